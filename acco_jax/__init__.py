@@ -1,0 +1,15 @@
+"""Accumulate while you communicate: data-parallel training with hidden communication.
+
+    tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
+    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=4)
+    params, state, metrics = step(params, state, batch)
+"""
+
+from acco_jax.gradients import local_gradients as local_gradients
+from acco_jax.transforms.acco import acco as acco
+from acco_jax.transforms.base import Method as Method
+from acco_jax.transforms.base import committed_params as committed_params
+from acco_jax.transforms.base import state_shardings as state_shardings
+from acco_jax.transforms.zero1 import zero1 as zero1
+
+__version__ = "0.1.0"

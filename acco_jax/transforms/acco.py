@@ -1,0 +1,127 @@
+"""ACCO: accumulate while you communicate (arXiv 2406.02613).
+
+With G, W the sums of the workers' local gradients and weights, and Opt one step of any
+optimizer from its committed state:
+
+    estimate  communicates g(t-1)   theta~(t+1) = Opt(theta(t), G(t-1) / W(t-1))
+              while g'(t) is computed at theta(t); the optimizer state stays
+    commit    communicates g'(t)    theta(t+1) = Opt(theta(t),
+                                            (G(t-1) + G'(t)) / (W(t-1) + W'(t)))
+              while g(t) is computed at theta~(t+1); the optimizer state advances
+
+The first half-round (priming) has nothing to communicate: it is a commit of weight 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from acco_jax.layout import Layout, Pending
+from acco_jax.transforms.base import Method, Options, Point, choose, make_method
+
+PyTree = Any
+ESTIMATE, COMMIT = 0, 1
+
+
+class AccoState(NamedTuple):
+    """State of `acco`; shards hold 1/n of every parameter on each worker."""
+
+    layout: Layout  # static
+    stage: jax.Array  # int32 []: what the next half-round does, ESTIMATE or COMMIT
+    count: jax.Array  # int32 []: commits so far
+    master: PyTree  # theta(t): shards, float32 or wider
+    inner: PyTree  # the optimizer's state at theta(t), over the shards
+    pending: Pending  # g, w of the last half-round: every worker's own, wire dtype
+    carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
+    carry_weight: jax.Array  # W(t-1) []
+
+
+def acco(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",
+    comm_dtype: Any = None,
+    accumulate_dtype: Any = None,
+    layout: str = "auto",
+    param_specs: PyTree | None = None,
+) -> Method:
+    """Communicate the last half-round's gradients while computing the next ones.
+
+    Two updates make one step of `inner`: an estimate, which moves the parameters ahead
+    to theta~, and a commit, which moves them to theta and advances the state of
+    `inner`, so its schedules count commits. The first update only primes.
+
+    Args:
+      inner: any optax transformation; sees mean gradients, the float32 master copy and
+        trees of shards. Clipping, masks and schedules belong in it.
+      mesh: the devices.
+      axis_name: the mesh axis (or axes) of the n data-parallel workers.
+      comm_dtype: what both collectives carry; None means each parameter's own dtype.
+        With float32 parameters and bfloat16 here, the model sees the gathered, rounded
+        values (held in float32); `committed_params` gives the master copy.
+      accumulate_dtype: of the gradient accumulator; None means each parameter's own.
+      layout: 'packed' (one collective each way per dtype; refused if `inner` could tell
+        shards from whole leaves), 'leaf' (whole leaf shapes, one collective per leaf),
+        or 'auto' (packed where it is exact).
+      param_specs: PartitionSpecs of the parameters over the mesh's other axes; needed
+        where such an axis is Auto.
+
+    Returns:
+      A `Method`. update(grads, state, params, weight=None, **extra) takes grads leaves
+      (n, *param.shape), row i the sum of worker i's microbatch gradients, and weight
+      (n,), and returns updates in float32 (float64 for such parameters) relative to
+      the params passed in.
+
+    Raises:
+      ValueError: in one line, before any device work, what does not fit.
+
+    References:
+      Nabli et al., ACCO: Accumulate While You Communicate for Communication-Overlapped
+      Sharded LLM Training (https://arxiv.org/abs/2406.02613)
+    """
+
+    def start(layout: Layout, master: PyTree, inner_state: PyTree) -> AccoState:
+        return AccoState(
+            layout=layout,
+            stage=jnp.int32(COMMIT),
+            count=jnp.int32(0),
+            master=master,
+            inner=inner_state,
+            pending=Pending(
+                layout.zeros(), jnp.zeros(layout.workers, layout.scalar)
+            ),
+            carry=jax.tree.map(jnp.zeros_like, master),
+            carry_weight=jnp.zeros((), layout.scalar),
+        )
+
+    def advance(
+        state: AccoState, gradient: PyTree, weight: jax.Array, step: Any
+    ) -> tuple[AccoState, Point]:
+        commit = state.stage == COMMIT
+        # what weighs nothing must not count, not even a NaN
+        gradient = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), gradient)
+        total = weight + jnp.where(commit, state.carry_weight, 0)
+        both = jax.tree.map(
+            lambda g, c: g + jnp.where(commit, c, 0), gradient, state.carry
+        )
+        theta, inner_state, norm = step(both, total, state.inner, state.master)
+        state = state._replace(
+            stage=jnp.where(commit, ESTIMATE, COMMIT),
+            count=state.count + (commit & (total > 0)),
+            master=choose(commit, theta, state.master),
+            inner=choose(commit, inner_state, state.inner),
+            carry=gradient,
+            carry_weight=weight,
+        )
+        return state, Point(theta, norm)
+
+    options = Options(
+        mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs
+    )
+    return make_method(inner, options, start=start, advance=advance, delayed=True)

@@ -1,0 +1,448 @@
+"""What every method with sharded optimizer state is made of.
+
+A method communicates gradients (reduce), takes an optimizer step on the shards
+(advance) and communicates parameters (gather). `Method` carries these three stages;
+the plain `update` below and the train step of `acco_jax.step` are both built from them
+and know nothing else of a method.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from acco_jax import layout as layouts
+from acco_jax.gradients import axis_names
+from acco_jax.layout import Layout, Pending
+from acco_jax.packable import why_not_packed
+
+PyTree = Any
+
+
+class Point(NamedTuple):
+    """What `advance` decided: where the parameters go, and what it saw on the way."""
+
+    shards: PyTree  # the new parameters, master dtype
+    grad_norm: jax.Array  # [] global norm of the mean gradient of this stage
+
+
+class Method(optax.GradientTransformationExtraArgs):
+    """An optax transformation that also carries its stages.
+
+    Attributes:
+      mesh: the devices.
+      axis: the data axes.
+      delayed: whether a half-round communicates the PREVIOUS half-round's gradients
+        (`state.pending`), so that computation can hide it, or its own.
+      accumulate_dtype: of the gradient accumulator; None: each parameter's own.
+      reduce: (layout, buffers) -> raw, the reduce-scatter alone.
+      advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
+        the reduced gradient sums and their total weight.
+      gather: (layout, low) -> full, the all-gather alone.
+    """
+
+    mesh: Mesh
+    axis: tuple[str, ...]
+    delayed: bool
+    accumulate_dtype: Any
+    reduce: Callable[..., Any]
+    advance: Callable[..., Any]
+    gather: Callable[..., Any]
+
+    def __new__(cls, init: Callable, update: Callable, **stages: Any) -> Method:
+        self = super().__new__(cls, init, update)
+        self.__dict__.update(stages)
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments that all methods share; see `acco_jax.acco`."""
+
+    mesh: Mesh
+    axis_name: str | tuple[str, ...]
+    comm_dtype: Any
+    accumulate_dtype: Any
+    layout: str
+    param_specs: PyTree
+
+
+def make_method(
+    inner: optax.GradientTransformation,
+    options: Options,
+    *,
+    start: Callable[[Layout, PyTree, Any], Any],
+    advance: Callable[..., Any],
+    delayed: bool,
+) -> Method:
+    """Build a method from how its state starts and how it advances.
+
+    Args:
+      inner: the optimizer that runs on the shards.
+      options: mesh, dtypes and layout.
+      start: (layout, master, inner_state) -> the method's initial NamedTuple state,
+        whose field `pending` is a `Pending` where the method is delayed.
+      advance: (state, gradient shards, weight, step) -> (state, Point), where
+        step(gradient, weight, inner_state, master) -> (master, inner_state, norm)
+        is a guarded optimizer step on the mean gradient.
+      delayed: see `Method`.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or `layout` is unknown.
+    """
+    axis = axis_names(options.mesh, options.axis_name)
+    if options.layout not in ("auto", "packed", "leaf"):
+        raise ValueError(
+            f"layout is {options.layout!r}: choose 'auto', 'packed' or 'leaf'."
+        )
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ValueError(
+            f"inner is {type(inner).__name__}: give an optax.GradientTransformation."
+        )
+
+    def init(params: PyTree) -> Any:
+        _refuse_wrappers()
+        layout = choose_layout(inner, params, options)
+
+        def make(params: PyTree) -> Any:
+            params = jax.device_put(params, layout.params_shardings)
+            master = layout.shard(params)
+
+            def begin(master: PyTree) -> PyTree:
+                return layout.inner_store(inner.init(layout.inner_view(master)))
+
+            shapes = jax.eval_shape(begin, layout.shards)
+            inner_state = in_auto(begin, layout, layout.state_shardings(shapes))(master)
+            return start(layout, master, inner_state)
+
+        shapes = jax.eval_shape(make, _abstract(params))
+        return jax.jit(make, out_shardings=layout.state_shardings(shapes))(params)
+
+    def advance_(state: Any, gradient: PyTree, weight: jax.Array, extra: dict) -> Any:
+        layout, held = state.layout, getattr(state, "pending", None)
+
+        def run(state, gradient, weight, extra):  # type: ignore[no-untyped-def]
+            step = functools.partial(guarded_step, inner, layout, extra)
+            return advance(state, gradient, weight, step)
+
+        if held is not None:  # the optimizer's region need not carry it through
+            state = state._replace(pending=None)
+        args = (state, gradient, weight, extra)
+        state_sharding = layout.state_shardings(jax.eval_shape(lambda s: s, state))
+        point = Point(
+            jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
+        )
+        state, point = in_auto(run, layout, (state_sharding, point))(*args)
+        return (state if held is None else state._replace(pending=held)), point
+
+    def update(
+        grads: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra: Any,
+    ) -> tuple[PyTree, Any]:
+        layout = state.layout
+        check_grads(layout, grads, params)
+        _check_extra(inner, extra)
+        return run_update(grads, state, params, weight, extra)
+
+    @jax.jit
+    def run_update(grads, state, params, weight, extra):  # type: ignore[no-untyped-def]
+        layout = state.layout
+        grads = jax.device_put(grads, layout.grads_shardings)
+        params = jax.device_put(params, layout.params_shardings)
+        new = Pending(layout.pack(grads), place_weight(layout, weight))
+        if delayed:
+            now, state = state.pending, state._replace(pending=new)
+        else:
+            now = new
+        total = now.weight.sum()
+        raw = reduce_scatter(layout, now.buffers)
+        state, point = advance_(state, layout.split(raw), total, extra)
+        target = layout.unpack(all_gather(layout, layout.join(point.shards)))
+
+        def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+            wide = jnp.promote_types(old.dtype, jnp.float32)
+            return new.astype(wide) - old.astype(wide)
+
+        return jax.tree.map(difference, target, params), state
+
+    return Method(
+        init,
+        update,
+        mesh=options.mesh,
+        axis=axis,
+        delayed=delayed,
+        accumulate_dtype=options.accumulate_dtype,
+        reduce=reduce_scatter,
+        advance=advance_,
+        gather=all_gather,
+    )
+
+
+def reduce_scatter(layout: Layout, buffers: Any) -> Any:
+    return layout.reduce_scatter(buffers)
+
+
+def all_gather(layout: Layout, low: Any) -> Any:
+    return layout.all_gather(low)
+
+
+def guarded_step(
+    inner: optax.GradientTransformation,
+    layout: Layout,
+    extra: dict[str, Any],
+    gradient: PyTree,
+    weight: jax.Array,
+    inner_state: PyTree,
+    master: PyTree,
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """Opt(theta, G / W) on the shards; without weight nothing moves, whatever G is.
+
+    Args:
+      inner: the optimizer.
+      layout: of the shards.
+      extra: keyword arguments for inner.update.
+      gradient: G, summed over microbatches and workers; shards in the master dtype.
+      weight: W [], the sum of the weights.
+      inner_state: of the committed point.
+      master: theta, the committed point; shards.
+
+    Returns:
+      The new shards, the new inner state and the norm of G / W.
+    """
+    valid = weight > 0
+    mean = jax.tree.map(
+        lambda g: jnp.where(valid, g / jnp.where(valid, weight, 1).astype(g.dtype), 0),
+        gradient,
+    )
+    mean, view = layout.inner_view(mean), layout.inner_view(inner_state)
+    at = layout.inner_view(master)
+    update = optax.with_extra_args_support(inner).update
+    updates, stepped = update(mean, view, at, **extra)
+    moved = layout.inner_store(optax.apply_updates(at, updates))
+    return (
+        choose(valid, moved, master),
+        choose(valid, layout.inner_store(stepped), inner_state),
+        optax.global_norm(mean),
+    )
+
+
+def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
+    """fn where the compiler places everything but the results.
+
+    An optimizer written for one device runs unchanged on sharded arrays where the
+    mesh's axes are Auto; Explicit ones are made so for the region.
+    """
+    mesh = layout.mesh
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, kind in types if kind == AxisType.Explicit)
+
+    def constrained(*args: Any) -> Any:
+        out = fn(*args)
+        if not explicit:
+            out = jax.lax.with_sharding_constraint(out, out_shardings)
+        return out
+
+    if not explicit:
+        return constrained
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings)
+
+
+def choose_layout(
+    inner: optax.GradientTransformation, params: PyTree, options: Options
+) -> Layout:
+    """The layout for these parameters, as `options.layout` demands.
+
+    Raises:
+      ValueError: 'packed' was demanded and inner would notice; names leaf and operation.
+    """
+    axis = axis_names(options.mesh, options.axis_name)
+    args = layouts.describe(
+        params,
+        mesh=options.mesh,
+        axis=axis,
+        comm_dtype=options.comm_dtype,
+        param_specs=options.param_specs,
+    )
+    if options.layout != "leaf":
+        packed = layouts.packed_layout(*args, options.mesh, axis)
+        reason = why_not_packed(inner, packed)
+        if reason is None:
+            return packed
+        if options.layout == "packed":
+            raise ValueError(
+                f"layout='packed' would change what inner does: {reason}. Use "
+                "layout='auto' or 'leaf'."
+            )
+    return layouts.leaf_layout(*args, options.mesh, axis)
+
+
+def place_weight(layout: Layout, weight: Any) -> jax.Array:
+    """(n,) weights on their workers; None means 1 each."""
+    n = layout.workers
+    if weight is None:
+        weight = jnp.ones(n)
+    if jnp.shape(weight) != (n,):
+        raise ValueError(
+            f"weight has shape {jnp.shape(weight)}: give one weight per worker, ({n},)."
+        )
+    weight = jnp.asarray(weight, layout.scalar)
+    return jax.device_put(weight, layout.sharding(layout.axis))
+
+
+def check_grads(layout: Layout, grads: PyTree, params: PyTree | None) -> None:
+    """Raises a ValueError unless grads and params are what `layout` was made for."""
+    if params is None:
+        raise ValueError("update needs the current params: tx.update(grads, state, params).")
+    for what, tree in (("params", params), ("grads", grads)):
+        if jax.tree.structure(tree) != layout.treedef:
+            raise ValueError(
+                f"{what} has another tree structure than the parameters given to init."
+            )
+    n = layout.workers
+    for leaf, g, p in zip(
+        layout.leaves, jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
+    ):
+        if jnp.shape(p) != leaf.shape:
+            raise ValueError(
+                f"params {leaf.name} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
+            )
+        if jnp.shape(g) != (n, *leaf.shape):
+            raise ValueError(
+                f"grads {leaf.name} has shape {jnp.shape(g)} instead of "
+                f"{(n, *leaf.shape)}: give one row per worker, the sum of its own "
+                "microbatch gradients (see acco_jax.local_gradients)."
+            )
+
+
+def _check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
+    if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
+        raise ValueError(
+            f"inner takes no extra arguments, but update got {', '.join(sorted(extra))}."
+        )
+
+
+def _abstract(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+# --------------------------------------------- what a method may and may not stand in
+
+# A sharding method must see every parameter and have the last word on the updates.
+# These optax functions call a member's init and leave both intact (a chain only if
+# nothing follows); every other wrapper would add per-worker rows to parameters.
+_HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_support"}
+
+
+def _refuse_wrappers() -> None:
+    """Raises a ValueError when `init` is called by an optax wrapper that would break it.
+
+    A member of a chain is not told what follows it, so the calling frames are asked.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("optax.") and not module.endswith("_test"):
+            wrapper = frame.f_code.co_qualname.split(".")[0]
+            if wrapper not in _HARMLESS:
+                raise ValueError(
+                    f"this method cannot stand inside optax.{wrapper}: put {wrapper} "
+                    "inside, around its inner optimizer."
+                )
+            if wrapper in ("chain", "named_chain"):
+                _refuse_followers(frame)
+        frame = frame.f_back
+
+
+def _refuse_followers(frame: Any) -> None:
+    # chain: tuple(fn(params) for fn in init_fns), the generator's frame holds `fn` and
+    # its caller `init_fns`
+    here = frame.f_locals
+    outer = frame.f_back.f_locals if frame.f_back else {}
+    members = outer.get("init_fns", here.get("init_fns"))
+    if members and "fn" in here and here["fn"] is not members[-1]:
+        raise ValueError(
+            "this method must be the last member of optax.chain: what stands after it "
+            "would change the parameters behind its back; put it inside, into inner."
+        )
+
+
+def find_state(state: PyTree) -> Any:
+    """The state of the one sharding method in an optimizer state, wrapped or not.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    is_ours = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the state holds {len(found)} states of sharding methods instead of one: "
+            "pass what tx.init or tx.update returned."
+        )
+    return found[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gather_exact(layout: Layout, master: PyTree) -> PyTree:
+    return layout.gather_exact(master)
+
+
+def committed_params(state: PyTree, params: PyTree) -> PyTree:
+    """Return theta, the committed parameters: to evaluate, export and checkpoint.
+
+    Args:
+      state: the optimizer state, also inside optax.chain or inject_hyperparams.
+      params: the parameters of the loop (theta or theta~); for their structure.
+
+    Returns:
+      The master copy, gathered and rounded to each parameter's own dtype (whatever
+      dtype communication uses); replicated over the data axis.
+
+    Raises:
+      ValueError: `state` holds no sharding method's state, or `params` is of another
+        structure.
+    """
+    ours = find_state(state)
+    if jax.tree.structure(params) != ours.layout.treedef:
+        raise ValueError("params has another tree structure than the optimizer state's.")
+    return _gather_exact(ours.layout, ours.master)
+
+
+def state_shardings(tx: optax.GradientTransformation, abstract_params: PyTree) -> PyTree:
+    """Return a NamedSharding for every array of tx's state.
+
+    Args:
+      tx: a sharding method, or an optax transformation around one.
+      abstract_params: arrays or ShapeDtypeStructs.
+
+    Returns:
+      The state's tree with NamedShardings: for jit, restore and planning.
+    """
+    shapes = jax.eval_shape(tx.init, abstract_params)
+    ours = find_state(shapes)
+    replicated = ours.layout.sharding()
+    is_ours = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
+
+    def of(x: Any) -> PyTree:
+        return x.layout.state_shardings(x) if is_ours(x) else replicated
+
+    return jax.tree.map(of, shapes, is_leaf=is_ours)
+
+
+__all__ = ["Method", "NamedSharding", "committed_params", "state_shardings"]
