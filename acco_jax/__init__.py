@@ -5,7 +5,10 @@
     params, state, metrics = step(params, state, batch)
 """
 
+from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
+from acco_jax.step import TrainStep as TrainStep
+from acco_jax.step import make_train_step as make_train_step
 from acco_jax.transforms.acco import acco as acco
 from acco_jax.transforms.base import Method as Method
 from acco_jax.transforms.base import committed_params as committed_params

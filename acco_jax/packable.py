@@ -13,6 +13,7 @@ each leaf: it must stay zero in the updates, in the state and wherever a sum is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,23 +93,32 @@ def _check(
     def both(params: PyTree) -> Any:
         try:
             init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
-            jaxpr, out = jax.make_jaxpr(update, return_shape=True)(
-                params, state, params
-            )
+            jaxpr = jax.make_jaxpr(update)(params, state, params)
         except Exception as error:
             line = str(error).strip().splitlines() or [type(error).__name__]
             raise _Refused(f"inner cannot be traced on its own ({line[0]})") from error
-        return init, state, jaxpr, out
+        return init, state, jaxpr
 
-    init_w, state_w, update_w, out_w = both(whole)
-    init_p, state_p, update_p, out_p = both(packed)
+    init_w, state_w, update_w = both(whole)
+    init_p, state_p, update_p = both(packed)
     if jax.tree.structure(state_w) != jax.tree.structure(state_p):
         raise _Refused("inner keeps a state of another structure on packed shards")
     names = [leaf.name for leaf in layout.leaves]
     owners = _owners(layout, state_w, state_p)
-    same = _Same()
-    same.jaxprs(init_w, init_p, names)
-    same.jaxprs(update_w, update_p, names + owners + names)
+    init_names, update_names = names, names + owners + names
+    # A scalar is packed as a vector: first () against (1,), then (1,) against (n,).
+    ones = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape or (1,), s.dtype), whole
+    )
+    if any(not s.shape for s in jax.tree.leaves(whole)):
+        init_1, state_1, update_1 = both(ones)
+        if jax.tree.structure(state_1) != jax.tree.structure(state_w):
+            raise _Refused("inner keeps a state of another structure for a scalar")
+        _same(init_w, init_1, init_names, merge_ones=True)
+        _same(update_w, update_1, update_names, merge_ones=True)
+        init_w, update_w = init_1, update_1
+    _same(init_w, init_p, init_names, merge_ones=False)
+    _same(update_w, update_p, update_names, merge_ones=False)
 
     # Padding of the state: what init leaves there, if an update keeps it.
     sizes = zip(jax.tree.leaves(whole), jax.tree.leaves(packed), strict=True)
@@ -150,79 +160,114 @@ def _owners(layout: Layout, whole: PyTree, packed: PyTree) -> list[str | None]:
     return found
 
 
-class _Same:
-    """Compares two programs variable by variable; shapes of leaves may differ."""
+@dataclasses.dataclass(frozen=True)
+class _Op:
+    """One equation; operands are ("value", number) or ("constant", array)."""
 
-    def jaxprs(self, a: Any, b: Any, names: Sequence[str | None]) -> None:
-        self.number: dict[Any, int] = {}
-        self.names = dict(zip(a.jaxpr.invars, names, strict=True))
-        self._body(a.jaxpr, b.jaxpr)
-        for x, y in zip(a.consts, b.consts, strict=True):
-            if not _equal(x, y):
-                raise _Refused("inner holds an array that depends on a leaf's size")
+    name: str
+    operands: list[tuple[str, Any]]
+    params: dict[str, Any]
+    nested: list[_Program]
+    leaf: str
 
-    def _body(self, a: Any, b: Any) -> None:
-        self._bind(a.invars, b.invars)
-        self._bind(a.constvars, b.constvars)
-        for x, y in zip(a.eqns, b.eqns, strict=False):
-            self._equation(x, y)
-        if len(a.eqns) != len(b.eqns):
-            rest = (a.eqns + b.eqns)[min(len(a.eqns), len(b.eqns))]
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A program with its calls inlined and its values numbered in order."""
+
+    ops: list[_Op]
+    outs: list[tuple[str, Any]]
+
+
+# What only says how large an array is; `_interpret` looks at what is done with it.
+_SHAPES = {"name", "axes", "shape", "sharding", "out_sharding", "dimensions",
+           "broadcast_dimensions", "new_sizes", "jaxpr", "call_jaxpr", "branches",
+           "body_jaxpr", "cond_jaxpr"}  # fmt: skip
+_RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", *REDUCTIONS}
+
+
+def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
+    """Reads a jaxpr; with merge_ones, () and (1,) are the same shape."""
+    env: dict[Any, tuple[str, Any]] = {}
+    owner: dict[int, str | None] = {}
+    ops: list[_Op] = []
+
+    def fresh(v: Any, name: str | None) -> None:
+        owner[len(owner)] = name
+        env[v] = ("value", len(owner) - 1)
+
+    def read(v: Any) -> tuple[str, Any]:
+        return ("constant", v.val) if _literal(v) else env[v]
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            op, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
+            known = (owner[x] for kind, x in operands if kind == "value")
+            leaf = next((n for n in known if n), None)
+            if op in CALLS:
+                called = eqn.params[CALLS[op]]
+                nested = _jaxprs(called)[0]
+                for v, c in zip(nested.constvars, getattr(called, "consts", ()), strict=True):
+                    env[v] = ("constant", c)
+                inputs = operands[len(operands) - len(nested.invars) :]
+                env.update(zip(nested.invars, inputs, strict=True))
+                walk(nested)
+                outs = [read(v) for v in nested.outvars]
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            sizes = [math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
+            if merge_ones and op in _RESHAPES and sizes == [1, 1]:
+                env[eqn.outvars[0]] = operands[0]
+                continue
+            bodies = [j for p in eqn.params.values() for j in _jaxprs(p)]
+            nested_programs = [
+                _program(j, [], [None] * len(j.invars), merge_ones) for j in bodies
+            ]
+            ops.append(_Op(op, operands, eqn.params, nested_programs, leaf or "a leaf"))
+            for v in eqn.outvars:
+                fresh(v, leaf)
+
+    for v, name in zip(jaxpr.invars, names, strict=True):
+        fresh(v, name)
+    for v in jaxpr.constvars:
+        fresh(v, None)
+    env.update((v, ("constant", c)) for v, c in zip(jaxpr.constvars, consts, strict=False))
+    walk(jaxpr)
+    return _Program(ops, [read(v) for v in jaxpr.outvars])
+
+
+def _same(a: Any, b: Any, names: Sequence[str | None], merge_ones: bool) -> None:
+    """Raises _Refused unless two closed jaxprs do the same, shapes aside."""
+    programs = [_program(j.jaxpr, j.consts, names, merge_ones) for j in (a, b)]
+    _same_programs(*programs)
+
+
+def _same_programs(a: _Program, b: _Program) -> None:
+    for x, y in zip(a.ops, b.ops, strict=False):
+        if x.name != y.name or len(x.operands) != len(y.operands):
             raise _Refused(
-                f"inner does more on one of the shapes of {self._leaf(rest)}"
+                f"{x.name} of {x.leaf} becomes {y.name}: inner looks at shapes"
             )
-        self._operands(a.outvars, b.outvars, "result", "")
+        _same_operands(x.operands, y.operands, x.name, x.leaf)
+        for key in x.params.keys() - _SHAPES:
+            p, q = x.params[key], y.params.get(key)
+            if not callable(p) and p != q and str(p) != str(q):
+                raise _Refused(f"{x.name} of {x.leaf} depends on the shape ({key})")
+        for p, q in zip(x.nested, y.nested, strict=True):
+            _same_programs(p, q)
+    if len(a.ops) != len(b.ops):
+        extra = (a.ops if len(a.ops) > len(b.ops) else b.ops)[min(len(a.ops), len(b.ops))]
+        raise _Refused(f"{extra.name} of {extra.leaf} depends on its shape")
+    _same_operands(a.outs, b.outs, "the result", "a leaf")
 
-    def _bind(self, xs: Sequence[Any], ys: Sequence[Any]) -> None:
-        for x, y in zip(xs, ys, strict=True):
-            self.number[x] = self.number[y] = len(self.number)
 
-    def _leaf(self, eqn: Any) -> str:
-        known = (self.names.get(v) for v in eqn.invars if not _literal(v))
-        return next((n for n in known if n), "a leaf")
-
-    def _operands(self, xs: Sequence[Any], ys: Sequence[Any], op: str, leaf: str):
-        for x, y in zip(xs, ys, strict=True):
-            if _literal(x) != _literal(y):
-                raise _Refused(f"{op} of {leaf} differs between the shapes")
-            if _literal(x):
-                if not _equal(x.val, y.val):
-                    raise _Refused(
-                        f"{op} on {leaf} has a constant that depends on the leaf's "
-                        f"size ({x.val} for {y.val})"
-                    )
-            elif self.number[x] != self.number[y]:
-                raise _Refused(f"{op} takes {leaf} apart from the others by its shape")
-
-    def _equation(self, x: Any, y: Any) -> None:
-        leaf = self._leaf(x)
-        if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
-            raise _Refused(
-                f"inner treats {leaf} by its shape: {x.primitive} on the whole leaf, "
-                f"{y.primitive} on the packed one"
-            )
-        self._operands(x.invars, y.invars, str(x.primitive), leaf)
-        for key in x.params:
-            self._param(key, x.params[key], y.params.get(key), x, y, leaf)
-        self._bind(x.outvars, y.outvars)
-        for v in x.outvars:
-            self.names[v] = leaf if leaf != "a leaf" else None
-
-    def _param(self, key: str, a: Any, b: Any, x: Any, y: Any, leaf: str) -> None:
-        pairs = zip(_jaxprs(a), _jaxprs(b), strict=False)
-        nested = list(pairs)
-        for p, q in nested:
-            operands = x.invars[-len(p.invars) :] if p.invars else []
-            for inner_var, outer in zip(p.invars, operands, strict=False):
-                self.names[inner_var] = (
-                    None if _literal(outer) else self.names.get(outer)
-                )
-            self._body(p, q)
-        if nested or key in ("name", "axes", "shape", "sharding", "dimensions",
-                             "broadcast_dimensions", "out_sharding"):  # fmt: skip
-            return  # the shapes themselves: `_interpret` looks at what they do
-        if not callable(a) and a != b and str(a) != str(b):
-            raise _Refused(f"{x.primitive} of {leaf} depends on the shape ({key})")
+def _same_operands(xs: Sequence[Any], ys: Sequence[Any], op: str, leaf: str) -> None:
+    for (kind, x), (other, y) in zip(xs, ys, strict=True):
+        if kind != other or (kind == "value" and x != y):
+            raise _Refused(f"{op} of {leaf} works on something else for another shape")
+        if kind == "constant" and not _equal(x, y):
+            shown = f" ({x} for {y})" if np.size(x) == np.size(y) == 1 else ""
+            raise _Refused(f"{op} of {leaf} has a constant that depends on its size{shown}")
 
 
 def _jaxprs(param: Any) -> list[Any]:

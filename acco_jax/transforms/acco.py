@@ -112,7 +112,7 @@ def acco(
         )
         theta, inner_state, norm = step(both, total, state.inner, state.master)
         state = state._replace(
-            stage=jnp.where(commit, ESTIMATE, COMMIT),
+            stage=ESTIMATE + COMMIT - state.stage,
             count=state.count + (commit & (total > 0)),
             master=choose(commit, theta, state.master),
             inner=choose(commit, inner_state, state.inner),

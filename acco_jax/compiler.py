@@ -1,0 +1,80 @@
+"""What each generation of compiler must be told so that collectives run beside compute.
+
+Found by compiling half-rounds and reading the schedules; `acco_jax.plan` shows them.
+"""
+
+from __future__ import annotations
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_SPARSE_CORE = {
+    _OFFLOAD + name: True
+    for name in ("all_gather", "all_reduce", "reduce_scatter", "nd_reduce_scatter",
+                 "2d_all_gather")
+} | {"xla_tpu_offload_gather_to_sparsecore": False}  # fmt: skip
+
+OPTIONS: dict[str, dict[str, bool | int]] = {
+    # One asynchronous collective at a time is the rule; a model axis has its own
+    # collectives inside the loops, and then the data axis needs a place beside them.
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
+    },
+    "v5e": {
+        "xla_enable_async_all_reduce": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+    },
+    "v5p": _SPARSE_CORE | {_OFFLOAD + "3d_all_gather": True},
+    "v6e": _SPARSE_CORE,
+    "tpu7x": {"xla_tpu_offload_gather_to_sparsecore": False},
+    "cpu": {},
+}
+
+# Beginnings of jax.Device.device_kind, most specific first.
+_KINDS = {
+    "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
+    "tpu v5p": "v5p",
+    "tpu v5": "v5p",
+    "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
+    "tpu7x": "tpu7x",
+    "tpu v7": "tpu7x",
+    "nvidia": "gpu",
+    "gpu": "gpu",
+    "cuda": "gpu",
+    "cpu": "cpu",
+}
+
+
+def generation(device_kind_or_topology: str) -> str | None:
+    """The key of `OPTIONS` for a device kind or a topology, None if it is not known."""
+    name = device_kind_or_topology.lower()
+    parts = name.split(":")
+    if parts[0] == "tpu" and len(parts) > 1:
+        return parts[1] if parts[1] in OPTIONS else None
+    if parts[0] in OPTIONS:
+        return parts[0]
+    return next((gen for kind, gen in _KINDS.items() if name.startswith(kind)), None)
+
+
+def compiler_options(
+    device_kind_or_topology: str, *, model_axis: bool = False
+) -> dict[str, bool | int]:
+    """Return the compiler options that let collectives run asynchronously.
+
+    Args:
+      device_kind_or_topology: `jax.devices()[0].device_kind` ("NVIDIA H200",
+        "TPU v6 lite", "cpu"), or a topology as `acco_jax.plan` takes it
+        ("gpu:h200:4x8", "tpu:v5e:16x16").
+      model_axis: whether a mesh axis other than the data axis splits the parameters;
+        its collectives run inside the microbatch loops.
+
+    Returns:
+      Options for jax.jit(compiler_options=...), which make_train_step uses by default;
+      empty for devices that need none or are not known.
+    """
+    kind = generation(device_kind_or_topology)
+    options = dict(OPTIONS.get(kind or "", {}))
+    if kind == "gpu" and model_axis:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    return options

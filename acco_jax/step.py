@@ -1,0 +1,290 @@
+"""The train step: one half-round of any method, its communication hidden.
+
+A half-round is a chain, reduce-scatter -> optimizer on the shard -> all-gather, and
+beside it the gradients of the next one. *Fused*, for GPU and TPU: one program with two
+microbatch loops, one behind each collective; barriers pin the order, because a compiler
+left to itself hides at most one of the two. *Split*, for CPU processes: XLA:CPU runs a
+program's collectives and loops one after the other, so communication and computation
+are two programs dispatched from two host threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from acco_jax.compiler import compiler_options as default_options
+from acco_jax.gradients import Accumulator, Sums, axis_names
+from acco_jax.layout import Layout, Pending
+from acco_jax.transforms.base import Method, Point, find_state
+
+PyTree = Any
+barrier = lax.optimization_barrier
+FORMS = ("auto", "fused", "split")
+
+
+class TrainStep:
+    """One half-round: (params, state, batch, counts, rng) -> params, state, metrics.
+
+    Attributes:
+      form: 'fused' or 'split'.
+      compiler_options: what the fused program is compiled with.
+    """
+
+    def __init__(
+        self, tx: Method, gradients: Accumulator, form: str, options: dict[str, Any]
+    ) -> None:
+        self.form, self.compiler_options = form, options
+        self._tx, self._gradients = tx, gradients
+        self._programs: dict[Layout, Any] = {}
+        if form == "split":
+            self._thread = ThreadPoolExecutor(1, "acco-communicate")
+            self._accumulate = jax.jit(functools.partial(_accumulate, gradients))
+            self._metrics = jax.jit(_metrics)
+
+    def _program(self, state: Any) -> Any:
+        """The program that returns the state where and as it came."""
+        layout = state.layout
+        if layout not in self._programs:
+            homes = layout.state_shardings(state)
+            out_shardings = (layout.params_shardings, homes, None)
+            if self.form == "split":
+                fn, donate = functools.partial(_communicate, self._tx), (1,)
+            else:
+                half_round = _overlapped if self._tx.delayed else _synchronous
+                fn = functools.partial(half_round, self._tx, self._gradients)
+                donate = (0, 1)
+            self._programs[layout] = jax.jit(
+                fn,
+                donate_argnums=donate,
+                out_shardings=out_shardings,
+                compiler_options=self.compiler_options or None,
+            )
+        return self._programs[layout]
+
+    def __call__(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any = None, rng: Any = None
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        """Runs one half-round; see `make_train_step`."""
+        args = self._place(params, state, batch, counts, rng)
+        if self.form == "fused":
+            return self._program(state)(*args)
+        return self._split(*args)
+
+    def lower(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any = None, rng: Any = None
+    ) -> Any:
+        """The fused program for abstract (or real) arguments, as jax.jit's `lower`."""
+        if self.form != "fused":
+            raise ValueError("only form='fused' is one program: build the step with it.")
+        return self._program(state).lower(params, state, batch, counts, rng)
+
+    def _place(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+    ) -> tuple[Any, ...]:
+        layout = getattr(state, "layout", None)
+        if not isinstance(layout, Layout):
+            find_state(state)  # says what it is instead
+            raise ValueError(
+                "the state is wrapped, but make_train_step runs a method's own stages: "
+                "give it the state of tx.init for the tx it was built with."
+            )
+        if jax.tree.structure(params) != layout.treedef:
+            raise ValueError(
+                "params has another tree structure than the parameters given to init."
+            )
+        return (
+            jax.device_put(params, layout.params_shardings),
+            state,
+            self._gradients.place_batch(batch),
+            self._gradients.place_counts(counts),
+            rng,
+        )
+
+    def _split(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        def communicate(now: Pending, rest: Any) -> Any:
+            return jax.block_until_ready(self._program(rest)(now, rest))
+
+        def accumulate() -> Any:
+            out = self._accumulate(state.layout, params, batch, counts, rng)
+            return jax.block_until_ready(out)
+
+        if self._tx.delayed:
+            moved = self._thread.submit(
+                communicate, state.pending, state._replace(pending=None)
+            )
+            new, sums = accumulate()
+            params, state, norm = moved.result()
+            state = state._replace(pending=new)
+        else:
+            new, sums = accumulate()
+            params, state, norm = communicate(new, state)
+        return params, state, self._metrics(sums, counts, norm)
+
+
+def _overlapped(
+    tx: Method,
+    gradients: Accumulator,
+    params: PyTree,
+    state: Any,
+    batch: PyTree,
+    counts: jax.Array | None,
+    rng: Any,
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """A half-round whose reduce-scatter and all-gather each run behind a loop."""
+    layout = state.layout
+    sums = gradients.zeros(params, batch, rng)
+    # Scalars first: a small all-reduce later would take the one asynchronous slot.
+    weight = state.pending.weight.sum()
+    weight, buffers, params, sums = barrier(
+        (weight, state.pending.buffers, params, sums)
+    )
+
+    raw = tx.reduce(layout, buffers)
+    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (0, n // 2))
+    raw, sums, params = barrier((raw, sums, params))
+
+    state = state._replace(pending=None)
+    state, point = tx.advance(state, layout.split(raw), weight, {})
+    low = layout.join(point.shards)
+    state, low, sums, params = barrier((state, low, sums, params))
+
+    full = tx.gather(layout, low)
+    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (n // 2, n))
+    full, sums = barrier((full, sums))  # or the gather is waited for before the loop
+
+    params = layout.unpack(full)
+    state = state._replace(pending=_pending(layout, sums))
+    return params, state, _metrics(sums, counts, point.grad_norm)
+
+
+def _synchronous(
+    tx: Method,
+    gradients: Accumulator,
+    params: PyTree,
+    state: Any,
+    batch: PyTree,
+    counts: jax.Array | None,
+    rng: Any,
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """A step that communicates the gradients it has just computed."""
+    new, sums = _accumulate(gradients, state.layout, params, batch, counts, rng)
+    new = barrier(new)
+    params, state, norm = _communicate(tx, new, state)
+    return params, state, _metrics(sums, counts, norm)
+
+
+def _accumulate(
+    gradients: Accumulator,
+    layout: Layout,
+    params: PyTree,
+    batch: PyTree,
+    counts: jax.Array | None,
+    rng: Any,
+) -> tuple[Pending, Sums]:
+    """Local gradients, ready to be communicated. No collective."""
+    sums = gradients.zeros(params, batch, rng)
+    half = lambda n: n // 2  # noqa: E731  as in the fused form: the same sums, bit for bit
+    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (0, half(n)))
+    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (half(n), n))
+    return _pending(layout, sums), sums._replace(grads=None)
+
+
+def _communicate(tx: Method, now: Pending, state: Any) -> tuple[PyTree, Any, jax.Array]:
+    """Reduce, advance, gather: the parameters of the next half-round."""
+    layout = state.layout
+    weight, buffers = barrier((now.weight.sum(), now.buffers))
+    raw = barrier(tx.reduce(layout, buffers))
+    state, point = tx.advance(state, layout.split(raw), weight, {})
+    low = barrier(layout.join(point.shards))
+    params = layout.unpack(barrier(tx.gather(layout, low)))
+    return params, state, point.grad_norm
+
+
+def _pending(layout: Layout, sums: Sums) -> Pending:
+    return Pending(layout.pack(sums.grads), sums.weight.astype(layout.scalar))
+
+
+def _metrics(sums: Sums, counts: jax.Array | None, norm: jax.Array) -> dict[str, Any]:
+    """Means over the microbatches of this half-round; see `make_train_step`."""
+    weight = sums.weight.sum()
+    metrics = {
+        "loss": sums.loss.sum() / jnp.where(weight > 0, weight, 1),
+        "weight": weight,
+        "grad_norm": norm,
+        "aux": jax.tree.map(lambda x: x.sum(0), sums.aux),
+    }
+    return metrics if counts is None else metrics | {"counts": counts}
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: Method,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",
+    microbatches: int,
+    form: str = "auto",
+    compiler_options: dict[str, Any] | None = None,
+) -> TrainStep:
+    """Build the step that computes gradients while it communicates the previous ones.
+
+    Args:
+      loss_fn: as for `acco_jax.local_gradients`; it must not communicate over
+        `axis_name`, or nothing overlaps.
+      tx: a method of this library (acco, zero1, ...), not wrapped.
+      mesh: the devices, as given to `tx`.
+      axis_name: the data axis or axes, as given to `tx`.
+      microbatches: N, how many each worker's part of a batch holds.
+      form: 'fused' (one program), 'split' (two programs from two threads), or 'auto':
+        split for several CPU processes, else fused.
+      compiler_options: for the fused program; None takes
+        `acco_jax.compiler_options` of the mesh's devices.
+
+    Returns:
+      step(params, state, batch, counts=None, rng=None) -> (params, state, metrics).
+      params and state are donated. batch, counts and rng are as for
+      `local_gradients`. metrics, all of this half-round: "loss" [] (the mean of
+      microbatch means, or of targets where loss_fn gives a weight), "weight" [],
+      "grad_norm" [] (of the mean gradient that the optimizer was given), "aux" (sums),
+      and "counts" (n,) if given.
+
+    Raises:
+      ValueError: in one line, before any device work, what does not fit.
+    """
+    if not isinstance(tx, Method):
+        raise ValueError(
+            f"make_train_step needs a method's own stages, but tx is a "
+            f"{type(tx).__name__}: pass acco_jax.acco(inner, ...) itself and put "
+            "wrappers inside, around inner."
+        )
+    axis = axis_names(mesh, axis_name)
+    if mesh != tx.mesh or axis != tx.axis:
+        raise ValueError(
+            f"the step is for axes {axis} of {mesh}, but tx was made for {tx.axis} of "
+            f"{tx.mesh}: give both the same mesh and axis_name."
+        )
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}: choose one of {', '.join(FORMS)}.")
+    if microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
+    device = mesh.devices.flat[0]
+    if form == "auto":
+        several = len({d.process_index for d in mesh.devices.flat}) > 1
+        form = "split" if device.platform == "cpu" and several else "fused"
+    if compiler_options is None:
+        others = set(mesh.axis_names) - set(axis)
+        compiler_options = default_options(
+            device.device_kind, model_axis=any(mesh.shape[a] > 1 for a in others)
+        )
+    gradients = Accumulator(loss_fn, mesh, axis, microbatches, tx.accumulate_dtype)
+    return TrainStep(tx, gradients, form, compiler_options)
