@@ -1,0 +1,1 @@
+"""Models to train: pure functions of a parameter tree and a batch."""
