@@ -1,0 +1,86 @@
+# `make` lists the targets. Each installs what it needs, once, into .venv.
+#   make PYTHON=python3.12 test        another interpreter (after make clean)
+#   make train WORKDIR=runs/other
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKDIR ?= runs/quickstart
+WORKERS ?= 2# pytest processes; each holds several JAX devices
+
+PY      := $(VENV)/bin/python
+# requirements.txt constrains: it says which version, pyproject.toml says what.
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c requirements.txt
+PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
+           JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 \
+           HYPOTHESIS_STORAGE_DIRECTORY=$(CURDIR)/.cache/hypothesis \
+           $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow test-newest lint notebook requirements clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
+	  awk -F ' @ ' '{ printf "%-20s %s\n", $$1, $$2 }'
+
+setup: $(VENV)/.train ## make .venv with what the runner needs
+
+train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORKDIR)
+	$(PY) -m acco_jax.train --config=experiments/quickstart.py --workdir=$(WORKDIR)
+
+test: $(VENV)/.test ## run the fast tests
+	$(PYTEST)
+
+test-slow: $(VENV)/.test ## run the slow tests only
+	$(PYTEST) -m slow
+
+test-newest: ## run the fast tests on Python 3.13 or 3.12, with the newest jax
+	@python=$$($(find-newest)); if [ -n "$$python" ]; then \
+	  $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest; \
+	else echo "test-newest: no Python 3.13 or 3.12 found, nothing to run"; fi
+
+lint: $(VENV)/.test ## check format, lint and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+notebook: $(VENV)/.test ## execute the Colab notebook here
+	$(VENV)/bin/jupyter-execute colab/*.ipynb
+
+requirements: ## resolve the newest versions into requirements.txt (with uv)
+	$(PYTHON) -m venv .venv-uv && .venv-uv/bin/pip install -qq uv
+	sed '/^[^#]/,$$d' requirements.txt > .venv-uv/requirements.txt
+	.venv-uv/bin/uv pip compile pyproject.toml --all-extras --universal \
+	  --python-version 3.11 --no-emit-package acco-jax --no-annotate --no-header -q \
+	  | sed -E 's/python_full_version/python_version/g; / == .(emscripten|pypy)./d' \
+	  >> .venv-uv/requirements.txt
+	mv .venv-uv/requirements.txt requirements.txt
+
+clean: ## remove environments and caches (runs/ stays)
+	rm -rf .venv .venv-* .cache build dist
+
+# Stamps: an environment is brought up to date when what defines it has changed.
+$(VENV)/.train: pyproject.toml requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: acco-jax needs Python 3.11 or newer, and '$(PYTHON)' is" \
+	  "$$($(PYTHON) --version 2>/dev/null || echo missing):" \
+	  "say make PYTHON=python3.12" >&2; exit 1; }
+	@echo "installing the runner's requirements into $(VENV) (about half a minute)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	@echo "installing the tests' requirements into $(VENV)"
+	@$(INSTALL) -e '.[train,test]'
+	@touch $@
+
+# The first that runs (a pyenv shim may exist and not), not of a free-threaded build.
+probe := import ensurepip, sys; print(sys.executable) if "free-thr" not in sys.version else sys.exit(1)
+define find-newest
+for p in python3.13 python3.12 "$$(pyenv root 2>/dev/null)"/versions/3.13*/bin/python \
+  "$$(pyenv root 2>/dev/null)"/versions/3.12*/bin/python; do \
+  "$$p" -c '$(probe)' 2>/dev/null && break; done || true
+endef

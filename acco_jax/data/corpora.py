@@ -1,0 +1,290 @@
+"""Where documents come from: the standard library, a folder of text, any tfds name."""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+import tensorflow_datasets as tfds
+from absl import logging
+
+BUILT_IN = ("stdlib", "text_folder")
+_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Hold the documents of a prepared data set, by split.
+
+    `fingerprint` names the documents and their split: it is fit for a file name.
+    """
+
+    fingerprint: str
+    train: Callable[[], Iterator[str]]
+    validation: Callable[[], Iterator[str]]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class FolderConfig(tfds.core.BuilderConfig):
+    """Name the files of a folder, and the fraction of them that is held out."""
+
+    root: Path
+    suffix: str = ""
+    held_out: float = 0.05
+
+
+class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+    """Build a data set of the UTF-8 files of a folder, one document a file."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    # Nothing is downloaded; looking for checksums needs importlib_resources, which
+    # tfds 4.9.10 imports without declaring it.
+    url_infos = None
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {"path": tfds.features.Text(), "text": tfds.features.Text()}
+        features = tfds.features.FeaturesDict(features)
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager  # nothing is downloaded
+        config = self.builder_config
+        paths = _files(config.root, config.suffix)
+        paths = [path for path in paths if _read_text(config.root / path) is not None]
+        if len(paths) < 2:
+            raise ValueError(
+                f"{config.root} has {len(paths)} files of UTF-8 text: put in at least "
+                "2, one document each (training and held-out documents are apart)"
+            )
+        drawn = sorted(paths, key=_uniform)
+        held_out = sum(_uniform(path) < config.held_out for path in paths)
+        held_out = min(max(held_out, 1), len(paths) - 1)
+        return {
+            "train": self._generate_examples(sorted(drawn[held_out:])),
+            "validation": self._generate_examples(sorted(drawn[:held_out])),
+        }
+
+    def _generate_examples(self, paths: list[str]) -> Iterator[tuple[bytes, Any]]:
+        for path in paths:
+            key = os.fsencode(path)  # a file's name need not be UTF-8
+            text = _read_text(self.builder_config.root / path)
+            yield key, {"path": key, "text": text}
+
+
+class StdlibSource(TextFolder, skip_registration=True):  # type: ignore[call-arg]
+    """Build a data set of the running interpreter's own source files."""
+
+
+def stdlib_config(held_out: float = 0.05) -> FolderConfig:
+    """Describe the standard library of the interpreter that runs.
+
+    The name carries the version and the files' sizes: distributions leave out
+    different parts of the same release, and must not share a cache.
+
+    Raises:
+      ValueError: if the interpreter came without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _files(root, ".py")
+    if len(files) < 2:
+        raise ValueError(
+            f"no standard library sources in {root}: use an interpreter that has them, "
+            "or name='text_folder' with a folder of text"
+        )
+    digest = _digest([(path, (root / path).stat().st_size) for path in files], held_out)
+    name = f"{platform.python_implementation().lower()}-{platform.python_version()}"
+    return FolderConfig(
+        name=f"{name}-{digest}", root=root, suffix=".py", held_out=held_out
+    )
+
+
+def folder_config(folder: str | os.PathLike, held_out: float = 0.05) -> FolderConfig:
+    """Describe a folder of text; a changed folder gets another name.
+
+    Raises:
+      ValueError: if there is no such folder.
+    """
+    root = Path(folder).expanduser().absolute()
+    if not root.is_dir():
+        raise ValueError(f"no folder {root}: set folder to a folder of text files")
+    stats = [(path, (root / path).stat()) for path in _files(root)]
+    listing = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return FolderConfig(
+        name=_digest(str(root), listing, held_out), root=root, held_out=held_out
+    )
+
+
+def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
+    """Prepare a data set if it is not yet, and open it, without TensorFlow.
+
+    Args:
+      config: what `load_corpus` takes.
+      data_dir: where tfds keeps prepared data sets.
+
+    Raises:
+      ValueError: if the data set, the split or the text feature is not there.
+    """
+    with _quiet():
+        if config.name == "stdlib":
+            builder = StdlibSource(
+                config=stdlib_config(config.held_out), data_dir=data_dir
+            )
+        elif config.name == "text_folder":
+            if not config.folder:
+                raise ValueError("name='text_folder' needs folder: a folder of text")
+            builder = TextFolder(
+                config=folder_config(config.folder, config.held_out), data_dir=data_dir
+            )
+        else:
+            builder = _named_builder(config.name, data_dir)
+        prepared = builder.is_prepared()
+    if not prepared:
+        logging.info("Preparing data set %s in %s.", builder.info.full_name, data_dir)
+    with _quiet():
+        _prepare(builder, config.name)
+    return _documents(builder, config)
+
+
+def _named_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
+    """Find a data set by its tfds name."""
+    try:
+        return tfds.builder(name, data_dir=data_dir, file_format="array_record")
+    except tfds.core.registered.DatasetNotFoundError as error:
+        known = [*BUILT_IN, *tfds.list_builders(with_community_datasets=False)]
+        nearest = difflib.get_close_matches(name.split("/")[0], known, n=1)
+        raise ValueError(
+            f"no data set {name!r} in tfds or in {data_dir}: "
+            + "".join(f"did you mean {other!r}? " for other in nearest)
+            + "For your own text set name='text_folder' and folder"
+        ) from error
+    except Exception as error:  # whatever the builder's own code raises
+        raise ValueError(
+            f"data set {name!r} cannot be opened ({_line(error)}): fix the name, or "
+            "set data_dir to where it is, or can be made, in array_record files"
+        ) from error
+
+
+def _prepare(builder: tfds.core.DatasetBuilder, name: str) -> None:
+    """Write the data set as array_record files, the format read without TensorFlow."""
+    download = tfds.download.DownloadConfig(try_download_gcs=False)
+    try:
+        builder.download_and_prepare(
+            download_config=download, file_format="array_record"
+        )
+    except Exception as error:  # downloads and the builder's own code raise anything
+        if name in BUILT_IN:
+            raise
+        raise ValueError(
+            f"data set {name!r} cannot be prepared here ({_line(error)}): prepare it "
+            "elsewhere with file_format='array_record' and set data_dir to the result"
+        ) from error
+
+
+def _documents(
+    builder: tfds.core.DatasetBuilder, config: ml_collections.ConfigDict
+) -> Source:
+    """Choose the splits: the named ones, or a held-out part of the training split."""
+    feature, train, validation = config.text_feature, config.train_split, None
+    if config.validation_split != "validation" or "validation" in builder.info.splits:
+        validation = config.validation_split
+    splits = [split for split in (train, validation) if split]
+    rows = {split: _rows(builder, config.name, feature, split) for split in splits}
+
+    def read(split: str) -> Iterator[str]:
+        for example in rows[split]:
+            text = example[feature]
+            yield text if isinstance(text, str) else text.decode(errors="replace")
+
+    def drawn(held_out: bool) -> Iterator[str]:
+        texts = read(train)
+        return (t for t in texts if (_uniform(t) < config.held_out) == held_out)
+
+    sizes = [
+        (s.name, s.num_examples, s.num_bytes) for s in builder.info.splits.values()
+    ]
+    by_hash = None if validation else config.held_out
+    digest = _digest(builder.info.full_name, sizes, feature, splits, by_hash)
+    fingerprint = f"{builder.name}-{digest}"
+    if validation:
+        return Source(fingerprint, lambda: read(train), lambda: read(validation))
+    return Source(fingerprint, lambda: drawn(False), lambda: drawn(True))
+
+
+def _rows(
+    builder: tfds.core.DatasetBuilder, name: str, feature: str, split: str
+) -> Sequence[dict[str, Any]]:
+    """Open a split for random access, if it holds the text feature."""
+    splits = sorted(builder.info.splits)
+    parts = [part.split("[")[0].strip() for part in split.split("+")]
+    if not set(parts) <= set(splits):
+        raise ValueError(
+            f"data set {name!r} has no split {split!r}: name one of {splits} "
+            "(validation_split=None holds out documents of train_split)"
+        )
+    kinds = builder.info.features.items()
+    texts = [key for key, k in kinds if k.shape == () and k.np_dtype == np.object_]
+    if feature not in texts:
+        raise ValueError(
+            f"data set {name!r} has no text in feature {feature!r}: set text_feature "
+            f"to one of {texts}"
+        )
+    return builder.as_data_source(split)
+
+
+def _files(root: Path, suffix: str = "") -> list[str]:
+    """List the files under a folder: sorted relative paths, nothing hidden."""
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in _EXCLUDED and f[0] != "."]
+        relative = Path(folder).relative_to(root)
+        names = [n for n in names if n[0] != "." and n.endswith(suffix)]
+        paths += [(relative / n).as_posix() for n in names]
+    return sorted(path for path in paths if (root / path).is_file())
+
+
+def _read_text(path: Path) -> str | None:
+    """Read a file's text, byte for byte; None if it is blank or is not UTF-8 text."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.strip() and "\0" not in text else None
+
+
+def _uniform(text: str) -> float:
+    """Hash a string to [0, 1), the same on every machine."""
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def _line(error: Exception) -> str:
+    """Shorten an exception to its first line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep tfds from printing, logging and drawing progress bars."""
+    verbosity = logging.get_verbosity()
+    tfds.display_progress_bar(False)
+    logging.set_verbosity(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        tfds.display_progress_bar(True)

@@ -1,0 +1,323 @@
+"""Documents to tokens to batches: written once, memory-mapped, shuffled by grain."""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import grain
+import ml_collections
+import numpy as np
+
+from acco_jax.data import corpora
+from acco_jax.data.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
+
+_DOCUMENTS_AT_ONCE = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Hold the tokens of the training and of the held-out documents.
+
+    A token array is end-of-text, then every document followed by end-of-text: each
+    document's tokens and its end all have a predecessor, so all are targets.
+
+    Attributes:
+      tokenizer: what made the tokens.
+      train_tokens: uint16 or uint32 (n,), memory-mapped.
+      validation_tokens: as `train_tokens`.
+      train_bytes: size of the training documents' text in UTF-8.
+      validation_bytes: size of the held-out documents' text in UTF-8.
+      train_documents: number of training documents.
+      validation_documents: number of held-out documents.
+    """
+
+    tokenizer: Tokenizer
+    train_tokens: np.ndarray
+    validation_tokens: np.ndarray
+    train_bytes: int
+    validation_bytes: int
+    train_documents: int
+    validation_documents: int
+
+
+def load_corpus(
+    config: ml_collections.ConfigDict, *, workdir: str | os.PathLike
+) -> Corpus:
+    """Prepare a corpus, or find it prepared, and memory-map its tokens.
+
+    Args:
+      config: name ("stdlib", "text_folder" or a tfds name), folder (of "text_folder"),
+        text_feature, train_split and validation_split (as tfds takes them),
+        held_out (fraction of the documents, where the data set does not have a
+        validation split), data_dir (None: $ACCO_DATA_DIR or ~/.cache/acco_jax),
+        tokenizer ("bytes" or "bpe"), vocab_size (of the BPE, end of text included;
+        None for bytes).
+      workdir: where a BPE's tokenizer.json is read from, or written to.
+
+    Raises:
+      ValueError: if a setting is wrong or what it names is not there.
+    """
+    _check(config)
+    data_dir = config.data_dir or os.environ.get("ACCO_DATA_DIR")
+    data_dir = Path(data_dir or "~/.cache/acco_jax").expanduser().absolute()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with _lock(data_dir / "lock"):
+        source = corpora.open_source(config, data_dir)
+        tokenizer = _tokenizer(config, source, data_dir, Path(workdir).expanduser())
+        folder = data_dir / "tokens" / f"{source.fingerprint}-{tokenizer.fingerprint}"
+        if not folder.is_dir():
+            _write_tokens(folder, source, tokenizer)
+    counts = json.loads((folder / "counts.json").read_text())
+    dtype = np.dtype(counts.pop("dtype"))
+    train, validation = (
+        np.memmap(folder / f"{split}.bin", dtype, mode="r")
+        for split in ("train", "validation")
+    )
+    return Corpus(tokenizer, train, validation, **counts)
+
+
+def train_iterator(
+    corpus: Corpus,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int,
+    process_index: int,
+    process_count: int,
+    prefetch: int = 2,
+) -> grain.DatasetIterator:
+    """Iterate for ever over this process's part of the shuffled training batches.
+
+    Row i is tokens [i T, i T + T] of the training split: inputs and targets overlap.
+    Rows are shuffled globally, anew each epoch; global batch k holds the same rows in
+    the same order for any `process_count`, process p having the p-th part of them.
+    The iterator has `get_state()` (JSON-able) and `set_state(state)`.
+
+    Args:
+      corpus: from `load_corpus`.
+      length: T, targets per row.
+      batch_size: rows of the global batch.
+      seed: of the shuffle.
+      process_index: this process, of `process_count`.
+      process_count: number of processes that share the global batch.
+      prefetch: batches made ahead of time, each in its own thread; 0: none.
+
+    Returns:
+      An iterator over {"tokens": int32 (batch_size // process_count, length + 1)}.
+
+    Raises:
+      ValueError: if the corpus has less than one batch, or it cannot be divided.
+    """
+    rows_per_process = _divide(batch_size, length, process_index, process_count)
+    rows = _Rows(corpus.train_tokens, length)
+    if len(rows) < batch_size:
+        raise ValueError(
+            f"the training split has {len(rows)} rows of {length} tokens, less than a "
+            f"batch of {batch_size}: lower batch_size or length, or use more text"
+        )
+    dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+    # Endless, so nothing is dropped; without drop_remainder grain overflows at 1 row.
+    dataset = dataset.batch(rows_per_process, drop_remainder=True)
+    dataset = dataset[process_index::process_count]
+    options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
+    return iter(dataset.to_iter_dataset(options))
+
+
+def validation_batches(
+    corpus: Corpus,
+    *,
+    length: int,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+    limit: int | None = None,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Iterate once, in order, over this process's part of the held-out batches.
+
+    Every held-out target appears once with mask 1; the last batch is filled up with
+    end-of-text at mask 0. All processes get the same number of batches.
+
+    Args:
+      corpus: from `load_corpus`.
+      length: T, targets per row.
+      batch_size: rows of the global batch.
+      process_index: this process, of `process_count`.
+      process_count: number of processes that share the global batch.
+      limit: number of batches to stop after; None: all.
+
+    Returns:
+      An iterator over {"tokens": int32 (rows, length + 1), "mask": float32 (rows,
+      length)}, rows = batch_size // process_count.
+
+    Raises:
+      ValueError: if the batch cannot be divided.
+    """
+    rows = _divide(batch_size, length, process_index, process_count)
+    tokens, end_of_text = corpus.validation_tokens, corpus.tokenizer.end_of_text
+    batches = math.ceil((len(tokens) - 1) / (batch_size * length))
+    if limit is not None:
+        batches = min(batches, limit)
+    targets = rows * length
+    columns = np.arange(rows)[:, None] * length + np.arange(length + 1)
+
+    def batch(k: int) -> dict[str, np.ndarray]:
+        start = (k * process_count + process_index) * targets
+        chunk = np.asarray(tokens[start : start + targets + 1], np.int32)
+        padding = (0, targets + 1 - len(chunk))
+        padded = np.pad(chunk, padding, constant_values=end_of_text)
+        mask = np.arange(targets) < len(chunk) - 1
+        return {
+            "tokens": padded[columns],
+            "mask": mask.reshape(rows, length).astype(np.float32),
+        }
+
+    return map(batch, range(batches))
+
+
+def bits_per_byte(
+    total_nats: float, corpus: Corpus, *, targets: float | None = None
+) -> float:
+    """Convert a loss over held-out targets to bits per byte of their text.
+
+    Args:
+      total_nats: the sum of the targets' losses, nats.
+      corpus: from `load_corpus`.
+      targets: number of targets in the sum; None: all. Fewer (`limit` of
+        `validation_batches`) are taken to have the whole split's bytes per target.
+    """
+    total = len(corpus.validation_tokens) - 1
+    share = 1.0 if targets is None else targets / total
+    return total_nats / math.log(2) / (share * corpus.validation_bytes)
+
+
+class _Rows:
+    """Give random access to the rows of a token array."""
+
+    def __init__(self, tokens: np.ndarray, length: int):
+        self._tokens = tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        start = int(row) * self._length
+        row_tokens = self._tokens[start : start + self._length + 1]
+        return {"tokens": np.asarray(row_tokens, np.int32)}
+
+
+def _divide(
+    batch_size: int, length: int, process_index: int, process_count: int
+) -> int:
+    """Return the rows per process of a global batch."""
+    if length < 1 or batch_size < 1:
+        raise ValueError(
+            f"length {length} and batch_size {batch_size} must be 1 or more"
+        )
+    if batch_size % process_count:
+        raise ValueError(
+            f"batch_size {batch_size} is not divisible by {process_count} processes: "
+            f"set it to a multiple of {process_count}"
+        )
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index {process_index} must be in 0 .. {process_count - 1}"
+        )
+    return batch_size // process_count
+
+
+def _check(config: ml_collections.ConfigDict) -> None:
+    """Refuse settings that no data set could make right."""
+    if config.tokenizer not in ("bytes", "bpe"):
+        raise ValueError(f"tokenizer {config.tokenizer!r} must be 'bytes' or 'bpe'")
+    if config.tokenizer == "bpe" and config.vocab_size is None:
+        raise ValueError("tokenizer='bpe' needs vocab_size: set it, e.g. to 10000")
+    if config.tokenizer == "bytes" and config.vocab_size not in (None, 257):
+        raise ValueError(
+            f"vocab_size {config.vocab_size} is not the 257 of tokenizer='bytes': set "
+            "it to None, or tokenizer to 'bpe'"
+        )
+    if not 0 < config.held_out < 1:
+        raise ValueError(f"held_out {config.held_out} must be between 0 and 1")
+
+
+def _tokenizer(
+    config: ml_collections.ConfigDict,
+    source: corpora.Source,
+    data_dir: Path,
+    workdir: Path,
+) -> Tokenizer:
+    """Find the workdir's tokenizer, or the one trained before, or train it."""
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    path = workdir / "tokenizer.json"
+    trained = data_dir / "tokenizers" / f"{source.fingerprint}-{config.vocab_size}.json"
+    if path.exists():
+        tokenizer = BpeTokenizer.load(path)
+        if tokenizer.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"vocab_size {config.vocab_size} is not the {tokenizer.vocab_size} of "
+                f"{path}: set it to {tokenizer.vocab_size}, or use another workdir"
+            )
+        return tokenizer
+    if trained.exists():
+        tokenizer = BpeTokenizer.load(trained)
+    else:
+        tokenizer = BpeTokenizer.train(source.train(), config.vocab_size)
+        tokenizer.save(trained)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _write_tokens(folder: Path, source: corpora.Source, tokenizer: Tokenizer) -> None:
+    """Write the tokens of both splits, whole or not at all."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed process left it
+    partial.mkdir(parents=True)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    counts: dict[str, int | str] = {"dtype": dtype.name}
+    for split, texts in ("train", source.train()), ("validation", source.validation()):
+        with open(partial / f"{split}.bin", "wb") as file:
+            documents, size = _pack(texts, tokenizer, dtype, file)
+        if not documents:
+            raise ValueError(
+                f"the {split} split of this data set has no documents: change "
+                f"{split}_split or held_out"
+            )
+        counts |= {f"{split}_documents": documents, f"{split}_bytes": size}
+    (partial / "counts.json").write_text(json.dumps(counts, indent=2))
+    os.replace(partial, folder)
+
+
+def _pack(
+    texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, file: BinaryIO
+) -> tuple[int, int]:
+    """Write tokens, each document between two ends of text; count texts and bytes."""
+    end_of_text = np.asarray([tokenizer.end_of_text], dtype)
+    file.write(end_of_text)
+    documents = size = 0
+    texts = iter(texts)
+    while group := list(itertools.islice(texts, _DOCUMENTS_AT_ONCE)):
+        ids = tokenizer.encode_batch(group)
+        ends = [end_of_text] * len(ids)
+        pieces = itertools.chain.from_iterable(zip(ids, ends, strict=True))
+        file.write(np.concatenate(list(pieces)).astype(dtype))
+        documents += len(group)
+        size += sum(len(text.encode()) for text in group)
+    return documents, size
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a file's lock; the system drops it if the process dies."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

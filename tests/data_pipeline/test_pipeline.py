@@ -1,0 +1,381 @@
+"""From documents to batches: packing, caching, order, restoring."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+
+import ml_collections
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from acco_jax import data
+from acco_jax.data import pipeline
+
+END = 256
+
+
+def make_corpus(train=1000, validation=100):
+    """A corpus whose token i is i: rows can be recognised."""
+    return data.Corpus(
+        tokenizer=data.ByteTokenizer(),
+        train_tokens=np.arange(train, dtype=np.uint16),
+        validation_tokens=np.arange(validation, dtype=np.uint16),
+        train_bytes=train,
+        validation_bytes=max(validation, 1),
+        train_documents=1,
+        validation_documents=1,
+    )
+
+
+def iterate(corpus, batch_size=4, length=8, seed=0, process=(0, 1), **options):
+    return data.train_iterator(
+        corpus,
+        length=length,
+        batch_size=batch_size,
+        seed=seed,
+        process_index=process[0],
+        process_count=process[1],
+        **options,
+    )
+
+
+def take(iterator, n):
+    return np.stack([next(iterator)["tokens"] for _ in range(n)])
+
+
+def validate(corpus, batch_size=4, length=8, process=(0, 1), limit=None):
+    return list(
+        data.validation_batches(
+            corpus,
+            length=length,
+            batch_size=batch_size,
+            process_index=process[0],
+            process_count=process[1],
+            limit=limit,
+        )
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"document {i}: the cat sat, l'été {i**5}\n")
+    return ml_collections.ConfigDict(
+        {
+            "name": "text_folder",
+            "folder": str(folder),
+            "text_feature": "text",
+            "train_split": "train",
+            "validation_split": "validation",
+            "held_out": 0.25,
+            "data_dir": str(tmp_path / "data"),
+            "tokenizer": "bytes",
+            "vocab_size": ml_collections.config_dict.placeholder(int),
+        }
+    )
+
+
+# Packing and the cache
+
+
+@given(st.lists(st.text(max_size=20), max_size=600))
+@settings(max_examples=30)
+def test_packing_keeps_every_document(tmp_path_factory, texts):
+    texts = [text.encode(errors="replace").decode() for text in texts]
+    path = tmp_path_factory.mktemp("pack") / "tokens"
+    with open(path, "wb") as file:
+        counts = pipeline._pack(texts, data.ByteTokenizer(), np.dtype("u2"), file)
+    tokens = np.fromfile(path, "u2")
+    assert counts == (len(texts), sum(len(text.encode()) for text in texts))
+    assert tokens[0] == END
+    assert tokens[-1] == END
+    assert len(tokens) == 1 + sum(counts)
+    ends = np.flatnonzero(tokens == END)
+    between = [tokens[a + 1 : b] for a, b in itertools.pairwise(ends)]
+    assert [data.ByteTokenizer().decode(ids) for ids in between] == texts
+
+
+@pytest.mark.parametrize(("tokenizer", "vocab_size"), [("bytes", None), ("bpe", 280)])
+def test_load_corpus(config, tmp_path, tokenizer, vocab_size):
+    config.update(tokenizer=tokenizer, vocab_size=vocab_size)
+    corpus = data.load_corpus(config, workdir=tmp_path / "work")
+    assert corpus.train_documents + corpus.validation_documents == 40
+    assert corpus.tokenizer.vocab_size == (vocab_size or 257)
+    assert (tmp_path / "work" / "tokenizer.json").exists() == (tokenizer == "bpe")
+    end = corpus.tokenizer.end_of_text
+    for tokens, documents, size in (
+        (corpus.train_tokens, corpus.train_documents, corpus.train_bytes),
+        (
+            corpus.validation_tokens,
+            corpus.validation_documents,
+            corpus.validation_bytes,
+        ),
+    ):
+        assert isinstance(tokens, np.memmap)
+        assert tokens.dtype == np.uint16
+        assert np.sum(tokens == end) == documents + 1
+        assert len(corpus.tokenizer.decode(tokens).encode()) == size
+
+
+def test_second_start_reads_the_cache(config, tmp_path, monkeypatch):
+    config.update(tokenizer="bpe", vocab_size=280)
+    first = data.load_corpus(config, workdir=tmp_path / "work")
+    monkeypatch.setattr(data.BpeTokenizer, "encode_batch", None)
+    monkeypatch.setattr(data.BpeTokenizer, "train", None)
+    for work in ("work", "another"):
+        again = data.load_corpus(config, workdir=tmp_path / work)
+        assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+        np.testing.assert_array_equal(again.train_tokens, first.train_tokens)
+
+
+def test_an_interrupted_start_leaves_no_cache(config, tmp_path, monkeypatch):
+    encode_batch = data.ByteTokenizer.encode_batch
+
+    def stop(self, texts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data.ByteTokenizer, "encode_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        data.load_corpus(config, workdir=tmp_path)
+    monkeypatch.setattr(data.ByteTokenizer, "encode_batch", encode_batch)
+    corpus = data.load_corpus(config, workdir=tmp_path)
+    assert corpus.train_documents + corpus.validation_documents == 40
+    assert len(list((tmp_path / "data" / "tokens").iterdir())) == 1
+
+
+def test_processes_that_start_together(config, tmp_path):
+    program = (
+        "import json, sys, ml_collections; from acco_jax import data;"
+        "config = ml_collections.ConfigDict(json.loads(sys.argv[1]));"
+        "corpus = data.load_corpus(config, workdir=sys.argv[2]);"
+        "print(corpus.train_tokens.sum(), corpus.tokenizer.fingerprint)"
+    )
+    config.update(tokenizer="bpe", vocab_size=280)
+    command = [sys.executable, "-c", program, config.to_json(), str(tmp_path / "work")]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert outputs[0]
+    assert outputs[0] == outputs[1]
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_data_dir_comes_from_the_environment(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCO_DATA_DIR", str(tmp_path / "environment"))
+    with config.unlocked():
+        config.data_dir = None
+    data.load_corpus(config, workdir=tmp_path)
+    assert (tmp_path / "environment" / "tokens").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"tokenizer": "words"}, "'words'"),
+        ({"tokenizer": "bpe"}, "vocab_size"),
+        ({"tokenizer": "bpe", "vocab_size": 100}, "100.*257"),
+        ({"vocab_size": 100}, "100.*257"),
+        ({"held_out": 0.0}, "0.0"),
+        ({"folder": "/no/such/folder"}, "/no/such/folder"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(config, tmp_path, changes, hint):
+    config.update(changes)
+    with pytest.raises(ValueError, match=hint) as raised:
+        data.load_corpus(config, workdir=tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_workdir_keeps_its_vocabulary(config, tmp_path):
+    config.update(tokenizer="bpe", vocab_size=280)
+    data.load_corpus(config, workdir=tmp_path / "work")
+    config.vocab_size = 270
+    with pytest.raises(ValueError, match="270 is not the 280"):
+        data.load_corpus(config, workdir=tmp_path / "work")
+
+
+# Training batches
+
+
+@given(
+    train=st.integers(60, 400),
+    length=st.integers(1, 12),
+    share=st.integers(1, 2),
+    processes=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=20, deadline=None)
+def test_global_batches_do_not_depend_on_processes(
+    train, length, share, processes, seed
+):
+    corpus = make_corpus(train)
+    batch_size = min(share * processes, (train - 1) // length)
+    batch_size -= batch_size % processes
+    if not batch_size:
+        return
+    settings_ = {"batch_size": batch_size, "length": length, "seed": seed}
+    alone = take(iterate(corpus, **settings_), 6)
+    parts = [
+        take(iterate(corpus, **settings_, process=(p, processes)), 6)
+        for p in range(processes)
+    ]
+    assert alone.shape == (6, batch_size, length + 1)
+    assert alone.dtype == np.int32
+    np.testing.assert_array_equal(alone, np.concatenate(parts, axis=1))
+
+
+@given(
+    train=st.integers(50, 300), length=st.integers(1, 12), seed=st.integers(0, 2**31)
+)
+@settings(max_examples=20, deadline=None)
+def test_every_epoch_has_every_row_once_in_another_order(train, length, seed):
+    corpus = make_corpus(train)
+    rows = (train - 1) // length
+    iterator = iterate(corpus, batch_size=1, length=length, seed=seed)
+    epochs = take(iterator, 2 * rows).reshape(2, rows, length + 1)
+    expected = np.arange(rows)[:, None] * length + np.arange(length + 1)
+    for epoch in epochs:
+        np.testing.assert_array_equal(epoch[np.argsort(epoch[:, 0])], expected)
+    if rows > 20:
+        assert not np.array_equal(epochs[0], epochs[1])
+        assert not np.array_equal(epochs[0], expected)
+
+
+@given(
+    before=st.integers(0, 70),
+    elsewhere=st.integers(0, 5),
+    process=st.sampled_from([(0, 1), (1, 2)]),
+    prefetch=st.integers(0, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_restoring_gives_the_following_batches(before, elsewhere, process, prefetch):
+    corpus = make_corpus()  # 124 rows: 31 batches an epoch
+    iterator = iterate(corpus, process=process, prefetch=prefetch)
+    if before:
+        take(iterator, before)
+    state = json.loads(json.dumps(iterator.get_state()))
+    following = take(iterator, 40)
+    fresh = iterate(corpus, process=process)
+    if elsewhere:
+        take(fresh, elsewhere)
+    fresh.set_state(state)
+    np.testing.assert_array_equal(take(fresh, 40), following)
+    iterator.set_state(state)
+    np.testing.assert_array_equal(take(iterator, 40), following)
+
+
+def test_a_seed_gives_one_order():
+    corpus = make_corpus()
+    first = take(iterate(corpus, seed=1), 5)
+    np.testing.assert_array_equal(take(iterate(corpus, seed=1), 5), first)
+    assert not np.array_equal(take(iterate(corpus, seed=2), 5), first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"batch_size": 3, "process": (0, 2)}, "3 is not divisible by 2"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"length": 0}, "length 0"),
+        ({"process": (2, 2)}, "process_index 2"),
+        ({"length": 1000}, "0 rows of 1000"),
+        ({"batch_size": 125}, "124 rows.*125"),
+    ],
+)
+def test_impossible_batches_are_refused_in_one_line(changes, hint):
+    with pytest.raises(ValueError, match=hint) as raised:
+        iterate(make_corpus(), **changes)
+    assert "\n" not in str(raised.value)
+
+
+# Held-out batches
+
+
+@given(
+    validation=st.integers(2, 200),
+    length=st.integers(1, 12),
+    share=st.integers(1, 3),
+    processes=st.integers(1, 3),
+)
+@settings(max_examples=50, deadline=None)
+def test_validation_has_every_target_once(validation, length, share, processes):
+    corpus = make_corpus(validation=validation)
+    parts = [
+        validate(corpus, share * processes, length, (p, processes))
+        for p in range(processes)
+    ]
+    assert len({len(part) for part in parts}) == 1
+    inputs, targets = [], []
+    for shares in zip(*parts, strict=True):
+        for batch in shares:
+            tokens, mask = batch["tokens"], batch["mask"]
+            assert tokens.shape == (share, length + 1)
+            assert tokens.dtype == np.int32
+            assert mask.shape == (share, length)
+            assert mask.dtype == np.float32
+            inputs += tokens[:, :-1][mask == 1].tolist()
+            targets += tokens[:, 1:][mask == 1].tolist()
+            assert np.all(tokens[:, 1:][mask == 0] == END)
+            assert np.all((mask == 0) | (mask == 1))
+    assert inputs == list(range(validation - 1))
+    assert targets == list(range(1, validation))
+
+
+def test_validation_limit():
+    corpus = make_corpus()
+    everything = validate(corpus)
+    assert len(everything) == math.ceil(99 / 32)
+    some = validate(corpus, limit=2)
+    assert len(some) == 2
+    assert len(validate(corpus, limit=100)) == len(everything)
+    np.testing.assert_array_equal(some[1]["tokens"], everything[1]["tokens"])
+
+
+def test_validation_refuses_at_the_call():
+    with pytest.raises(ValueError, match="divisible"):
+        data.validation_batches(
+            make_corpus(), length=8, batch_size=3, process_index=0, process_count=2
+        )
+
+
+def test_bits_per_byte():
+    corpus = make_corpus(validation=101)  # 100 targets, 101 bytes
+    assert data.bits_per_byte(101 * math.log(2), corpus) == pytest.approx(1)
+    some = data.bits_per_byte(50 * math.log(2), corpus, targets=50)
+    assert some == pytest.approx(data.bits_per_byte(100 * math.log(2), corpus))
+
+
+# The standard library, once
+
+
+def test_standard_library(config, tmp_path, capfd):
+    with config.unlocked():
+        config.update(name="stdlib", folder=None, held_out=0.05)
+    corpus = data.load_corpus(config, workdir=tmp_path)
+    start = time.perf_counter()
+    data.load_corpus(config, workdir=tmp_path)
+    assert time.perf_counter() - start < 2
+    assert 10e6 < corpus.train_bytes < 100e6
+    assert len(corpus.train_tokens) == corpus.train_bytes + corpus.train_documents + 1
+    start = time.perf_counter()
+    assert 3.2 < data.bigram_bits_per_byte(corpus) < 3.8
+    assert time.perf_counter() - start < 5
+    take(iterate(corpus, batch_size=16, length=256), 3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_device_is_touched():
+    program = (
+        "from acco_jax import data; from jax._src import xla_bridge;"
+        "import sys; assert not xla_bridge._backends; assert 'tensorflow' not in "
+        "sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

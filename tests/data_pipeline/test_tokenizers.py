@@ -1,0 +1,63 @@
+"""Tokenizers: round trips, vocabularies, files."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from acco_jax.data import BpeTokenizer, ByteTokenizer
+
+TEXTS = [f"the cat {i} sat on the mat, l'été, 猫\n<|endoftext|>" for i in range(200)]
+TOKENIZERS = [ByteTokenizer(), BpeTokenizer.train(TEXTS, 300)]
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+each = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bytes", "bpe"])
+
+
+@each
+@given(texts=st.lists(text | st.sampled_from(TEXTS), max_size=4))
+def test_round_trip(tokenizer, texts):
+    encoded = tokenizer.encode_batch(texts)
+    for one, ids in zip(texts, encoded, strict=True):
+        assert ids.dtype == np.int32
+        assert ids.ndim == 1
+        assert np.all((ids >= 0) & (ids < tokenizer.end_of_text))
+        np.testing.assert_array_equal(ids, tokenizer.encode(one))
+        assert tokenizer.decode(ids) == one
+        assert tokenizer.decode([*ids, tokenizer.end_of_text]) == one
+        assert len(ids) <= len(one.encode())
+
+
+@each
+def test_end_of_text_is_the_last_id(tokenizer):
+    assert tokenizer.end_of_text == tokenizer.vocab_size - 1
+
+
+def test_bytes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.vocab_size == 257
+    assert tokenizer.encode("é\n").tolist() == [0xC3, 0xA9, 10]
+    assert tokenizer.decode(np.uint16([0xC3, 65])) == "\ufffdA"
+
+
+def test_bpe_compresses_what_it_was_trained_on():
+    assert len(TOKENIZERS[1].encode(TEXTS[0])) < len(TEXTS[0].encode()) / 2
+
+
+def test_bpe_training_is_deterministic_and_survives_a_file(tmp_path):
+    again = BpeTokenizer.train(iter(TEXTS), 300)
+    assert again.fingerprint == TOKENIZERS[1].fingerprint
+    assert BpeTokenizer.train(TEXTS, 290).fingerprint != again.fingerprint
+    again.save(tmp_path / "new folder" / "tokenizer.json")
+    loaded = BpeTokenizer.load(tmp_path / "new folder" / "tokenizer.json")
+    assert loaded.fingerprint == again.fingerprint
+    assert loaded.vocab_size == again.vocab_size == 300
+    np.testing.assert_array_equal(loaded.encode(TEXTS[3]), again.encode(TEXTS[3]))
+    assert [p.name for p in (tmp_path / "new folder").iterdir()] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize(("vocab_size", "hint"), [(256, "257"), (5000, "lower it")])
+def test_impossible_vocabularies_are_refused(vocab_size, hint):
+    with pytest.raises(ValueError, match=hint) as raised:
+        BpeTokenizer.train(TEXTS, vocab_size)
+    assert str(vocab_size) in str(raised.value)
+    assert "\n" not in str(raised.value)
