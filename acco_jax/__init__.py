@@ -1,8 +1,8 @@
 """Accumulate while you communicate: data-parallel training with hidden communication.
 
-    tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
-    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=4)
-    params, state, metrics = step(params, state, batch)
+tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
+step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=4)
+params, state, metrics = step(params, state, batch)
 """
 
 from acco_jax.compiler import compiler_options as compiler_options

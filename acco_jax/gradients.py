@@ -37,13 +37,13 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     for name in axis:
         if name not in mesh.axis_names:
             raise ValueError(
-                f"axis_name {name!r} is no axis of the mesh {mesh.axis_names}: name the "
-                "axis over which the batch is split."
+                f"axis_name {name!r} is no axis of the mesh {mesh.axis_names}: name "
+                "the axis over which the batch is split."
             )
     return axis
 
 
-def parts_of_loss(out: Any) -> tuple[jax.Array, jax.Array, PyTree]:
+def parts_of_loss(out: Any) -> tuple[Any, Any, PyTree]:
     """(loss, weight, aux) of what a loss function returned; aux None if it has none."""
     if not isinstance(out, tuple):
         loss, weight, aux = out, 1.0, None
@@ -174,7 +174,8 @@ class Accumulator:
                     return _add(sums, self._gradient(params, pick(i), key))
 
                 count = self.microbatches if counts is None else counts[0]
-                sums = lax.fori_loop(*span(count), body, sums)
+                first_i, end = span(count)
+                sums = lax.fori_loop(first_i, end, body, sums)
             return jax.tree.map(lambda x: x[None], sums)
 
         in_specs = (P(), self.rows, P(), self.rows, self.rows)

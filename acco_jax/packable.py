@@ -13,6 +13,8 @@ each leaf: it must stay zero in the updates, in the state and wherever a sum is 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,24 +24,39 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from acco_jax.layout import Layout, path_names
+from acco_jax.layout import Layout, Leaf, path_names
 
 PyTree = Any
 
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    cbrt ceil clamp convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
-    logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem round
-    rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor optimization_barrier
-    sharding_constraint""".split()
-)
+# fmt: off
+ELEMENTWISE = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
+    "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pow",
+    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
+    "tanh", "xor",
+))
+# fmt: on
 REDUCTIONS = {"reduce_sum": 0.0, "reduce_max": 0.0, "reduce_and": True, "reduce_or": 0}
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr",
          "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
          "remat2": "jaxpr", "checkpoint": "jaxpr"}  # fmt: skip
 # Operations whose padding result is never negative, whatever their operand's.
 NONNEGATIVE = {"abs", "sqrt", "exp", "exp2", "square", "logistic"}
+
+
+# What a padding element can be besides a number or None (not known): some number that
+# scalars known at run time alone determine. It is taken to be finite and not zero, or
+# every element of the update, not only the padding, is lost anyway.
+TRACED = object()
+# Operations on it, and on numbers that are not zero, whose result is again such.
+_TRACED = {"mul", "div", "add", "sqrt", "rsqrt", "abs", "neg", "square", "copy",
+           "convert_element_type"}  # fmt: skip
+)
 
 
 class _Refused(Exception):
@@ -51,24 +68,34 @@ class _Value:
     """What is known of an array: whose shard it is, and of its padding.
 
     Attributes:
-      leaf: name of a leaf whose elements it holds, None for anything else.
-      padding: the padding elements' value, None if it is not known.
+      leaf: whose elements it holds, in their places; None for anything else.
+      padding: the padding elements' value (of a uniform array: every element's), TRACED
+        or None if it is not known.
       nonnegative: whether no element can be below zero.
       uniform: whether all its elements are the same number.
     """
 
-    leaf: str | None = None
+    leaf: Leaf | None = None
     padding: Any = None
     nonnegative: bool = False
     uniform: bool = False
 
+    def belongs(self, leaf: Leaf) -> bool:
+        """Whether it can stand where elements of `leaf` are expected."""
+        return self.leaf == leaf or (self.leaf is None and self.uniform)
 
-def why_not_packed(inner: optax.GradientTransformation, layout: Layout) -> str | None:
+
+def why_not_packed(
+    inner: optax.GradientTransformation,
+    layout: Layout,
+    extra: dict[str, Any] | None = None,
+) -> str | None:
     """Says why `inner` would notice that it runs on `layout`'s packed shards.
 
     Args:
       inner: any optax transformation.
       layout: a packed layout of the parameters.
+      extra: keyword arguments (arrays) that inner.update will get.
 
     Returns:
       None if it behaves as on the whole parameters, else one line that names the leaf
@@ -79,21 +106,25 @@ def why_not_packed(inner: optax.GradientTransformation, layout: Layout) -> str |
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), layout.shards
     )
     try:
-        _check(inner, layout, whole, packed)
+        _check(inner, layout, whole, packed, extra or {})
     except _Refused as reason:
         return str(reason)
     return None
 
 
 def _check(
-    inner: optax.GradientTransformation, layout: Layout, whole: PyTree, packed: PyTree
+    inner: optax.GradientTransformation,
+    layout: Layout,
+    whole: PyTree,
+    packed: PyTree,
+    extra: dict[str, Any],
 ) -> None:
     update = optax.with_extra_args_support(inner).update
 
     def both(params: PyTree) -> Any:
         try:
             init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
-            jaxpr = jax.make_jaxpr(update)(params, state, params)
+            jaxpr = jax.make_jaxpr(update)(params, state, params, **extra)
         except Exception as error:
             line = str(error).strip().splitlines() or [type(error).__name__]
             raise _Refused(f"inner cannot be traced on its own ({line[0]})") from error
@@ -103,53 +134,95 @@ def _check(
     init_p, state_p, update_p = both(packed)
     if jax.tree.structure(state_w) != jax.tree.structure(state_p):
         raise _Refused("inner keeps a state of another structure on packed shards")
-    names = [leaf.name for leaf in layout.leaves]
+    leaves = list(layout.leaves)
     owners = _owners(layout, state_w, state_p)
-    init_names, update_names = names, names + owners + names
+    update_names = [*leaves, *owners, *leaves]
     # A scalar is packed as a vector: first () against (1,), then (1,) against (n,).
-    ones = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape or (1,), s.dtype), whole
-    )
+    ones = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape or (1,), s.dtype), whole)
     if any(not s.shape for s in jax.tree.leaves(whole)):
         init_1, state_1, update_1 = both(ones)
         if jax.tree.structure(state_1) != jax.tree.structure(state_w):
             raise _Refused("inner keeps a state of another structure for a scalar")
-        _same(init_w, init_1, init_names, merge_ones=True)
+        _same(init_w, init_1, leaves, merge_ones=True)
         _same(update_w, update_1, update_names, merge_ones=True)
         init_w, update_w = init_1, update_1
-    _same(init_w, init_p, init_names, merge_ones=False)
+    _same(init_w, init_p, leaves, merge_ones=False)
     _same(update_w, update_p, update_names, merge_ones=False)
 
     # Padding of the state: what init leaves there, if an update keeps it.
     sizes = zip(jax.tree.leaves(whole), jax.tree.leaves(packed), strict=True)
-    exact = {n: w.size == p.size for n, (w, p) in zip(names, sizes, strict=True)}
-    zero = [_Value(n, 0.0) for n in names]
+    exact = {n: w.size == p.size for n, (w, p) in zip(leaves, sizes, strict=True)}
+    zero = [_Value(leaf, 0.0) for leaf in leaves]
     start = _interpret(init_p, zero, exact)
-    state = [
-        _Value(n, v.padding, v.nonnegative) if n else _Value(uniform=s.shape == ())
-        for n, v, s in zip(owners, start, jax.tree.leaves(state_p), strict=True)
-    ]
-    for _ in range(8):
-        outs = _interpret(update_p, zero + state + zero, exact)
-        after = [_join(a, b) for a, b in zip(state, outs[len(names) :], strict=True)]
+    arrays = jax.tree.leaves(state_p)
+    given = [_unknown(v.aval) for v in update_p.jaxpr.invars[len(update_names) :]]
+    # Scalars of the state (counts, injected hyperparameters) may change from update to
+    # update, or never: an epsilon that stays 0 must not pass as some number or other.
+    for fixed in (False, True):
+        state = []
+        for leaf, value, array in zip(owners, start, arrays, strict=True):
+            _place(leaf, value, "init")
+            if leaf is not None:
+                state.append(_Value(leaf, value.padding, value.nonnegative))
+            elif fixed and array.shape == ():
+                state.append(_Value(None, value.padding, uniform=True))
+            else:
+                state.append(_unknown(array))
+        _check_padding(update_p, zero, state, given, owners, exact)
+
+
+def _unknown(aval: Any) -> _Value:
+    """An array that is nobody's shard: anything, but a scalar is one number."""
+    return _Value(None, TRACED, uniform=True) if aval.shape == () else _Value()
+
+
+def _check_padding(
+    update: Any,
+    zero: list[_Value],
+    state: list[_Value],
+    given: list[_Value],
+    owners: Sequence[Leaf | None],
+    exact: dict[Leaf, bool],
+) -> None:
+    """Follows the padding through updates until nothing about the state changes."""
+    while True:
+        outs = _interpret(update, zero + state + zero + given, exact)
+        updates, stepped = outs[: len(zero)], outs[len(zero) :]
+        for leaf, value in zip(owners, stepped, strict=True):
+            _place(leaf, value, "update")
+        after = [_join(a, b) for a, b in zip(state, stepped, strict=True)]
         if after == state:
             break
         state = after
-    for name, value in zip(names, outs, strict=False):
-        if not exact[name] and not _is(value.padding, 0):
-            raise _Refused(f"inner may write into the padding of {name}")
+    for leaf, value in zip(exact, updates, strict=True):
+        if not value.belongs(leaf):
+            raise _Refused(f"the update of {leaf} is not made of its elements")
+        if not exact[leaf] and not _is(value.padding, 0):
+            raise _Refused(f"inner may write into the padding of {leaf}")
 
 
-def _owners(layout: Layout, whole: PyTree, packed: PyTree) -> list[str | None]:
+def _place(leaf: Leaf | None, value: _Value, what: str) -> None:
+    """Raises _Refused if a state array does not hold what its place says."""
+    if leaf is not None and not value.belongs(leaf):
+        raise _Refused(
+            f"{what} puts something else than elements of {leaf} in its state"
+        )
+    if leaf is None and value.leaf is not None:
+        raise _Refused(
+            f"{what} keeps elements of {value.leaf} where they are not looked for"
+        )
+
+
+def _owners(layout: Layout, whole: PyTree, packed: PyTree) -> list[Leaf | None]:
     """For each leaf of the state, the parameter whose elements it holds."""
-    found = []
+    found: list[Leaf | None] = []
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(packed), strict=True
     )
     for (path, w), p in pairs:
         leaf = layout.owner(path, p.shape)
         if leaf is not None and leaf.shape == w.shape:
-            found.append(leaf.name)
+            found.append(leaf)
         elif w.shape == p.shape:
             found.append(None)
         else:
@@ -168,7 +241,8 @@ class _Op:
     operands: list[tuple[str, Any]]
     params: dict[str, Any]
     nested: list[_Program]
-    leaf: str
+    shapes: list[tuple[int, ...]]  # of operands and results
+    leaf: Leaf | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +254,22 @@ class _Program:
 
 
 # What only says how large an array is; `_interpret` looks at what is done with it.
-_SHAPES = {"name", "axes", "shape", "sharding", "out_sharding", "dimensions",
+_SHAPES = {"name", "shape", "sharding", "out_sharding", "dimensions",
            "broadcast_dimensions", "new_sizes", "jaxpr", "call_jaxpr", "branches",
            "body_jaxpr", "cond_jaxpr"}  # fmt: skip
 _RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", *REDUCTIONS}
+# What may be done to arrays as large as a leaf: `_interpret` looks at how. Anything
+# else (iota, random bits, a cumulative sum) tells one size from another.
+_SIZED = ELEMENTWISE | {"cond", "expand_dims"} | _RESHAPES
 
 
 def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
     """Reads a jaxpr; with merge_ones, () and (1,) are the same shape."""
     env: dict[Any, tuple[str, Any]] = {}
-    owner: dict[int, str | None] = {}
+    owner: dict[int, Leaf | None] = {}
     ops: list[_Op] = []
 
-    def fresh(v: Any, name: str | None) -> None:
+    def fresh(v: Any, name: Leaf | None) -> None:
         owner[len(owner)] = name
         env[v] = ("value", len(owner) - 1)
 
@@ -206,8 +283,8 @@ def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
             leaf = next((n for n in known if n), None)
             if op in CALLS:
                 called = eqn.params[CALLS[op]]
-                nested = _jaxprs(called)[0]
-                for v, c in zip(nested.constvars, getattr(called, "consts", ()), strict=True):
+                ((nested, consts),) = _bodies(called)
+                for v, c in zip(nested.constvars, consts, strict=True):
                     env[v] = ("constant", c)
                 inputs = operands[len(operands) - len(nested.invars) :]
                 env.update(zip(nested.invars, inputs, strict=True))
@@ -219,24 +296,26 @@ def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
             if merge_ones and op in _RESHAPES and sizes == [1, 1]:
                 env[eqn.outvars[0]] = operands[0]
                 continue
-            bodies = [j for p in eqn.params.values() for j in _jaxprs(p)]
+            bodies = [j for p in eqn.params.values() for j in _bodies(p)]
             nested_programs = [
-                _program(j, [], [None] * len(j.invars), merge_ones) for j in bodies
+                _program(j, c, [], merge_ones) for j, c in bodies
             ]
-            ops.append(_Op(op, operands, eqn.params, nested_programs, leaf or "a leaf"))
+            shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+            name = leaf or "a leaf"
+            ops.append(_Op(op, operands, eqn.params, nested_programs, shapes, name))
             for v in eqn.outvars:
                 fresh(v, leaf)
 
-    for v, name in zip(jaxpr.invars, names, strict=True):
+    for v, name in itertools.zip_longest(jaxpr.invars, names):
         fresh(v, name)
-    for v in jaxpr.constvars:
-        fresh(v, None)
-    env.update((v, ("constant", c)) for v, c in zip(jaxpr.constvars, consts, strict=False))
+    env.update(
+        (v, ("constant", c)) for v, c in zip(jaxpr.constvars, consts, strict=True)
+    )
     walk(jaxpr)
     return _Program(ops, [read(v) for v in jaxpr.outvars])
 
 
-def _same(a: Any, b: Any, names: Sequence[str | None], merge_ones: bool) -> None:
+def _same(a: Any, b: Any, names: Sequence[Leaf | None], merge_ones: bool) -> None:
     """Raises _Refused unless two closed jaxprs do the same, shapes aside."""
     programs = [_program(j.jaxpr, j.consts, names, merge_ones) for j in (a, b)]
     _same_programs(*programs)
@@ -249,6 +328,12 @@ def _same_programs(a: _Program, b: _Program) -> None:
                 f"{x.name} of {x.leaf} becomes {y.name}: inner looks at shapes"
             )
         _same_operands(x.operands, y.operands, x.name, x.leaf)
+        if x.shapes != y.shapes and x.name not in _SIZED:
+            raise _Refused(f"{x.name} of {x.leaf} depends on its shape")
+        if len(x.nested) != len(y.nested):
+            raise _Refused(
+                f"{x.name} of {x.leaf} does something else for another shape"
+            )
         for key in x.params.keys() - _SHAPES:
             p, q = x.params[key], y.params.get(key)
             if not callable(p) and p != q and str(p) != str(q):
@@ -256,28 +341,34 @@ def _same_programs(a: _Program, b: _Program) -> None:
         for p, q in zip(x.nested, y.nested, strict=True):
             _same_programs(p, q)
     if len(a.ops) != len(b.ops):
-        extra = (a.ops if len(a.ops) > len(b.ops) else b.ops)[min(len(a.ops), len(b.ops))]
+        extra = (a.ops if len(a.ops) > len(b.ops) else b.ops)[
+            min(len(a.ops), len(b.ops))
+        ]
         raise _Refused(f"{extra.name} of {extra.leaf} depends on its shape")
     _same_operands(a.outs, b.outs, "the result", "a leaf")
 
 
-def _same_operands(xs: Sequence[Any], ys: Sequence[Any], op: str, leaf: str) -> None:
+def _same_operands(
+    xs: Sequence[Any], ys: Sequence[Any], op: str, leaf: Leaf | str
+) -> None:
     for (kind, x), (other, y) in zip(xs, ys, strict=True):
         if kind != other or (kind == "value" and x != y):
             raise _Refused(f"{op} of {leaf} works on something else for another shape")
         if kind == "constant" and not _equal(x, y):
             shown = f" ({x} for {y})" if np.size(x) == np.size(y) == 1 else ""
-            raise _Refused(f"{op} of {leaf} has a constant that depends on its size{shown}")
+            raise _Refused(
+                f"{op} of {leaf} has a constant that depends on its size{shown}"
+            )
 
 
-def _jaxprs(param: Any) -> list[Any]:
-    items = param if isinstance(param, tuple | list) else [param]
-    found = []
-    for item in items:
+def _bodies(param: Any) -> list[tuple[Any, Sequence[Any]]]:
+    """The programs in an equation's parameter, each with its constants."""
+    found: list[tuple[Any, Sequence[Any]]] = []
+    for item in param if isinstance(param, tuple | list) else [param]:
         if isinstance(item, core.ClosedJaxpr):
-            found.append(item.jaxpr)
+            found.append((item.jaxpr, item.consts))
         elif isinstance(item, core.Jaxpr):
-            found.append(item)
+            found.append((item, ()))
     return found
 
 
@@ -286,6 +377,10 @@ def _literal(v: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return False
     if jax.dtypes.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key):
         return True
     a, b = np.asarray(a), np.asarray(b)
@@ -300,7 +395,7 @@ def _array_equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _interpret(
-    closed: Any, args: Sequence[_Value], exact: dict[str, bool]
+    closed: Any, args: Sequence[_Value], exact: dict[Leaf, bool]
 ) -> list[_Value]:
     """Runs a program on what is known of its arrays; raises if it does not qualify."""
     consts = [_constant(c) for c in closed.consts]
@@ -308,7 +403,10 @@ def _interpret(
 
 
 def _run(
-    jaxpr: Any, consts: Sequence[_Value], args: Sequence[_Value], exact: dict[str, bool]
+    jaxpr: Any,
+    consts: Sequence[_Value],
+    args: Sequence[_Value],
+    exact: dict[Leaf, bool],
 ) -> list[_Value]:
     env: dict[Any, _Value] = {}
 
@@ -323,22 +421,22 @@ def _run(
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: Any, args: list[_Value], exact: dict[str, bool]) -> list[_Value]:
+def _apply(eqn: Any, args: list[_Value], exact: dict[Leaf, bool]) -> list[_Value]:
     op, params = eqn.primitive.name, eqn.params
     leaf = next((a.leaf for a in args if a.leaf), None)
     if op in CALLS:
-        nested = _jaxprs(params[CALLS[op]])[0]
+        ((nested, consts),) = _bodies(params[CALLS[op]])
         args = args[len(args) - len(nested.invars) :]
-        consts = getattr(params[CALLS[op]], "consts", ())
         return _run(nested, [_constant(c) for c in consts], args, exact)
     if op == "cond":
         outs = [
             _run(b.jaxpr, [_constant(c) for c in b.consts], args[1:], exact)
             for b in params["branches"]
         ]
-        return [
-            _meet(column) for column in zip(*outs, strict=True)
-        ]  # whichever branch is taken
+        # whichever branch is taken
+        return [_meet(column, op) for column in zip(*outs, strict=True)]
+    if op == "optimization_barrier":
+        return args
     shape = eqn.outvars[0].aval.shape
     if leaf is None:
         return _apply_leafless(eqn, args)
@@ -351,7 +449,7 @@ def _apply(eqn: Any, args: list[_Value], exact: dict[str, bool]) -> list[_Value]
             raise _Refused(f"{op} of {leaf} would count its padding")
         if op == "reduce_max" and not exact[leaf] and not a.nonnegative:
             raise _Refused(f"{op} of {leaf} may be negative, its padding is zero")
-        return [_Value(uniform=True)]
+        return [_Value(None, TRACED, uniform=True)]
     if op in ELEMENTWISE and all(a.leaf == leaf or a.uniform for a in args):
         value, nonnegative = _evaluate(eqn, args), _nonnegative(eqn, args)
         return [_Value(leaf, value, nonnegative) for _ in eqn.outvars]
@@ -367,15 +465,18 @@ def _apply_leafless(eqn: Any, args: list[_Value]) -> list[_Value]:
     op = eqn.primitive.name
     if op in REDUCTIONS and args[0].uniform and eqn.invars[0].aval.shape != ():
         raise _Refused(f"{op} of a constant array depends on a leaf's size")
-    elementwise = op in ELEMENTWISE or op == "broadcast_in_dim"
-    uniform = elementwise and all(a.uniform for a in args)
-    if op == "broadcast_in_dim":
+    moved = op in _RESHAPES - set(REDUCTIONS) or op == "expand_dims"
+    if moved:
         value = args[0].padding
     else:
         value = _evaluate(eqn, args) if op in ELEMENTWISE else None
-    return [
-        _Value(None, value, uniform=uniform or v.aval.shape == ()) for v in eqn.outvars
-    ]
+    outs = []
+    for v in eqn.outvars:
+        uniform = (moved or op in ELEMENTWISE) and all(a.uniform for a in args)
+        uniform = uniform or v.aval.shape == ()
+        known = TRACED if value is None and uniform else value
+        outs.append(_Value(None, known if uniform else None, uniform=uniform))
+    return outs
 
 
 def _nonnegative(eqn: Any, args: list[_Value]) -> bool:
@@ -392,7 +493,7 @@ def _nonnegative(eqn: Any, args: list[_Value]) -> bool:
 
 
 def _known_nonnegative(a: _Value) -> bool:
-    if a.leaf is None and a.padding is not None:
+    if a.leaf is None and a.padding is not None and a.padding is not TRACED:
         return bool(a.padding >= 0)
     return a.nonnegative
 
@@ -400,18 +501,22 @@ def _known_nonnegative(a: _Value) -> bool:
 def _evaluate(eqn: Any, args: list[_Value]) -> Any:
     """The operation on one element of the padding; None if that is not known."""
     op, values = eqn.primitive.name, [a.padding for a in args]
-    if any(v is None for v in values):
-        # A traced scalar (a learning rate, a bias correction) is finite and not zero,
-        # or the whole update is lost anyway.
-        if op == "mul" and any(_is(v, 0) for v in values):
+    if any(v is None or v is TRACED for v in values):
+        others = [v for v in values if not _is(v, 0)]
+        traced = all(v is not None for v in values)
+        if op == "mul" and len(others) < 2 and traced:
             return 0.0
-        if op == "div" and _is(values[0], 0):
+        if op == "div" and _is(values[0], 0) and traced:
             return 0.0
         if op == "and" and any(_is(v, False) for v in values):
             return False
         if op == "select_n" and all(v is not None for v in values[1:]):
             first = values[1]
-            return first if all(_is(v, first) for v in values[2:]) else None
+            return (
+                first if all(v is first or _is(v, first) for v in values[2:]) else None
+            )
+        if op in _TRACED and traced and not (op == "div" and _is(values[1], 0)):
+            return TRACED
         return None
     try:
         avals = [v.aval for v in eqn.invars]
@@ -442,23 +547,24 @@ def _scalar(x: Any) -> Any:
 
 def _constant(x: Any) -> _Value:
     value = _scalar(x)
-    return _Value(None, value, uniform=value is not None or np.shape(x) == ())
+    uniform = value is not None or np.shape(x) == ()
+    return _Value(None, TRACED if uniform and value is None else value, uniform=uniform)
 
 
 def _is(value: Any, target: Any) -> bool:
-    return value is not None and value == target
+    return value is not None and value is not TRACED and bool(value == target)
 
 
 def _join(a: _Value, b: _Value) -> _Value:
-    """What holds of a state array before and after an update."""
-    padding = a.padding if _is(b.padding, a.padding) else None
-    return _Value(
-        a.leaf, padding, a.nonnegative and b.nonnegative, a.uniform and b.uniform
-    )
+    """What holds of an array that is either one or the other."""
+    uniform = a.uniform and b.uniform
+    same = a.padding is b.padding or _is(b.padding, a.padding)
+    padding = a.padding if same else TRACED if uniform else None
+    return _Value(a.leaf, padding, a.nonnegative and b.nonnegative, uniform)
 
 
-def _meet(values: Sequence[_Value]) -> _Value:
-    first = values[0]
-    for value in values[1:]:
-        first = dataclasses.replace(_join(first, value), leaf=first.leaf or value.leaf)
-    return first
+def _meet(values: Sequence[_Value], op: str) -> _Value:
+    leaf = next((v.leaf for v in values if v.leaf is not None), None)
+    if leaf is not None and not all(v.belongs(leaf) for v in values):
+        raise _Refused(f"{op} of {leaf} may put something else in its place")
+    return dataclasses.replace(functools.reduce(_join, values), leaf=leaf)

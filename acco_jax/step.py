@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from acco_jax.compiler import compiler_options as default_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Layout, Pending
-from acco_jax.transforms.base import Method, Point, find_state
+from acco_jax.transforms.base import Method, find_state
 
 PyTree = Any
 barrier = lax.optimization_barrier
@@ -55,12 +55,14 @@ class TrainStep:
         if layout not in self._programs:
             homes = layout.state_shardings(state)
             out_shardings = (layout.params_shardings, homes, None)
+            donate: tuple[int, ...] = (0, 1)
+            fn: Callable[..., Any] = (
+                functools.partial(_overlapped, self._tx, self._gradients)
+                if self._tx.delayed
+                else functools.partial(_synchronous, self._tx, self._gradients)
+            )
             if self.form == "split":
                 fn, donate = functools.partial(_communicate, self._tx), (1,)
-            else:
-                half_round = _overlapped if self._tx.delayed else _synchronous
-                fn = functools.partial(half_round, self._tx, self._gradients)
-                donate = (0, 1)
             self._programs[layout] = jax.jit(
                 fn,
                 donate_argnums=donate,
@@ -70,7 +72,12 @@ class TrainStep:
         return self._programs[layout]
 
     def __call__(
-        self, params: PyTree, state: Any, batch: PyTree, counts: Any = None, rng: Any = None
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one half-round; see `make_train_step`."""
         args = self._place(params, state, batch, counts, rng)
@@ -79,11 +86,18 @@ class TrainStep:
         return self._split(*args)
 
     def lower(
-        self, params: PyTree, state: Any, batch: PyTree, counts: Any = None, rng: Any = None
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
     ) -> Any:
         """The fused program for abstract (or real) arguments, as jax.jit's `lower`."""
         if self.form != "fused":
-            raise ValueError("only form='fused' is one program: build the step with it.")
+            raise ValueError(
+                "only form='fused' is one program: build the step with it."
+            )
         return self._program(state).lower(params, state, batch, counts, rng)
 
     def _place(
@@ -128,7 +142,7 @@ class TrainStep:
         else:
             new, sums = accumulate()
             params, state, norm = communicate(new, state)
-        return params, state, self._metrics(sums, counts, norm)
+        return params, state, self._metrics(sums, counts, norm, state.steps)
 
 
 def _overlapped(
@@ -164,7 +178,7 @@ def _overlapped(
 
     params = layout.unpack(full)
     state = state._replace(pending=_pending(layout, sums))
-    return params, state, _metrics(sums, counts, point.grad_norm)
+    return params, state, _metrics(sums, counts, point.grad_norm, state.steps)
 
 
 def _synchronous(
@@ -180,7 +194,7 @@ def _synchronous(
     new, sums = _accumulate(gradients, state.layout, params, batch, counts, rng)
     new = barrier(new)
     params, state, norm = _communicate(tx, new, state)
-    return params, state, _metrics(sums, counts, norm)
+    return params, state, _metrics(sums, counts, norm, state.steps)
 
 
 def _accumulate(
@@ -214,13 +228,16 @@ def _pending(layout: Layout, sums: Sums) -> Pending:
     return Pending(layout.pack(sums.grads), sums.weight.astype(layout.scalar))
 
 
-def _metrics(sums: Sums, counts: jax.Array | None, norm: jax.Array) -> dict[str, Any]:
+def _metrics(
+    sums: Sums, counts: jax.Array | None, norm: jax.Array, steps: jax.Array
+) -> dict[str, Any]:
     """Means over the microbatches of this half-round; see `make_train_step`."""
     weight = sums.weight.sum()
     metrics = {
         "loss": sums.loss.sum() / jnp.where(weight > 0, weight, 1),
         "weight": weight,
         "grad_norm": norm,
+        "step": steps,
         "aux": jax.tree.map(lambda x: x.sum(0), sums.aux),
     }
     return metrics if counts is None else metrics | {"counts": counts}
@@ -255,7 +272,8 @@ def make_train_step(
       params and state are donated. batch, counts and rng are as for
       `local_gradients`. metrics, all of this half-round: "loss" [] (the mean of
       microbatch means, or of targets where loss_fn gives a weight), "weight" [],
-      "grad_norm" [] (of the mean gradient that the optimizer was given), "aux" (sums),
+      "grad_norm" [] (of the mean gradient that the optimizer was given), "step" []
+      (steps of the inner optimizer so far), "aux" (sums),
       and "counts" (n,) if given.
 
     Raises:

@@ -194,8 +194,8 @@ class GPTNeo(nnx.Module):
         self.ln_f = _layer_norm(config, rngs)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        config, T = self.config, tokens_BxT.shape[1]
-        if T > config.max_length:
+        config, (_, T) = self.config, tokens_BxT.shape
+        if config.max_length < T:
             raise ValueError(
                 f"{T} tokens exceed max_length={config.max_length}: shorten the "
                 "sequences or raise max_length"

@@ -33,7 +33,7 @@ class AccoState(NamedTuple):
 
     layout: Layout  # static
     stage: jax.Array  # int32 []: what the next half-round does, ESTIMATE or COMMIT
-    count: jax.Array  # int32 []: commits so far
+    steps: jax.Array  # int32 []: commits so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     pending: Pending  # g, w of the last half-round: every worker's own, wire dtype
@@ -90,12 +90,10 @@ def acco(
         return AccoState(
             layout=layout,
             stage=jnp.int32(COMMIT),
-            count=jnp.int32(0),
+            steps=jnp.int32(0),
             master=master,
             inner=inner_state,
-            pending=Pending(
-                layout.zeros(), jnp.zeros(layout.workers, layout.scalar)
-            ),
+            pending=Pending(layout.zeros(), jnp.zeros(layout.workers, layout.scalar)),
             carry=jax.tree.map(jnp.zeros_like, master),
             carry_weight=jnp.zeros((), layout.scalar),
         )
@@ -113,7 +111,7 @@ def acco(
         theta, inner_state, norm = step(both, total, state.inner, state.master)
         state = state._replace(
             stage=ESTIMATE + COMMIT - state.stage,
-            count=state.count + (commit & (total > 0)),
+            steps=state.steps + (commit & (total > 0)),
             master=choose(commit, theta, state.master),
             inner=choose(commit, inner_state, state.inner),
             carry=gradient,
@@ -124,4 +122,6 @@ def acco(
     options = Options(
         mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs
     )
-    return make_method(inner, options, start=start, advance=advance, delayed=True)
+    return make_method(
+        inner, options, start=start, advance=advance, delayed=True, half_rounds=2
+    )

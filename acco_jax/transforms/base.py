@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Method(optax.GradientTransformationExtraArgs):
       axis: the data axes.
       delayed: whether a half-round communicates the PREVIOUS half-round's gradients
         (`state.pending`), so that computation can hide it, or its own.
+      half_rounds: how many updates make one step of the inner optimizer.
       accumulate_dtype: of the gradient accumulator; None: each parameter's own.
       reduce: (layout, buffers) -> raw, the reduce-scatter alone.
       advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
@@ -52,6 +54,7 @@ class Method(optax.GradientTransformationExtraArgs):
     mesh: Mesh
     axis: tuple[str, ...]
     delayed: bool
+    half_rounds: int
     accumulate_dtype: Any
     reduce: Callable[..., Any]
     advance: Callable[..., Any]
@@ -82,6 +85,7 @@ def make_method(
     start: Callable[[Layout, PyTree, Any], Any],
     advance: Callable[..., Any],
     delayed: bool,
+    half_rounds: int,
 ) -> Method:
     """Build a method from how its state starts and how it advances.
 
@@ -94,6 +98,7 @@ def make_method(
         step(gradient, weight, inner_state, master) -> (master, inner_state, norm)
         is a guarded optimizer step on the mean gradient.
       delayed: see `Method`.
+      half_rounds: see `Method`.
 
     Raises:
       ValueError: the mesh lacks the axis, or `layout` is unknown.
@@ -183,6 +188,7 @@ def make_method(
         mesh=options.mesh,
         axis=axis,
         delayed=delayed,
+        half_rounds=half_rounds,
         accumulate_dtype=options.accumulate_dtype,
         reduce=reduce_scatter,
         advance=advance_,
@@ -234,7 +240,7 @@ def guarded_step(
     return (
         choose(valid, moved, master),
         choose(valid, layout.inner_store(stepped), inner_state),
-        optax.global_norm(mean),
+        optax.tree.norm(mean),
     )
 
 
@@ -269,7 +275,7 @@ def choose_layout(
     """The layout for these parameters, as `options.layout` demands.
 
     Raises:
-      ValueError: 'packed' was demanded and inner would notice; names leaf and operation.
+      ValueError: 'packed' was demanded and inner would notice; names leaf and why.
     """
     axis = axis_names(options.mesh, options.axis_name)
     args = layouts.describe(
@@ -308,7 +314,9 @@ def place_weight(layout: Layout, weight: Any) -> jax.Array:
 def check_grads(layout: Layout, grads: PyTree, params: PyTree | None) -> None:
     """Raises a ValueError unless grads and params are what `layout` was made for."""
     if params is None:
-        raise ValueError("update needs the current params: tx.update(grads, state, params).")
+        raise ValueError(
+            "update needs the current params: tx.update(grads, state, params)."
+        )
     for what, tree in (("params", params), ("grads", grads)):
         if jax.tree.structure(tree) != layout.treedef:
             raise ValueError(
@@ -320,7 +328,7 @@ def check_grads(layout: Layout, grads: PyTree, params: PyTree | None) -> None:
     ):
         if jnp.shape(p) != leaf.shape:
             raise ValueError(
-                f"params {leaf.name} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
+                f"params {leaf.name} has shape {jnp.shape(p)}, init saw {leaf.shape}."
             )
         if jnp.shape(g) != (n, *leaf.shape):
             raise ValueError(
@@ -333,7 +341,7 @@ def check_grads(layout: Layout, grads: PyTree, params: PyTree | None) -> None:
 def _check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
     if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
         raise ValueError(
-            f"inner takes no extra arguments, but update got {', '.join(sorted(extra))}."
+            f"inner takes no extra arguments, but got {', '.join(sorted(extra))}."
         )
 
 
@@ -350,11 +358,11 @@ _HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_supp
 
 
 def _refuse_wrappers() -> None:
-    """Raises a ValueError when `init` is called by an optax wrapper that would break it.
+    """Raises a ValueError when `init` is called by a wrapper that would break it.
 
     A member of a chain is not told what follows it, so the calling frames are asked.
     """
-    frame = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("optax.") and not module.endswith("_test"):
@@ -420,11 +428,15 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
     """
     ours = find_state(state)
     if jax.tree.structure(params) != ours.layout.treedef:
-        raise ValueError("params has another tree structure than the optimizer state's.")
+        raise ValueError(
+            "params has another tree structure than the optimizer state's."
+        )
     return _gather_exact(ours.layout, ours.master)
 
 
-def state_shardings(tx: optax.GradientTransformation, abstract_params: PyTree) -> PyTree:
+def state_shardings(
+    tx: optax.GradientTransformation, abstract_params: PyTree
+) -> PyTree:
     """Return a NamedSharding for every array of tx's state.
 
     Args:

@@ -24,7 +24,7 @@ class Zero1State(NamedTuple):
     """State of `zero1`; shards hold 1/n of every parameter on each worker."""
 
     layout: Layout  # static
-    count: jax.Array  # int32 []: steps so far
+    steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
 
@@ -57,11 +57,13 @@ def zero1(
     ) -> tuple[Zero1State, Point]:
         theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
         state = state._replace(
-            count=state.count + (weight > 0), master=theta, inner=inner_state
+            steps=state.steps + (weight > 0), master=theta, inner=inner_state
         )
         return state, Point(theta, norm)
 
     options = Options(
         mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs
     )
-    return make_method(inner, options, start=start, advance=advance, delayed=False)
+    return make_method(
+        inner, options, start=start, advance=advance, delayed=False, half_rounds=1
+    )

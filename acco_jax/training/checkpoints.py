@@ -1,0 +1,152 @@
+"""Checkpoints of parameters, optimizer state and data iterator, verified when read."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+from jax.experimental import multihost_utils
+
+PyTree = Any
+
+
+class Checkpoints:
+    """The checkpoints of one run, by half-round.
+
+    orbax writes the arrays, sharded; beside each checkpoint lies a file of checksums,
+    so that a damaged one is seen instead of trained on.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder.absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._set_aside_damaged()
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=False
+            ),
+        )
+
+    def latest(self) -> int | None:
+        """The half-rounds done in the newest sound checkpoint, None without any."""
+        return self._manager.latest_step()
+
+    def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
+        """Writes a checkpoint whole.
+
+        Args:
+          half_round: how many half-rounds are done.
+          arrays: any pytree of jax arrays.
+          host: JSON-able, the same on every process.
+        """
+        self._manager.save(
+            half_round,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave(_named(arrays)),
+                host=ocp.args.JsonSave(host),
+            ),
+        )
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            sums = _checksums(self._folder / str(half_round))
+            target = self._sums(half_round)
+            partial = target.with_suffix(".partial")
+            partial.write_text(json.dumps(sums))
+            os.replace(partial, target)
+            for file in self._folder.glob("*.checksums"):
+                if not (self._folder / file.stem).exists():
+                    file.unlink()
+
+    def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """Reads a checkpoint.
+
+        Args:
+          half_round: as given to `save`.
+          like: the tree, with shapes, dtypes and shardings, of what is wanted.
+
+        Returns:
+          The arrays and the host data.
+        """
+        names = _named(like)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, names)
+        found = self._manager.restore(
+            half_round,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
+            ),
+        )
+        leaves, treedef = jax.tree.flatten(like)
+        arrays = [
+            jax.random.wrap_key_data(a, impl=jax.random.key_impl(x))
+            if _is_key(x)
+            else a
+            for x, a in zip(leaves, found.arrays.values(), strict=True)
+        ]
+        return treedef.unflatten(arrays), found.host
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _sums(self, half_round: int) -> Path:
+        return self._folder / f"{half_round}.checksums"
+
+    def _set_aside_damaged(self) -> None:
+        """Renames checkpoints whose files are not those that were written."""
+        if jax.process_index() == 0:
+            steps = [int(p.name) for p in self._folder.iterdir() if p.name.isdigit()]
+            for step in sorted(steps, reverse=True):
+                problem = self._problem(step)
+                if problem is None:
+                    break
+                logging.warning(
+                    "checkpoint %s is damaged (%s): it is set aside as %d.damaged and "
+                    "the one before it is used",
+                    self._folder / str(step), problem, step,
+                )  # fmt: skip
+                os.replace(self._folder / str(step), self._folder / f"{step}.damaged")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("checkpoints verified")
+
+    def _problem(self, step: int) -> str | None:
+        try:
+            written = json.loads(self._sums(step).read_text())
+        except (OSError, ValueError):
+            return "its checksums are missing"
+        found = _checksums(self._folder / str(step))
+        wrong = sorted(
+            k for k in written.keys() | found if written.get(k) != found.get(k)
+        )
+        return f"{wrong[0]} differs" if wrong else None
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    """Leaves by an index that keeps their order and their path for whoever reads."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": (
+            jax.random.key_data(x) if _is_key(x) else x
+        )
+        for i, (path, x) in enumerate(flat)
+    }
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    sums = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        crc = 0
+        with open(file, "rb") as stream:
+            while chunk := stream.read(1 << 24):
+                crc = zlib.crc32(chunk, crc)
+        sums[str(file.relative_to(folder))] = crc
+    return sums

@@ -1,0 +1,227 @@
+"""What an experiment can set, and what is wrong with what it did set."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict, config_dict
+
+from acco_jax.models import gpt_neo
+from acco_jax.transforms import METHODS
+
+PLACEHOLDER = config_dict.placeholder
+
+# A run may continue in its workdir with other values of these.
+HARMLESS = frozenset(
+    {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints"}
+)
+
+
+def default_config() -> ConfigDict:
+    """Every field there is; an experiment starts from this and changes some."""
+    c = ConfigDict()
+    c.seed = 0  # of the initialization and of the data's order
+    c.steps = 1000  # optimizer steps (commits)
+    c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
+
+    c.method = "acco"  # a key of acco_jax.transforms.METHODS
+    c.method_options = ConfigDict()  # further keyword arguments of the method
+    c.comm_dtype = PLACEHOLDER(str)  # None: each parameter's own
+    c.accumulate_dtype = PLACEHOLDER(str)  # None: each parameter's own
+    c.layout = "auto"  # 'packed', 'leaf'
+    c.form = "auto"  # 'fused', 'split'
+
+    # Rows of one microbatch, and how many of them each worker adds up for one optimizer
+    # step. acco takes half of them in each of a step's two half-rounds.
+    c.microbatch_size = 8
+    c.microbatches_per_step = 2
+    c.length = 256  # targets per row
+    # How many of its microbatches each worker computes per half-round: one number per
+    # worker, for workers of unequal speed. Empty: all.
+    c.counts = ()
+
+    c.optimizer = ConfigDict()
+    c.optimizer.name = "adamw"  # any optax optimizer that takes a learning_rate
+    c.optimizer.learning_rate = 1e-3
+    c.optimizer.options = ConfigDict({"b2": 0.95, "weight_decay": 0.1}, type_safe=False)
+    c.optimizer.schedule = "cosine"  # to zero at the last step; or 'constant'
+    c.optimizer.warmup_steps = 0
+    c.optimizer.clip = 1.0  # global norm of the mean gradient; 0: none
+
+    c.data = ConfigDict()
+    c.data.name = "stdlib"  # 'text_folder', or any tensorflow_datasets name
+    c.data.folder = PLACEHOLDER(str)  # of 'text_folder'
+    c.data.text_feature = "text"
+    c.data.train_split = "train"
+    c.data.validation_split = "validation"
+    c.data.held_out = 0.05  # of the documents, where there is no validation split
+    c.data.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
+    c.data.tokenizer = "bytes"  # or 'bpe', trained on the training split
+    c.data.vocab_size = PLACEHOLDER(int)  # of 'bpe'
+
+    c.model = ConfigDict()
+    c.model.size = PLACEHOLDER(str)  # a name of acco_jax.models.gpt_neo.size
+    c.model.width = 128
+    c.model.layers = 4
+    c.model.heads = 4
+    c.model.window = 256  # of the local layers
+    c.model.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
+    c.model.dtype = "bfloat16"  # of the computation
+    c.model.param_dtype = "bfloat16"  # the master copy is float32 all the same
+    c.model.remat = False
+
+    c.log_every = 10  # half-rounds
+    c.eval_every = 100  # optimizer steps
+    c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
+    c.checkpoint_every = 500  # optimizer steps
+    c.keep_checkpoints = 2
+    return c.lock()
+
+
+def validate(config: ConfigDict) -> None:
+    """Refuse a config that cannot run, before anything is built.
+
+    Raises:
+      ValueError: in one line, naming the field, its value and the remedy.
+    """
+    _check_fields(config, default_config(), "")
+    _one_of("method", config.method, METHODS)
+    _one_of("optimizer.schedule", config.optimizer.schedule, ("cosine", "constant"))
+    for field in ("comm_dtype", "accumulate_dtype"):
+        if config[field] is not None:
+            dtype(field, config[field])
+    for name in ("dtype", "param_dtype"):
+        dtype(f"model.{name}", config.model[name])
+    positive = ("steps", "microbatch_size", "microbatches_per_step", "length",
+                "log_every", "eval_every", "eval_batches", "checkpoint_every",
+                "keep_checkpoints")  # fmt: skip
+    for name in positive:
+        if config[name] < 1:
+            raise ValueError(f"{name} is {config[name]}: it must be at least 1.")
+    if len(config.counts) and not any(config.counts):
+        raise ValueError(
+            "counts is 0 for every worker, so nothing would ever be computed: give at "
+            "least one worker a microbatch."
+        )
+    optimizer(config)
+
+
+def dtype(field: str, name: str) -> Any:
+    """A floating dtype by name; ValueError names the field."""
+    try:
+        found = jnp.dtype(name)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{field} is {name!r}: give a floating dtype, e.g. bfloat16.")
+    return found
+
+
+def learning_rate(config: ConfigDict) -> optax.Schedule:
+    """The schedule, counted in optimizer steps."""
+    peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
+    if config.optimizer.schedule == "cosine":
+        decay = optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1))
+    else:
+        decay = optax.constant_schedule(peak)
+    ramp = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
+    return optax.join_schedules([ramp, decay], [warmup]) if warmup else decay
+
+
+def optimizer(config: ConfigDict) -> optax.GradientTransformation:
+    """The inner optimizer: clipping, then any optax optimizer by name."""
+    c = config.optimizer
+    make = getattr(optax, c.name, None)
+    if make is None or not callable(make):
+        close = difflib.get_close_matches(c.name, dir(optax), 1)
+        raise ValueError(
+            f"optimizer.name is {c.name!r}, which optax does not have"
+            + (f": did you mean {close[0]!r}?" if close else ".")
+        )
+    known = inspect.signature(make).parameters
+    if "learning_rate" not in known:
+        raise ValueError(
+            f"optimizer.name is {c.name!r}, which takes no learning_rate: name an "
+            "optax optimizer, such as adamw, lion or sgd."
+        )
+    for field in c.options:
+        _one_of(f"optimizer.options of {c.name}", field, known)
+    made = make(learning_rate(config), **c.options)
+    return optax.chain(optax.clip_by_global_norm(c.clip), made) if c.clip else made
+
+
+def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
+    """The model's sizes.
+
+    Args:
+      config: of the experiment.
+      vocab_size: of the tokenizer.
+
+    Raises:
+      ValueError: sizes that do not fit together, or too small a vocabulary.
+    """
+    c = config.model
+    wanted = c.vocab_size or vocab_size
+    if wanted < vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {wanted}, but the tokenizer has {vocab_size} tokens: "
+            "leave it unset or raise it."
+        )
+    sizes = {} if c.size else {"width": c.width, "layers": c.layers, "heads": c.heads}
+    make = gpt_neo.GPTNeoConfig if not c.size else lambda **k: gpt_neo.size(c.size, **k)
+    return make(
+        vocab_size=wanted,
+        max_length=config.length,
+        window=c.window,
+        dtype=dtype("model.dtype", c.dtype),
+        param_dtype=dtype("model.param_dtype", c.param_dtype),
+        remat=c.remat,
+        **sizes,
+    )
+
+
+def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """Names the first field in which a run's config differs; '' if none matters."""
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            if found := differing_field(a, b, f"{prefix}{key}."):
+                return found
+        elif a != b and prefix + key not in HARMLESS:
+            return f"{prefix}{key}={a!r}, not {b!r}"
+    return ""
+
+
+def _check_fields(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
+    for field in config:
+        if field not in known:
+            close = difflib.get_close_matches(field, list(known), 1)
+            raise ValueError(
+                f"config has no field {prefix}{field}"
+                + (f": did you mean {prefix}{close[0]}?" if close else ".")
+            )
+        if isinstance(known.get(field), ConfigDict) and field not in (
+            "options",
+            "method_options",
+        ):
+            _check_fields(config[field], known[field], f"{prefix}{field}.")
+    missing = next((f for f in known if f not in config), None)
+    if missing is not None:
+        raise ValueError(
+            f"config lacks the field {prefix}{missing}: build it from "
+            "acco_jax.training.config.default_config()."
+        )
+
+
+def _one_of(field: str, value: str, known: Any) -> None:
+    if value not in known:
+        close = difflib.get_close_matches(str(value), list(known), 1)
+        raise ValueError(
+            f"{field} is {value!r}: "
+            + (f"did you mean {close[0]!r}? " if close else "")
+            + f"Known: {', '.join(known)}."
+        )

@@ -1,0 +1,26 @@
+"""A small GPT-Neo on the Python standard library's own source, with ACCO.
+
+make train
+python -m acco_jax.train --config=experiments/quickstart.py --workdir=runs/quickstart
+"""
+
+from acco_jax.training.config import default_config
+
+
+def get_config():
+    c = default_config()
+    c.devices = 4
+    c.steps = 400
+    c.microbatch_size = 4
+    c.microbatches_per_step = 2
+    c.length = 128
+    c.model.width = 128
+    c.model.layers = 2
+    c.model.heads = 4
+    c.model.window = 64
+    c.model.dtype = "float32"
+    c.model.param_dtype = "float32"
+    c.optimizer.learning_rate = 2e-3
+    c.eval_every = 50
+    c.checkpoint_every = 200
+    return c
