@@ -2,7 +2,7 @@
 
 Two layouts, one interface:
 
-    params --(shard)--> shards                    what the optimizer sees: worker i's 1/n
+    params --(shard)--> shards       worker i's 1/n of each leaf: the optimizer's view
     grads  --(pack)---> buffers --(reduce_scatter)--> raw --(split)--> shards
     shards --(join)---> low     --(all_gather)------> full --(unpack)-> params
 
@@ -63,6 +63,9 @@ class Leaf:
     @property
     def name(self) -> str:
         return "/".join(self.path) or "parameter"
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def size(self) -> int:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +55,6 @@ TRACED = object()
 # Operations on it, and on numbers that are not zero, whose result is again such.
 _TRACED = {"mul", "div", "add", "sqrt", "rsqrt", "abs", "neg", "square", "copy",
            "convert_element_type"}  # fmt: skip
-)
 
 
 class _Refused(Exception):
@@ -132,30 +130,31 @@ def _check(
 
     init_w, state_w, update_w = both(whole)
     init_p, state_p, update_p = both(packed)
-    if jax.tree.structure(state_w) != jax.tree.structure(state_p):
+    if _differ(state_w, state_p):
         raise _Refused("inner keeps a state of another structure on packed shards")
     leaves = list(layout.leaves)
     owners = _owners(layout, state_w, state_p)
-    update_names = [*leaves, *owners, *leaves]
+    names, homes = [*leaves, *owners, *leaves], [*leaves, *owners]
     # A scalar is packed as a vector: first () against (1,), then (1,) against (n,).
     ones = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape or (1,), s.dtype), whole)
     if any(not s.shape for s in jax.tree.leaves(whole)):
         init_1, state_1, update_1 = both(ones)
-        if jax.tree.structure(state_1) != jax.tree.structure(state_w):
+        if _differ(state_1, state_w):
             raise _Refused("inner keeps a state of another structure for a scalar")
-        _same(init_w, init_1, leaves, merge_ones=True)
-        _same(update_w, update_1, update_names, merge_ones=True)
+        _same(init_w, init_1, leaves, owners, merge_ones=True)
+        _same(update_w, update_1, names, homes, merge_ones=True)
         init_w, update_w = init_1, update_1
-    _same(init_w, init_p, leaves, merge_ones=False)
-    _same(update_w, update_p, update_names, merge_ones=False)
+    _same(init_w, init_p, leaves, owners, merge_ones=False)
+    _same(update_w, update_p, names, homes, merge_ones=False)
 
     # Padding of the state: what init leaves there, if an update keeps it.
     sizes = zip(jax.tree.leaves(whole), jax.tree.leaves(packed), strict=True)
     exact = {n: w.size == p.size for n, (w, p) in zip(leaves, sizes, strict=True)}
     zero = [_Value(leaf, 0.0) for leaf in leaves]
+    _interpret(init_w, zero, dict.fromkeys(leaves, True))
     start = _interpret(init_p, zero, exact)
     arrays = jax.tree.leaves(state_p)
-    given = [_unknown(v.aval) for v in update_p.jaxpr.invars[len(update_names) :]]
+    given = [_unknown(v.aval) for v in update_p.jaxpr.invars[len(names) :]]
     # Scalars of the state (counts, injected hyperparameters) may change from update to
     # update, or never: an epsilon that stays 0 must not pass as some number or other.
     for fixed in (False, True):
@@ -169,6 +168,11 @@ def _check(
             else:
                 state.append(_unknown(array))
         _check_padding(update_p, zero, state, given, owners, exact)
+    _interpret(update_w, zero + state + zero + given, dict.fromkeys(leaves, True))
+
+
+def _differ(a: PyTree, b: PyTree) -> bool:
+    return not jax.tree.structure(a) == jax.tree.structure(b)  # noqa: SIM201
 
 
 def _unknown(aval: Any) -> _Value:
@@ -242,7 +246,8 @@ class _Op:
     params: dict[str, Any]
     nested: list[_Program]
     shapes: list[tuple[int, ...]]  # of operands and results
-    leaf: Leaf | str
+    results: range  # the values' numbers
+    leaf: Leaf | None  # whose elements it works on, directly or not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +256,19 @@ class _Program:
 
     ops: list[_Op]
     outs: list[tuple[str, Any]]
+    homes: Sequence[Leaf | None]  # of the outs
+
+    def leaf(self, op: _Op) -> Leaf | None:
+        """The leaf that an operation works on, or the first that its results meet."""
+        reached = set(op.results)
+        for later in self.ops[self.ops.index(op) :]:
+            used = {x for kind, x in later.operands if kind == "value"}
+            if later is op or used & reached:
+                if later.leaf is not None:
+                    return later.leaf
+                reached.update(later.results)
+        homes = zip(self.outs, self.homes, strict=False)
+        return next((leaf for out, leaf in homes if leaf and out[1] in reached), None)
 
 
 # What only says how large an array is; `_interpret` looks at what is done with it.
@@ -263,15 +281,21 @@ _RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", *REDUCTIONS}
 _SIZED = ELEMENTWISE | {"cond", "expand_dims"} | _RESHAPES
 
 
-def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
-    """Reads a jaxpr; with merge_ones, () and (1,) are the same shape."""
+def _program(
+    jaxpr: Any, consts: Any, names: Any, merge_ones: bool, homes: Any = ()
+) -> _Program:
+    """Reads a jaxpr; with merge_ones, () and (1,) are the same shape.
+
+    Broadcasts are left out: how many times a number is repeated is a shape, and that it
+    is one number is for `_interpret` to see.
+    """
     env: dict[Any, tuple[str, Any]] = {}
-    owner: dict[int, Leaf | None] = {}
+    owner: list[Leaf | None] = []
     ops: list[_Op] = []
 
     def fresh(v: Any, name: Leaf | None) -> None:
-        owner[len(owner)] = name
-        env[v] = ("value", len(owner) - 1)
+        env[v] = ("value", len(owner))
+        owner.append(name)
 
     def read(v: Any) -> tuple[str, Any]:
         return ("constant", v.val) if _literal(v) else env[v]
@@ -279,11 +303,10 @@ def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
     def walk(jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
             op, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
-            known = (owner[x] for kind, x in operands if kind == "value")
-            leaf = next((n for n in known if n), None)
+            names = [owner[x] if kind == "value" else None for kind, x in operands]
+            leaf = next((n for n in names if n), None)
             if op in CALLS:
-                called = eqn.params[CALLS[op]]
-                ((nested, consts),) = _bodies(called)
+                ((nested, consts),) = _bodies(eqn.params[CALLS[op]])
                 for v, c in zip(nested.constvars, consts, strict=True):
                     env[v] = ("constant", c)
                 inputs = operands[len(operands) - len(nested.invars) :]
@@ -292,17 +315,20 @@ def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
                 outs = [read(v) for v in nested.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
-            sizes = [math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
-            if merge_ones and op in _RESHAPES and sizes == [1, 1]:
+            shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+            ones = merge_ones and op in _RESHAPES and not set(shapes) - {(), (1,)}
+            if op == "broadcast_in_dim" or ones:
                 env[eqn.outvars[0]] = operands[0]
                 continue
-            bodies = [j for p in eqn.params.values() for j in _bodies(p)]
             nested_programs = [
-                _program(j, c, [], merge_ones) for j, c in bodies
+                _program(j, c, names[len(names) - len(j.invars) :], merge_ones)
+                for param in eqn.params.values()
+                for j, c in _bodies(param)
             ]
-            shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-            name = leaf or "a leaf"
-            ops.append(_Op(op, operands, eqn.params, nested_programs, shapes, name))
+            results = range(len(owner), len(owner) + len(eqn.outvars))
+            ops.append(
+                _Op(op, operands, eqn.params, nested_programs, shapes, results, leaf)
+            )
             for v in eqn.outvars:
                 fresh(v, leaf)
 
@@ -312,53 +338,56 @@ def _program(jaxpr: Any, consts: Any, names: Any, merge_ones: bool) -> _Program:
         (v, ("constant", c)) for v, c in zip(jaxpr.constvars, consts, strict=True)
     )
     walk(jaxpr)
-    return _Program(ops, [read(v) for v in jaxpr.outvars])
+    return _Program(ops, [read(v) for v in jaxpr.outvars], homes)
 
 
-def _same(a: Any, b: Any, names: Sequence[Leaf | None], merge_ones: bool) -> None:
-    """Raises _Refused unless two closed jaxprs do the same, shapes aside."""
-    programs = [_program(j.jaxpr, j.consts, names, merge_ones) for j in (a, b)]
-    _same_programs(*programs)
-
-
-def _same_programs(a: _Program, b: _Program) -> None:
-    for x, y in zip(a.ops, b.ops, strict=False):
-        if x.name != y.name or len(x.operands) != len(y.operands):
-            raise _Refused(
-                f"{x.name} of {x.leaf} becomes {y.name}: inner looks at shapes"
-            )
-        _same_operands(x.operands, y.operands, x.name, x.leaf)
-        if x.shapes != y.shapes and x.name not in _SIZED:
-            raise _Refused(f"{x.name} of {x.leaf} depends on its shape")
-        if len(x.nested) != len(y.nested):
-            raise _Refused(
-                f"{x.name} of {x.leaf} does something else for another shape"
-            )
-        for key in x.params.keys() - _SHAPES:
-            p, q = x.params[key], y.params.get(key)
-            if not callable(p) and p != q and str(p) != str(q):
-                raise _Refused(f"{x.name} of {x.leaf} depends on the shape ({key})")
-        for p, q in zip(x.nested, y.nested, strict=True):
-            _same_programs(p, q)
-    if len(a.ops) != len(b.ops):
-        extra = (a.ops if len(a.ops) > len(b.ops) else b.ops)[
-            min(len(a.ops), len(b.ops))
-        ]
-        raise _Refused(f"{extra.name} of {extra.leaf} depends on its shape")
-    _same_operands(a.outs, b.outs, "the result", "a leaf")
-
-
-def _same_operands(
-    xs: Sequence[Any], ys: Sequence[Any], op: str, leaf: Leaf | str
+def _same(
+    a: Any,
+    b: Any,
+    names: Sequence[Leaf | None],
+    homes: Sequence[Leaf | None],
+    merge_ones: bool,
 ) -> None:
+    """Raises _Refused unless two closed jaxprs do the same, shapes aside."""
+    programs = [_program(j.jaxpr, j.consts, names, merge_ones, homes) for j in (a, b)]
+    _same_programs(programs[0], programs[1])
+
+
+def _same_programs(a: _Program, b: _Program, outer: Leaf | None = None) -> None:
+    for x, y in zip(a.ops, b.ops, strict=False):
+
+        def at(x: _Op = x) -> str:
+            return f"{x.name} of {a.leaf(x) or outer or 'a leaf'}"
+
+        if x.name != y.name or len(x.operands) != len(y.operands):
+            raise _Refused(f"{at()} becomes {y.name}: inner looks at shapes")
+        _same_operands(x.operands, y.operands, at)
+        sized = x.name in (_SIZED if x.leaf else _SIZED - REDUCTIONS.keys())
+        if x.shapes != y.shapes and not sized:
+            raise _Refused(f"{at()} depends on its shape")
+        if len(x.nested) != len(y.nested):
+            raise _Refused(f"{at()} does something else for another shape")
+        for p, q in zip(x.nested, y.nested, strict=True):
+            _same_programs(p, q, a.leaf(x) or outer)
+        for key in x.params.keys() - _SHAPES:
+            was, now = x.params[key], y.params.get(key)
+            if not callable(was) and was != now and str(was) != str(now):
+                raise _Refused(f"{at()} depends on the shape ({key})")
+    if len(a.ops) != len(b.ops):
+        longer = a if len(a.ops) > len(b.ops) else b
+        extra = longer.ops[min(len(a.ops), len(b.ops))]
+        leaf = longer.leaf(extra) or outer or "a leaf"
+        raise _Refused(f"{extra.name} of {leaf} depends on its shape")
+    _same_operands(a.outs, b.outs, lambda: f"the result for {outer or 'a leaf'}")
+
+
+def _same_operands(xs: Sequence[Any], ys: Sequence[Any], at: Callable[[], str]) -> None:
     for (kind, x), (other, y) in zip(xs, ys, strict=True):
         if kind != other or (kind == "value" and x != y):
-            raise _Refused(f"{op} of {leaf} works on something else for another shape")
+            raise _Refused(f"{at()} works on something else for another shape")
         if kind == "constant" and not _equal(x, y):
             shown = f" ({x} for {y})" if np.size(x) == np.size(y) == 1 else ""
-            raise _Refused(
-                f"{op} of {leaf} has a constant that depends on its size{shown}"
-            )
+            raise _Refused(f"{at()} has a constant that depends on its size{shown}")
 
 
 def _bodies(param: Any) -> list[tuple[Any, Sequence[Any]]]:
@@ -464,7 +493,7 @@ def _apply_leafless(eqn: Any, args: list[_Value]) -> list[_Value]:
     """An equation on scalars, keys and constants: anything may be done to those."""
     op = eqn.primitive.name
     if op in REDUCTIONS and args[0].uniform and eqn.invars[0].aval.shape != ():
-        raise _Refused(f"{op} of a constant array depends on a leaf's size")
+        raise _Refused(f"{op} of an array of {eqn.invars[0].aval.size} equal numbers")
     moved = op in _RESHAPES - set(REDUCTIONS) or op == "expand_dims"
     if moved:
         value = args[0].padding

@@ -1,0 +1,34 @@
+"""Eight fake CPU devices for every test: set before anything imports jax."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8")
+).strip()
+
+import hypothesis
+import jax
+import pytest
+
+# The compiled programs are the same for every example, so a deadline says nothing; the
+# same examples every time, so that a failure is everybody's.
+hypothesis.settings.register_profile(
+    "acco",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("acco")
+
+
+@pytest.fixture(scope="module")
+def x64():
+    """Double precision for a module: `pytestmark = pytest.mark.usefixtures("x64")`.
+
+    Not the context manager of that name, which the split form's thread does not see.
+    """
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
