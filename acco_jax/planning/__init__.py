@@ -1,0 +1,1 @@
+"""Plans a run without its hardware: chips, topologies and compiled schedules."""

@@ -1,0 +1,293 @@
+"""Figures of the chips that a run can be planned for.
+
+Everything is per JAX device (a TPU7x chip is two devices), one way, in SI units:
+FLOP/s, bytes, bytes/s, seconds. They are vendors' peaks, not measurements.
+
+Sources:
+    GPUs: NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200 SXM (dense
+        bf16; NVLink's 600 and 900 GB/s are both ways) and of the DGX A100 and DGX
+        H100/H200 (one 200 or 400 Gbit/s adapter per GPU). `Gpu`: XLA's
+        xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200}.txtpb.
+    TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x} (ICI is given there both
+        ways; DCN per chip, for v5e per pod: 6.4 Tbit/s over 256 chips).
+    Latencies: NCCL's src/graph/tuning.cc, ring, simple protocol, for NVLink and the
+        network; about 1 us per ICI hop (jax-ml.github.io/scaling-book). For DCN no
+        figure is published: NCCL's network latency stands in.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA's GpuTargetConfigProto says of one GPU beside the common figures.
+
+    Attributes:
+        capability: compute capability, (major, minor).
+        accelerated: whether the compiler may use the "a" features (sm_90a).
+        cores: streaming multiprocessors.
+        fp32_lanes: fp32 units per core.
+        clock_ghz: boost clock.
+        memory_clock_khz: memory clock, part of the model string.
+        l2_bytes: size of the L2 cache.
+        shared_bytes: shared memory per core.
+        shared_optin_bytes: shared memory that one block may ask for.
+        nvlinks: active NVLinks.
+    """
+
+    capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    fp32_lanes: int
+    clock_ghz: float
+    memory_clock_khz: int
+    l2_bytes: int
+    shared_bytes: int
+    shared_optin_bytes: int
+    nvlinks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peak figures of one device.
+
+    Attributes:
+        name: as in a topology, e.g. "h200".
+        title: the vendor's name.
+        platform: "gpu" or "tpu".
+        flops: peak dense bf16 FLOP/s.
+        memory_bytes: HBM capacity.
+        memory_bandwidth: HBM bytes/s.
+        fast_bandwidth: bytes/s that a device sends over NVLink or ICI, all links.
+        slow_bandwidth: bytes/s that a device sends over its NIC or DCN.
+        fast_latency: seconds per step over NVLink or ICI.
+        slow_latency: seconds per step over the network.
+        dimensions: number of dimensions of a shape (TPU torus; GPU hosts x devices).
+        devices_per_chip: JAX devices per chip of the shape.
+        gpu: what the GPU compiler needs, None for a TPU.
+    """
+
+    name: str
+    title: str
+    platform: Literal["gpu", "tpu"]
+    flops: float
+    memory_bytes: int
+    memory_bandwidth: float
+    fast_bandwidth: float
+    slow_bandwidth: float
+    fast_latency: float
+    slow_latency: float
+    dimensions: int = 2
+    devices_per_chip: int = 1
+    gpu: Gpu | None = None
+
+
+_HOPPER = Gpu(
+    capability=(9, 0),
+    accelerated=True,
+    cores=132,
+    fp32_lanes=128,
+    clock_ghz=1.98,
+    memory_clock_khz=2_619_000,
+    l2_bytes=52_428_800,
+    shared_bytes=233_472,
+    shared_optin_bytes=232_448,
+    nvlinks=18,
+)
+
+_A100 = Chip(
+    name="a100",
+    title="NVIDIA A100-SXM4-80GB",
+    platform="gpu",
+    flops=312e12,
+    memory_bytes=85_100_068_864,
+    memory_bandwidth=2.03904e12,
+    fast_bandwidth=300e9,
+    slow_bandwidth=25e9,
+    fast_latency=3.4e-6,
+    slow_latency=14e-6,
+    gpu=Gpu(
+        capability=(8, 0),
+        accelerated=False,
+        cores=108,
+        fp32_lanes=64,
+        clock_ghz=1.41,
+        memory_clock_khz=1_593_000,
+        l2_bytes=41_943_040,
+        shared_bytes=167_936,
+        shared_optin_bytes=166_912,
+        nvlinks=12,
+    ),
+)
+_H100 = Chip(
+    name="h100",
+    title="NVIDIA H100 80GB HBM3",
+    platform="gpu",
+    flops=989.4e12,
+    memory_bytes=84_942_979_072,
+    memory_bandwidth=3.35232e12,
+    fast_bandwidth=450e9,
+    slow_bandwidth=50e9,
+    fast_latency=3.4e-6,
+    slow_latency=14e-6,
+    gpu=_HOPPER,
+)
+_H200 = dataclasses.replace(
+    _H100,
+    name="h200",
+    title="NVIDIA H200 141GB HBM3e",
+    memory_bytes=151_397_597_184,
+    memory_bandwidth=4.8e12,
+    gpu=dataclasses.replace(_HOPPER, memory_clock_khz=3_750_000),
+)
+_V5E = Chip(
+    name="v5e",
+    title="TPU v5e",
+    platform="tpu",
+    flops=197e12,
+    memory_bytes=16 * GIB,
+    memory_bandwidth=819e9,
+    fast_bandwidth=200e9,
+    slow_bandwidth=3.125e9,
+    fast_latency=1e-6,
+    slow_latency=14e-6,
+)
+_V5P = Chip(
+    name="v5p",
+    title="TPU v5p",
+    platform="tpu",
+    flops=459e12,
+    memory_bytes=95 * GIB,
+    memory_bandwidth=2.765e12,
+    fast_bandwidth=600e9,
+    slow_bandwidth=6.25e9,
+    fast_latency=1e-6,
+    slow_latency=14e-6,
+    dimensions=3,
+)
+_V6E = Chip(
+    name="v6e",
+    title="TPU v6e",
+    platform="tpu",
+    flops=918e12,
+    memory_bytes=32 * GIB,
+    memory_bandwidth=1.638e12,
+    fast_bandwidth=400e9,
+    slow_bandwidth=12.5e9,
+    fast_latency=1e-6,
+    slow_latency=14e-6,
+)
+_TPU7X = Chip(  # half a chip: 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s, 100 Gbit/s
+    name="tpu7x",
+    title="TPU7x",
+    platform="tpu",
+    flops=1153.5e12,
+    memory_bytes=96 * GIB,
+    memory_bandwidth=3.69e12,
+    fast_bandwidth=300e9,
+    slow_bandwidth=6.25e9,
+    fast_latency=1e-6,
+    slow_latency=14e-6,
+    dimensions=3,
+    devices_per_chip=2,
+)
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {c.name: c for c in (_A100, _H100, _H200, _V5E, _V5P, _V6E, _TPU7X)}
+)
+
+# Hopper's throughput per data type (keys: xla_data.proto's PrimitiveType), in units per
+# core and operations per clock. Ampere has none: XLA then falls back to the fp32 lanes.
+_SCALAR_UNITS = {4: (64, 1), 8: (64, 1), 10: (128, 2), 11: (128, 1)}
+_SCALAR_UNITS |= {12: (64, 1), 16: (128, 2)}
+_MATRIX_OPS = {2: 1024, 6: 1024, 10: 512, 11: 256, 12: 32, 16: 512}
+_MATRIX_OPS |= dict.fromkeys((19, 20, 23, 24, 25, 28, 29, 33, 35, 36), 1024)
+_MATRIX_CLOCK_GHZ = 1.8295201
+
+
+def _rates(kind: str, rates: Mapping[int, tuple[float, int, int]]) -> list[str]:
+    lines = [
+        f"    rate_infos {{ key: {key} value {{ clock_rate_ghz: {clock} "
+        f"units_per_core: {units} ops_per_clock: {ops} }} }}"
+        for key, (clock, units, ops) in rates.items()
+    ]
+    return [f"  {kind}_unit_description {{", *lines, "  }"]
+
+
+def target_config(chip: Chip) -> str:
+    """Renders XLA's GpuTargetConfigProto for a GPU, as protocol-buffer text.
+
+    Only fields that the compiler of jax 0.10.2 knows are written (the later
+    collective_memory_granularity, for one, is left out).
+
+    Raises:
+        ValueError: if the chip is not a GPU.
+    """
+    gpu = chip.gpu
+    if gpu is None:
+        raise ValueError(f"chip {chip.name!r} is not a GPU: it has no target config")
+    major, minor = gpu.capability
+    feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
+    suffix = "a" if gpu.accelerated else ""
+    rates: list[str] = []
+    if gpu.accelerated:
+        scalar = {k: (gpu.clock_ghz, *v) for k, v in _SCALAR_UNITS.items()}
+        matrix = {  # fp64 products run at the boost clock, the others lower
+            k: (gpu.clock_ghz if k == 12 else _MATRIX_CLOCK_GHZ, 4, ops)
+            for k, ops in _MATRIX_OPS.items()
+        }
+        rates = _rates("scalar", scalar) + _rates("matrix", matrix)
+    model = (
+        f"sm_{major}.{minor}{suffix} with {chip.memory_bytes}B RAM, {gpu.cores} cores, "
+        f"{gpu.clock_ghz * 1e6:.0f}KHz clock, {gpu.memory_clock_khz}KHz mem clock, "
+        f"{gpu.l2_bytes}B L2$"
+    )
+    lines = [
+        "gpu_device_info {",
+        "  threads_per_block_limit: 1024",
+        "  threads_per_warp: 32",
+        "  shared_memory_per_block: 49152",
+        f"  shared_memory_per_core: {gpu.shared_bytes}",
+        "  threads_per_core_limit: 2048",
+        f"  core_count: {gpu.cores}",
+        f"  fpus_per_core: {gpu.fp32_lanes}",
+        "  block_dim_limit_x: 2147483647",
+        "  block_dim_limit_y: 65535",
+        "  block_dim_limit_z: 65535",
+        f"  memory_bandwidth: {chip.memory_bandwidth:.0f}",
+        f"  l2_cache_size: {gpu.l2_bytes}",
+        f"  clock_rate_ghz: {gpu.clock_ghz}",
+        f"  device_memory_size: {chip.memory_bytes}",
+        f"  shared_memory_per_block_optin: {gpu.shared_optin_bytes}",
+        f"  cuda_compute_capability {{ major: {major} minor: {minor} "
+        f"feature_extension: {feature} }}",
+        "  registers_per_core_limit: 65536",
+        "  registers_per_block_limit: 65536",
+        *rates,
+        "  thread_dim_limit_x: 1024",
+        "  thread_dim_limit_y: 1024",
+        "  thread_dim_limit_z: 64",
+        '  device_vendor: "NVIDIA Corporation"',
+        f'  platform_version: "Compute Capability {major}.{minor}{suffix}"',
+        f'  model_str: "{model}"',
+        "  device_address_bits: 64",
+        "  pcie_bandwidth: 34359738368",
+        "  ecc_enabled: true",
+        f'  name: "{chip.title}"',
+        '  driver_version: "13.0.0"',
+        '  runtime_version: "12.8.0"',
+        '  compile_time_toolkit_version: "12.8.0"',
+        '  dnn_version: "9.10.0"',
+        '  cub_version: "3.1.2"',
+        f"  device_interconnect_info {{ active_links: {gpu.nvlinks} }}",
+        "}",
+        'platform_name: "CUDA"',
+        "dnn_version_info { major: 9 minor: 10 patch: 0 }",
+        f'device_description_str: "{chip.title}"',
+    ]
+    return "\n".join(lines) + "\n"
