@@ -25,7 +25,12 @@ OPTIONS: dict[str, dict[str, bool | int]] = {
     },
     "v5p": _SPARSE_CORE | {_OFFLOAD + "3d_all_gather": True},
     "v6e": _SPARSE_CORE,
-    "tpu7x": {"xla_tpu_offload_gather_to_sparsecore": False},
+    # An embedding's lookup or its gradient on the SparseCore would hold the place of
+    # the collectives.
+    "tpu7x": {
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": False,
+    },
     "cpu": {},
 }
 

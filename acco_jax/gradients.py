@@ -59,6 +59,15 @@ def parts_of_loss(out: Any) -> tuple[Any, Any, PyTree]:
     return loss, weight, aux
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Pullback:
+    """How to put a gradient function together again from its residuals."""
+
+    treedef: Any
+    params: tuple[int | None, ...]  # which residuals are parameters, by leaf number
+
+
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
     """Adds up gradients of microbatches on each worker.
@@ -132,8 +141,10 @@ class Accumulator:
                 f"counts has shape {jnp.shape(counts)}: give one count per worker, "
                 f"shape ({self.workers},)."
             )
-        if not isinstance(counts, jax.Array):
+        if not isinstance(counts, jax.Array):  # that would have to be waited for
             counts = np.asarray(counts)
+            if counts.dtype.kind not in "iu":
+                raise ValueError(f"counts {counts.tolist()} must be integers.")
             if counts.min() < 0 or counts.max() > self.microbatches:
                 raise ValueError(
                     f"counts {counts.tolist()} must lie between 0 and microbatches = "
@@ -159,6 +170,76 @@ class Accumulator:
         """Adds each worker's microbatches span(count) = (first, end) to its row."""
         return self._run(params, batch, rng, sums, counts, span)
 
+    def start(
+        self, params: PyTree, batch: PyTree, rng: Any, counts: jax.Array | None
+    ) -> PyTree:
+        """The first half of a half-round's work, for `finish` to go on from.
+
+        Half of each worker's microbatches; the forward pass if there is but one.
+        """
+        if self.microbatches == 1:
+            return self._forward(params, batch, rng)
+        zeros = self.zeros(params, batch, rng)
+        return self.add(zeros, params, batch, rng, counts, lambda n: (0, n // 2))
+
+    def finish(
+        self,
+        begun: PyTree,
+        params: PyTree,
+        batch: PyTree,
+        rng: Any,
+        counts: jax.Array | None,
+    ) -> Sums:
+        """The second half: the other microbatches, or the backward pass."""
+        if self.microbatches == 1:
+            return self._backward(begun, params, counts)
+        return self.add(begun, params, batch, rng, counts, lambda n: (n // 2, n))
+
+    def _forward(self, params: PyTree, batch: PyTree, rng: Any) -> PyTree:
+        """The only microbatch's loss, weight, aux and what its gradient will need."""
+
+        def local(params, batch, rng):  # type: ignore[no-untyped-def]
+            key = None
+            if rng is not None:
+                key = jax.random.fold_in(rng, lax.axis_index(self.axis))
+            loss_of = functools.partial(self._loss, _microbatch(batch, 1, 0), key)
+            loss, pullback, rest = jax.vjp(loss_of, params, has_aux=True)
+            leaves, treedef = jax.tree.flatten(pullback)
+            own = {id(x): i for i, x in enumerate(jax.tree.leaves(params))}
+            # parameters among the residuals are not carried a second time
+            residuals = [None if id(x) in own else x for x in leaves]
+            pull.append(_Pullback(treedef, tuple(own.get(id(x)) for x in leaves)))
+            return jax.tree.map(lambda x: x[None], (loss, rest, residuals))
+
+        pull: list[_Pullback] = []
+        run = self.over_data(local, (P(), self.rows, P()), self.rows)
+        begun = run(params, batch, rng)
+        return begun, pull[-1]
+
+    def _backward(
+        self, begun: PyTree, params: PyTree, counts: jax.Array | None
+    ) -> Sums:
+        (loss, rest, residuals), pull = begun
+
+        def local(params, loss, rest, residuals, counts):  # type: ignore[no-untyped-def]
+            first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+            loss, (weight, aux) = first((loss, rest))
+            held = jax.tree.leaves(params)
+            leaves = [
+                held[i] if i is not None else x[0]
+                for i, x in zip(pull.params, residuals, strict=True)
+            ]
+            (grads,) = jax.tree.unflatten(pull.treedef, leaves)(jnp.ones_like(loss))
+            sums = self._widened(Sums(grads, loss, weight, aux), params)
+            if counts is not None:
+                zero = lambda x: jnp.where(counts[0] > 0, x, jnp.zeros_like(x))  # noqa: E731
+                sums = jax.tree.map(zero, sums)
+            return jax.tree.map(lambda x: x[None], sums)
+
+        in_specs = (P(), *4 * (self.rows,))
+        run = self.over_data(local, in_specs, self.rows)
+        return run(params, loss, rest, residuals, counts)
+
     def _run(self, params, batch, rng, sums, counts, span=None):  # type: ignore[no-untyped-def]
         def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
             # batch leaves: (microbatches * b, ...) on this worker
@@ -173,7 +254,9 @@ class Accumulator:
                     key = None if rng is None else jax.random.fold_in(rng, first + i)
                     return _add(sums, self._gradient(params, pick(i), key))
 
-                count = self.microbatches if counts is None else counts[0]
+                count = self.microbatches
+                if counts is not None:
+                    count = jnp.clip(counts[0], 0, self.microbatches)
                 first_i, end = span(count)
                 sums = lax.fori_loop(first_i, end, body, sums)
             return jax.tree.map(lambda x: x[None], sums)
@@ -185,23 +268,34 @@ class Accumulator:
     def _gradient(self, params: PyTree, microbatch: PyTree, rng: Any) -> Sums:
         """One microbatch's contribution on one worker (no leading axis)."""
 
-        def loss_of(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            loss, weight, aux = parts_of_loss(self.loss_fn(params, microbatch, rng))
-            return loss, (jnp.asarray(weight), aux)
-
+        loss_of = functools.partial(self._loss, microbatch, rng)
         (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         return Sums(grads, loss, weight, aux)
 
+    def _loss(
+        self, microbatch: PyTree, rng: Any, params: PyTree
+    ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+        loss, weight, aux = parts_of_loss(self.loss_fn(params, microbatch, rng))
+        return loss, (jnp.asarray(weight), jax.tree.map(jnp.asarray, aux))
+
     def _empty(self, params: PyTree, microbatch: PyTree, rng: Any) -> Sums:
         out = jax.eval_shape(self._gradient, params, microbatch, rng)
-        at_least_32 = lambda x: jnp.promote_types(x.dtype, jnp.float32)  # noqa: E731
-        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
+        # zeros_like keeps how other mesh axes split the parameter
+        return self._widened(
+            zeros._replace(grads=jax.tree.map(jnp.zeros_like, params)), params
+        )
+
+    def _widened(self, sums: Sums, params: PyTree) -> Sums:
+        """In the dtypes of the accumulator."""
+        at_least_32 = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
         return Sums(
-            # zeros_like keeps how other mesh axes split the parameter
-            jax.tree.map(lambda p: jnp.zeros_like(p, self.dtype or p.dtype), params),
-            jnp.zeros((), at_least_32(out.loss)),
-            jnp.zeros((), at_least_32(out.weight)),
-            jax.tree.map(zeros, out.aux),
+            jax.tree.map(
+                lambda g, p: g.astype(self.dtype or p.dtype), sums.grads, params
+            ),
+            at_least_32(sums.loss),
+            at_least_32(sums.weight),
+            sums.aux,
         )
 
 
@@ -257,8 +351,6 @@ def local_gradients(
 
     @jax.jit
     def run(params, batch, counts, rng):  # type: ignore[no-untyped-def]
-        if counts is not None:
-            counts = jnp.clip(counts, 0, microbatches)
         zeros = acc.zeros(params, batch, rng)
         sums = acc.add(zeros, params, batch, rng, counts)
         total = lambda x: x.sum(0)  # noqa: E731

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from acco_jax.compiler import compiler_options as default_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Layout, Pending
-from acco_jax.transforms.base import Method, find_state
+from acco_jax.transforms.base import Method, check_params, find_state
 
 PyTree = Any
 barrier = lax.optimization_barrier
@@ -110,10 +110,12 @@ class TrainStep:
                 "the state is wrapped, but make_train_step runs a method's own stages: "
                 "give it the state of tx.init for the tx it was built with."
             )
-        if jax.tree.structure(params) != layout.treedef:
+        if self._tx.delayed != hasattr(state, "pending"):
             raise ValueError(
-                "params has another tree structure than the parameters given to init."
+                f"the state is {type(state).__name__}, of another method than tx: give "
+                "the state of tx.init for the tx the step was built with."
             )
+        check_params(layout, params)
         return (
             jax.device_put(params, layout.params_shardings),
             state,
@@ -156,24 +158,21 @@ def _overlapped(
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """A half-round whose reduce-scatter and all-gather each run behind a loop."""
     layout = state.layout
-    sums = gradients.zeros(params, batch, rng)
     # Scalars first: a small all-reduce later would take the one asynchronous slot.
     weight = state.pending.weight.sum()
-    weight, buffers, params, sums = barrier(
-        (weight, state.pending.buffers, params, sums)
-    )
+    weight, buffers, params = barrier((weight, state.pending.buffers, params))
 
     raw = tx.reduce(layout, buffers)
-    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (0, n // 2))
-    raw, sums, params = barrier((raw, sums, params))
+    begun = gradients.start(params, batch, rng, counts)
+    raw, begun, params = barrier((raw, begun, params))
 
     state = state._replace(pending=None)
     state, point = tx.advance(state, layout.split(raw), weight, {})
     low = layout.join(point.shards)
-    state, low, sums, params = barrier((state, low, sums, params))
+    state, low, begun, params = barrier((state, low, begun, params))
 
     full = tx.gather(layout, low)
-    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (n // 2, n))
+    sums = gradients.finish(begun, params, batch, rng, counts)
     full, sums = barrier((full, sums))  # or the gather is waited for before the loop
 
     params = layout.unpack(full)
@@ -206,10 +205,8 @@ def _accumulate(
     rng: Any,
 ) -> tuple[Pending, Sums]:
     """Local gradients, ready to be communicated. No collective."""
-    sums = gradients.zeros(params, batch, rng)
-    half = lambda n: n // 2  # noqa: E731  as in the fused form: the same sums, bit for bit
-    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (0, half(n)))
-    sums = gradients.add(sums, params, batch, rng, counts, lambda n: (half(n), n))
+    begun = gradients.start(params, batch, rng, counts)
+    sums = gradients.finish(begun, params, batch, rng, counts)
     return _pending(layout, sums), sums._replace(grads=None)
 
 
