@@ -43,33 +43,40 @@ class TrainStep:
     ) -> None:
         self.form, self.compiler_options = form, options
         self._tx, self._gradients = tx, gradients
-        self._programs: dict[Layout, Any] = {}
+        self._programs: dict[tuple[Layout, bool], Any] = {}
+        self._warmed: jax.Array | None = None  # the step count last seen past warm-up
         if form == "split":
             self._thread = ThreadPoolExecutor(1, "acco-communicate")
             self._accumulate = jax.jit(functools.partial(_accumulate, gradients))
             self._metrics = jax.jit(_metrics)
 
-    def _program(self, state: Any) -> Any:
+    def _overlaps(self, state: Any) -> bool:
+        """Whether this half-round communicates the last one's gradients."""
+        if not (self._tx.delayed and self._tx.warmup):
+            return self._tx.delayed
+        return state.steps is self._warmed or int(state.steps) >= self._tx.warmup
+
+    def _program(self, state: Any, overlaps: bool) -> Any:
         """The program that returns the state where and as it came."""
         layout = state.layout
-        if layout not in self._programs:
+        if (layout, overlaps) not in self._programs:
             homes = layout.state_shardings(state)
             out_shardings = (layout.params_shardings, homes, None)
             donate: tuple[int, ...] = (0, 1)
             fn: Callable[..., Any] = (
                 functools.partial(_overlapped, self._tx, self._gradients)
-                if self._tx.delayed
+                if overlaps
                 else functools.partial(_synchronous, self._tx, self._gradients)
             )
             if self.form == "split":
                 fn, donate = functools.partial(_communicate, self._tx), (1,)
-            self._programs[layout] = jax.jit(
+            self._programs[layout, overlaps] = jax.jit(
                 fn,
                 donate_argnums=donate,
                 out_shardings=out_shardings,
                 compiler_options=self.compiler_options or None,
             )
-        return self._programs[layout]
+        return self._programs[layout, overlaps]
 
     def __call__(
         self,
@@ -81,9 +88,11 @@ class TrainStep:
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one half-round; see `make_train_step`."""
         args = self._place(params, state, batch, counts, rng)
-        if self.form == "fused":
-            return self._program(state)(*args)
-        return self._split(*args)
+        overlaps = self._overlaps(state)
+        run = self._program(state, overlaps) if self.form == "fused" else self._split
+        params, state, metrics = run(*args)
+        self._warmed = state.steps if overlaps else None
+        return params, state, metrics
 
     def lower(
         self,
@@ -98,7 +107,8 @@ class TrainStep:
             raise ValueError(
                 "only form='fused' is one program: build the step with it."
             )
-        return self._program(state).lower(params, state, batch, counts, rng)
+        program = self._program(state, self._tx.delayed)
+        return program.lower(params, state, batch, counts, rng)
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
@@ -127,14 +137,16 @@ class TrainStep:
     def _split(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> tuple[PyTree, Any, dict[str, Any]]:
+        overlaps = self._overlaps(state)
+
         def communicate(now: Pending, rest: Any) -> Any:
-            return jax.block_until_ready(self._program(rest)(now, rest))
+            return jax.block_until_ready(self._program(rest, overlaps)(now, rest))
 
         def accumulate() -> Any:
             out = self._accumulate(state.layout, params, batch, counts, rng)
             return jax.block_until_ready(out)
 
-        if self._tx.delayed:
+        if overlaps:
             moved = self._thread.submit(
                 communicate, state.pending, state._replace(pending=None)
             )

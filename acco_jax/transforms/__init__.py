@@ -1,6 +1,7 @@
 """Methods by name: each is one file, and the loop knows none of them."""
 
 from acco_jax.transforms.acco import acco
+from acco_jax.transforms.delayed import dpu, wp
 from acco_jax.transforms.zero1 import zero1
 
-METHODS = {"acco": acco, "zero1": zero1}
+METHODS = {"acco": acco, "zero1": zero1, "dpu": dpu, "wp": wp}

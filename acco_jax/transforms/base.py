@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -44,6 +45,7 @@ class Method(optax.GradientTransformationExtraArgs):
       delayed: whether a half-round communicates the PREVIOUS half-round's gradients
         (`state.pending`), so that computation can hide it, or its own.
       half_rounds: how many updates make one step of the inner optimizer.
+      warmup: so many first steps of a delayed method communicate their own gradients.
       accumulate_dtype: of the gradient accumulator; None: each parameter's own.
       reduce: (layout, buffers) -> raw, the reduce-scatter alone.
       advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
@@ -55,6 +57,7 @@ class Method(optax.GradientTransformationExtraArgs):
     axis: tuple[str, ...]
     delayed: bool
     half_rounds: int
+    warmup: int
     accumulate_dtype: Any
     reduce: Callable[..., Any]
     advance: Callable[..., Any]
@@ -71,11 +74,11 @@ class Options:
     """The arguments that all methods share; see `acco_jax.acco`."""
 
     mesh: Mesh
-    axis_name: str | tuple[str, ...]
-    comm_dtype: Any
-    accumulate_dtype: Any
-    layout: str
-    param_specs: PyTree
+    axis_name: str | tuple[str, ...] = "data"
+    comm_dtype: Any = None
+    accumulate_dtype: Any = None
+    layout: str = "auto"
+    param_specs: PyTree | None = None
 
 
 def make_method(
@@ -86,6 +89,7 @@ def make_method(
     advance: Callable[..., Any],
     delayed: bool,
     half_rounds: int,
+    warmup: int = 0,
 ) -> Method:
     """Build a method from how its state starts and how it advances.
 
@@ -99,6 +103,7 @@ def make_method(
         is a guarded optimizer step on the mean gradient.
       delayed: see `Method`.
       half_rounds: see `Method`.
+      warmup: see `Method`.
 
     Raises:
       ValueError: the mesh lacks the axis, or `layout` is unknown.
@@ -157,20 +162,24 @@ def make_method(
         **extra: Any,
     ) -> tuple[PyTree, Any]:
         layout = state.layout
-        check_grads(layout, grads, params)
+        check_params(layout, params)
+        check_grads(layout, grads)
         _check_extra(inner, extra)
-        return run_update(grads, state, params, weight, extra)
+        grads = jax.device_put(grads, layout.grads_shardings)
+        params = jax.device_put(params, layout.params_shardings)
+        return run_update(grads, state, params, place_weight(layout, weight), extra)
 
     @jax.jit
     def run_update(grads, state, params, weight, extra):  # type: ignore[no-untyped-def]
         layout = state.layout
-        grads = jax.device_put(grads, layout.grads_shardings)
-        params = jax.device_put(params, layout.params_shardings)
-        new = Pending(layout.pack(grads), place_weight(layout, weight))
+        _check_packed_with(inner, layout, extra)
+        new = Pending(layout.pack(grads), weight)
+        now = new
         if delayed:
-            now, state = state.pending, state._replace(pending=new)
-        else:
-            now = new
+            warming = state.steps < warmup
+            now = choose(warming, new, state.pending) if warmup else state.pending
+            held = choose(warming, state.pending, new) if warmup else new
+            state = state._replace(pending=held)
         total = now.weight.sum()
         raw = reduce_scatter(layout, now.buffers)
         state, point = advance_(state, layout.split(raw), total, extra)
@@ -189,6 +198,7 @@ def make_method(
         axis=axis,
         delayed=delayed,
         half_rounds=half_rounds,
+        warmup=warmup,
         accumulate_dtype=options.accumulate_dtype,
         reduce=reduce_scatter,
         advance=advance_,
@@ -255,8 +265,8 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
     mesh's axes are Auto; Explicit ones are made so for the region.
     """
     mesh = layout.mesh
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(a for a, kind in types if kind == AxisType.Explicit)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
 
     def constrained(*args: Any) -> Any:
         out = fn(*args)
@@ -303,46 +313,71 @@ def place_weight(layout: Layout, weight: Any) -> jax.Array:
     n = layout.workers
     if weight is None:
         weight = jnp.ones(n)
-    if jnp.shape(weight) != (n,):
+    if np.shape(weight) != (n,):
         raise ValueError(
-            f"weight has shape {jnp.shape(weight)}: give one weight per worker, ({n},)."
+            f"weight has shape {np.shape(weight)}: give one weight per worker, ({n},)."
         )
     weight = jnp.asarray(weight, layout.scalar)
     return jax.device_put(weight, layout.sharding(layout.axis))
 
 
-def check_grads(layout: Layout, grads: PyTree, params: PyTree | None) -> None:
-    """Raises a ValueError unless grads and params are what `layout` was made for."""
+def check_params(layout: Layout, params: PyTree | None) -> None:
+    """Raises a ValueError unless params are what `layout` was made for."""
     if params is None:
         raise ValueError(
             "update needs the current params: tx.update(grads, state, params)."
         )
-    for what, tree in (("params", params), ("grads", grads)):
-        if jax.tree.structure(tree) != layout.treedef:
-            raise ValueError(
-                f"{what} has another tree structure than the parameters given to init."
-            )
-    n = layout.workers
-    for leaf, g, p in zip(
-        layout.leaves, jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
-    ):
+    _check_structure("params", layout, params)
+    for leaf, p in zip(layout.leaves, jax.tree.leaves(params), strict=True):
         if jnp.shape(p) != leaf.shape:
             raise ValueError(
-                f"params {leaf.name} has shape {jnp.shape(p)}, init saw {leaf.shape}."
+                f"params {leaf} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
             )
+
+
+def check_grads(layout: Layout, grads: PyTree) -> None:
+    """Raises a ValueError unless grads are rows of what `layout` was made for."""
+    _check_structure("grads", layout, grads)
+    n = layout.workers
+    for leaf, g in zip(layout.leaves, jax.tree.leaves(grads), strict=True):
         if jnp.shape(g) != (n, *leaf.shape):
             raise ValueError(
-                f"grads {leaf.name} has shape {jnp.shape(g)} instead of "
+                f"grads {leaf} has shape {jnp.shape(g)} instead of "
                 f"{(n, *leaf.shape)}: give one row per worker, the sum of its own "
                 "microbatch gradients (see acco_jax.local_gradients)."
             )
 
 
-def _check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
-    if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
+def _check_structure(what: str, layout: Layout, tree: PyTree) -> None:
+    if jax.tree.structure(tree) != layout.treedef:
         raise ValueError(
-            f"inner takes no extra arguments, but got {', '.join(sorted(extra))}."
+            f"{what} has another tree structure than the parameters given to init."
         )
+
+
+def _check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
+    names = ", ".join(sorted(extra))
+    if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
+        raise ValueError(f"inner takes no extra arguments, but update got {names}.")
+    for name, value in extra.items():
+        if any(callable(x) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                f"update got {name}, a function: inner works on shards, of which no "
+                "function of whole parameters can be computed."
+            )
+
+
+def _check_packed_with(
+    inner: optax.GradientTransformation, layout: Layout, extra: dict[str, Any]
+) -> None:
+    """Raises a ValueError if these extra arguments need the leaf layout."""
+    if extra and isinstance(layout, layouts.PackedLayout):
+        reason = why_not_packed(inner, layout, extra)
+        if reason is not None:
+            raise ValueError(
+                f"with {', '.join(sorted(extra))}, inner could tell packed shards from "
+                f"whole leaves: {reason}. Use layout='leaf'."
+            )
 
 
 def _abstract(tree: PyTree) -> PyTree:
@@ -355,38 +390,44 @@ def _abstract(tree: PyTree) -> PyTree:
 # These optax functions call a member's init and leave both intact (a chain only if
 # nothing follows); every other wrapper would add per-worker rows to parameters.
 _HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_support"}
+# chain: tuple(fn(params) for fn in init_fns); named_chain: for name, tx in transforms.
+_LOOPS = {"chain": ("fn", "init_fns"), "named_chain": ("tx", "transforms")}
 
 
 def _refuse_wrappers() -> None:
-    """Raises a ValueError when `init` is called by a wrapper that would break it.
+    """Raises a ValueError when an optax wrapper that would break it calls `init`.
 
     A member of a chain is not told what follows it, so the calling frames are asked.
     """
     frame: types.FrameType | None = sys._getframe(2)
+    called: types.FrameType | None = None
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
         if module.startswith("optax.") and not module.endswith("_test"):
-            wrapper = frame.f_code.co_qualname.split(".")[0]
+            wrapper = code.co_qualname.split(".")[0]
             if wrapper not in _HARMLESS:
                 raise ValueError(
                     f"this method cannot stand inside optax.{wrapper}: put {wrapper} "
                     "inside, around its inner optimizer."
                 )
-            if wrapper in ("chain", "named_chain"):
-                _refuse_followers(frame)
-        frame = frame.f_back
+            if wrapper in _LOOPS and code.co_name != "<genexpr>":
+                _refuse_followers(wrapper, frame, called)
+        frame, called = frame.f_back, frame
 
 
-def _refuse_followers(frame: Any) -> None:
-    # chain: tuple(fn(params) for fn in init_fns), the generator's frame holds `fn` and
-    # its caller `init_fns`
-    here = frame.f_locals
-    outer = frame.f_back.f_locals if frame.f_back else {}
-    members = outer.get("init_fns", here.get("init_fns"))
-    if members and "fn" in here and here["fn"] is not members[-1]:
+def _refuse_followers(
+    wrapper: str, frame: types.FrameType, called: types.FrameType | None
+) -> None:
+    names = dict(frame.f_locals)
+    if called is not None and called.f_code.co_name == "<genexpr>":
+        names |= called.f_locals
+    member, members = (names.get(name) for name in _LOOPS[wrapper])
+    last: Any = members[-1] if members else None
+    if member is None or member is not (last[1] if wrapper == "named_chain" else last):
         raise ValueError(
-            "this method must be the last member of optax.chain: what stands after it "
-            "would change the parameters behind its back; put it inside, into inner."
+            f"this method must be the last member of optax.{wrapper}: what stands "
+            "after it would change the parameters behind its back; put it inside, "
+            "into inner."
         )
 
 
