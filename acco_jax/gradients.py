@@ -136,9 +136,9 @@ class Accumulator:
         """
         if counts is None:
             return None
-        if jnp.shape(counts) != (self.workers,):
+        if np.shape(counts) != (self.workers,):
             raise ValueError(
-                f"counts has shape {jnp.shape(counts)}: give one count per worker, "
+                f"counts has shape {np.shape(counts)}: give one count per worker, "
                 f"shape ({self.workers},)."
             )
         if not isinstance(counts, jax.Array):  # that would have to be waited for
@@ -152,6 +152,13 @@ class Accumulator:
                 )
         return jax.device_put(
             jnp.asarray(counts, jnp.int32), NamedSharding(self.mesh, self.rows)
+        )
+
+    def counts_here(self, count: int) -> jax.Array:
+        """(n,) counts: `count` for this process's workers; the others say theirs."""
+        sharding = NamedSharding(self.mesh, self.rows)
+        return jax.make_array_from_callback(
+            (self.workers,), sharding, lambda _: np.full(1, count, np.int32)
         )
 
     def zeros(self, params: PyTree, batch: PyTree, rng: Any) -> Sums:
@@ -240,6 +247,58 @@ class Accumulator:
         run = self.over_data(local, in_specs, self.rows)
         return run(params, loss, rest, residuals, counts)
 
+    def last(
+        self,
+        sums: Sums | None,
+        params: PyTree,
+        batch: PyTree,
+        rng: Any,
+        counts: jax.Array | None,
+        take: Callable[..., Any],
+        out_specs: Any,
+    ) -> tuple[Any, Sums]:
+        """Adds each worker's last microbatch, its gradient taken by the caller.
+
+        Args:
+          sums: of the microbatches before it; None: there are none.
+          params: whole.
+          batch: as for `add`.
+          rng: as for `add`.
+          counts: as for `add`; a worker without microbatches takes part all the same.
+          take: (loss_of, params, grads, valid) -> ((loss, (weight, aux)), out) on each
+            worker: loss_of is a function of the parameters, grads are those of `sums`
+            or None, valid [] is false for a worker without microbatches, or None.
+          out_specs: of out, over the data axes.
+
+        Returns:
+          out, and the sums without gradients.
+        """
+
+        def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
+            i, valid = self.microbatches - 1, None
+            if counts is not None:
+                valid = counts[0] > 0
+                i = jnp.clip(counts[0] - 1, 0, i)
+            key = rng
+            if rng is not None:
+                first = lax.axis_index(self.axis) * self.microbatches
+                key = jax.random.fold_in(rng, first + i)
+            microbatch = _microbatch(batch, self.microbatches, i)
+            loss_of = functools.partial(self._loss, microbatch, key)
+            sums = jax.tree.map(lambda x: x[0], sums)
+            grads = None if sums is None else sums.grads
+            (loss, (weight, aux)), out = take(loss_of, params, grads, valid)
+            one = self._widened(Sums(None, loss, weight, aux), None)
+            if valid is not None:
+                zero = lambda x: jnp.where(valid, x, jnp.zeros_like(x))  # noqa: E731
+                one = jax.tree.map(zero, one)
+            one = one if sums is None else _add(sums._replace(grads=None), one)
+            return out, jax.tree.map(lambda x: x[None], one)
+
+        in_specs = (P(), self.rows, P(), self.rows, self.rows)
+        run = self.over_data(local, in_specs, (out_specs, self.rows))
+        return run(params, batch, rng, sums, counts)
+
     def _run(self, params, batch, rng, sums, counts, span=None):  # type: ignore[no-untyped-def]
         def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
             # batch leaves: (microbatches * b, ...) on this worker
@@ -254,7 +313,7 @@ class Accumulator:
                     key = None if rng is None else jax.random.fold_in(rng, first + i)
                     return _add(sums, self._gradient(params, pick(i), key))
 
-                count = self.microbatches
+                count: Any = self.microbatches
                 if counts is not None:
                     count = jnp.clip(counts[0], 0, self.microbatches)
                 first_i, end = span(count)

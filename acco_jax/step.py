@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from acco_jax.compiler import compiler_options as default_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
@@ -47,8 +49,11 @@ class TrainStep:
         self._warmed: jax.Array | None = None  # the step count last seen past warm-up
         if form == "split":
             self._thread = ThreadPoolExecutor(1, "acco-communicate")
-            self._accumulate = jax.jit(functools.partial(_accumulate, gradients))
-            self._metrics = jax.jit(_metrics)
+            accumulate = tx.accumulate or _accumulate
+            self._accumulate = jax.jit(functools.partial(accumulate, gradients))
+            self._metrics = jax.jit(
+                _metrics, out_shardings=NamedSharding(gradients.mesh, P())
+            )
 
     def _overlaps(self, state: Any) -> bool:
         """Whether this half-round communicates the last one's gradients."""
@@ -61,7 +66,9 @@ class TrainStep:
         layout = state.layout
         if (layout, overlaps) not in self._programs:
             homes = layout.state_shardings(state)
-            out_shardings = (layout.params_shardings, homes, None)
+            # metrics are the same everywhere, counts too: any process can read them
+            rest = layout.sharding()
+            out_shardings = (layout.params_shardings, homes, rest)
             donate: tuple[int, ...] = (0, 1)
             fn: Callable[..., Any] = (
                 functools.partial(_overlapped, self._tx, self._gradients)
@@ -142,21 +149,32 @@ class TrainStep:
         def communicate(now: Pending, rest: Any) -> Any:
             return jax.block_until_ready(self._program(rest, overlaps)(now, rest))
 
-        def accumulate() -> Any:
-            out = self._accumulate(state.layout, params, batch, counts, rng)
-            return jax.block_until_ready(out)
-
+        work = (state.layout, params, batch, counts, rng)
         if overlaps:
             moved = self._thread.submit(
                 communicate, state.pending, state._replace(pending=None)
             )
-            new, sums = accumulate()
+            new, sums, counts = self._local(*work, moved)
             params, state, norm = moved.result()
             state = state._replace(pending=new)
         else:
-            new, sums = accumulate()
+            new, sums, counts = self._local(*work, None)
             params, state, norm = communicate(new, state)
         return params, state, self._metrics(sums, counts, norm, state.steps)
+
+    def _local(
+        self,
+        layout: Layout,
+        params: PyTree,
+        batch: PyTree,
+        counts: jax.Array | None,
+        rng: Any,
+        communication: Future | None,
+    ) -> tuple[Pending, Sums, jax.Array | None]:
+        """Computes this half-round's gradients; returns when they are there."""
+        del communication  # whatever it takes: the counts are given
+        out = self._accumulate(layout, params, batch, counts, rng)
+        return *jax.block_until_ready(out), counts
 
 
 def _overlapped(
@@ -188,7 +206,8 @@ def _overlapped(
     full, sums = barrier((full, sums))  # or the gather is waited for before the loop
 
     params = layout.unpack(full)
-    state = state._replace(pending=_pending(layout, sums))
+    pending, sums = pending_of(layout, sums)
+    state = state._replace(pending=pending)
     return params, state, _metrics(sums, counts, point.grad_norm, state.steps)
 
 
@@ -202,7 +221,8 @@ def _synchronous(
     rng: Any,
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """A step that communicates the gradients it has just computed."""
-    new, sums = _accumulate(gradients, state.layout, params, batch, counts, rng)
+    accumulate = tx.accumulate or _accumulate
+    new, sums = accumulate(gradients, state.layout, params, batch, counts, rng)
     new = barrier(new)
     params, state, norm = _communicate(tx, new, state)
     return params, state, _metrics(sums, counts, norm, state.steps)
@@ -219,7 +239,7 @@ def _accumulate(
     """Local gradients, ready to be communicated. No collective."""
     begun = gradients.start(params, batch, rng, counts)
     sums = gradients.finish(begun, params, batch, rng, counts)
-    return _pending(layout, sums), sums._replace(grads=None)
+    return pending_of(layout, sums)
 
 
 def _communicate(tx: Method, now: Pending, state: Any) -> tuple[PyTree, Any, jax.Array]:
@@ -233,8 +253,10 @@ def _communicate(tx: Method, now: Pending, state: Any) -> tuple[PyTree, Any, jax
     return params, state, point.grad_norm
 
 
-def _pending(layout: Layout, sums: Sums) -> Pending:
-    return Pending(layout.pack(sums.grads), sums.weight.astype(layout.scalar))
+def pending_of(layout: Layout, sums: Sums) -> tuple[Pending, Sums]:
+    """Local gradients as they will be communicated, and the rest of the sums."""
+    pending = Pending(layout.pack(sums.grads), sums.weight.astype(layout.scalar))
+    return pending, sums._replace(grads=None)
 
 
 def _metrics(
@@ -258,9 +280,10 @@ def make_train_step(
     *,
     mesh: Mesh,
     axis_name: str | tuple[str, ...] = "data",
-    microbatches: int,
+    microbatches: int | str,
     form: str = "auto",
     compiler_options: dict[str, Any] | None = None,
+    bounds: tuple[int, int] = (1, 16),
 ) -> TrainStep:
     """Build the step that computes gradients while it communicates the previous ones.
 
@@ -270,11 +293,15 @@ def make_train_step(
       tx: a method of this library (acco, zero1, ...), not wrapped.
       mesh: the devices, as given to `tx`.
       axis_name: the data axis or axes, as given to `tx`.
-      microbatches: N, how many each worker's part of a batch holds.
+      microbatches: N, how many each worker's part of a batch holds. Or "adaptive": each
+        process keeps adding microbatches until its communication is done (split form);
+        or "replay:FILE": as a run that was adaptive logged them.
       form: 'fused' (one program), 'split' (two programs from two threads), or 'auto':
         split for several CPU processes, else fused.
       compiler_options: for the fused program; None takes
         `acco_jax.compiler_options` of the mesh's devices.
+      bounds: of the adaptive counts, smallest and largest; batches hold the largest
+        number of microbatches for each worker.
 
     Returns:
       step(params, state, batch, counts=None, rng=None) -> (params, state, metrics).
@@ -283,7 +310,7 @@ def make_train_step(
       microbatch means, or of targets where loss_fn gives a weight), "weight" [],
       "grad_norm" [] (of the mean gradient that the optimizer was given), "step" []
       (steps of the inner optimizer so far), "aux" (sums),
-      and "counts" (n,) if given.
+      and "counts" (n,) if given or found.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -302,8 +329,24 @@ def make_train_step(
         )
     if form not in FORMS:
         raise ValueError(f"form is {form!r}: choose one of {', '.join(FORMS)}.")
-    if microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
+    adaptive, log = _adaptive(microbatches)
+    if adaptive:
+        if not tx.delayed or form == "fused":
+            raise ValueError(
+                f"microbatches={microbatches!r} needs a method that communicates while "
+                "it computes, and form='split': a synchronous step has no time to fill."
+            )
+        if not 1 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"bounds is {bounds}: give the smallest count, at least 1, then the "
+                "largest."
+            )
+        microbatches, form = bounds[1], "split"
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(
+            f"microbatches is {microbatches!r}: it must be at least 1, or 'adaptive', "
+            "or 'replay:FILE'."
+        )
     device = mesh.devices.flat[0]
     if form == "auto":
         several = len({d.process_index for d in mesh.devices.flat}) > 1
@@ -314,4 +357,15 @@ def make_train_step(
             device.device_kind, model_axis=any(mesh.shape[a] > 1 for a in others)
         )
     gradients = Accumulator(loss_fn, mesh, axis, microbatches, tx.accumulate_dtype)
+    if adaptive:
+        from acco_jax.adaptive import AdaptiveStep  # it builds on this module
+
+        return AdaptiveStep(tx, gradients, compiler_options, minimum=bounds[0], log=log)
     return TrainStep(tx, gradients, form, compiler_options)
+
+
+def _adaptive(microbatches: int | str) -> tuple[bool, Path | None]:
+    """Whether counts are found or repeated while running, and the log to repeat."""
+    if isinstance(microbatches, str) and microbatches.startswith("replay:"):
+        return True, Path(microbatches.removeprefix("replay:"))
+    return microbatches == "adaptive", None

@@ -1,0 +1,129 @@
+"""Accumulate until the communication is done: a half-round lasts as long as it takes.
+
+The paper's way to use a slow network: a half-round ends when its communication does,
+and until then every worker keeps adding microbatches, a fast one more than a slow one.
+Only the split form can do it, where the host sees both; a program compiled whole runs a
+number of microbatches that it was given.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from acco_jax.gradients import Accumulator, Sums
+from acco_jax.layout import Layout, Pending, PyTree
+from acco_jax.step import TrainStep, pending_of
+from acco_jax.transforms.base import Method
+
+
+class AdaptiveStep(TrainStep):
+    """A split train step whose microbatch counts are found while it runs.
+
+    Its batches hold `maximum` microbatches for each worker; those that no worker had
+    the time for are not computed. Every process counts for the workers on its devices.
+    The counts of a half-round are in its metrics; given as `counts=` (or read from the
+    log of a run, one JSON list of n numbers a line) they are repeated, bit for bit.
+
+    Attributes:
+      minimum: microbatches of a half-round, however fast its communication.
+      half_round: the line of the log to repeat next; set it when a run continues.
+    """
+
+    def __init__(
+        self,
+        tx: Method,
+        gradients: Accumulator,
+        options: dict[str, Any],
+        *,
+        minimum: int,
+        log: Path | None,
+    ) -> None:
+        super().__init__(tx, gradients, "split", options)
+        self.minimum, self.half_round = minimum, 0
+        self._log = None if log is None else read_counts(log)
+        one = lambda i: lambda count: (i, i + 1)  # noqa: E731
+        self._zeros = jax.jit(gradients.zeros)
+        self._add = jax.jit(
+            lambda sums, params, batch, rng, i: gradients.add(
+                sums, params, batch, rng, None, one(i)
+            ),
+            donate_argnums=0,
+        )
+        self._masked = jax.jit(self._add_where, donate_argnums=0)
+        self._pack = jax.jit(pending_of, static_argnums=0)
+
+    def _add_where(
+        self, sums: Sums, params: PyTree, batch: PyTree, rng: Any, i: Any, counts: Any
+    ) -> Sums:
+        """Adds microbatch i on the workers whose count goes beyond it."""
+        span = lambda count: (i, i + (count > i).astype(i.dtype))  # noqa: E731
+        return self._gradients.add(sums, params, batch, rng, counts, span)
+
+    def _local(
+        self,
+        layout: Layout,
+        params: PyTree,
+        batch: PyTree,
+        counts: jax.Array | None,
+        rng: Any,
+        communication: Future | None,
+    ) -> tuple[Pending, Sums, jax.Array | None]:
+        if counts is None and self._log is not None:
+            if self.half_round >= len(self._log):
+                raise ValueError(
+                    f"the log of counts has {len(self._log)} half-rounds: it cannot be "
+                    "repeated further."
+                )
+            counts = self._gradients.place_counts(self._log[self.half_round])
+        self.half_round += 1
+        sums = self._zeros(params, batch, rng)
+        mine = None
+        if counts is not None:
+            mine = max(int(s.data[0]) for s in counts.addressable_shards)
+        done = 0
+        while done < self._gradients.microbatches:
+            finished = communication is None or communication.done()
+            if mine is None and done >= self.minimum and finished:
+                break
+            if mine is not None and done >= mine:
+                break
+            if counts is None:
+                sums = self._add(sums, params, batch, rng, np.int32(done))
+            else:
+                sums = self._masked(sums, params, batch, rng, np.int32(done), counts)
+            jax.block_until_ready(sums.loss)
+            done += 1
+        if counts is None:
+            counts = self._gradients.counts_here(done)
+        pending, rest = self._pack(layout, sums)
+        return jax.block_until_ready(pending), rest, counts
+
+
+def read_counts(log: Path) -> list[list[int]]:
+    """The counts of a logged run: one JSON list of n integers per half-round.
+
+    Raises:
+      ValueError: there is no such file, or a line is something else.
+    """
+    try:
+        lines = log.read_text().splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"no log of counts at {log}: give the file that the run wrote."
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, list) or not all(type(x) is int for x in row):
+            raise ValueError(f"line {number} of {log} is no JSON list of counts.")
+        rows.append(row)
+    return rows
