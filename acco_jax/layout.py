@@ -710,8 +710,11 @@ def describe(
         specs = [_visible_spec(x) for _, x in flat]
     leaves = []
     for (path, x), spec in zip(flat, specs, strict=True):
-        names, shape = path_names(path), tuple(x.shape)
-        name, dtype = "/".join(names) or "parameter", np.dtype(x.dtype)
+        names = path_names(path)
+        name = "/".join(names) or "parameter"
+        if not hasattr(x, "dtype"):
+            raise ValueError(f"{name} is {x!r}: params must be a tree of arrays.")
+        shape, dtype = tuple(x.shape), np.dtype(x.dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"{name} is {dtype}: only floating-point parameters can be trained, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -47,6 +48,9 @@ class Method(optax.GradientTransformationExtraArgs):
       half_rounds: how many updates make one step of the inner optimizer.
       warmup: so many first steps of a delayed method communicate their own gradients.
       accumulate_dtype: of the gradient accumulator; None: each parameter's own.
+      accumulate: (gradients, layout, params, batch, counts, rng) -> (Pending, Sums):
+        local gradients, ready for `reduce`; None: what `acco_jax.step` does itself. A
+        method that communicates while it computes them returns raw buffers here.
       reduce: (layout, buffers) -> raw, the reduce-scatter alone.
       advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
         the reduced gradient sums and their total weight.
@@ -59,6 +63,7 @@ class Method(optax.GradientTransformationExtraArgs):
     half_rounds: int
     warmup: int
     accumulate_dtype: Any
+    accumulate: Callable[..., Any] | None
     reduce: Callable[..., Any]
     advance: Callable[..., Any]
     gather: Callable[..., Any]
@@ -77,7 +82,7 @@ class Options:
     axis_name: str | tuple[str, ...] = "data"
     comm_dtype: Any = None
     accumulate_dtype: Any = None
-    layout: str = "auto"
+    layout: str | type[Layout] = "auto"  # a class: the method's own layout
     param_specs: PyTree | None = None
 
 
@@ -90,6 +95,7 @@ def make_method(
     delayed: bool,
     half_rounds: int,
     warmup: int = 0,
+    **stages: Any,
 ) -> Method:
     """Build a method from how its state starts and how it advances.
 
@@ -104,12 +110,14 @@ def make_method(
       delayed: see `Method`.
       half_rounds: see `Method`.
       warmup: see `Method`.
+      **stages: others than the usual ones; see `Method`.
 
     Raises:
       ValueError: the mesh lacks the axis, or `layout` is unknown.
     """
     axis = axis_names(options.mesh, options.axis_name)
-    if options.layout not in ("auto", "packed", "leaf"):
+    own = isinstance(options.layout, type)
+    if not own and options.layout not in ("auto", "packed", "leaf"):
         raise ValueError(
             f"layout is {options.layout!r}: choose 'auto', 'packed' or 'leaf'."
         )
@@ -139,13 +147,17 @@ def make_method(
     def advance_(state: Any, gradient: PyTree, weight: jax.Array, extra: dict) -> Any:
         layout, held = state.layout, getattr(state, "pending", None)
 
-        def run(state, gradient, weight, extra):  # type: ignore[no-untyped-def]
-            step = functools.partial(guarded_step, inner, layout, extra)
+        captured: dict[int, jax.Array] = {}
+        map_captured(lambda x: captured.setdefault(id(x), x), inner)
+
+        def run(state, gradient, weight, extra, captured):  # type: ignore[no-untyped-def]
+            own = map_captured(lambda x: captured[id(x)], inner)
+            step = functools.partial(guarded_step, own, layout, extra)
             return advance(state, gradient, weight, step)
 
         if held is not None:  # the optimizer's region need not carry it through
             state = state._replace(pending=None)
-        args = (state, gradient, weight, extra)
+        args = (state, gradient, weight, extra, captured)
         state_sharding = layout.state_shardings(jax.eval_shape(lambda s: s, state))
         point = Point(
             jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
@@ -189,8 +201,14 @@ def make_method(
             wide = jnp.promote_types(old.dtype, jnp.float32)
             return new.astype(wide) - old.astype(wide)
 
-        return jax.tree.map(difference, target, params), state
+        return jax.tree.map(difference, target, params), in_place(layout, state)
 
+    usual: dict[str, Any] = {
+        "accumulate": None,
+        "reduce": reduce_scatter,
+        "advance": advance_,
+        "gather": all_gather,
+    }
     return Method(
         init,
         update,
@@ -200,9 +218,7 @@ def make_method(
         half_rounds=half_rounds,
         warmup=warmup,
         accumulate_dtype=options.accumulate_dtype,
-        reduce=reduce_scatter,
-        advance=advance_,
-        gather=all_gather,
+        **(usual | stages),
     )
 
 
@@ -279,6 +295,40 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings)
 
 
+def in_place(layout: Layout, state: Any) -> Any:
+    """The state where it belongs, so that the next update finds what this one found."""
+    if AxisType.Explicit in layout.mesh.axis_types:
+        return state  # as its types say
+    return jax.lax.with_sharding_constraint(state, layout.state_shardings(state))
+
+
+def map_captured(fn: Callable[[jax.Array], Any], x: Any) -> Any:
+    """x (functions, alone or in containers) with fn applied to arrays they close over.
+
+    optax.inject_hyperparams leaves traced values in closures of what it builds, where
+    neither a change of axis types nor anything else that looks at arguments finds them.
+    """
+    if isinstance(x, jax.Array):
+        return fn(x)
+    if isinstance(x, tuple | list | dict) and x:
+        parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+        new = [map_captured(fn, part) for part in parts]
+        same = all(a is b for a, b in zip(parts, new, strict=True))
+        return x if same else treedef.unflatten(new)
+    if isinstance(x, types.FunctionType) and x.__closure__:
+        cells = [c.cell_contents for c in x.__closure__ if c != types.CellType()]
+        new = [map_captured(fn, c) for c in cells if c is not x]
+        if len(new) < len(x.__closure__) or all(map(operator.is_, cells, new)):
+            return x  # nothing to change, or recursive
+        closure = tuple(map(types.CellType, new))
+        made = types.FunctionType(
+            x.__code__, x.__globals__, x.__name__, x.__defaults__, closure
+        )
+        made.__kwdefaults__ = x.__kwdefaults__
+        return made
+    return x
+
+
 def choose_layout(
     inner: optax.GradientTransformation, params: PyTree, options: Options
 ) -> Layout:
@@ -295,6 +345,8 @@ def choose_layout(
         comm_dtype=options.comm_dtype,
         param_specs=options.param_specs,
     )
+    if isinstance(options.layout, type):
+        return options.layout(options.mesh, axis, *args)
     if options.layout != "leaf":
         packed = layouts.packed_layout(*args, options.mesh, axis)
         reason = why_not_packed(inner, packed)

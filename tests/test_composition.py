@@ -1,0 +1,238 @@
+"""Where a method may stand among optax's wrappers, and where it must not."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+import acco_jax
+from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
+
+pytestmark = pytest.mark.usefixtures("x64")
+SHAPES = {"b": (7,), "w": (4, 6)}
+METHODS = {"acco": acco_jax.acco, "zero1": acco_jax.zero1}
+
+
+def method(name="acco", inner=None, types=AUTO, **kwargs):
+    return METHODS[name](
+        inner or optax.adamw(1e-1), mesh=make_mesh(2, types=types), **kwargs
+    )
+
+
+def run(tx, theta, gradients, jit=True, **extra):
+    state, params, points = tx.init(theta), theta, []
+    update = jax.jit(tx.update) if jit else tx.update
+    for g in gradients:
+        updates, state = update(g, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+        points.append((params, acco_jax.committed_params(state, params)))
+    return points, state
+
+
+def check(tx, inner, jit=True, scale=1.0, name="acco"):
+    theta = parameters(SHAPES)
+    gradients = draw(SHAPES, 2, 5, 0)
+    scaled = [jax.tree.map(lambda x: scale * x, g) for g in gradients]
+    expected = getattr(Unsharded(inner), name)(theta, scaled, [[1, 1]] * 5)
+    points, state = run(tx, theta, gradients, jit)
+    chex.assert_trees_all_close(points, expected, rtol=0, atol=1e-12)
+    return state
+
+
+ADAMW = optax.adamw(1e-1)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(tx),
+        lambda tx: optax.chain(optax.scale(0.5), tx),
+        lambda tx: optax.chain(optax.chain(optax.scale(0.5)), optax.chain(tx)),
+        lambda tx: optax.named_chain(("half", optax.scale(0.5)), ("acco", tx)),
+        lambda tx: optax.with_extra_args_support(tx),
+    ],
+    ids=["alone", "last", "nested", "named", "extra"],
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_last_in_a_chain(wrap, name):
+    tx = wrap(method(name))
+    halved = (
+        wrap(optax.scale(2.0)).update(
+            {"w": 1.0}, None or wrap(optax.scale(2.0)).init({"w": 1.0}), {"w": 1.0}
+        )[0]["w"]
+        / 2
+    )
+    state = check(tx, ADAMW, scale=float(halved), name=name)
+    theta = parameters(SHAPES)
+    # under eval_shape and jit the same
+    shapes = jax.eval_shape(tx.init, theta)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.jit(tx.init)(theta), state)
+    shardings = acco_jax.state_shardings(tx, shapes_of(theta))
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    for s, x in zip(jax.tree.leaves(shardings), jax.tree.leaves(state), strict=True):
+        assert isinstance(s, NamedSharding)
+        assert x.size == 1 or s.is_equivalent_to(x.sharding, x.ndim)
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+noop = optax.identity()
+mask = {"b": True, "w": True}
+AROUND = {
+    "chain": lambda tx: optax.chain(tx, optax.scale(0.5)),
+    "chain of chains": lambda tx: optax.chain(optax.chain(noop, tx), noop),
+    "chain in a named chain": lambda tx: optax.named_chain(
+        ("a", optax.chain(tx)), ("b", noop)
+    ),
+    "named_chain": lambda tx: optax.named_chain(("acco", tx), ("half", noop)),
+    "masked": lambda tx: optax.masked(tx, mask),
+    "masked by a function": lambda tx: optax.masked(tx, lambda p: mask),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "z": optax.set_to_zero()}, {"b": "z", "w": "a"}
+    ),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "flatten": lambda tx: optax.flatten(tx),
+    "maybe_update": lambda tx: optax.transforms.conditionally_mask(
+        tx, lambda step: step > 1
+    ),
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    "frozen beside it": lambda tx: optax.chain(
+        tx, optax.masked(optax.set_to_zero(), mask)
+    ),
+    "inside a chain, masked": lambda tx: optax.chain(noop, optax.masked(tx, mask)),
+}
+
+
+@pytest.mark.parametrize("how", ["plain", "jit", "eval_shape"])
+@pytest.mark.parametrize("name", AROUND)
+def test_what_cannot_work_is_refused(name, how):
+    theta = parameters(SHAPES)
+    refused = AROUND[name](method()).init
+    abstract = functools.partial(jax.eval_shape, refused)
+    init = {"plain": refused, "jit": jax.jit(refused), "eval_shape": abstract}[how]
+    with pytest.raises(ValueError, match=r"stand inside|be the last member") as error:
+        init(theta)
+    assert "\n" not in str(error.value)
+
+
+def test_a_refusal_names_the_wrapper():
+    theta = parameters(SHAPES)
+    with pytest.raises(ValueError, match=r"optax\.apply_if_finite"):
+        AROUND["apply_if_finite"](method()).init(theta)
+    with pytest.raises(ValueError, match=r"optax\.named_chain"):
+        AROUND["named_chain"](method()).init(theta)
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", METHODS)
+def test_inject_hyperparams_around_a_factory(name, types):
+    """Its counts are half-rounds, and its values may be changed on the way."""
+    mesh = make_mesh(2, types=types)
+
+    @optax.inject_hyperparams
+    def factory(learning_rate):
+        return METHODS[name](optax.adamw(learning_rate), mesh=mesh)
+
+    tx = factory(learning_rate=lambda count: 0.1 / (1 + count // 100))
+    state = check(tx, ADAMW, name=name)
+    assert int(state.count) == 5
+    theta = parameters(SHAPES)
+    # the layout is part of the state, not of a closure that every trace rebuilds
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, theta), state)
+    shardings = acco_jax.state_shardings(tx, shapes_of(theta))
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.jit(tx.init)(theta), state)
+    check(factory(learning_rate=0.1), ADAMW, jit=False, name=name)
+
+
+def test_injected_values_can_be_set():
+    mesh = make_mesh(2)
+    tx = optax.inject_hyperparams(
+        lambda learning_rate: acco_jax.acco(optax.sgd(learning_rate), mesh=mesh)
+    )(learning_rate=0.1)
+    theta, (g,) = parameters(SHAPES), draw(SHAPES, 2, 1, 0)
+    state, update = tx.init(theta), jax.jit(tx.update)
+    _, state = update(g, state, theta)
+    small, _ = update(g, state, theta)
+    state.hyperparams["learning_rate"] = jnp.asarray(0.2)
+    large, _ = update(g, state, theta)
+    double = jax.tree.map(lambda u: 2 * u, small)
+    chex.assert_trees_all_close(large, double, rtol=1e-9)
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_inside_everything_counts_commits(types):
+    inner = optax.apply_if_finite(
+        optax.inject_hyperparams(optax.adamw)(learning_rate=0.1), 3
+    )
+    state = check(method(inner=inner, types=types), inner)
+    assert int(state.inner.inner_state.count) == 2
+
+
+def test_apply_if_finite_inside_skips_a_nan_commit():
+    inner = optax.apply_if_finite(ADAMW, 3)
+    tx, theta = method(inner=inner), parameters(SHAPES)
+    gradients = draw(SHAPES, 2, 5, 0)
+    gradients[1]["b"][0, 0] = np.nan  # it reaches the commit of half-round 2
+    expected = Unsharded(inner).acco(theta, gradients, [[1, 1]] * 5)
+    points, state = run(tx, theta, gradients)
+    chex.assert_trees_all_close(points, expected, rtol=0, atol=1e-12)
+    assert int(state.inner.total_notfinite) == 1
+
+
+def test_extra_arguments_through_a_chain():
+    inner = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+    )
+    theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 7, 0)
+    extra = {"value": jnp.asarray(1.0)}
+    expected = Unsharded(inner).acco(theta, gradients, [[1, 1]] * 7, extra)
+    tx = optax.chain(optax.identity(), method(inner=inner))
+    points, state = run(tx, theta, gradients, **extra)
+    chex.assert_trees_all_close(points, expected, rtol=0, atol=1e-12)
+    assert float(state[-1].inner[-1].scale) < 1
+
+
+def test_a_step_on_a_wrapped_method_is_refused():
+    mesh = make_mesh(2)
+
+    def loss(p, batch, rng):
+        return jnp.mean(batch @ p["w"]) + p["b"].sum()
+
+    make = acco_jax.make_train_step
+    with pytest.raises(ValueError, match="pass acco_jax"):
+        make(loss, optax.chain(method()), mesh=mesh, microbatches=1)
+    with pytest.raises(ValueError, match="pass acco_jax"):
+        make(loss, optax.adamw(1e-3), mesh=mesh, microbatches=1)
+    step = make(loss, method(), mesh=mesh, microbatches=1)
+    theta = parameters(SHAPES)
+    batch = np.zeros((2, 4))
+    with pytest.raises(ValueError, match="the state is wrapped"):
+        step(theta, optax.chain(method()).init(theta), batch)
+    with pytest.raises(ValueError, match="holds 0 states"):
+        step(theta, ADAMW.init(theta), batch)
+    with pytest.raises(ValueError, match="of another method"):
+        step(theta, method("zero1").init(theta), batch)
+    with pytest.raises(ValueError, match="same mesh"):
+        make(loss, method(), mesh=make_mesh(4), microbatches=1)
+
+
+def test_nothing_depends_on_who_built_the_transformation():
+    """A state made by one acco(...) is continued by another of the same arguments."""
+    theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 4, 0)
+    expected = Unsharded(ADAMW).acco(theta, gradients, [[1, 1]] * 4)
+    state, params = method().init(theta), theta
+    for g, (here, _) in zip(gradients, expected, strict=True):
+        updates, state = method().update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close(params, here, rtol=0, atol=1e-12)
