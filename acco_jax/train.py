@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging as levels
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from acco_jax.training import devices
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment to run.")
+# What is not a field is taken here and refused by config.validate, in one line.
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Experiment to run.", lock_config=False, accept_new_attributes=True
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "For checkpoints and metrics.")
 _STOP_AFTER = flags.DEFINE_integer(
     "stop_after", None, "Stop after so many half-rounds, with a checkpoint.", 1
@@ -23,18 +26,46 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.
 _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
 _PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
 
+_PACKAGE = str(Path(__file__).parent)
 
-def _ours_or_serious(record: Any) -> bool:
+
+def _ours_or_serious(record: levels.LogRecord) -> bool:
     """Drops the chatter of other libraries that log through absl."""
-    return record.levelno >= logging.WARNING or "acco_jax" in record.pathname
+    return record.levelno >= levels.WARNING or record.pathname.startswith(_PACKAGE)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    """Parses the command line and loads the config; what is wrong takes one line."""
+    try:
+        rest = flags.FLAGS(argv)
+        config = _CONFIG.value
+        if not isinstance(config, ConfigDict):  # _error: ml_collections' stand-in
+            raise ValueError(
+                getattr(config, "_error", f"get_config() returned {config!r}")
+            )
+        if len(rest) > 1:
+            raise flags.Error(f"unexpected argument {rest[1]!r}")
+    except flags.Error as error:
+        sys.exit(f"error: {_line(error)}")
+    except Exception as error:  # a config file is a program: it may raise anything
+        sys.exit(f"error: the config cannot be loaded: {_line(error)}")
+    return rest
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, without the traceback that ml_collections puts before it."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?
+        return f"no such field: {' '.join(str(error.args[0]).split())}"
+    return (str(error) or type(error).__name__).strip().splitlines()[-1].strip()
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.INFO)
+    del argv
     logging.get_absl_handler().addFilter(_ours_or_serious)
-    config, workdir = _CONFIG.value, Path(str(_WORKDIR.value))
+    logging.set_verbosity(logging.INFO)
+    config, workdir = _CONFIG.value, Path(str(_WORKDIR.value)).expanduser()
     try:
         clustered = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
         devices.choose_platform(config.get("devices"), several_processes=clustered)
@@ -43,13 +74,15 @@ def main(argv: list[str]) -> None:
 
         experiment = loop.prepare(config, workdir)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
     try:
         loop.run(experiment, stop_after=_STOP_AFTER.value)
     except FloatingPointError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted: the same command continues from its checkpoint.")
 
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)

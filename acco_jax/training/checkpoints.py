@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
@@ -21,16 +23,28 @@ class Checkpoints:
 
     orbax writes the arrays, sharded; beside each checkpoint lies a file of checksums,
     so that a damaged one is seen instead of trained on.
+
+    Raises:
+      ValueError: there are checkpoints, and all of them are damaged.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._set_aside_damaged()
+        sound = self._set_aside_damaged() if jax.process_index() == 0 else True
+        if jax.process_count() > 1:
+            sound = bool(multihost_utils.broadcast_one_to_all(np.bool_(sound)))
+        if not sound:
+            raise ValueError(
+                f"every checkpoint in {self._folder} is damaged: put a sound copy back "
+                "or, to start from scratch, remove that folder."
+            )
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=False
+                max_to_keep=keep,
+                enable_async_checkpointing=False,
+                cleanup_tmp_directories=True,  # of a process killed while writing
             ),
         )
 
@@ -69,7 +83,8 @@ class Checkpoints:
 
         Args:
           half_round: as given to `save`.
-          like: the tree, with shapes, dtypes and shardings, of what is wanted.
+          like: the tree, of arrays or ShapeDtypeStructs with shardings, of what is
+            wanted.
 
         Returns:
           The arrays and the host data.
@@ -84,12 +99,10 @@ class Checkpoints:
         )
         leaves, treedef = jax.tree.flatten(like)
         arrays = [
-            jax.random.wrap_key_data(a, impl=jax.random.key_impl(x))
-            if _is_key(x)
-            else a
+            jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
             for x, a in zip(leaves, found.arrays.values(), strict=True)
         ]
-        return treedef.unflatten(arrays), found.host
+        return jax.tree.unflatten(treedef, arrays), found.host
 
     def close(self) -> None:
         self._manager.close()
@@ -97,22 +110,26 @@ class Checkpoints:
     def _sums(self, half_round: int) -> Path:
         return self._folder / f"{half_round}.checksums"
 
-    def _set_aside_damaged(self) -> None:
-        """Renames checkpoints whose files are not those that were written."""
-        if jax.process_index() == 0:
-            steps = [int(p.name) for p in self._folder.iterdir() if p.name.isdigit()]
-            for step in sorted(steps, reverse=True):
-                problem = self._problem(step)
-                if problem is None:
-                    break
-                logging.warning(
-                    "checkpoint %s is damaged (%s): it is set aside as %d.damaged and "
-                    "the one before it is used",
-                    self._folder / str(step), problem, step,
-                )  # fmt: skip
-                os.replace(self._folder / str(step), self._folder / f"{step}.damaged")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoints verified")
+    def _set_aside_damaged(self) -> bool:
+        """Renames checkpoints whose files are not those that were written.
+
+        Returns:
+          False if there were checkpoints, now or set aside before, and none is sound.
+        """
+        names = [path.name for path in self._folder.iterdir()]
+        for step in sorted((int(n) for n in names if n.isdigit()), reverse=True):
+            problem = self._problem(step)
+            if problem is None:
+                return True
+            damaged = self._folder / f"{step}.damaged"
+            logging.warning(
+                "checkpoint %s is damaged (%s): it is set aside as %s",
+                self._folder / str(step), problem, damaged.name,
+            )  # fmt: skip
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.replace(self._folder / str(step), damaged)
+            self._sums(step).unlink(missing_ok=True)
+        return not any(n.isdigit() or n.endswith(".damaged") for n in names)
 
     def _problem(self, step: int) -> str | None:
         try:
@@ -130,13 +147,27 @@ def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _key_impl(x: Any) -> Any:
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
+    return impls[0]
+
+
+def _data(x: Any) -> Any:
+    """What orbax can write of an array or a ShapeDtypeStruct."""
+    if not _is_key(x):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.random.key_data(x)
+    bits = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=x.sharding)
+
+
 def _named(tree: PyTree) -> dict[str, Any]:
     """Leaves by an index that keeps their order and their path for whoever reads."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": (
-            jax.random.key_data(x) if _is_key(x) else x
-        )
+        f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": _data(x)
         for i, (path, x) in enumerate(flat)
     }
 

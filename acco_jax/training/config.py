@@ -8,12 +8,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from ml_collections import ConfigDict, config_dict
 
 from acco_jax.models import gpt_neo
+from acco_jax.step import FORMS
 from acco_jax.transforms import METHODS
 
 PLACEHOLDER = config_dict.placeholder
+
+# What an optimizer is given where optimizer.options does not say otherwise.
+DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
@@ -22,14 +27,20 @@ HARMLESS = frozenset(
 
 
 def default_config() -> ConfigDict:
-    """Every field there is; an experiment starts from this and changes some."""
+    """Every field there is; an experiment starts from this and changes some.
+
+    It is not locked, so that optimizer.options takes new keys from the command line;
+    `validate` refuses fields that are not here.
+    """
     c = ConfigDict()
     c.seed = 0  # of the initialization and of the data's order
     c.steps = 1000  # optimizer steps (commits)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
 
     c.method = "acco"  # a key of acco_jax.transforms.METHODS
-    c.method_options = ConfigDict()  # further keyword arguments of the method
+    c.method_options = ConfigDict(
+        type_safe=False
+    )  # further keyword arguments of the method
     c.comm_dtype = PLACEHOLDER(str)  # None: each parameter's own
     c.accumulate_dtype = PLACEHOLDER(str)  # None: each parameter's own
     c.layout = "auto"  # 'packed', 'leaf'
@@ -45,9 +56,11 @@ def default_config() -> ConfigDict:
     c.counts = ()
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # any optax optimizer that takes a learning_rate
+    # Any optimizer of optax or optax.contrib that takes a learning_rate, and its other
+    # keyword arguments; adamw's are b2=0.95 and weight_decay=0.1 unless set here.
+    c.optimizer.name = "adamw"
     c.optimizer.learning_rate = 1e-3
-    c.optimizer.options = ConfigDict({"b2": 0.95, "weight_decay": 0.1}, type_safe=False)
+    c.optimizer.options = ConfigDict(type_safe=False)
     c.optimizer.schedule = "cosine"  # to zero at the last step; or 'constant'
     c.optimizer.warmup_steps = 0
     c.optimizer.clip = 1.0  # global norm of the mean gradient; 0: none
@@ -79,7 +92,7 @@ def default_config() -> ConfigDict:
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
     c.checkpoint_every = 500  # optimizer steps
     c.keep_checkpoints = 2
-    return c.lock()
+    return c
 
 
 def validate(config: ConfigDict) -> None:
@@ -90,6 +103,11 @@ def validate(config: ConfigDict) -> None:
     """
     _check_fields(config, default_config(), "")
     _one_of("method", config.method, METHODS)
+    known = list(inspect.signature(METHODS[config.method]).parameters)
+    for field in config.method_options:
+        _one_of(f"method_options of {config.method}", field, known)
+    _one_of("layout", config.layout, ("auto", "packed", "leaf"))
+    _one_of("form", config.form, FORMS)
     _one_of("optimizer.schedule", config.optimizer.schedule, ("cosine", "constant"))
     for field in ("comm_dtype", "accumulate_dtype"):
         if config[field] is not None:
@@ -108,6 +126,7 @@ def validate(config: ConfigDict) -> None:
             "least one worker a microbatch."
         )
     optimizer(config)
+    model(config, vocab_size=1)  # the tokenizer's comes with the corpus
 
 
 def dtype(field: str, name: str) -> Any:
@@ -133,24 +152,36 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
 
 
 def optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """The inner optimizer: clipping, then any optax optimizer by name."""
+    """The inner optimizer: clipping, then any optax optimizer by name.
+
+    Raises:
+      ValueError: optax has no such optimizer, or it does not take the options.
+    """
     c = config.optimizer
-    make = getattr(optax, c.name, None)
-    if make is None or not callable(make):
-        close = difflib.get_close_matches(c.name, dir(optax), 1)
+    make = getattr(optax, c.name, None) or getattr(optax.contrib, c.name, None)
+    if not callable(make):
+        names = [*dir(optax), *dir(optax.contrib)]
+        close = difflib.get_close_matches(c.name, names, 1)
         raise ValueError(
             f"optimizer.name is {c.name!r}, which optax does not have"
             + (f": did you mean {close[0]!r}?" if close else ".")
         )
-    known = inspect.signature(make).parameters
+    known = list(inspect.signature(make).parameters)
     if "learning_rate" not in known:
         raise ValueError(
             f"optimizer.name is {c.name!r}, which takes no learning_rate: name an "
             "optax optimizer, such as adamw, lion or sgd."
         )
+    known.remove("learning_rate")
     for field in c.options:
         _one_of(f"optimizer.options of {c.name}", field, known)
-    made = make(learning_rate(config), **c.options)
+    options = DEFAULT_OPTIONS.get(c.name, {}) | c.options.to_dict()
+    try:
+        made = make(learning_rate(config), **options)
+    except Exception as error:
+        raise ValueError(
+            f"optimizer.options {options} do not suit {c.name}: {error}"
+        ) from error
     return optax.chain(optax.clip_by_global_norm(c.clip), made) if c.clip else made
 
 
@@ -204,17 +235,24 @@ def _check_fields(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
                 f"config has no field {prefix}{field}"
                 + (f": did you mean {prefix}{close[0]}?" if close else ".")
             )
-        if isinstance(known.get(field), ConfigDict) and field not in (
-            "options",
-            "method_options",
-        ):
-            _check_fields(config[field], known[field], f"{prefix}{field}.")
+        kind, value = known.get_type(field), config.get(field)
+        if not _is_a(kind, value) and not (value is None and known[field] is None):
+            raise ValueError(
+                f"{prefix}{field} is {value!r}: give a value of type {kind.__name__}."
+            )
+        if kind is ConfigDict and field not in ("options", "method_options"):
+            _check_fields(value, known[field], f"{prefix}{field}.")
     missing = next((f for f in known if f not in config), None)
     if missing is not None:
         raise ValueError(
             f"config lacks the field {prefix}{missing}: build it from "
             "acco_jax.training.config.default_config()."
         )
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    wider = {float: (float, int), tuple: (tuple, list)}
+    return isinstance(value, wider.get(kind, kind))
 
 
 def _one_of(field: str, value: str, known: Any) -> None:

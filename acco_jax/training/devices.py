@@ -59,18 +59,30 @@ def connect(
       process: which one this is.
 
     Raises:
-      ValueError: only some of the three are given.
+      ValueError: only some of the three are given, or they do not fit together, or the
+        others were not found.
     """
-    given = [coordinator, processes, process]
-    if any(x is not None for x in given):
-        if any(x is None for x in given):
-            raise ValueError(
-                "--coordinator, --processes and --process go together: give all three "
-                "or, under SLURM, Open MPI, Kubernetes or on Cloud TPU, none."
-            )
+    if coordinator is None and processes is None and process is None:
+        if not launched_by_a_cluster():
+            return
+    elif coordinator is None or processes is None or process is None:
+        raise ValueError(
+            "--coordinator, --processes and --process go together: give all three or, "
+            "under SLURM, Open MPI, Kubernetes or on Cloud TPU, none."
+        )
+    elif process >= processes:
+        raise ValueError(
+            f"--process is {process}: with --processes={processes} it is 0 to "
+            f"{processes - 1}."
+        )
+    elif not coordinator.rpartition(":")[2].isdigit():
+        raise ValueError(
+            f"--coordinator is {coordinator!r}: give host:port of process 0, e.g. "
+            "localhost:12355."
+        )
+    try:
         jax.distributed.initialize(coordinator, processes, process)
-    elif launched_by_a_cluster():
-        jax.distributed.initialize()
-    else:
-        return
-    logging.info("process %d of %d", jax.process_index(), jax.process_count())
+    except RuntimeError as error:
+        raise ValueError(f"the processes did not find each other: {error}") from error
+    if jax.process_index():
+        logging.set_verbosity(logging.WARNING)  # process 0 speaks for all

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import math
+import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class Experiment:
     step: acco_jax.TrainStep
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round
+    checkpoints: Checkpoints
 
     @property
     def workers(self) -> int:
@@ -73,50 +76,40 @@ class Experiment:
         return None if done % self.tx.half_rounds else done // self.tx.half_rounds
 
 
-def prepare(config: ConfigDict, workdir: Path) -> Experiment:
+def prepare(
+    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
+) -> Experiment:
     """Build an experiment.
 
     Args:
       config: of `acco_jax.training.config.default_config`'s form.
       workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
+      devices: to train on; None: all.
 
     Raises:
       ValueError: in one line, what cannot work.
     """
     configs.validate(config)
-    _check_workdir(config, workdir)
-    mesh = jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(AxisType.Auto,))
-    n, counts = mesh.size, tuple(config.counts)
-    half_rounds = {name: _half_rounds(make, mesh) for name, make in METHODS.items()}
-    per_step, share = config.microbatches_per_step, half_rounds[config.method]
+    devices = jax.devices() if devices is None else list(devices)
+    identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
+    _check_workdir(workdir, identity)
+    mesh = jax.make_mesh(
+        (len(devices),), (DATA,), axis_types=(AxisType.Auto,), devices=devices
+    )
+    tx = _method(config, mesh)
+    per_step, share = config.microbatches_per_step, tx.half_rounds
     if per_step % share:
         raise ValueError(
             f"microbatches_per_step is {per_step}, which does not divide into the "
             f"{share} half-rounds of a step of {config.method}: use a multiple."
         )
     microbatches = per_step // share
-    if counts and (
-        len(counts) != n or not 0 <= min(counts) <= max(counts) <= microbatches
-    ):
-        raise ValueError(
-            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
-            f"the {n} workers."
-        )
+    _check_counts(tuple(config.counts), mesh.size, microbatches)
     corpus = data.load_corpus(config.data, workdir=workdir)
+    sizes = ("train_bytes", "train_documents", "validation_bytes")
+    identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
+    _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
-    comm, accumulate = (
-        configs.dtype(f, config[f]) if config[f] else None
-        for f in ("comm_dtype", "accumulate_dtype")
-    )
-    tx = METHODS[config.method](
-        configs.optimizer(config),
-        mesh=mesh,
-        axis_name=DATA,
-        comm_dtype=comm,
-        accumulate_dtype=accumulate,
-        layout=config.layout,
-        **config.method_options,
-    )
     step = acco_jax.make_train_step(
         gpt_neo.loss_fn(model),
         tx,
@@ -126,30 +119,69 @@ def prepare(config: ConfigDict, workdir: Path) -> Experiment:
         form=config.form,
     )
     schedule = configs.learning_rate(config)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches
-    )
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
+        checkpoints,
+    )  # fmt: skip
     _batches(experiment)  # says now if the corpus is too small
+    try:
+        _trace_update(experiment)
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {config.optimizer.name} with the options given does not work "
+            f"here: {error}"
+        ) from error
+    if jax.process_index() == 0:
+        _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
 
 
-def _half_rounds(make: Callable[..., acco_jax.Method], mesh: Mesh) -> int:
-    return make(optax.identity(), mesh=mesh, axis_name=DATA).half_rounds
+def _method(config: ConfigDict, mesh: Mesh) -> acco_jax.Method:
+    comm, accumulate = (
+        configs.dtype(f, config[f]) if config[f] else None
+        for f in ("comm_dtype", "accumulate_dtype")
+    )
+    return METHODS[config.method](
+        configs.optimizer(config),
+        mesh=mesh,
+        axis_name=DATA,
+        comm_dtype=comm,
+        accumulate_dtype=accumulate,
+        layout=config.layout,
+        **config.method_options,
+    )
 
 
-def _check_workdir(config: ConfigDict, workdir: Path) -> None:
-    """Refuses the workdir of another run; remembers this one's config."""
-    path, new = workdir / "config.json", json.loads(config.to_json_best_effort())
-    if path.exists():
+def _check_counts(counts: tuple[int, ...], workers: int, microbatches: int) -> None:
+    fits = len(counts) == workers and set(counts) <= set(range(microbatches + 1))
+    if counts and not fits:
+        raise ValueError(
+            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
+            f"the {workers} workers."
+        )
+
+
+def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
+    """Refuses the workdir of a run with another config, workers or corpus."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    try:
         old = json.loads(path.read_text())
-        if field := configs.differing_field(old, new):
-            raise ValueError(
-                f"workdir {workdir} belongs to a run with {field}: use another "
-                "workdir, or the same config."
-            )
-    elif jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(new, indent=2, sort_keys=True) + "\n")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: use another workdir.") from error
+    if field := configs.differing_field(old, old | identity):
+        raise ValueError(
+            f"workdir {workdir} belongs to a run with {field}: use another workdir, "
+            "or the same config."
+        )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    os.replace(partial, path)
 
 
 def _batches(experiment: Experiment) -> Any:
@@ -209,22 +241,145 @@ class Evaluator:
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
     """This process's rows -> global arrays split over the data axis."""
     sharding = NamedSharding(mesh, P(DATA))
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, x), batch
-    )
+    with jax.transfer_guard_host_to_device("allow"):  # here it is meant
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
+        )
 
 
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
     """Parameters, replicated, and the sharded optimizer state."""
-    replicated = NamedSharding(experiment.mesh, P())
     make = jax.jit(
         lambda: gpt_neo.init_params(
             experiment.model, jax.random.key(experiment.config.seed)
         ),
-        out_shardings=replicated,
+        out_shardings=NamedSharding(experiment.mesh, P()),
     )
     params = make()
     return params, experiment.tx.init(params)
+
+
+def _abstract(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Shapes, dtypes and shardings of what `initial` returns."""
+    e, place = (
+        experiment,
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    )
+    params = jax.eval_shape(
+        lambda: gpt_neo.init_params(e.model, jax.random.key(e.config.seed))
+    )
+    params = jax.tree.map(
+        functools.partial(place, s=NamedSharding(e.mesh, P())), params
+    )
+    homes = acco_jax.state_shardings(e.tx, params)
+    return params, jax.tree.map(place, jax.eval_shape(e.tx.init, params), homes)
+
+
+def _trace_update(experiment: Experiment) -> None:
+    """Raises whatever the optimizer raises, without computing anything."""
+    params, state = _abstract(experiment)
+    n = experiment.workers
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
+    jax.eval_shape(experiment.tx.update, grads, state, params)
+
+
+class _Run:
+    """A run under way: what half-rounds change, and what is done between them.
+
+    Attributes:
+      done: half-rounds so far.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        e = self._experiment = experiment
+        self._batches = _batches(e)
+        self._evaluate = Evaluator(e)
+        self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
+        self._finite = jax.jit(
+            lambda tree: jnp.all(
+                jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])
+            )
+        )
+        self._counts: jax.Array | None = None
+        self._metrics: dict[str, Any] = {}
+        if e.config.counts:
+            mine = np.split(np.asarray(e.config.counts, np.int32), jax.process_count())
+            self._counts = to_devices(mine[jax.process_index()], e.mesh)
+        self.done, seconds = 0, 0.0
+        if (latest := e.checkpoints.latest()) is None:
+            self.params, self.state = initial(e)
+        else:
+            arrays, host = e.checkpoints.restore(latest, _abstract(e))
+            self.params, self.state = arrays
+            self._batches.set_state(host["batches"])
+            self.done, seconds = latest, host["seconds"]
+            logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
+        self._recorder = metrics.Recorder(
+            e.workdir,
+            total=e.half_rounds,
+            done=self.done,
+            tokens=self.tokens,
+            seconds=seconds,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.done * self._experiment.tokens
+
+    def half_round(self) -> None:
+        """Dispatches a half-round and waits for none but an interval long past."""
+        e = self._experiment
+        batch = to_devices(next(self._batches), e.mesh)
+        self.params, self.state, self._metrics = e.step(
+            self.params, self.state, batch, self._counts
+        )
+        self.done += 1
+        if self.done % e.config.log_every == 0:
+            known = {
+                "kind": "train",
+                "half_round": self.done,
+                "tokens": self.tokens,
+                "microbatches": list(e.config.counts) or [e.microbatches] * e.workers,
+            }
+            device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
+            rate = self._rate(device["step"])
+            self._recorder.train(known, device | {"learning_rate": rate})
+
+    def validate(self, limit: int | None) -> dict[str, Any]:
+        """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
+        e = self._experiment
+        with self._recorder.pause(self.tokens):
+            params = acco_jax.committed_params(self.state, self.params)
+            loss, bits = self._evaluate(params, limit)
+            row = {
+                "kind": "validation",
+                "half_round": self.done,
+                "step": e.steps_done(self.done),
+                "tokens": self.tokens,
+                "seconds": self._recorder.seconds,
+                "loss": loss,
+                "bits_per_byte": bits,
+            }
+            self._recorder.evaluation(row)
+        return row
+
+    def save(self) -> None:
+        """Writes a checkpoint, but never one that is not finite, nor one twice."""
+        checkpoints = self._experiment.checkpoints
+        if checkpoints.latest() == self.done:
+            return
+        with self._recorder.pause(self.tokens):
+            now = (self.params, self._metrics)
+            if not jax.device_get(self._finite(now)):
+                metrics.check(math.nan, "the loss or a parameter", self.done)
+            host = {
+                "batches": self._batches.get_state(),
+                "seconds": self._recorder.seconds,
+            }
+            checkpoints.save(self.done, (self.params, self.state), host)
+
+    def close(self) -> None:
+        self._recorder.close()
 
 
 def run(
@@ -243,133 +398,63 @@ def run(
     Raises:
       FloatingPointError: the loss is not finite; the last checkpoint stays.
     """
-    config, workdir = experiment.config, experiment.workdir
-    params, state = initial(experiment)
-    batches = _batches(experiment)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
-    done, seconds_before = 0, 0.0
-    if (latest := checkpoints.latest()) is not None:
-        (params, state), host = checkpoints.restore(latest, (params, state))
-        batches.set_state(host["batches"])
-        done, seconds_before = latest, host["seconds"]
-        logging.info(
-            "continuing after half-round %d of %d", done, experiment.half_rounds
-        )
-    counts = None
-    if config.counts:
-        mine = np.split(np.asarray(config.counts, np.int32), jax.process_count())
-        counts = to_devices(mine[jax.process_index()], experiment.mesh)
-    evaluate = Evaluator(experiment)
-    recorder = metrics.Recorder(workdir, experiment.half_rounds, done)
-    start = time.perf_counter() - seconds_before
-    last = min(experiment.half_rounds, stop_after or experiment.half_rounds)
-
-    def save() -> None:
-        host = {
-            "batches": batches.get_state(),
-            "seconds": time.perf_counter() - start,
-        }
-        checkpoints.save(done, (params, state), host)
-
-    def validate(limit: int | None) -> dict[str, Any]:
-        loss, bits = evaluate(acco_jax.committed_params(state, params), limit)
-        return {
-            "kind": "validation",
-            "half_round": done,
-            "step": experiment.steps_done(done),
-            "tokens": done * experiment.tokens,
-            "seconds": time.perf_counter() - start,
-            "loss": loss,
-            "bits_per_byte": bits,
-        }
-
-    with jax.transfer_guard("disallow"), _stop_signals() as stopped:
-        while done < last:
-            batch = to_devices(next(batches), experiment.mesh)
-            params, state, device = experiment.step(params, state, batch, counts)
-            done += 1
-            if done % config.log_every == 0:
-                recorder.train(
-                    {
-                        "kind": "train",
-                        "half_round": done,
-                        "tokens": done * experiment.tokens,
-                        "seconds": time.perf_counter() - start,
-                        "microbatches": list(config.counts)
-                        or [experiment.microbatches] * experiment.workers,
-                    },
-                    {k: device[k] for k in ("loss", "grad_norm", "step")}
-                    | {"learning_rate": _rate(experiment, device["step"])},
-                )
-            step = experiment.steps_done(done)
-            if step and step % config.eval_every == 0 and done < last:
-                row = validate(config.eval_batches)
-                recorder.evaluation(row)
-                logging.info(
-                    "step %d: held-out loss %.4f, %.4f bits per byte",
-                    step, row["loss"], row["bits_per_byte"],
-                )  # fmt: skip
-                if not np.isfinite(row["loss"]):
-                    raise FloatingPointError(
-                        f"the held-out loss is {row['loss']} after step {step}: lower "
-                        "the learning rate; checkpoints before it are kept."
-                    )
-            if step and step % config.checkpoint_every == 0 and done < last:
-                save()
-            if stopped(done):
-                last = done
-        recorder.flush()
-        if checkpoints.latest() != done:
-            save()
-        checkpoints.close()
-        if done < experiment.half_rounds:
-            recorder.close()
+    config, total = experiment.config, experiment.half_rounds
+    last = min(total, stop_after or total)
+    _announce(experiment)
+    with (
+        _stop_signals() as stopped,
+        contextlib.closing(_Run(experiment)) as going,
+        jax.transfer_guard("disallow"),
+    ):
+        while going.done < last and not stopped(going.done):
+            going.half_round()
+            step = experiment.steps_done(going.done)
+            if step and going.done < total:
+                if step % config.eval_every == 0:
+                    going.validate(config.eval_batches)
+                if step % config.checkpoint_every == 0:
+                    going.save()
+        going.save()
+        if going.done < total:
             logging.info(
                 "stopped after half-round %d of %d: the same command continues",
-                done, experiment.half_rounds,
+                going.done, total,
             )  # fmt: skip
             return None
-        seconds = time.perf_counter() - start
-        row = validate(None)
-        recorder.evaluation(row)
-        recorder.close()
-    return _finish(experiment, params, row, seconds)
+        row = going.validate(None)
+    return _finish(experiment, row)
 
 
-def _rate(experiment: Experiment, step: jax.Array) -> jax.Array:
-    """The learning rate of the step under way, without waiting for the device."""
-    return _rates(experiment.schedule)(step)
+def _announce(experiment: Experiment) -> None:
+    e, documents = experiment, experiment.corpus.train_documents
+    logging.info(
+        "%s on %d %s devices: %s parameters, %s tokens a step; %s: %s documents, %s "
+        "bytes to train on",
+        e.config.method, e.workers, e.mesh.devices.flat[0].platform,
+        f"{gpt_neo.count_params(e.model):,}", f"{e.tokens * e.tx.half_rounds:,}",
+        e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
+    )  # fmt: skip
 
 
-def _rates(schedule: optax.Schedule) -> Callable[[jax.Array], jax.Array]:
-    if schedule not in _JITTED:
-        _JITTED[schedule] = jax.jit(lambda step: jnp.asarray(schedule(step)))
-    return _JITTED[schedule]
-
-
-_JITTED: dict[optax.Schedule, Callable[[jax.Array], jax.Array]] = {}
-
-
-def _finish(
-    experiment: Experiment, params: PyTree, row: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def _finish(experiment: Experiment, row: dict[str, Any]) -> dict[str, Any]:
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,
         "devices": experiment.workers,
-        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "parameters": gpt_neo.count_params(experiment.model),
         "steps": config.steps,
         "tokens": row["tokens"],
-        "seconds": seconds,
+        "seconds": row["seconds"],
         "loss": row["loss"],
         "bits_per_byte": row["bits_per_byte"],
-        "bigram_bits_per_byte": data.bigram_bits_per_byte(experiment.corpus),
     }
-    if jax.process_index() == 0:
-        title = f"{config.method}, {config.data.name}, {experiment.workers} devices"
-        rows, bigram = metrics.read(workdir), summary["bigram_bits_per_byte"]
-        reports.draw(rows, bigram, workdir / "loss.png", title)
-        logging.info("finished\n%s", reports.summarize(summary, workdir))
+    if jax.process_index():
+        return summary  # process 0 reports
+    bigram = data.bigram_bits_per_byte(experiment.corpus)
+    summary["bigram_bits_per_byte"] = bigram
+    title = f"{config.method}, {config.data.name}, {experiment.workers} devices"
+    reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
+    logging.info("finished\n%s", reports.summarize(summary, workdir))
     return summary
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import tensorboardX
 import tqdm
+from absl import logging
 
 FILE = "metrics.jsonl"
 
@@ -18,19 +23,35 @@ FILE = "metrics.jsonl"
 class Recorder:
     """Writes metrics one logging interval late, so that fetching never waits.
 
-    Only process 0 writes; the others fetch nothing.
+    Every process looks at its losses, process 0 alone writes them. Times are those at
+    which an interval was fetched: by then the device has just finished it.
     """
 
-    def __init__(self, workdir: Path, total: int, done: int) -> None:
+    def __init__(
+        self, workdir: Path, *, total: int, done: int, tokens: int, seconds: float
+    ) -> None:
+        """Opens the records of a run, without rows later than where it stands.
+
+        Args:
+          workdir: of the run.
+          total: half-rounds of the whole run.
+          done: half-rounds so far.
+          tokens: targets so far.
+          seconds: of training so far.
+        """
         self._held: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._start = time.perf_counter() - seconds
+        self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
         workdir.mkdir(parents=True, exist_ok=True)
-        self._path = workdir / FILE
-        kept = [row for row in read(workdir) if row["half_round"] <= done]
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file = self._path.open("a")
+        path = workdir / FILE
+        kept = [r for r in read(workdir) if _precedes(r, done, total)]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(partial, path)
+        self._file = path.open("a")
         self._board = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=done + 1
         )
@@ -41,7 +62,11 @@ class Recorder:
             dynamic_ncols=True,
             disable=not sys.stderr.isatty(),
         )
-        self._clock = (time.perf_counter(), kept[-1]["tokens"] if kept else 0)
+
+    @property
+    def seconds(self) -> float:
+        """Of the run so far, earlier parts of it included."""
+        return time.perf_counter() - self._start
 
     def train(self, known: dict[str, Any], device: dict[str, jax.Array]) -> None:
         """Takes this interval's metrics and writes the last one's.
@@ -49,26 +74,43 @@ class Recorder:
         Args:
           known: host values: half_round, tokens, ...
           device: scalars on the device, possibly not computed yet.
+
+        Raises:
+          FloatingPointError: the last interval's loss is not finite.
         """
-        if self._writes:
-            held, self._held = self._held, (known, device)
-            self._write_train(held)
+        held, self._held = self._held, (known, device)
+        self._write_train(held)
 
     def flush(self) -> None:
-        """Writes what is held back."""
-        if self._writes:
-            held, self._held = self._held, None
-            self._write_train(held)
-            self._file.flush()
+        """Writes what is held back; raises as `train` does."""
+        held, self._held = self._held, None
+        self._write_train(held)
+
+    @contextlib.contextmanager
+    def pause(self, tokens: int) -> Iterator[None]:
+        """Flushes, and leaves the time inside out of tokens_per_second."""
+        self.flush()
+        yield
+        self._mark = (time.perf_counter(), tokens)
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        self.flush()
-        if self._writes:
-            self._write(row)
-            self._file.flush()
+        """Writes and logs an evaluation.
+
+        Raises:
+          FloatingPointError: its loss is not finite.
+        """
+        check(row["loss"], "the held-out loss", row["half_round"])
+        if not self._writes:
+            return
+        self._write(row)
+        with tqdm.tqdm.external_write_mode(file=sys.stderr):
+            logging.info(
+                "step %d: held-out loss %.4f, %.4f bits per byte",
+                row["step"], row["loss"], row["bits_per_byte"],
+            )  # fmt: skip
 
     def close(self) -> None:
-        self.flush()
+        """Closes the files; what is held back is lost."""
         if self._writes:
             self._bar.close()
             self._board.close()
@@ -79,20 +121,35 @@ class Recorder:
             return
         known, device = held
         values = {k: v.item() for k, v in jax.device_get(device).items()}
-        before, tokens = self._clock
-        now = time.perf_counter()
-        rate = (known["tokens"] - tokens) / (now - before)
-        self._clock = (now, known["tokens"])
-        row = known | values | {"tokens_per_second": rate}
-        self._write(row)
+        check(values["loss"], "the loss", known["half_round"])
+        if not self._writes:
+            return
+        before, tokens = self._mark
+        self._mark = (time.perf_counter(), known["tokens"])
+        rate = (known["tokens"] - tokens) / max(self._mark[0] - before, 1e-9)
+        times = {"seconds": self.seconds, "tokens_per_second": rate}
+        self._write(known | values | times)
+        self._bar.set_postfix_str(
+            f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
+        )
         self._bar.update(known["half_round"] - self._bar.n)
-        self._bar.set_postfix(loss=f"{row['loss']:.3f}", tokens_s=f"{rate:,.0f}")
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
         for name, value in row.items():
             if isinstance(value, int | float) and name != "half_round":
-                self._board.add_scalar(name, value, row["half_round"])
+                tag = f"{row['kind']}/{name}"
+                self._board.add_scalar(tag, value, row["half_round"])
+
+
+def check(loss: float, what: str, half_round: int) -> None:
+    """Raises a FloatingPointError if a loss is not finite."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"{what} is {loss} at half-round {half_round}: lower "
+            "optimizer.learning_rate, in a new workdir; the checkpoints are of before."
+        )
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
@@ -105,3 +162,13 @@ def read(workdir: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return rows
+
+
+def _precedes(row: dict[str, Any], done: int, total: int) -> bool:
+    """Whether a run that continues after `done` half-rounds will not write it again.
+
+    Evaluations come before a checkpoint, but for the last one.
+    """
+    if row["kind"] == "validation" and row["half_round"] == total:
+        return False
+    return row["half_round"] <= done
