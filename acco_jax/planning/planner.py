@@ -1,0 +1,241 @@
+"""Plans an experiment for a machine: compiles, reads, predicts, reports.
+
+plan = planner.make(config, topologies.parse("gpu:h200:4x8"), Request())
+print(report.text(plan))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from acco_jax.models import gpt_neo
+from acco_jax.planning import costs, programs
+from acco_jax.planning.programs import SHARDED, Compiled, DoesNotFit, Program
+from acco_jax.planning.schedules import Collective
+from acco_jax.planning.topologies import Topology
+from acco_jax.training import config as configs
+from acco_jax.transforms import METHODS
+
+BASELINE = "zero1"
+USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network library's
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked beside experiment and topology.
+
+    Attributes:
+      methods: to compile; () for the experiment's own and zero1.
+      devices: to predict for, beside the topology's own number.
+      changes: figures to use instead of the table's, by name.
+      fit: whether to look for the largest microbatch (one more compile per method).
+    """
+
+    methods: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    changes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fit: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One method's program, what its compiler made of it, and what that may cost."""
+
+    program: Program
+    compiled: Compiled
+    prediction: costs.Prediction
+    largest_microbatch: int | None  # rows; None if it was not looked for
+    bytes_per_row: float | None  # memory that one more row takes
+
+    @property
+    def method(self) -> str:
+        return self.program.method
+
+    @property
+    def half_rounds(self) -> int:
+        return self.program.tx.half_rounds
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """The data axis's, of at least 1 MiB."""
+        return self.compiled.schedule.select(groups=self.program.groups)
+
+    @property
+    def exposed(self) -> list[Collective]:
+        return [c for c in self.collectives if not c.hidden]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that a report says."""
+
+    config: ConfigDict
+    model: gpt_neo.GPTNeoConfig
+    machine: costs.Machine
+    asked: tuple[str, ...]  # methods whose communication must be hidden
+    outcomes: tuple[Outcome, ...]
+    growth: tuple[dict[str, Any], ...]  # a row per method and number of devices
+
+    @property
+    def topology(self) -> Topology:
+        return self.machine.topology
+
+    @property
+    def exposed(self) -> list[tuple[str, Collective]]:
+        """What --require-hidden objects to."""
+        asked = (o for o in self.outcomes if o.method in self.asked)
+        return [(o.method, c) for o in asked for c in o.exposed]
+
+    def row(self, method: str) -> dict[str, Any]:
+        """Predicted for the topology itself."""
+        wanted = (method, self.topology.devices)
+        return next(r for r in self.growth if (r["method"], r["devices"]) == wanted)
+
+
+def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
+    """Plans an experiment.
+
+    Args:
+      config: of `acco_jax.training.config.default_config`'s form.
+      topology: the machine.
+      request: what else is asked.
+
+    Raises:
+      ValueError: in one line and before any compile, what cannot work; and after it,
+        that a method does not fit into memory.
+      RuntimeError: the compiler is not installed; says how to install it.
+    """
+    configs.validate(config)
+    asked = request.methods or (config.method,)
+    methods = dict.fromkeys(request.methods or (config.method, BASELINE))
+    for name in methods:
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, list(METHODS), 1, cutoff=0)[0]
+            raise ValueError(
+                f"there is no method {name!r} (did you mean {near!r}?): known are "
+                + ", ".join(METHODS)
+            )
+    machine = costs.Machine(topology, costs.figures(topology.chip, request.changes))
+    numbers = sorted({topology.devices, *request.devices})
+    for n in numbers:
+        _check_devices(n, machine)
+    model = configs.model(config, programs.vocab_size(config))
+    mesh = programs.data_mesh(topology)
+    described = [programs.describe(config, name, mesh) for name in methods]
+    outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
+    growth = _growth(outcomes, config, model, machine, numbers)
+    return Plan(config, model, machine, asked, outcomes, growth)
+
+
+def _check_devices(n: int, machine: costs.Machine) -> None:
+    domain = machine.domain(max(n, 1))
+    if n < 1 or n % domain:
+        name = "host" if machine.topology.platform == "gpu" else "slice"
+        raise ValueError(
+            f"devices is {n}: it must be at least 1 and, above {domain}, a multiple of "
+            f"that, the devices of a {name}."
+        )
+
+
+def _outcome(
+    program: Program, config: ConfigDict, machine: costs.Machine, fit: bool
+) -> Outcome:
+    method, mesh, size = program.method, program.mesh, config.microbatch_size
+    logging.info("compiling %s for %s", method, machine.topology)
+    try:
+        compiled = program.compile()
+    except DoesNotFit as error:
+        advice = "lower it"
+        if fit and size > 1:
+            try:
+                largest, _ = _largest(config, method, mesh, machine, None)
+                advice = f"at most about {largest} would fit"
+            except DoesNotFit:
+                advice = "nor does a microbatch of 1: set model.remat, or more devices"
+        raise ValueError(
+            f"{method} with microbatch_size {size} does not fit into the memory of a "
+            f"{machine.topology.chip.title}: {error}; {advice}."
+        ) from None
+    found = _largest(config, method, mesh, machine, compiled) if fit else (None, None)
+    prediction = costs.predict(compiled.schedule, machine, machine.topology.devices)
+    return Outcome(program, compiled, prediction, *found)
+
+
+def _largest(
+    config: ConfigDict,
+    method: str,
+    mesh: Mesh,
+    machine: costs.Machine,
+    compiled: Compiled | None,
+) -> tuple[int, float]:
+    """The largest microbatch that fits, and bytes per row: linear in two compiles."""
+
+    def total(size: int) -> int:
+        other = config.copy_and_resolve_references()
+        other.microbatch_size = size
+        logging.info("compiling %s with microbatches of %d rows", method, size)
+        return programs.describe(other, method, mesh).compile().memory.total
+
+    if compiled is None:
+        (a, low), (b, high) = ((n, total(n)) for n in (1, 2))
+    else:
+        size = config.microbatch_size
+        other = size // 2 or 2
+        pairs = [(size, compiled.memory.total), (other, total(other))]
+        (a, low), (b, high) = sorted(pairs)
+    per_row = (high - low) / (b - a)
+    room = machine.value("memory_bytes") * USABLE - low
+    return (a + int(room // per_row) if per_row > 0 else a), per_row
+
+
+def _growth(
+    outcomes: tuple[Outcome, ...],
+    config: ConfigDict,
+    model: gpt_neo.GPTNeoConfig,
+    machine: costs.Machine,
+    numbers: list[int],
+) -> tuple[dict[str, Any], ...]:
+    """Predictions for several numbers of devices, from one compile of each method."""
+    here = machine.topology.devices
+    rows: list[dict[str, Any]] = []
+    for n in numbers:
+        times: dict[str, float] = {}
+        for o in outcomes:
+            p = costs.predict(o.compiled.schedule, machine, n)
+            h = o.half_rounds
+            tokens = h * o.program.computed * n / here
+            tokens *= config.microbatch_size * config.length
+            memory = o.compiled.memory
+            sharded = sum(memory.parts.get(name, 0) for name in SHARDED)
+            times[o.method] = h * p.total
+            model_flops = gpt_neo.flops_per_token(model, config.length) * tokens
+            rows.append(
+                {
+                    "method": o.method,
+                    "devices": n,
+                    "computation": h * p.computation,
+                    "communication": h * p.communication,
+                    "exposed": h * p.exposed,
+                    "hidden": p.hidden,
+                    "step": h * p.total,
+                    "tokens_per_step": int(tokens),
+                    "tokens_per_second": tokens / (h * p.total),
+                    "model_flops_utilization": model_flops
+                    / (h * p.total * n * machine.value("flops")),
+                    "memory": int(memory.total + sharded * (here / n - 1)),
+                    "zero1_step": costs.synchronous(p, h),
+                }
+            )
+        for row in rows[-len(outcomes) :]:
+            baseline = times.get(BASELINE, row.pop("zero1_step"))
+            row.pop("zero1_step", None)
+            row["speedup_over_zero1"] = baseline / row["step"]
+            row["zero1_compiled"] = BASELINE in times
+    return tuple(rows)

@@ -1,0 +1,309 @@
+"""The train step of an experiment for devices that are only described, and compiled.
+
+mesh = programs.data_mesh(topologies.parse("gpu:h200:2x8"))
+program = programs.describe(config, "acco", mesh)  # nothing is compiled yet
+compiled = program.compile()  # its schedule, memory and text
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+import acco_jax
+from acco_jax.models import gpt_neo
+from acco_jax.planning import schedules, topologies
+from acco_jax.planning.topologies import Topology
+from acco_jax.training import config as configs
+from acco_jax.transforms import METHODS
+
+PyTree = Any
+BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
+
+# Fields of the methods' states; the shards become smaller with more devices.
+_NAMES = {
+    "master": "master copy (shard)",
+    "inner": "optimizer state (shard)",
+    "pending": "pending gradients",
+    "carry": "carried gradient (shard)",
+}
+SHARDED = tuple(name for name in _NAMES.values() if "shard" in name)
+
+
+class DoesNotFit(Exception):
+    """The compiler found no way to fit a program into the chip's memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      parts: what is kept from one half-round to the next, and the batch, by name.
+      total: peak of the compiled program, by its memory analysis.
+    """
+
+    parts: dict[str, int]
+    total: int
+
+    @property
+    def temporaries(self) -> int:
+        """Activations, gradients, packed buffers: what the program needs beside."""
+        return self.total - sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program's text and what was read from it."""
+
+    text: str
+    schedule: schedules.Schedule
+    memory: Memory
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One method's half-round on described devices; not compiled yet.
+
+    Attributes:
+      method: its name.
+      tx: the method.
+      step: the fused train step.
+      microbatches: of each worker in a half-round.
+      counts: how many of them each worker computes; () for all.
+      arguments: params, state, batch, counts: abstract arrays with shardings.
+    """
+
+    method: str
+    tx: acco_jax.Method
+    step: acco_jax.TrainStep
+    microbatches: int
+    counts: tuple[int, ...]
+    arguments: tuple[Any, Any, Any, Any]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.tx.mesh
+
+    @property
+    def workers(self) -> int:
+        return math.prod(self.mesh.shape[a] for a in self.tx.axis)
+
+    @property
+    def computed(self) -> int:
+        """Microbatches that all workers compute in a half-round."""
+        return sum(self.counts or [self.microbatches] * self.workers)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.arguments[0]))
+
+    @property
+    def groups(self) -> schedules.Groups | None:
+        """Devices over which the data axis communicates; None where all do."""
+        sizes = dict(self.mesh.shape)
+        alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
+        return None if alone else schedules.axis_groups(sizes, *self.tx.axis)
+
+    def compile(self) -> Compiled:
+        """Compiles ahead of time and reads the schedule.
+
+        Raises:
+          DoesNotFit: the chip has too little memory.
+        """
+        start = time.perf_counter()
+        try:
+            compiled = self.step.lower(*self.arguments).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needs = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) (\w+)", str(error))
+            raise DoesNotFit(
+                "it needs {} of {} {}".format(*needs.groups())
+                if needs
+                else str(error).splitlines()[0]
+            ) from error
+        seconds, text = time.perf_counter() - start, compiled.as_text()
+        schedule = schedules.read(text, trip_counts=self._trips(text))
+        return Compiled(text, schedule, self._memory(compiled), seconds)
+
+    def _trips(self, text: str) -> dict[str, int] | None:
+        """Trips of the loops whose bounds are read at run time: the busiest worker's.
+
+        The step has two such loops: half of the count, then the other half.
+        """
+        if not self.counts:
+            return None
+        most = max(self.counts)
+        spans = (most // 2, most - most // 2)
+        loops = [x.name for x in schedules.read(text).loops if x.trips is None]
+        if len(loops) != len(spans):
+            return dict.fromkeys(loops, spans[1])
+        return dict(zip(loops, spans, strict=True))
+
+    def _memory(self, compiled: Any) -> Memory:
+        params, state, batch, counts = self.arguments
+        parts = {"parameters": _bytes_on_one(params)}
+        for field, value in zip(state._fields, state, strict=True):
+            size = _bytes_on_one(value)
+            if size > 64:  # not the counters
+                parts[_NAMES.get(field, field)] = size
+        parts["batch"] = _bytes_on_one((batch, counts))
+        m = compiled.memory_analysis()
+        total = m.argument_size_in_bytes + m.output_size_in_bytes
+        total += m.temp_size_in_bytes - m.alias_size_in_bytes
+        return Memory(parts, total)
+
+
+def _bytes_on_one(tree: PyTree) -> int:
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def data_mesh(topology: Topology) -> Mesh:
+    """All devices of a topology along the data axes, as training has them.
+
+    Raises:
+      RuntimeError: the compiler is not installed; says how to install it.
+      ValueError: the compiler does not know the topology.
+    """
+    mesh = topologies.mesh(topology)
+    return Mesh(mesh.devices[..., 0], mesh.axis_names[:-1])
+
+
+def data_axes(mesh: Mesh, model_axis: str = "model") -> tuple[str, ...]:
+    return tuple(a for a in mesh.axis_names if a != model_axis)
+
+
+def vocab_size(config: ConfigDict) -> int:
+    """The tokenizer's number of tokens, without a corpus.
+
+    Raises:
+      ValueError: it cannot be told from the config.
+    """
+    if config.data.tokenizer == "bytes":
+        return BYTE_TOKENS
+    size = config.data.vocab_size or config.model.vocab_size
+    if not size:
+        raise ValueError(
+            f"the tokenizer {config.data.tokenizer!r} is made from the corpus, which "
+            "plan does not load: set data.vocab_size or model.vocab_size."
+        )
+    return int(size)
+
+
+def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
+    """The half-round of an experiment under `method`.
+
+    Args:
+      config: of `acco_jax.training.config.default_config`'s form, valid.
+      method: a key of METHODS; what the config says is replaced.
+      mesh: of described devices, all along data axes.
+
+    Raises:
+      ValueError: in one line, what cannot work.
+    """
+    make, axes = METHODS[method], data_axes(mesh)
+    share = make(optax.identity(), mesh=mesh, axis_name=axes).half_rounds
+    per_step = config.microbatches_per_step
+    if per_step % share:
+        raise ValueError(
+            f"microbatches_per_step is {per_step}, which does not divide into the "
+            f"{share} half-rounds of a step of {method}: use a multiple."
+        )
+    microbatches, counts = per_step // share, tuple(config.counts)
+    if counts and (
+        len(counts) != mesh.size or not 0 <= min(counts) <= max(counts) <= microbatches
+    ):
+        raise ValueError(
+            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
+            f"the {mesh.size} workers, or none."
+        )
+    if config.form == "split":
+        raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
+    model = configs.model(config, vocab_size(config))
+    comm, accumulate = (
+        configs.dtype(f, config[f]) if config[f] else None
+        for f in ("comm_dtype", "accumulate_dtype")
+    )
+    tx = make(
+        configs.optimizer(config),
+        mesh=mesh,
+        axis_name=axes,
+        comm_dtype=comm,
+        accumulate_dtype=accumulate,
+        layout=config.layout,
+        **config.method_options,
+    )
+    params = jax.eval_shape(lambda: gpt_neo.init_params(model, jax.random.key(0)))
+    return assemble(
+        method,
+        tx,
+        gpt_neo.loss_fn(model),
+        params,
+        microbatches=microbatches,
+        counts=counts,
+        microbatch=(config.microbatch_size, config.length + 1),
+    )
+
+
+def assemble(
+    method: str,
+    tx: acco_jax.Method,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    *,
+    microbatches: int,
+    microbatch: tuple[int, int],
+    counts: tuple[int, ...] = (),
+) -> Program:
+    """The half-round of any model whose batch is {"tokens": int32 (rows, length)}.
+
+    Args:
+      method: a name for it.
+      tx: the method, made for a mesh of described devices.
+      loss_fn: as for `acco_jax.make_train_step`.
+      params: abstract arrays.
+      microbatches: of each worker in a half-round.
+      microbatch: rows and length of one microbatch's tokens.
+      counts: how many microbatches each worker computes; () for all.
+    """
+    mesh, axes = tx.mesh, tx.axis
+    state = jax.eval_shape(tx.init, params)
+    shardings = acco_jax.state_shardings(tx, params)
+    rows = NamedSharding(mesh, P(axes))
+
+    def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    step = acco_jax.make_train_step(
+        loss_fn,
+        tx,
+        mesh=mesh,
+        axis_name=axes,
+        microbatches=microbatches,
+        form="fused",
+    )
+    workers = math.prod(mesh.shape[a] for a in axes)
+    shape = (workers * microbatches * microbatch[0], microbatch[1])
+    arguments = (
+        jax.tree.map(placed, params, state.layout.params_shardings),
+        jax.tree.map(placed, state, shardings),
+        {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)},
+        jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=rows) if counts else None,
+    )
+    return Program(method, tx, step, microbatches, counts, arguments)
