@@ -177,30 +177,37 @@ class Accumulator:
         """Adds each worker's microbatches span(count) = (first, end) to its row."""
         return self._run(params, batch, rng, sums, counts, span)
 
-    def start(
-        self, params: PyTree, batch: PyTree, rng: Any, counts: jax.Array | None
-    ) -> PyTree:
-        """The first half of a half-round's work, for `finish` to go on from.
-
-        Half of each worker's microbatches; the forward pass if there is but one.
-        """
-        if self.microbatches == 1:
-            return self._forward(params, batch, rng)
-        zeros = self.zeros(params, batch, rng)
-        return self.add(zeros, params, batch, rng, counts, lambda n: (0, n // 2))
-
-    def finish(
+    def part(
         self,
+        k: int,
+        parts: int,
         begun: PyTree,
         params: PyTree,
         batch: PyTree,
         rng: Any,
         counts: jax.Array | None,
-    ) -> Sums:
-        """The second half: the other microbatches, or the backward pass."""
+    ) -> PyTree:
+        """The k-th of `parts` pieces of a half-round's work, beside one collective.
+
+        Each worker's microbatches in equal parts; if there is but one, its forward pass
+        is the first piece and its backward pass the last.
+
+        Args:
+          k: which piece, from 0.
+          parts: how many, at least 2.
+          begun: what the piece before returned, None for the first.
+          params, batch, rng, counts: as for `add`.
+
+        Returns:
+          What the next piece goes on from; the `Sums` after the last.
+        """
         if self.microbatches == 1:
-            return self._backward(begun, params, counts)
-        return self.add(begun, params, batch, rng, counts, lambda n: (n // 2, n))
+            if k == 0:
+                return self._forward(params, batch, rng)
+            return self._backward(begun, params, counts) if k == parts - 1 else begun
+        sums = self.zeros(params, batch, rng) if k == 0 else begun
+        span = lambda n: (n * k // parts, n * (k + 1) // parts)  # noqa: E731
+        return self.add(sums, params, batch, rng, counts, span)
 
     def _forward(self, params: PyTree, batch: PyTree, rng: Any) -> PyTree:
         """The only microbatch's loss, weight, aux and what its gradient will need."""
@@ -275,7 +282,8 @@ class Accumulator:
         """
 
         def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
-            i, valid = self.microbatches - 1, None
+            i: Any = self.microbatches - 1
+            valid = None
             if counts is not None:
                 valid = counts[0] > 0
                 i = jnp.clip(counts[0] - 1, 0, i)

@@ -114,6 +114,15 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in self.axis)
 
     @property
+    def order(self) -> tuple[str, ...]:
+        """The data axes as collectives take them: the fastest network first.
+
+        Reduced there, a gradient is 1/k of its size when it meets the slower network.
+        So the worker at (slice s, chip c) owns block c * slices + s.
+        """
+        return self.axis[::-1]
+
+    @property
     def others(self) -> tuple[str, ...]:
         """The mesh's axes that are not data axes."""
         return tuple(a for a in self.mesh.axis_names if a not in self.axis)
@@ -194,8 +203,13 @@ class Layout:
         """(n, *shape) rows -> wire buffers. No communication."""
         raise NotImplementedError
 
-    def reduce_scatter(self, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Sums the workers' buffers; each keeps its share. The collective alone."""
+    def reduce_scatter(
+        self, buffers: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
+        """Sums the buffers over one data axis; each keeps its share.
+
+        The collective alone; applied over the axes of `order`, one after the other.
+        """
         raise NotImplementedError
 
     def split(self, raw: tuple[jax.Array, ...]) -> PyTree:
@@ -206,8 +220,13 @@ class Layout:
         """The tree of shards -> buffers to gather, in the wire's dtype."""
         raise NotImplementedError
 
-    def all_gather(self, low: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Every worker's share on every worker. The collective alone."""
+    def all_gather(
+        self, low: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
+        """The shares along one data axis on every worker of it.
+
+        The collective alone; applied over the axes of `order`, the last one first.
+        """
         raise NotImplementedError
 
     def unpack(self, full: tuple[jax.Array, ...]) -> PyTree:
@@ -367,11 +386,11 @@ class PackedLayout(Layout):
     def shard_spec(self, leaf: Leaf) -> P:
         # A leaf that no other axis splits is the same on all of them: P(data) alone,
         # or every norm would count it once per device.
-        return P(*[None] * self._split_dim(leaf), (*self.axis, *leaf.axes))
+        return P(*[None] * self._split_dim(leaf), (*self.order, *leaf.axes))
 
     @property
     def _everyone(self) -> P:
-        return P((*self.axis, *self.others))
+        return P((*self.order, *self.others))
 
     @property
     def buffer_shardings(self) -> tuple[NamedSharding, ...]:
@@ -420,10 +439,12 @@ class PackedLayout(Layout):
         specs = (self._rows_specs,)
         return self.everywhere(local, specs, self._everyone)(grads)
 
-    def reduce_scatter(self, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def reduce_scatter(
+        self, buffers: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
         def local(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             return tuple(
-                lax.psum_scatter(b, self.axis, scatter_dimension=0, tiled=True)
+                lax.psum_scatter(b, axis, scatter_dimension=0, tiled=True)
                 for b in buffers
             )
 
@@ -466,12 +487,19 @@ class PackedLayout(Layout):
         specs = (self._shard_specs,)
         return self.everywhere(local, specs, self._everyone)(shards)
 
-    def all_gather(self, low: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        def local(low: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return tuple(lax.all_gather(x, self.axis, axis=0, tiled=True) for x in low)
+    def _gathered(self, axes: tuple[str, ...]) -> P:
+        """Of buffers that are still split over these data axes."""
+        return P((*axes, *self.others)) if axes or self.others else P()
 
-        out = P(self.others) if self.others else P()
-        return self.everywhere(local, self._everyone, out)(low)
+    def all_gather(
+        self, low: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
+        def local(low: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return tuple(lax.all_gather(x, axis, axis=0, tiled=True) for x in low)
+
+        left = self.order[: self.order.index(axis)]
+        before, after = self._gathered((*left, axis)), self._gathered(left)
+        return self.everywhere(local, before, after)(low)
 
     def unpack(self, full: tuple[jax.Array, ...]) -> PyTree:
         def local(full: tuple[jax.Array, ...]) -> PyTree:
@@ -479,8 +507,7 @@ class PackedLayout(Layout):
                 lambda leaf: self._unpack_leaf(leaf, full).astype(leaf.dtype)
             )
 
-        specs = P(self.others) if self.others else P()
-        return self.everywhere(local, (specs,), self._param_specs)(full)
+        return self.everywhere(local, (self._gathered(()),), self._param_specs)(full)
 
     def _per_worker(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         """A model-local leaf as [n, elements of each worker]."""
@@ -490,7 +517,7 @@ class PackedLayout(Layout):
 
     def shard(self, params: PyTree) -> PyTree:
         def local(params: PyTree) -> PyTree:
-            mine = lax.axis_index(self.axis)
+            mine = lax.axis_index(self.order)
 
             def share(leaf: Leaf, x: jax.Array) -> jax.Array:
                 x = self._per_worker(leaf, x)[mine]
@@ -504,7 +531,7 @@ class PackedLayout(Layout):
         def local(shards: PyTree) -> PyTree:
             def whole(leaf: Leaf, x: jax.Array) -> jax.Array:
                 x = x.reshape(-1).astype(leaf.dtype)
-                x = lax.all_gather(x, self.axis, axis=0, tiled=True)
+                x = lax.all_gather(x, self.order, axis=0, tiled=True)
                 return x[: leaf.size].reshape(leaf.local)
 
             return jax.tree.map(whole, self.tree(lambda leaf: leaf), shards)
@@ -557,11 +584,15 @@ class LeafLayout(Layout):
         return tuple(s + p for s, p in zip(leaf.shape, after, strict=True))
 
     def shard_spec(self, leaf: Leaf) -> P:
+        return self._split_spec(leaf, self.order)
+
+    def _split_spec(self, leaf: Leaf, axes: tuple[str, ...]) -> P:
+        """Of a leaf that is still split over these data axes."""
         d, _ = self._dims[leaf]
-        if d is None:
+        if d is None or not axes:
             return leaf.spec
         spec = [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
-        spec[d] = (*_names(spec[d]), *self.axis)
+        spec[d] = (*_names(spec[d]), *axes)
         return P(*spec)
 
     @property
@@ -591,14 +622,21 @@ class LeafLayout(Layout):
 
         return self._each(pad, self._row, self._row)(tuple(jax.tree.leaves(grads)))
 
-    def reduce_scatter(self, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def reduce_scatter(
+        self, buffers: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
+        last = axis == self.order[-1]  # until then every worker has sums of its own
+
         def reduce(leaf: Leaf, x: jax.Array) -> jax.Array:
             d, _ = self._dims[leaf]
             if d is None:
-                return lax.psum(x[0], self.axis)
-            return lax.psum_scatter(x[0], self.axis, scatter_dimension=d, tiled=True)
+                x = lax.psum(x[0], axis)
+            else:
+                x = lax.psum_scatter(x[0], axis, scatter_dimension=d, tiled=True)
+            return x if last else x[None]
 
-        return self._each(reduce, self._row, self.shard_spec)(buffers)
+        after = self.shard_spec if last else self._row
+        return self._each(reduce, self._row, after)(buffers)
 
     def split(self, raw: tuple[jax.Array, ...]) -> PyTree:
         cast = [x.astype(f.master) for f, x in zip(self.leaves, raw, strict=True)]
@@ -608,14 +646,19 @@ class LeafLayout(Layout):
         leaves = zip(self.leaves, jax.tree.leaves(shards), strict=True)
         return tuple(x.astype(leaf.wire) for leaf, x in leaves)
 
-    def all_gather(self, low: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def all_gather(
+        self, low: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
         def gather(leaf: Leaf, x: jax.Array) -> jax.Array:
             d, _ = self._dims[leaf]
             if d is None:
                 return x
-            return lax.all_gather(x, self.axis, axis=d, tiled=True)
+            return lax.all_gather(x, axis, axis=d, tiled=True)
 
-        return self._each(gather, self.shard_spec, lambda leaf: leaf.spec)(low)
+        left = self.order[: self.order.index(axis)]
+        before = functools.partial(self._split_spec, axes=(*left, axis))
+        after = functools.partial(self._split_spec, axes=left)
+        return self._each(gather, before, after)(low)
 
     def unpack(self, full: tuple[jax.Array, ...]) -> PyTree:
         def strip(leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -631,7 +674,7 @@ class LeafLayout(Layout):
             if d is None:
                 return x
             x, part = jnp.pad(x, self._padding(leaf)), size // self.workers
-            start = lax.axis_index(self.axis) * part
+            start = lax.axis_index(self.order) * part
             return lax.dynamic_slice_in_dim(x, start, part, d)
 
         run = self._each(share, lambda leaf: leaf.spec, self.shard_spec)
@@ -639,9 +682,10 @@ class LeafLayout(Layout):
 
     def gather_exact(self, shards: PyTree) -> PyTree:
         leaves = zip(self.leaves, jax.tree.leaves(shards), strict=True)
-        return self.unpack(
-            self.all_gather(tuple(x.astype(leaf.dtype) for leaf, x in leaves))
-        )
+        full = tuple(x.astype(leaf.dtype) for leaf, x in leaves)
+        for axis in reversed(self.order):
+            full = self.all_gather(full, axis)
+        return self.unpack(full)
 
     def inner_view(self, tree: PyTree) -> PyTree:
         def strip(path: Sequence[Any], x: Any) -> Any:

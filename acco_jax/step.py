@@ -186,27 +186,40 @@ def _overlapped(
     counts: jax.Array | None,
     rng: Any,
 ) -> tuple[PyTree, Any, dict[str, Any]]:
-    """A half-round whose reduce-scatter and all-gather each run behind a loop."""
+    """A half-round whose every collective runs beside a part of the computation.
+
+    Over several data axes (chips of a slice, slices) each has a reduce-scatter and an
+    all-gather of its own, and the computation is split into as many parts.
+    """
     layout = state.layout
+    places = 2 * len(layout.order)
+
+    def compute(k: int, begun: PyTree, params: PyTree) -> PyTree:
+        return gradients.part(k, places, begun, params, batch, rng, counts)
+
     # Scalars first: a small all-reduce later would take the one asynchronous slot.
     weight = state.pending.weight.sum()
     weight, buffers, params = barrier((weight, state.pending.buffers, params))
 
-    raw = tx.reduce(layout, buffers)
-    begun = gradients.start(params, batch, rng, counts)
-    raw, begun, params = barrier((raw, begun, params))
+    raw, work = buffers, None
+    for k, axis in enumerate(layout.order):
+        raw = tx.reduce(layout, raw, axis)
+        work = compute(k, work, params)
+        raw, work, params = barrier((raw, work, params))
 
     state = state._replace(pending=None)
     state, point = tx.advance(state, layout.split(raw), weight, {})
-    low = layout.join(point.shards)
-    state, low, begun, params = barrier((state, low, begun, params))
+    full = layout.join(point.shards)
+    state, full, work, params = barrier((state, full, work, params))
 
-    full = tx.gather(layout, low)
-    sums = gradients.finish(begun, params, batch, rng, counts)
-    full, sums = barrier((full, sums))  # or the gather is waited for before the loop
+    for k, axis in enumerate(reversed(layout.order), len(layout.order)):
+        full = tx.gather(layout, full, axis)
+        work = compute(k, work, params)
+        # the last one too, or the gather is waited for before the loop
+        full, work, params = barrier((full, work, params))
 
     params = layout.unpack(full)
-    pending, sums = pending_of(layout, sums)
+    pending, sums = pending_of(layout, work)
     state = state._replace(pending=pending)
     return params, state, _metrics(sums, counts, point.grad_norm, state.steps)
 
@@ -237,20 +250,23 @@ def _accumulate(
     rng: Any,
 ) -> tuple[Pending, Sums]:
     """Local gradients, ready to be communicated. No collective."""
-    begun = gradients.start(params, batch, rng, counts)
-    sums = gradients.finish(begun, params, batch, rng, counts)
-    return pending_of(layout, sums)
+    places, work = 2 * len(layout.order), None
+    for k in range(places):  # as in the overlapped form: the same sums, bit for bit
+        work = gradients.part(k, places, work, params, batch, rng, counts)
+    return pending_of(layout, work)
 
 
 def _communicate(tx: Method, now: Pending, state: Any) -> tuple[PyTree, Any, jax.Array]:
     """Reduce, advance, gather: the parameters of the next half-round."""
     layout = state.layout
     weight, buffers = barrier((now.weight.sum(), now.buffers))
-    raw = barrier(tx.reduce(layout, buffers))
-    state, point = tx.advance(state, layout.split(raw), weight, {})
-    low = barrier(layout.join(point.shards))
-    params = layout.unpack(barrier(tx.gather(layout, low)))
-    return params, state, point.grad_norm
+    for axis in layout.order:
+        buffers = barrier(tx.reduce(layout, buffers, axis))
+    state, point = tx.advance(state, layout.split(buffers), weight, {})
+    full = barrier(layout.join(point.shards))
+    for axis in reversed(layout.order):
+        full = barrier(tx.gather(layout, full, axis))
+    return layout.unpack(full), state, point.grad_norm
 
 
 def pending_of(layout: Layout, sums: Sums) -> tuple[Pending, Sums]:

@@ -51,10 +51,10 @@ class Method(optax.GradientTransformationExtraArgs):
       accumulate: (gradients, layout, params, batch, counts, rng) -> (Pending, Sums):
         local gradients, ready for `reduce`; None: what `acco_jax.step` does itself. A
         method that communicates while it computes them returns raw buffers here.
-      reduce: (layout, buffers) -> raw, the reduce-scatter alone.
+      reduce: (layout, buffers, axis) -> raw, the reduce-scatter over one data axis.
       advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
         the reduced gradient sums and their total weight.
-      gather: (layout, low) -> full, the all-gather alone.
+      gather: (layout, low, axis) -> full, the all-gather over one data axis.
     """
 
     mesh: Mesh
@@ -193,9 +193,14 @@ def make_method(
             held = choose(warming, state.pending, new) if warmup else new
             state = state._replace(pending=held)
         total = now.weight.sum()
-        raw = reduce_scatter(layout, now.buffers)
+        raw = now.buffers
+        for axis in layout.order:
+            raw = reduce_scatter(layout, raw, axis)
         state, point = advance_(state, layout.split(raw), total, extra)
-        target = layout.unpack(all_gather(layout, layout.join(point.shards)))
+        full = layout.join(point.shards)
+        for axis in reversed(layout.order):
+            full = all_gather(layout, full, axis)
+        target = layout.unpack(full)
 
         def difference(new: jax.Array, old: jax.Array) -> jax.Array:
             wide = jnp.promote_types(old.dtype, jnp.float32)
@@ -222,12 +227,12 @@ def make_method(
     )
 
 
-def reduce_scatter(layout: Layout, buffers: Any) -> Any:
-    return layout.reduce_scatter(buffers)
+def reduce_scatter(layout: Layout, buffers: Any, axis: str) -> Any:
+    return layout.reduce_scatter(buffers, axis)
 
 
-def all_gather(layout: Layout, low: Any) -> Any:
-    return layout.all_gather(low)
+def all_gather(layout: Layout, low: Any, axis: str) -> Any:
+    return layout.all_gather(low, axis)
 
 
 def guarded_step(
