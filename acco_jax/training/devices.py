@@ -25,7 +25,7 @@ def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None
       cpu_devices: how many devices a CPU process has; None means one.
       several_processes: whether CPU processes must be able to communicate.
     """
-    platforms = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")
+    platforms = jax.config.values["jax_platforms"] or os.environ.get("JAX_PLATFORMS")
     if not platforms and not has_accelerator():
         platforms = "cpu"
         jax.config.update("jax_platforms", "cpu")

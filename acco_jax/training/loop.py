@@ -207,7 +207,6 @@ class Evaluator:
             # sums: (1, 2) nats and targets of this worker's rows so far
             return sums + jnp.stack(loss_fn(params, batch, no_rng)[:2])
 
-        self._rows = NamedSharding(e.mesh, rows)
         in_specs = (P(), rows, rows)
         self._add = jax.jit(
             jax.shard_map(
@@ -230,7 +229,7 @@ class Evaluator:
             limit=limit,
         )
         mine = np.zeros((e.workers // jax.process_count(), 2), np.float32)
-        sums = jax.make_array_from_process_local_data(self._rows, mine)
+        sums = to_devices(mine, e.mesh)
         for batch in batches:
             sums = self._add(params, to_devices(batch, e.mesh), sums)
         nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
@@ -415,14 +414,14 @@ def run(
                 if step % config.checkpoint_every == 0:
                     going.save()
         going.save()
-        if going.done < total:
-            logging.info(
-                "stopped after half-round %d of %d: the same command continues",
-                going.done, total,
-            )  # fmt: skip
-            return None
-        row = going.validate(None)
-    return _finish(experiment, row)
+        row = going.validate(None) if going.done == total else None
+    if row is not None:
+        return _finish(experiment, row)
+    logging.info(
+        "stopped after half-round %d of %d: the same command continues",
+        going.done, total,
+    )  # fmt: skip
+    return None
 
 
 def _announce(experiment: Experiment) -> None:

@@ -43,8 +43,9 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
         ax.set_xlabel(label)
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-    lowest = min(bigram, *(r["bits_per_byte"] for r in held_out))
-    axes[0].set_ylim(0.95 * lowest, max(1.6 * bigram, 1.2 * lowest))
+    # The training loss starts far above what is of interest: cut it, nothing else.
+    shown = [bigram, *(r["bits_per_byte"] for r in held_out)]
+    axes[0].set_ylim(0.95 * min(shown), max(1.5 * bigram, 1.05 * max(shown)))
     axes[0].set_ylabel("loss (bits per byte)")
     axes[0].legend(frameon=False)
     figure.suptitle(title)
