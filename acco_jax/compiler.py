@@ -5,6 +5,12 @@ Found by compiling half-rounds and reading the schedules; `acco_jax.plan` shows 
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
+
+import jax
+
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _SPARSE_CORE = {
     _OFFLOAD + name: True
@@ -83,3 +89,22 @@ def compiler_options(
     if kind == "gpu" and model_axis:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     return options
+
+
+@contextlib.contextmanager
+def naming_unknown_options() -> Iterator[None]:
+    """Turns a compiler's refusal of an option into one line.
+
+    Raises:
+      ValueError: the installed compiler does not know an option; nothing has run.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        found = re.search(r"No such compile option: '(\w+)'", str(error))
+        if found is None:
+            raise
+        raise ValueError(
+            f"the compiler of jax {jax.__version__} on this device does not know the "
+            f"option {found[1]!r}: pass compiler_options without it."
+        ) from error

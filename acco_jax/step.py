@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.compiler import compiler_options as default_options
+from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Layout, Pending
 from acco_jax.transforms.base import Method, check_params, find_state
@@ -97,7 +98,8 @@ class TrainStep:
         args = self._place(params, state, batch, counts, rng)
         overlaps = self._overlaps(state)
         run = self._program(state, overlaps) if self.form == "fused" else self._split
-        params, state, metrics = run(*args)
+        with naming_unknown_options():
+            params, state, metrics = run(*args)
         self._warmed = state.steps if overlaps else None
         return params, state, metrics
 
