@@ -142,6 +142,7 @@ def make_method(
             return start(layout, master, inner_state)
 
         shapes = jax.eval_shape(make, _abstract(params))
+        params = jax.device_put(params, layout.params_shardings)
         return jax.jit(make, out_shardings=layout.state_shardings(shapes))(params)
 
     def advance_(state: Any, gradient: PyTree, weight: jax.Array, extra: dict) -> Any:

@@ -1,0 +1,159 @@
+"""What a compiled half-round sends, and what a device holds."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import acco_jax
+from tests.reference import make_mesh
+
+WIDTH, LAYERS = 256, 16  # 16 x (256 x 257 + 2 x 256) = 1.06 M parameters
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all",
+               "collective_permute")  # fmt: skip
+
+
+def shapes(dtype):
+    layer = {"b": (WIDTH,), "g": (WIDTH,), "w": (WIDTH, WIDTH), "x": (WIDTH,)}
+    tree = {f"layer{i}": layer for i in range(LAYERS)}
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=is_shape
+    )
+
+
+def loss_fn(params, batch, rng):
+    x = batch
+    for layer in params.values():
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"]) * layer["g"] + layer["x"]
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+@functools.cache
+def build(n, layout, mixed=False, method="acco"):
+    mesh = make_mesh(n)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tx = getattr(acco_jax, method)(inner, mesh=mesh, layout=layout)
+    params = shapes(jnp.bfloat16)
+    if mixed:
+        params["layer0"] = shapes(jnp.float32)["layer0"]
+    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=2)
+    state = jax.eval_shape(tx.init, params)
+    put = lambda tree, to: jax.tree.map(  # noqa: E731
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, to
+    )
+    arrays = (
+        put(params, state.layout.params_shardings),
+        put(state, acco_jax.state_shardings(tx, params)),
+    )
+    batch = jax.ShapeDtypeStruct((2 * n, WIDTH), jnp.bfloat16)
+    return tx, params, state, step.lower(*arrays, batch)
+
+
+def collectives(lowered):
+    """[(operation, elements that cross, dtype)], larger than a norm."""
+    found = []
+    text = lowered.as_text()
+    tensor = r"tensor<([\dx]*?)x?(bf16|f16|f32|f64)>"
+    operations = "|".join(COLLECTIVES)
+    pattern = rf'"stablehlo\.({operations})".*?: \({tensor}\) -> {tensor}'
+    for op, before, dtype, after, _ in re.findall(pattern, text, re.S):
+        size = max(
+            math.prod(map(int, filter(None, s.split("x")))) for s in (before, after)
+        )
+        if size > 16:
+            found.append((op, size, dtype))
+    return found
+
+
+def in_the_executable(lowered):
+    """[(operation, largest result)] of the optimized program, larger than a norm."""
+    found = []
+    names = "|".join(op.replace("_", "-") for op in COLLECTIVES)
+    pattern = rf"= (.*?) ({names})(?:-start)?\("
+    for shape, op in re.findall(pattern, compiled(lowered).as_text()):
+        dims = re.findall(r"\[([\d,]*)\]", shape)
+        size = max(math.prod(int(x) for x in d.split(",") if x) for d in dims)
+        if size > 16:
+            found.append((op, size))
+    return found
+
+
+@functools.cache
+def compiled(lowered):
+    return lowered.compile()
+
+
+def sizes(params):
+    out = {}
+    for x in jax.tree.leaves(params):
+        out[str(x.dtype)] = out.get(str(x.dtype), 0) + x.size
+    return out
+
+
+@pytest.mark.parametrize(
+    ("n", "mixed", "method"),
+    [(4, False, "acco"), (8, False, "acco"), (4, True, "acco"), (4, False, "zero1")],
+)
+def test_packed_one_collective_each_way_and_dtype(n, mixed, method):
+    _, params, _, lowered = build(n, "packed", mixed, method)
+    short = {"bfloat16": "bf16", "float32": "f32"}
+    expected = sizes(params)
+    found = collectives(lowered)
+    for op in ("reduce_scatter", "all_gather"):
+        of = {d: size for o, size, d in found if o == op}
+        assert sum(o == op for o, _, _ in found) == len(expected)
+        for dtype, size in expected.items():
+            assert size <= of[short[dtype]] < 1.2 * size  # small: much is padding
+    assert {o for o, _, _ in found} == {"reduce_scatter", "all_gather"}
+    # and the compiler leaves it at that
+    executable = in_the_executable(lowered)
+    names = sorted(op for op, _ in executable)
+    assert names == sorted(["all-gather", "reduce-scatter"] * len(expected)), executable
+
+
+def test_leaf_one_collective_each_way_per_leaf(record_property):
+    _, params, _, lowered = build(4, "leaf")
+    leaves = len(jax.tree.leaves(params))
+    found = [op for op, _, _ in collectives(lowered)]
+    assert found.count("reduce_scatter") == found.count("all_gather") == leaves
+    assert len(found) == 2 * leaves
+    executable = in_the_executable(lowered)
+    assert not [x for x in executable if x[0] == "all-reduce"], executable
+    counts = {op: sum(o == op for o, _ in executable) for op, _ in executable}
+    record_property("collectives", counts)
+    print(counts)
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_bytes_per_device(n):
+    """K = 12 for AdamW in float32: master copy and two moments."""
+    tx, params, state, lowered = build(n, "packed")
+    psi = sum(x.size for x in jax.tree.leaves(params))
+    expected = (12 + 4) * psi / n + 2 * psi
+    homes = acco_jax.state_shardings(tx, params)
+    by_shards = sum(
+        math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+        for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(homes), strict=True)
+    )
+    assert abs(by_shards / expected - 1) < 0.02
+    # and as real arrays, and in the program's own account
+    made = tx.init(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params))
+    device = jax.devices()[0]
+    by_arrays = sum(
+        s.data.nbytes
+        for x in jax.tree.leaves(made)
+        for s in x.addressable_shards
+        if s.device == device
+    )
+    assert by_arrays == by_shards
+    memory = compiled(lowered).memory_analysis()
+    others = 2 * psi + 2 * WIDTH * 2  # parameters, and this device's batch
+    assert abs((memory.argument_size_in_bytes - others) / expected - 1) < 0.02
+    # all of it is donated: nothing is held twice
+    assert memory.alias_size_in_bytes > 0.98 * (expected + 2 * psi)

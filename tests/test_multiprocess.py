@@ -1,0 +1,84 @@
+"""Two real processes that talk over gloo take the unsharded loop's steps."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests import multiprocess_problem as problem
+from tests.reference import Unsharded
+
+pytestmark = pytest.mark.usefixtures("x64")
+ROOT = Path(__file__).parents[1]
+SECONDS = 240
+
+
+def run(processes, devices):
+    """The first process's result; every process is gone when this returns."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "tests.multiprocess_worker"]
+    workers = [
+        subprocess.Popen(
+            [*command, *map(str, (i, processes, devices, port))],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    try:
+        outputs = [w.communicate(timeout=SECONDS)[0] for w in workers]
+    finally:
+        for w in workers:
+            w.kill()
+            w.wait()
+    assert [w.returncode for w in workers] == [0] * processes, "\n".join(outputs)[
+        -4000:
+    ]
+    (line,) = [x for x in outputs[0].splitlines() if x.startswith("RESULT")]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+def expected(method, n):
+    """[parameters and committed parameters] of the loop on one device."""
+    reference, gradients, weights = Unsharded(problem.inner()), [], []
+    gradient = jax.jit(jax.grad(problem.loss))
+    theta = problem.theta()
+    at, points = theta, []
+    for h in range(problem.HALF_ROUNDS):
+        batch, counts, rows = problem.batch(n, h), problem.counts(n, h), []
+        for i, count in enumerate(counts):
+            total = jax.tree.map(np.zeros_like, theta)
+            for k in range(i * problem.N, i * problem.N + count):
+                one = jax.tree.map(lambda x, k=k: x[2 * k : 2 * k + 2], batch)
+                total = jax.tree.map(np.add, total, gradient(at, one, None))
+            rows.append(total)
+        gradients.append(jax.tree.map(lambda *x: np.stack(x), *rows))
+        weights.append(counts)
+        points = getattr(reference, method)(theta, gradients, weights)
+        at = points[-1][0]
+    flat = lambda p: np.concatenate([np.ravel(x) for x in jax.tree.leaves(p)])  # noqa: E731
+    return [flat(p) for p in points]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_processes(devices):
+    result = run(2, devices)
+    assert result["auto"] == "split"
+    for method in ("acco", "zero1"):
+        points = expected(method, 2 * devices)
+        for form in ("split", "fused", "plain"):
+            np.testing.assert_allclose(
+                result[f"{method}-{form}"], points, rtol=0, atol=1e-9
+            )
+        np.testing.assert_array_equal(
+            result[f"{method}-split"], result[f"{method}-fused"]
+        )

@@ -1,0 +1,233 @@
+"""Fused, split and plain are one half-round."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import acco_jax
+from tests.reference import AUTO, EXPLICIT, make_mesh, parameters
+
+pytestmark = pytest.mark.usefixtures("x64")
+SHAPES = {"b": (13,), "s": (), "v": (13, 3), "w": (5, 13)}
+METHODS = {"acco": acco_jax.acco, "zero1": acco_jax.zero1}
+
+
+def loss_fn(params, batch, rng):
+    x, y = batch
+    if rng is not None:
+        x = x * jax.random.bernoulli(rng, 0.8, x.shape)
+    out = jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] * params["s"]
+    error = (out - y) ** 2
+    return error.sum(), y.size, {"largest": jnp.max(error), "rows": len(x)}
+
+
+class Setup:
+    """One method, its step in every form, and the plain update; compiled once."""
+
+    def __init__(self, name, n, types, layout, N):
+        self.mesh, self.N, self.n = make_mesh(n, types=types), N, n
+        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+        self.tx = METHODS[name](inner, mesh=self.mesh, layout=layout)
+        make = functools.partial(
+            acco_jax.make_train_step, loss_fn, self.tx, mesh=self.mesh, microbatches=N
+        )
+        self.steps = {form: make(form=form) for form in ("fused", "split")}
+        self.gradients = acco_jax.local_gradients(
+            loss_fn, mesh=self.mesh, microbatches=N
+        )
+        self.update = jax.jit(self.tx.update)
+
+    def start(self):
+        params = jax.tree.map(jnp.array, parameters(SHAPES))
+        return params, self.tx.init(params)
+
+    def plain(self, params, state, batch, counts=None, rng=None):
+        grads, weight, aux = self.gradients(params, batch, counts, rng)
+        updates, state = self.update(grads, state, params, weight=weight)
+        return optax.apply_updates(params, updates), state, {"aux": aux}
+
+    def half_round(self, form, *args):
+        return (self.plain if form == "plain" else self.steps[form])(*args)
+
+    def batch(self, seed):
+        rng = np.random.default_rng(seed)
+        rows = self.n * self.N * 2
+        return rng.normal(size=(rows, 5)), rng.normal(size=(rows, 3))
+
+    def run(self, forms):
+        params, state = self.start()
+        points = []
+        rng = np.random.default_rng(0)
+        for h, form in enumerate(forms):
+            counts = rng.integers(0, self.N + 1, self.n)
+            key = jax.random.key(h)
+            params, state, metrics = self.half_round(
+                form, params, state, self.batch(h), counts, key
+            )
+            held = acco_jax.committed_params(state, params)
+            points.append(jax.tree.map(np.asarray, (params, held, metrics["aux"])))
+        return points
+
+
+setup = functools.cache(Setup)
+CASES = [
+    ("acco", 4, AUTO, "packed", 3),
+    ("acco", 4, EXPLICIT, "packed", 3),
+    ("acco", 4, AUTO, "leaf", 2),
+    ("acco", 4, EXPLICIT, "leaf", 1),
+    ("acco", 1, AUTO, "packed", 2),
+    ("acco", 2, AUTO, "packed", 1),
+    ("zero1", 4, AUTO, "packed", 3),
+    ("zero1", 2, EXPLICIT, "leaf", 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_all_forms_agree(case):
+    made = setup(*case)
+    half_rounds = 7
+    plain = made.run(["plain"] * half_rounds)
+    assert np.any(plain[0][0]["w"] != plain[-1][0]["w"])
+    fused = None
+    for forms in (
+        ["fused"] * half_rounds,
+        ["split"] * half_rounds,
+        ["plain", "fused", "split", "fused", "plain", "split", "plain"],
+        ["split", "plain", "fused", "plain", "split", "plain", "fused"],
+    ):
+        # parameters, committed parameters and aux
+        points = made.run(forms)
+        if "plain" not in forms:
+            fused = fused or points
+            chex.assert_trees_all_equal(points, fused)
+        # XLA:CPU may contract a product and a sum in one program and not in another
+        chex.assert_trees_all_close(points, plain, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_compilation_per_program(name, form, caplog):
+    made = setup(name, 4, AUTO, "packed", 3)
+    step = acco_jax.make_train_step(
+        loss_fn, made.tx, mesh=made.mesh, microbatches=made.N, form=form
+    )
+    params, state = made.start()
+    params, state, _ = step(params, state, made.batch(0))
+    with jax.log_compiles():
+        jax.jit(lambda: 0)()  # the log works
+        assert "Compiling jit(" in caplog.text
+        caplog.clear()
+        for h in range(1, 4):
+            params, state, _ = step(params, state, made.batch(h))
+    text = caplog.text
+    assert (text.count("Compiling jit("), len(step._programs)) == (0, 1)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("name", METHODS)
+def test_metrics(name, form):
+    made = setup(name, 4, AUTO, "packed", 3)
+    params, state = made.start()
+    losses = jax.jit(loss_fn)
+    counts = np.array([3, 1, 0, 2])
+    for h in range(3):
+        before, batch = jax.tree.map(np.asarray, params), made.batch(h)
+        params, state, metrics = made.steps[form](params, state, batch, counts)
+        total, weight, largest, rows = 0.0, 0.0, 0.0, 0
+        for i, count in enumerate(counts):
+            for k in range(3 * i, 3 * i + count):
+                one = tuple(x[2 * k : 2 * k + 2] for x in batch)
+                loss, w, aux = losses(before, one, None)
+                total, weight = total + loss, weight + w
+                largest, rows = largest + aux["largest"], rows + aux["rows"]
+        np.testing.assert_allclose(metrics["loss"], total / weight, rtol=1e-12)
+        np.testing.assert_allclose(metrics["aux"]["largest"], largest, rtol=1e-12)
+        assert float(metrics["weight"]) == float(weight)
+        assert int(metrics["aux"]["rows"]) == rows
+        np.testing.assert_array_equal(metrics["counts"], counts)
+        assert int(metrics["step"]) == (h // 2 if name == "acco" else h + 1)
+        assert (float(metrics["grad_norm"]) > 0) == (name == "zero1" or h > 0)
+
+
+def test_gradient_norm_is_that_of_the_mean_gradient():
+    made = setup("zero1", 4, AUTO, "packed", 3)
+    params, state = made.start()
+    grads, weight, _ = made.gradients(params, made.batch(0))
+    mean = jax.tree.map(lambda g: g.sum(0) / weight.sum(), grads)
+    _, _, metrics = made.steps["fused"](params, state, made.batch(0))
+    expected = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(mean)))
+    np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-12)
+
+
+def test_the_key_matters_and_only_it():
+    made = setup("acco", 4, AUTO, "packed", 3)
+    outs = []
+    for seed in (0, 0, 1):
+        params, state = made.start()
+        for h in range(2):
+            key = jax.random.key(seed)
+            params, state, m = made.steps["fused"](
+                params, state, made.batch(h), None, key
+            )
+        outs.append(float(m["loss"]))
+    assert outs[0] == outs[1] != outs[2]
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_state_is_donated_and_nothing_else(form):
+    made = setup("acco", 4, AUTO, "packed", 3)
+    params, state = made.start()
+    params, state, _ = made.steps[form](params, state, made.batch(0))
+    batch = jax.device_put(made.batch(1)[0]), jax.device_put(made.batch(1)[1])
+    counts, held = jnp.full(4, 2), state
+    old = params
+    params, state, metrics = made.steps[form](params, state, batch, counts)
+    for x in jax.tree.leaves((held.master, held.inner, held.carry)):
+        assert x.is_deleted()
+    if form == "fused":
+        assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    for x in jax.tree.leaves((batch, counts, params, state, metrics)):
+        assert not x.is_deleted()
+
+
+def test_all_counts_zero_is_an_idle_half_round():
+    made = setup("acco", 4, AUTO, "packed", 3)
+    params, state = made.start()
+    first = jax.tree.map(np.asarray, params)
+    for h in range(3):
+        params, state, m = made.steps["fused"](
+            params, state, made.batch(h), np.zeros(4, int)
+        )
+        assert float(m["loss"]) == float(m["weight"]) == 0
+        chex.assert_trees_all_equal(params, first)
+    assert int(state.steps) == 0
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    made = setup("acco", 4, AUTO, "packed", 3)
+    params, state = made.start()
+    step, make = made.steps["fused"], acco_jax.make_train_step
+    cases = [
+        ("multiple of 12", lambda: step(params, state, (np.ones((3, 5)),) * 2)),
+        ("another tree", lambda: step({"w": params["w"]}, state, made.batch(0))),
+        ("init saw", lambda: step(
+            params | {"b": jnp.ones(3)}, state, made.batch(0))),
+        ("between 0", lambda: step(params, state, made.batch(0), [9, 1, 1, 1])),
+        ("choose one of", lambda: make(
+            loss_fn, made.tx, mesh=made.mesh, microbatches=1, form="both")),
+        ("at least 1", lambda: make(
+            loss_fn, made.tx, mesh=made.mesh, microbatches=0)),
+        ("no axis", lambda: make(
+            loss_fn, made.tx, mesh=made.mesh, microbatches=1, axis_name="x")),
+    ]  # fmt: skip
+    for words, call in cases:
+        with pytest.raises(ValueError, match=words) as error:
+            call()
+        assert "\n" not in str(error.value)
+    # nothing was donated by a call that was refused
+    step(params, state, made.batch(0))

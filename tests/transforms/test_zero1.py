@@ -1,0 +1,74 @@
+"""The synchronous baseline, against an unsharded loop."""
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+
+import acco_jax
+from acco_jax.layout import LeafLayout, PackedLayout
+from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
+
+pytestmark = pytest.mark.usefixtures("x64")
+SHAPES = {"b": (77,), "s": (), "t": (3, 4, 5), "w": (5, 13)}
+CLIP = optax.clip_by_global_norm(0.5)
+INNER = {
+    "adamw": (optax.chain(CLIP, optax.adamw(1e-2)), PackedLayout),
+    "sgd": (optax.sgd(0.1, momentum=0.9), PackedLayout),
+    "centralize": (optax.chain(optax.centralize(), optax.adamw(1e-2)), LeafLayout),
+}
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", INNER)
+def test_every_update_is_one_step_of_inner(name, n, types):
+    inner, kind = INNER[name]
+    tx = acco_jax.zero1(inner, mesh=make_mesh(n, types=types))
+    theta = parameters(SHAPES)
+    params, state, update = theta, tx.init(theta), jax.jit(tx.update)
+    assert isinstance(state.layout, kind)
+    gradients = draw(SHAPES, n, 6, 0)
+    weight = np.random.default_rng(1).integers(0, 3, (6, n))
+    weight[2] = 0  # nobody had anything: nothing moves, not even for NaN
+    sent = list(gradients)
+    sent[2] = jax.tree.map(lambda g: np.full_like(g, np.nan), gradients[2])
+    points = Unsharded(inner).zero1(theta, gradients, weight)
+    steps = 0
+    for g, w, (here, _) in zip(sent, weight, points, strict=True):
+        before = state
+        updates, state = update(g, state, params, weight=w)
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close(params, here, rtol=0, atol=1e-10)
+        held = acco_jax.committed_params(state, params)
+        chex.assert_trees_all_close(held, here, rtol=0, atol=1e-10)
+        steps += int(w.sum() > 0)
+        assert int(state.steps) == steps
+        if not w.any():
+            chex.assert_trees_all_equal(state.inner, before.inner)
+
+
+def test_equals_acco_that_commits_the_same_gradients():
+    """With estimates of weight 0, ACCO's commits are ZeRO-1's steps, one later."""
+    inner, mesh = INNER["adamw"][0], make_mesh(2)
+    theta = parameters(SHAPES)
+    gradients = draw(SHAPES, 2, 3, 5)
+    zero1, acco = (f(inner, mesh=mesh) for f in (acco_jax.zero1, acco_jax.acco))
+    params, state = theta, zero1.init(theta)
+    expected = []
+    for g in gradients:
+        updates, state = jax.jit(zero1.update)(g, state, params)
+        params = optax.apply_updates(params, updates)
+        expected.append(params)
+    params, state, update = theta, acco.init(theta), jax.jit(acco.update)
+    seen = []
+    idle = np.zeros(2)
+    for g in [*gradients, gradients[0]]:
+        # a commit, whose own gradients are dropped; then an estimate that sends nothing
+        for rows, w in ((g, idle), (g, np.ones(2))):
+            updates, state = update(rows, state, params, weight=w)
+            params = optax.apply_updates(params, updates)
+            seen.append(params)
+    for k, here in enumerate(expected):
+        chex.assert_trees_all_close(seen[2 * k + 2], here, rtol=0, atol=1e-12)
