@@ -1,8 +1,9 @@
 """What a schedule would cost on a chip: predictions, never measurements.
 
-An operation takes the longer of its matrix products at the chip's peak and its bytes at
-the memory's; a loop counts as one operation. Collectives run one after the other,
-beside the operations that the schedule puts between their launch and completion.
+An operation takes its matrix products at the chip's peak plus its bytes at the
+memory's: a sum, so that a loop costs what its body does when it is unrolled.
+Collectives run one after the other, beside the operations that the schedule puts
+between their launch and completion.
 
 Sources of the formulas: rings as in NCCL's src/graph/tuning.cc (n - 1 steps, of which
 hosts - 1 cross the network; every GPU of a host drives its own adapter), and its trees
@@ -25,6 +26,8 @@ from acco_jax.planning.topologies import Topology
 # JAX devices of the largest slice: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
 LARGEST_SLICE = {"v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 2 * 9216}
 EFFICIENCY = 0.8
+PRODUCTS = "loops and matrix products"
+OTHER = "other operations"
 SMALL = 1 << 16  # bytes: below, NCCL takes a tree and the protocol of low latency,
 SMALL_HOP, SMALL_FAR = 0.6e-6, 5e-6  # seconds per step over NVLink and the network
 
@@ -158,7 +161,7 @@ class Prediction:
 
     Attributes:
       spans: for a timeline.
-      matrix: of the computation, what holds matrix products (the microbatches).
+      matrix: of the computation, loops and operations that hold matrix products.
       computation: all of it, without waiting.
       communication: all collectives, hidden or not.
       exposed: waiting for them.
@@ -197,8 +200,8 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
 def synchronous(prediction: Prediction, half_rounds: int) -> float:
     """Seconds of a ZeRO-1 step that computes what `half_rounds` half-rounds do.
 
-    All matrix products, one optimizer update, and one half-round's communication with
-    nothing beside it.
+    All loops and matrix products, once what is beside them (the optimizer), and one
+    half-round's communication with nothing beside it.
     """
     update = prediction.computation - prediction.matrix
     return half_rounds * prediction.matrix + update + prediction.communication
@@ -251,12 +254,10 @@ class _Walk:
         ):
             return
         value = self.machine.value
-        seconds = max(
-            o.flops / (value("flops") * value("compute_efficiency")),
-            o.bytes / (value("memory_bandwidth") * value("memory_efficiency")),
-        )
+        seconds = o.flops / (value("flops") * value("compute_efficiency"))
+        seconds += o.bytes / (value("memory_bandwidth") * value("memory_efficiency"))
         self.matrix += seconds if o.flops else 0.0
-        name = "microbatches" if o.flops else "update, packing"
+        name = PRODUCTS if o.flops else OTHER
         self.add("computation", name, self.clock, self.clock + seconds)
         self.clock += seconds
 

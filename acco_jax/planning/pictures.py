@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from acco_jax.planning.costs import Prediction
+from acco_jax.planning.costs import OTHER, PRODUCTS, Prediction
 
 _COLORS = {
-    "microbatches": "#4c78a8",
-    "update, packing": "#b8c9de",
+    PRODUCTS: "#4c78a8",
+    OTHER: "#b8c9de",
     "reduce-scatter": "#f58518",
     "all-gather": "#54a24b",
     "all-reduce": "#e45756",
@@ -104,12 +104,12 @@ def scaling(
         each = [r["tokens_per_second"] / r["devices"] for r in mine]
         left.plot(n, each, label=method, **style)
         right.plot(
-            n, [r["communication"] * scale for r in mine],
-            label=f"{method}: communication", ls="--", **style,
+            n, [r["exposed"] * scale for r in mine],
+            color=color, lw=5, alpha=0.35, label=f"{method}: not hidden",
         )  # fmt: skip
         right.plot(
-            n, [r["exposed"] * scale for r in mine],
-            label=f"{method}: not hidden", ls="-", **style,
+            n, [r["communication"] * scale for r in mine],
+            ls="--", label=f"{method}: communication", **style,
         )  # fmt: skip
     first = [r for r in rows if r["method"] == methods[0]]
     right.axhline(

@@ -175,7 +175,11 @@ def _largest(
     machine: costs.Machine,
     compiled: Compiled | None,
 ) -> tuple[int, float]:
-    """The largest microbatch that fits, and bytes per row: linear in two compiles."""
+    """The largest microbatch that fits, and bytes per row.
+
+    On a line through two compiles: the experiment's, and one near the limit (or, if
+    that does not fit, a small one).
+    """
 
     def total(size: int) -> int:
         other = config.copy_and_resolve_references()
@@ -183,16 +187,22 @@ def _largest(
         logging.info("compiling %s with microbatches of %d rows", method, size)
         return programs.describe(other, method, mesh).compile().memory.total
 
+    room = machine.value("memory_bytes") * USABLE
     if compiled is None:
-        (a, low), (b, high) = ((n, total(n)) for n in (1, 2))
+        a, b = 1, 2
+        low, high = total(a), total(b)
     else:
-        size = config.microbatch_size
-        other = size // 2 or 2
-        pairs = [(size, compiled.memory.total), (other, total(other))]
-        (a, low), (b, high) = sorted(pairs)
+        a, low = config.microbatch_size, compiled.memory.total
+        free = room - sum(compiled.memory.parts.values())
+        b = int(0.7 * a * free / compiled.memory.temporaries)
+        b = b if b > a else max(1, b) if b < a else a + 1
+        try:
+            high = total(b)
+        except DoesNotFit:
+            b = a // 2 or 2
+            high = total(b)
     per_row = (high - low) / (b - a)
-    room = machine.value("memory_bytes") * USABLE - low
-    return (a + int(room // per_row) if per_row > 0 else a), per_row
+    return (a + int((room - low) // per_row) if per_row > 0 else a), per_row
 
 
 def _growth(

@@ -139,16 +139,14 @@ class Program:
         schedule = schedules.read(text, trip_counts=self._trips(text))
         return Compiled(text, schedule, self._memory(compiled), seconds)
 
-    def _trips(self, text: str) -> dict[str, int] | None:
+    def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds are read at run time: the busiest worker's.
 
         The step has two such loops: half of the count, then the other half.
         """
-        if not self.counts:
-            return None
-        most = max(self.counts)
-        spans = (most // 2, most - most // 2)
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
+        most = max(self.counts, default=self.microbatches)
+        spans = (most // 2, most - most // 2)
         if len(loops) != len(spans):
             return dict.fromkeys(loops, spans[1])
         return dict(zip(loops, spans, strict=True))

@@ -140,10 +140,9 @@ def _figures(plan: Plan) -> str:
 
 def _method(plan: Plan, o: Outcome) -> str:
     p, row = o.prediction, plan.row(o.method)
-    per = "half-rounds" if o.half_rounds > 1 else "half-round"
     lines = [
-        f"{o.method}: {o.half_rounds} {per} per step, "
-        f"{o.program.microbatches} microbatches in each",
+        f"{o.method}: {_many(o.half_rounds, 'half-round')} per step, "
+        f"{_many(o.program.microbatches, 'microbatch', 'es')} in each",
         f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s), "
         "collectives of the data axis of at least 1 MiB:",
         _table([_collective(c) for c in o.collectives], "lrlll", indent=4)
@@ -169,6 +168,10 @@ def _method(plan: Plan, o: Outcome) -> str:
         f"{row['model_flops_utilization']:.0%} of peak FLOP/s",
     ]
     return "\n".join(lines)
+
+
+def _many(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def _collective(c: Collective) -> tuple[str, ...]:

@@ -1,0 +1,172 @@
+"""What hides behind what, in programs compiled for machines that are not here.
+
+The model has GPT-2-small's sizes (width 768, 12 heads, 12 layers, vocabulary 50304,
+sequences of 1024 tokens); its layers are a loop, so that their number costs no compile
+time. Every machine's program is compiled once and all that must hold of it is asserted
+together. Where a compiler is not installed, or does not know a chip, its tests are
+skipped. The fast suite holds one GPU and one TPU machine, `make test-slow` the rest.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.models import gpt_neo
+from acco_jax.planning import programs, topologies
+from acco_jax.transforms import METHODS
+
+MODEL = gpt_neo.GPTNeoConfig(
+    vocab_size=50304,
+    max_length=1024,
+    width=768,
+    layers=12,
+    heads=12,
+    pattern=("global",),
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+ROWS = 2  # of a microbatch
+slow = pytest.mark.slow
+
+# A method's hidden fraction of the data axis's bytes: lowest and highest.
+HIDDEN = {"acco": (1.0, 1.0), "zero1": (0.0, 0.01)}
+# Later: "fused_zero1": (0.5, 0.99), in between; with a line per machine in CASES.
+
+
+def case(method, machine, microbatches, *, model=1, dynamic=False, fast=False):
+    name = f"{method}-{machine}-{microbatches}"
+    name += ("-dynamic" if dynamic else "") + (f"-model{model}" if model > 1 else "")
+    return pytest.param(
+        method,
+        machine,
+        microbatches,
+        model,
+        dynamic,
+        id=name,
+        marks=() if fast else slow,
+    )
+
+
+CASES = [
+    case("acco", "gpu:h200:2x8", 4, fast=True),
+    case("zero1", "gpu:h200:2x8", 4),
+    case("acco", "gpu:h200:2x8", 1),
+    case("acco", "gpu:h200:2x8", 3, dynamic=True),
+    case("acco", "gpu:h200:1x8", 4),
+    case("acco", "gpu:h200:16x8", 4),
+    case("acco", "gpu:h200:2x8", 4, model=2),
+    case("acco", "tpu:v6e:4x4", 4),
+    case("zero1", "tpu:v6e:4x4", 4),
+    case("acco", "tpu:v6e:4x4", 1),
+    case("acco", "tpu:v6e:4x4", 3, dynamic=True),
+    case("acco", "tpu:v5e:4x4", 4),
+    case("zero1", "tpu:v5e:4x4", 4),
+    case("acco", "tpu:v5e:4x4", 3, dynamic=True),
+    case("acco", "tpu:v5p:2x2x2", 4, fast=True),  # the quickest of the TPUs
+    case("acco", "tpu:tpu7x:2x2x2", 4),
+]
+
+# What a compiler makes of a collective that it was not asked for.
+INSTEAD = {("v5e", "reduce-scatter"): "all-reduce"}
+
+
+def specs(params):
+    """Tensor parallelism: columns of a product, then rows of the next."""
+
+    def of(path, x):
+        name = jax.tree_util.keystr(path)
+        if "wte" in name:
+            return P(None, "model")
+        if "kernel" in name:
+            rows = "c_proj" in name or "out_proj" in name
+            return P(None, "model", None) if rows else P(None, None, "model")
+        return P()
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def described(method, machine, microbatches, model, dynamic):
+    topology = topologies.parse(machine)
+    modules = topologies._PLUGINS[topology.platform]
+    if not any(map(topologies._installed, modules)):
+        pytest.skip(f"no {topology.platform} compiler: pip install 'acco-jax[plan]'")
+    try:
+        mesh = topologies.mesh(topology, model=model)
+    except ValueError as error:  # this libtpu does not know the chip
+        pytest.skip(str(error))
+    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    options = {"param_specs": specs(params)}
+    if model == 1:
+        mesh, options = programs.data_mesh(topology), {}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    workers = topology.devices // model
+    return programs.assemble(
+        method,
+        METHODS[method](inner, mesh=mesh, **options),
+        gpt_neo.loss_fn(MODEL),
+        params,
+        microbatches=microbatches,
+        microbatch=(ROWS, MODEL.max_length + 1),
+        # workers of unequal speed: all but the first compute all
+        counts=(microbatches - 1, *[microbatches] * (workers - 1)) if dynamic else (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "machine", "microbatches", "model", "dynamic"), CASES
+)
+def test_hidden(method, machine, microbatches, model, dynamic):
+    program = described(method, machine, microbatches, model, dynamic)
+    compiled = program.compile()
+    schedule = compiled.schedule
+    found = schedule.select(groups=program.groups)
+    print(f"\n{compiled.seconds:.0f} s to compile\n{schedule.summary()}")
+
+    # One reduce-scatter and one all-gather of the parameters' size, nothing else.
+    chip = machine.split(":")[1]
+    asked = ("reduce-scatter", "all-gather")
+    assert [c.kind for c in found] == [INSTEAD.get((chip, k), k) for k in asked]
+    split = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(program.arguments[0])
+    )
+    for c in found:
+        assert split <= c.bytes <= 1.02 * split
+        assert (c.where, c.times, c.dtype) == ("ENTRY", 1, "bf16")
+
+    lowest, highest = HIDDEN[method]
+    hidden = schedule.hidden_fraction(groups=program.groups)
+    assert lowest <= hidden <= highest
+    if method == "acco":  # behind the microbatches' own products, a half behind each
+        total = sum(c.flops_between for c in found)
+        assert all(c.flops_between >= 0.3 * schedule.flops for c in found)
+        assert total >= 0.95 * schedule.flops
+
+    # What the trip counts come to: the busiest worker's microbatches, counted whole.
+    one = schedule.flops / microbatches
+    tokens = ROWS * MODEL.max_length
+    want = gpt_neo.flops_per_token(MODEL, MODEL.max_length) * tokens / model
+    assert one == pytest.approx(want, rel=0.1)
+
+
+def test_the_fast_suite_has_a_gpu_and_a_tpu():
+    fast = [p.values[1].split(":")[0] for p in CASES if slow not in p.marks]
+    assert fast == ["gpu", "tpu"]
+
+
+@slow
+def test_what_does_not_fit_says_so():
+    program = described("acco", "tpu:v6e:4x4", 1, 1, False)
+    tokens = program.arguments[2]["tokens"]
+    huge = jax.ShapeDtypeStruct(
+        (2048 * 16, tokens.shape[1]), tokens.dtype, sharding=tokens.sharding
+    )
+    arguments = (*program.arguments[:2], {"tokens": huge}, None)
+    program = dataclasses.replace(program, arguments=arguments)
+    with pytest.raises(programs.DoesNotFit, match=r"it needs .*G of .*G hbm"):
+        program.compile()
