@@ -30,15 +30,21 @@ setup: $(VENV)/.train ## make .venv with what the runner needs
 train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORKDIR)
 	$(PY) -m acco_jax.train --config=experiments/quickstart.py --workdir=$(WORKDIR)
 
+# The library's own tests; the rest (runner, model, planning) runs on one interpreter.
+TESTS   ?=
+LIBRARY := tests/transforms $(filter-out tests/test_train.py tests/test_notebook.py, \
+             $(wildcard tests/test_*.py))
+
 test: $(VENV)/.test ## run the fast tests
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 
 test-slow: $(VENV)/.test ## run the slow tests only
 	$(PYTEST) -m slow
 
-test-newest: ## run the fast tests on Python 3.13 or 3.12, with the newest jax
+test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest jax
 	@python=$$($(find-newest)); if [ -n "$$python" ]; then \
-	  $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest; \
+	  $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest \
+	    TESTS="$(LIBRARY)"; \
 	else echo "test-newest: no Python 3.13 or 3.12 found, nothing to run"; fi
 
 lint: $(VENV)/.test ## check format, lint and types
@@ -74,7 +80,7 @@ $(VENV)/.train: pyproject.toml requirements.txt
 
 $(VENV)/.test: $(VENV)/.train
 	@echo "installing the tests' requirements into $(VENV)"
-	@$(INSTALL) -e '.[train,test]'
+	@$(INSTALL) -e '.[train,test,plan]'
 	@touch $@
 
 # The first that runs (a pyenv shim may exist and not), not of a free-threaded build.
