@@ -162,7 +162,10 @@ class TrainStep:
         else:
             new, sums, counts = self._local(*work, None)
             params, state, norm = communicate(new, state)
-        return params, state, self._metrics(sums, counts, norm, state.steps)
+        metrics = self._metrics(sums, counts, norm, state.steps)
+        # Its sums over workers must not meet the next half-round's collectives, which
+        # another thread starts, in another order on another process.
+        return params, state, jax.block_until_ready(metrics)
 
     def _local(
         self,

@@ -1,0 +1,434 @@
+"""How much of the communication acco hides: real processes, a link of chosen speed.
+
+    python benchmarks/overlap_cpu.py [--quick] [--json=FILE] [--processes=2]
+
+Needs Linux, root, and iproute2's `ip` and `tc`. Each process is one worker with one
+CPU device, pinned to a core, in a network namespace of its own; the namespaces meet at
+a bridge, and each sends at no more than a set rate (`tc tbf`; the latency is the
+machine's own). Workers run `make_train_step(form="split")` on a GPT-Neo in float32,
+over jax.distributed and gloo. The modes, in turn within every repetition:
+
+    compute        the gradients of N microbatches: acco_jax.local_gradients
+    communication  a half-round without microbatches: reduce-scatter, optimizer on the
+                   shard, all-gather
+    zero1, acco    a half-round of N microbatches with the method of that name
+    zero1 2N       a step with twice the microbatches: the tokens of two half-rounds
+
+The rate is set until communication takes as long as computation, then half of it. A
+sample is two half-rounds, timed by the slower worker; all times are per half-round. A
+ratio is the median over repetitions of the ratio within a repetition; its spread is
+the middle half. The last line of a table says how busy other programs kept the
+machine: where that is not about 0, measure again. What a mode takes of its core is less
+disturbed; nothing can make acco / compute smaller than the ratio of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+HALF_ROUNDS = 2  # of a sample: an estimate and a commit
+ENVIRONMENT = {
+    # A process pinned to one core would get one thread, and nothing would overlap.
+    "PJRT_NPROC": "2",
+    # Buffers beyond 32 MB are new memory in every half-round: in 4 KB pages their
+    # page faults are half of what communication costs the core.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+BURST = "256kb"  # what may be sent at once
+# communication / computation -> ratio -> at most
+TARGETS = {
+    1.0: {"acco / max(compute, communication)": 1.10, "acco / zero1": 0.58},
+    0.5: {"acco / compute": 1.06},
+}
+
+
+# --------------------------------------------------------------------- the workers
+
+
+def work(spec: dict[str, Any]) -> None:
+    """Runs the modes that the parent names on stdin; answers with seconds each."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo prints
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        spec["coordinator"], spec["processes"], spec["index"], initialization_timeout=60
+    )
+    modes = make_modes(spec)
+    for line in sys.stdin:
+        mode = line.strip()
+        if mode == "modes":
+            reply: Any = list(modes)
+        else:
+            start = time.perf_counter()
+            modes[mode]()
+            reply = (time.perf_counter() - start) / HALF_ROUNDS
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Mode -> what computes or communicates for two half-rounds, and waits for it."""
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import acco_jax
+    from acco_jax.models import gpt_neo
+    from acco_jax.transforms import METHODS
+
+    model = gpt_neo.GPTNeoConfig(**spec["model"], dtype="float32")
+    loss = gpt_neo.loss_fn(model)
+    n, N = spec["processes"], spec["microbatches"]
+    mesh = jax.make_mesh((n,), ("data",), (jax.sharding.AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+    shape = (2 * N * n * spec["rows"], model.max_length + 1)
+    tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape)
+    tokens = tokens.astype(np.int32)
+
+    def split(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
+
+    batch, twice = (
+        {"tokens": split(tokens[: len(tokens) // 2])},
+        {"tokens": split(tokens)},
+    )
+    none = split(np.zeros(n, np.int32))
+
+    def params() -> Any:
+        init = functools.partial(gpt_neo.init_params, model, jax.random.key(0))
+        return jax.jit(init, out_shardings=NamedSharding(mesh, P()))()
+
+    def stepper(method: str, microbatches: int) -> Callable[..., None]:
+        tx = METHODS[method](optax.adamw(1e-4), mesh=mesh)
+        step = acco_jax.make_train_step(
+            loss, tx, mesh=mesh, microbatches=microbatches, form="split"
+        )
+        now = params()
+        held = [now, tx.init(now)]
+
+        def run(batch: Any, counts: Any = None, times: int = HALF_ROUNDS) -> None:
+            for _ in range(times):
+                *held[:], metrics = step(*held, batch, counts)
+            jax.block_until_ready((held, metrics))
+
+        return run
+
+    at = params()
+    gradients = acco_jax.local_gradients(loss, mesh=mesh, microbatches=N)
+
+    def compute() -> None:
+        for _ in range(HALF_ROUNDS):
+            jax.block_until_ready(gradients(at, batch)[:2])
+
+    modes: dict[str, Callable[[], Any]] = {"compute": compute}
+    modes["communication"] = functools.partial(stepper("acco", N), batch, none)
+    for method in spec["methods"]:
+        modes[method] = functools.partial(stepper(method, N), batch)
+    for method in spec["methods"]:
+        if not METHODS[method](optax.adamw(1e-4), mesh=mesh).delayed:
+            run = stepper(method, 2 * N)
+            modes[method + " 2N"] = functools.partial(run, twice, times=1)
+    return modes
+
+
+# --------------------------------------------------------------------- the network
+
+
+def why_not() -> str | None:
+    """What this machine lacks, in one line."""
+    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
+        return f"no {' and '.join(missing)} here: apt-get install -y iproute2."
+    if os.geteuid() != 0:
+        return "network namespaces are made by root: run as root."
+    probe = subprocess.run(["ip", "netns", "add", name("probe")], capture_output=True)
+    subprocess.run(["ip", "netns", "del", name("probe")], capture_output=True)
+    if probe.returncode:
+        return f"no network namespaces here: {probe.stderr.decode().strip()}"
+    return None
+
+
+def name(part: object, pid: int | None = None) -> str:
+    return f"acco-{pid or os.getpid()}-{part}"
+
+
+def sh(*command: object) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
+
+
+def remove_networks() -> None:
+    """Removes this process's namespaces, and those of others that were killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
+    for line in listed.stdout.splitlines():
+        match line.split()[0].split("-"):
+            case ["acco", pid, _] if (
+                pid == str(os.getpid()) or not pathlib.Path("/proc", pid).exists()
+            ):
+                subprocess.run(["ip", "netns", "del", line.split()[0]], check=False)
+
+
+def make_network(workers: int) -> None:
+    """A bridge in one namespace, and one more for every worker: 10.77.0.1, .2, ..."""
+    hub = name("hub")
+    sh("ip", "netns", "add", hub)
+    sh("ip", "-n", hub, "link", "add", "bridge", "up", "type", "bridge")
+    for i in range(workers):
+        sh("ip", "netns", "add", name(i))
+        port = f"port{i}"
+        sh("ip", "-n", hub, "link", "add", port, "type", "veth",
+           "peer", "name", "eth0", "netns", name(i))  # fmt: skip
+        sh("ip", "-n", hub, "link", "set", port, "up", "master", "bridge")
+        sh("ip", "-n", name(i), "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+        sh("ip", "-n", name(i), "link", "set", "eth0", "up")
+        sh("ip", "-n", name(i), "link", "set", "lo", "up")
+
+
+def set_rate(workers: int, mbit: float) -> None:
+    for i in range(workers):
+        sh("tc", "-n", name(i), "qdisc", "replace", "dev", "eth0", "root", "tbf",
+           "rate", f"{mbit * 1000:.0f}kbit", "burst", BURST,
+           "latency", "400ms")  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the parent
+
+
+class Workers:
+    """The processes: `workers("acco")` runs a mode on all, returns the longest time."""
+
+    def __init__(self, spec: dict[str, Any], logs: pathlib.Path) -> None:
+        self.logs = [logs / f"{i}.log" for i in range(spec["processes"])]
+        self.processes = [self._start(spec, i, log) for i, log in enumerate(self.logs)]
+
+    def _start(self, spec: dict[str, Any], i: int, log: pathlib.Path) -> Any:
+        # gloo asks for the address of the machine's own name
+        hosts = log.with_suffix(".hosts")
+        hosts.write_text(f"10.77.0.{i + 1} {platform.node()}\n127.0.0.1 localhost\n")
+        mount = f'mount --bind {hosts} /etc/hosts; exec "$@"'
+        spec = {**spec, "index": i, "coordinator": "10.77.0.1:9911"}
+        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", name(i),
+             "sh", "-ec", mount, "sh", "taskset", "-c", str(i % os.cpu_count()),
+             sys.executable, __file__, "--worker", json.dumps(spec)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"),
+            text=True, env=env,
+        )  # fmt: skip
+
+    def ask(self, mode: str) -> list[Any]:
+        for p in self.processes:
+            p.stdin.write(mode + "\n")
+            p.stdin.flush()
+        answers, waiting = [], {p.stdout: i for i, p in enumerate(self.processes)}
+        while waiting:
+            for out in connection.wait(list(waiting)):
+                i = waiting.pop(out)
+                line = out.readline()
+                if not line:
+                    tail = self.logs[i].read_text()[-2000:]
+                    raise SystemExit(f"worker {i} ended during {mode!r}:\n{tail}")
+                answers.append(json.loads(line))
+        return answers
+
+    def __call__(self, mode: str) -> float:
+        return max(self.ask(mode))
+
+    def cpu_seconds(self) -> float:
+        def of(pid: int) -> int:
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1]
+            return sum(map(int, fields.split()[11:13]))
+
+        return sum(of(p.pid) for p in self.processes) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        for p in self.processes:
+            p.kill()
+        for p in self.processes:
+            p.wait()
+
+
+@contextlib.contextmanager
+def running(spec: dict[str, Any]) -> Iterator[Workers]:
+    """Workers on their network; both are gone afterwards, however it ends."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(f"ended by {signal.Signals(number).name}")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, end)
+    workers = None
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            remove_networks()
+            make_network(spec["processes"])
+            workers = Workers(spec, pathlib.Path(logs))
+            yield workers
+        finally:
+            if workers:
+                workers.stop()
+            remove_networks()
+
+
+def busy_seconds() -> float:
+    """CPU seconds of all programs so far, the kernel's own work excepted."""
+    fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    user, nice, system = map(int, fields[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def calibrate(workers: Workers, count: int, share: float, mbit: float) -> float:
+    """The rate at which communication takes `share` of the time of computation."""
+    for _ in range(4):
+        set_rate(count, mbit)
+        compute = statistics.median(workers("compute") for _ in range(3))
+        took = statistics.median(workers("communication") for _ in range(3))
+        if abs(took / (share * compute) - 1) < 0.02:
+            break
+        mbit *= took / (share * compute)
+    set_rate(count, mbit)
+    return mbit
+
+
+def measure(workers: Workers, modes: list[str], repetitions: int) -> dict[str, Any]:
+    """Seconds of every mode in every repetition, and how busy the rest was."""
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    cpu: dict[str, list[float]] = {mode: [] for mode in modes}
+    count = HALF_ROUNDS * len(workers.processes)
+    others, start = busy_seconds() - workers.cpu_seconds(), time.perf_counter()
+    for i in range(repetitions):
+        for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
+            used = workers.cpu_seconds()
+            seconds[mode].append(workers(mode))
+            cpu[mode].append((workers.cpu_seconds() - used) / count)
+    others = busy_seconds() - workers.cpu_seconds() - others
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,  # of a worker
+        "other_programs_cores": others / (time.perf_counter() - start),
+        "load": os.getloadavg(),
+    }
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Ratio -> its median and quartiles over the repetitions."""
+    synchronous = [mode for mode in seconds if mode + " 2N" in seconds]
+    plain = {"compute", "communication", *synchronous}
+    plain |= {mode + " 2N" for mode in synchronous}
+    pairs: dict[str, tuple[list[float], list[float]]] = {}
+    parts = list(zip(seconds["compute"], seconds["communication"], strict=True))
+    larger, both = list(map(max, parts)), list(map(sum, parts))
+    for mode in synchronous:
+        pairs[f"{mode} / (compute + communication)"] = seconds[mode], both
+    for mode in seconds.keys() - plain:
+        pairs[f"{mode} / max(compute, communication)"] = seconds[mode], larger
+        for other in ("compute", *synchronous, *(m + " 2N" for m in synchronous)):
+            pairs[f"{mode} / {other}"] = seconds[mode], seconds[other]
+    found = {}
+    for name_, (above, below) in pairs.items():
+        each = [a / b for a, b in zip(above, below, strict=True)]
+        low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
+        found[name_] = {"median": middle, "low": low, "high": high}
+    return found
+
+
+def show(share: float, point: dict[str, Any]) -> None:
+    print(f"\ncommunication = {share:g} x computation, {point['rate_mbit']:.0f} Mbit/s")
+    for mode, values in point["seconds"].items():
+        cpu = statistics.median(point["cpu_seconds"][mode])
+        wall = statistics.median(values)
+        print(f"  {mode:<36}{wall * 1000:7.0f} ms   {cpu * 1000:.0f} ms of the core")
+    for title, found in point["ratios"].items():
+        limit = TARGETS[share].get(title)
+        print(
+            f"  {title:<36}{found['median']:7.3f}   {found['low']:.3f}-"
+            f"{found['high']:.3f}" + (f"   at most {limit}" if limit else "")
+        )
+    load = " ".join(f"{x:.1f}" for x in point["load"])
+    print(
+        f"  other programs kept {point['other_programs_cores']:.2f} cores busy", end=""
+    )
+    print(f" (load {load})")
+
+
+def parse(args: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flag = parser.add_argument
+    flag("--quick", action="store_true", help="small model, 3 repetitions: < 2 minutes")
+    flag("--json", metavar="FILE", help="also write every sample there")
+    flag("--processes", type=int, default=2, metavar="N")
+    flag("--methods", default="zero1,acco", help="names in acco_jax.transforms.METHODS")
+    flag("--repetitions", type=int, metavar="R", help="default 10")
+    flag("--microbatches", type=int, default=8, metavar="N", help="default 8")
+    flag("--timeout", type=int, metavar="S", help="default 1800, quick 110")
+    flag("--worker", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args(args)
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        return work(args.worker)
+    if reason := why_not():
+        raise SystemExit(f"overlap_cpu.py cannot shape a link: {reason}")
+    width, layers, vocabulary, length, rows = (
+        (128, 4, 2048, 128, 1) if args.quick else (256, 4, 4096, 256, 2)
+    )
+    spec = {
+        "model": {"width": width, "layers": layers, "vocab_size": vocabulary,
+                  "max_length": length, "heads": width // 64, "window": length},
+        "microbatches": args.microbatches,
+        "rows": rows,  # sequences of a microbatch
+        "processes": args.processes,
+        "methods": args.methods.split(","),
+    }  # fmt: skip
+    report: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "machine": f"{os.cpu_count()} cores, {platform.platform()}",
+        **spec,
+        "points": {},
+    }
+    with running(spec) as workers:
+        signal.alarm(args.timeout or (110 if args.quick else 1800))
+        set_rate(args.processes, 1000)
+        modes = workers.ask("modes")[0]
+        for mode in modes:
+            workers(mode)  # compiles
+        mbit = 1000.0
+        for share in TARGETS:
+            mbit = calibrate(workers, args.processes, share, mbit)
+            repetitions = args.repetitions or (3 if args.quick else 10)
+            point = measure(workers, modes, repetitions)
+            point |= {"rate_mbit": mbit, "ratios": ratios(point["seconds"])}
+            report["points"][str(share)] = point
+            show(share, point)
+        signal.alarm(0)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The overhead benchmark at a tiny size: its loops agree, and it reports."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "overhead.py"
+
+
+def run(*flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *flags], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def overhead():
+    spec = importlib.util.spec_from_file_location("overhead", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_quick(tmp_path):
+    out = tmp_path / "out.json"
+    text = run("--quick", f"--json={out}")
+    report = json.loads(out.read_text())
+    assert report["seconds"].keys() == {"hand", "fused", "plain"}
+    assert all(len(seconds) == 3 for seconds in report["seconds"].values())
+    assert report["ratios"].keys() == report["cpu_ratios"].keys() == {"fused", "plain"}
+    assert report["peak_flops"] is None or "of peak" in text
+    if report["device"].startswith("cpu"):
+        assert "GPT-2 small (bfloat16, sequence 1024)" in text
+
+
+@pytest.mark.slow
+def test_schedule_of_several_devices():
+    assert "loop while" in run("--quick", "--schedule=2")
+
+
+def test_a_chip_s_peak_is_found_by_its_kind(overhead):
+    class Device:
+        device_kind = "NVIDIA H200"
+
+    assert overhead.peak_flops(Device()) == pytest.approx(989e12, rel=0.01)
+    Device.device_kind = "TPU v5 lite"
+    assert overhead.peak_flops(Device()) == 197e12
+    Device.device_kind = "abacus"
+    assert overhead.peak_flops(Device()) is None

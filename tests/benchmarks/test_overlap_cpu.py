@@ -1,0 +1,92 @@
+"""The overlap benchmark runs where it can, says why where it cannot, and tidies up."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "overlap_cpu.py"
+
+
+@pytest.fixture(scope="module")
+def overlap_cpu():
+    spec = importlib.util.spec_from_file_location("overlap_cpu", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*flags: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, PROGRAM, *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=540,
+    )
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+
+
+def test_ratios_are_taken_within_a_repetition(overlap_cpu):
+    seconds = {
+        "compute": [1.0, 2.0, 4.0],
+        "communication": [2.0, 2.0, 2.0],
+        "zero1": [3.0, 4.0, 6.0],
+        "acco": [2.0, 3.0, 4.0],
+        "zero1 2N": [2.0, 3.0, 5.0],
+    }
+    found = overlap_cpu.ratios(seconds)
+    assert found["acco / max(compute, communication)"]["median"] == 1
+    assert found["acco / compute"] == {"median": 1.5, "low": 1.25, "high": 1.75}
+    assert found["acco / zero1"]["median"] == pytest.approx(2 / 3)
+    assert found["acco / zero1 2N"]["median"] == 1
+    assert found["zero1 / (compute + communication)"]["median"] == 1
+    limits = {title for point in overlap_cpu.TARGETS.values() for title in point}
+    assert limits <= found.keys()
+
+
+def test_without_the_tools_says_so_in_one_line():
+    done = run("--quick", PATH="/nonexistent")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "overlap_cpu.py cannot shape a link: no ip and tc here: "
+        "apt-get install -y iproute2.\n"
+    )
+
+
+@pytest.mark.slow
+def test_quick(overlap_cpu, tmp_path):
+    """A real run, or the one line that says what this machine lacks."""
+    out = tmp_path / "out.json"
+    done = run("--quick", "--repetitions=2", "--timeout=480", f"--json={out}")
+    if reason := overlap_cpu.why_not():
+        assert done.returncode == 1
+        assert done.stderr == f"overlap_cpu.py cannot shape a link: {reason}\n"
+        return
+    assert done.returncode == 0, done.stderr
+    points = json.loads(out.read_text())["points"]
+    assert set(points) == {"1.0", "0.5"}
+    for point in points.values():
+        assert point["rate_mbit"] > 0
+        for mode in ("compute", "communication", "zero1", "acco", "zero1 2N"):
+            assert len(point["seconds"][mode]) == 2
+        assert point["ratios"].keys() >= {"acco / zero1", "acco / zero1 2N"}
+    assert f"at most {overlap_cpu.TARGETS[1.0]['acco / zero1']}" in done.stdout
+    assert "acco-" not in namespaces()
+
+
+def test_ends_in_time_and_leaves_nothing_behind(overlap_cpu):
+    done = run("--quick", "--timeout=5")
+    if reason := overlap_cpu.why_not():
+        assert done.stderr == f"overlap_cpu.py cannot shape a link: {reason}\n"
+        return
+    assert done.returncode == 1
+    assert done.stderr == "ended by SIGALRM\n"
+    assert "acco-" not in namespaces()
