@@ -2,6 +2,13 @@
 
 from acco_jax.transforms.acco import acco
 from acco_jax.transforms.delayed import dpu, wp
+from acco_jax.transforms.fused_zero1 import fused_zero1
 from acco_jax.transforms.zero1 import zero1
 
-METHODS = {"acco": acco, "zero1": zero1, "dpu": dpu, "wp": wp}
+METHODS = {
+    "acco": acco,
+    "dpu": dpu,
+    "fused_zero1": fused_zero1,
+    "wp": wp,
+    "zero1": zero1,
+}

@@ -137,7 +137,7 @@ def make_method(
             def begin(master: PyTree) -> PyTree:
                 return layout.inner_store(inner.init(layout.inner_view(master)))
 
-            shapes = jax.eval_shape(begin, layout.shards)
+            shapes = jax.eval_shape(begin, _abstract(layout.shards))
             inner_state = in_auto(begin, layout, layout.state_shardings(shapes))(master)
             return start(layout, master, inner_state)
 

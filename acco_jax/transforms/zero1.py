@@ -29,6 +29,20 @@ class Zero1State(NamedTuple):
     inner: PyTree  # the optimizer's state at theta(t), over the shards
 
 
+def start(layout: Layout, master: PyTree, inner_state: PyTree) -> Zero1State:
+    return Zero1State(layout, jnp.int32(0), master, inner_state)
+
+
+def advance(
+    state: Zero1State, gradient: PyTree, weight: jax.Array, step: Any
+) -> tuple[Zero1State, Point]:
+    theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
+    state = state._replace(
+        steps=state.steps + (weight > 0), master=theta, inner=inner_state
+    )
+    return state, Point(theta, norm)
+
+
 def zero1(
     inner: optax.GradientTransformation,
     *,
@@ -48,18 +62,6 @@ def zero1(
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models (https://arxiv.org/abs/1910.02054)
     """
-
-    def start(layout: Layout, master: PyTree, inner_state: PyTree) -> Zero1State:
-        return Zero1State(layout, jnp.int32(0), master, inner_state)
-
-    def advance(
-        state: Zero1State, gradient: PyTree, weight: jax.Array, step: Any
-    ) -> tuple[Zero1State, Point]:
-        theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
-        state = state._replace(
-            steps=state.steps + (weight > 0), master=theta, inner=inner_state
-        )
-        return state, Point(theta, norm)
 
     options = Options(
         mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs
