@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
         from acco_jax.training import loop  # what it imports may touch devices
 
         experiment = loop.prepare(config, workdir)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     try:
         loop.run(experiment, stop_after=_STOP_AFTER.value)

@@ -77,6 +77,8 @@ class Checkpoints:
             for file in self._folder.glob("*.checksums"):
                 if not (self._folder / file.stem).exists():
                     file.unlink()
+        if jax.process_count() > 1:  # or the others wait in a collective that times out
+            multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.

@@ -320,6 +320,8 @@ class _Run:
             tokens=self.tokens,
             seconds=seconds,
         )
+        if jax.process_count() > 1:  # gloo's reduce-scatter waits 30 s for a late one
+            multihost_utils.sync_global_devices("ready to train")
 
     @property
     def tokens(self) -> int:
