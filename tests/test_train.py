@@ -1,0 +1,423 @@
+"""The command itself: what it prints, what it refuses, and several real processes."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from acco_jax.training import loop
+from acco_jax.training.checkpoints import Checkpoints
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """
+from acco_jax.training.config import default_config
+
+def get_config():
+    c = default_config()
+    c.devices, c.steps, c.length, c.microbatch_size = 2, 6, 32, 2
+    c.microbatches_per_step, c.log_every = 4, 1
+    c.eval_every, c.eval_batches, c.checkpoint_every = 2, 2, 2
+    c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.data.name, c.data.folder, c.data.held_out = "text_folder", {texts!r}, 0.2
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with texts/, tiny.py, broken configs and the data sets' cache."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "texts").mkdir()
+    for i in range(12):
+        text = "".join(f"{j} squared is {j * j}, said {i}.\n" for j in range(i, 250))
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    (folder / "tiny.py").write_text(CONFIG.format(texts=str(folder / "texts")))
+    broken = {
+        "syntax": "def get_config(:",
+        "nothing": "x = 1",
+        "three": "def get_config():\n    return 3",
+        "typo": CONFIG.format(texts="").replace("c.model.", "c.modle."),
+        "kind": CONFIG.format(texts="").replace("c.devices", "c.seed = 'x'; c.devices"),
+    }
+    for name, text in broken.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(place):
+    names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    inherited = {k: v for k, v in os.environ.items() if k not in names}
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    return inherited | {"ACCO_DATA_DIR": str(place / "data"), "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def start(place, environment):
+    """start(workdir, *flags): the command, started."""
+
+    def popen(workdir, *args, config="tiny.py", **options):
+        flags = [f"--config={place / config}", f"--workdir={workdir}", *args]
+        return subprocess.Popen(
+            [sys.executable, "-m", "acco_jax.train", *flags],
+            env=environment,
+            cwd=place,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+        )
+
+    return popen
+
+
+@pytest.fixture(scope="module")
+def start_two(start):
+    """start_two(workdir, *flags): the command in two processes of one device each."""
+
+    def popen(workdir, *args):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        together = (
+            "--config.devices=1",
+            "--processes=2",
+            f"--coordinator=localhost:{port}",
+        )
+        return [start(workdir, *together, f"--process={i}", *args) for i in range(2)]
+
+    return popen
+
+
+def finish(*processes):
+    """The (stdout, stderr) of processes that must succeed."""
+    outputs = [process.communicate(timeout=500) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * len(processes), outputs
+    return outputs
+
+
+def rows_of(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    clocks = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in row.items() if k not in clocks} for row in rows]
+
+
+def wait_for_rows(process, workdir, count):
+    path, deadline = workdir / "metrics.jsonl", time.monotonic() + 500
+    while not (path.exists() and path.read_text().count("\n") >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# ---- what it prints
+
+
+@pytest.fixture(scope="module")
+def finished(start, place):
+    """(stdout, stderr, workdir) of one real run."""
+    workdir = place / "finished"
+    ((out, err),) = finish(start(workdir))
+    return out, err, workdir
+
+
+def test_prints_a_start_the_evaluations_and_a_summary(finished):
+    out, err, workdir = finished
+    assert out == ""
+    lines = [
+        re.sub(r"^I\d{4} [\d:.]+ +\d+ \w+\.py:\d+\] ", "", x) for x in err.splitlines()
+    ]
+    patterns = [
+        r"Preparing data set text_folder/.*",  # the first time
+        r"acco on 2 cpu devices: 11,120 parameters, 512 tokens a step; text_folder: .*",
+        r"step 2: held-out loss \d\.\d{4}, \d\.\d{4} bits per byte",
+        r"step 4: held-out loss .*",
+        r"step 6: held-out loss .*",
+        r"finished",
+        r"acco on 2 devices: 11,120 parameters, 6 steps, 3,328 tokens in \d+ s .*",
+        r"held-out loss  .*",
+        r"smoothed bigram .*",
+        rf"picture        {re.escape(str(workdir))}/loss.png",
+    ]
+    assert len(lines) == len(patterns), err
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), (line, pattern)
+
+
+def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
+    ours, theirs = pty.openpty()
+    size = struct.pack("4H", 24, 120, 0, 0)  # else it is of no width
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, size)
+    process = start(place / "terminal", "--stop_after=9", stderr=theirs, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0, shown
+    text = shown.decode()
+    assert re.search(r"9/13 .*loss \d\.\d{3}, [\d,]+ tokens/s", text), text
+    assert re.search(r"\[\d\d:\d\d<", text)  # elapsed < left
+    # what is logged starts where a line does
+    logged = re.findall(r"(?:[\r\n]|^)I\d{4} [^\r\n]*?\] (\w+)", text)
+    assert logged == ["acco", "step", "step", "stopped"], text
+    assert len(re.findall(r"I\d{4} [\d:.]+ ", text)) == len(logged), text
+
+
+# ---- what it refuses
+
+MANY = r"""
+import json, os, runpy, sys
+import jax
+from acco_jax.training import loop
+cases, folder = json.load(sys.stdin)
+for i, case in enumerate(cases):
+    if not os.fork():
+        for fd in 1, 2:
+            os.dup2(os.open(f"{folder}/{i}.{fd}", os.O_CREAT | os.O_WRONLY), fd)
+        compiled = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *_, **__: compiled.append(name) if "compile" in name else None)
+        sys.argv = ["train", *case]
+        try:
+            runpy.run_module("acco_jax.train", run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 99
+        if compiled:
+            print("compiled", compiled, file=sys.stderr)
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code or 0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+WRONG = {
+    "field of the command line": (
+        ["--config.optimzer.x=1"],
+        r"no such field: 'optimzer'.*Did you mean \"optimizer\"",
+    ),
+    "nested field": (["--config.model.widht=3"], r"model\.widht.*model\.width"),
+    "option": (["--config.optimizer.options.b3=1"], "options of adamw is 'b3'"),
+    "value": (["--config.steps=abc"], r"--config.steps=abc: invalid literal for int"),
+    "no config": (["--config=/nowhere.py"], "No such file or directory"),
+    "syntax": (["--config=syntax.py"], r"invalid syntax \(syntax.py, line 1\)"),
+    "no get_config": (["--config=nothing.py"], "no attribute 'get_config'"),
+    "no ConfigDict": (["--config=three.py"], r"get_config\(\) returned 3"),
+    "typo in a config": (["--config=typo.py"], r"'modle' Did you mean \"model\""),
+    "type in a config": (["--config=kind.py"], r"Could not override field 'seed'"),
+    "no workdir": (["--workdir="], "--workdir must have a value other than None"),
+    "workdir in a file": (["--workdir=/dev/null/x"], "Not a directory"),
+    "argument": (["more"], "unexpected argument 'more'"),
+    "batch": (["--config.microbatches_per_step=3"], "does not divide into the 2"),
+    "data set": (["--config.data.name=stdlb"], "did you mean 'stdlib'"),
+    "folder": (["--config.data.folder=/nowhere"], "no folder /nowhere"),
+    "counts": (["--config.counts=(0,0)"], "counts is 0 for every worker"),
+    "length of counts": (["--config.counts=(1,)"], "one number from 0 to 2"),
+    "method": (["--config.method=aco"], "did you mean 'acco'"),
+    "optimizer": (["--config.optimizer.name=adamv"], "did you mean 'adam"),
+    "dtype": (["--config.model.dtype=float61"], "give a floating dtype"),
+    "layout": (["--config.layout=pack"], "layout is 'pack'"),
+    "form": (["--config.form=fuse"], "did you mean 'fused'"),
+    "size": (["--config.model.size=x"], "'x' is unknown: use one of gpt-neo"),
+    "heads": (["--config.model.heads=3"], "not divisible by heads=3"),
+    "vocabulary": (["--config.model.vocab_size=9"], "is 9, but the tokenizer has 257"),
+    "corpus": (["--config.length=99999"], "less than a batch"),
+    "some of three": (["--processes=2"], "go together"),
+    "which process": (
+        ["--processes=2", "--process=2", "--coordinator=localhost:1"],
+        "it is 0 to 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals(finished, place, environment, tmp_path_factory):
+    """{case: (exit code, stdout, stderr)}: one import, a fork for each case.
+
+    After a run that has prepared the data set, which is announced in a line of its own.
+    """
+    folder = tmp_path_factory.mktemp("refusals")
+    cases = []
+    for i, (given, _) in enumerate(WRONG.values()):
+        flags = [] if given == ["--workdir="] else [f"--workdir={folder / f'w{i}'}"]
+        config = [] if given[0].startswith("--config=") else ["--config=tiny.py"]
+        cases.append([*config, *flags, *(g for g in given if g != "--workdir=")])
+    # absl takes the last of a flag that is given twice
+    done = subprocess.run(
+        [sys.executable, "-c", MANY],
+        input=json.dumps([cases, str(folder)]),
+        env=environment,
+        cwd=place,
+        text=True,
+        capture_output=True,
+        timeout=500,
+    )
+    codes = [int(line) for line in done.stdout.split()]
+    assert len(codes) == len(WRONG), done
+    return {
+        name: (code, *((folder / f"{i}.{fd}").read_text() for fd in (1, 2)))
+        for i, (name, code) in enumerate(zip(WRONG, codes, strict=True))
+    }
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refuses_in_one_line_before_anything_is_compiled(refusals, case):
+    code, out, err = refusals[case]
+    assert code == 1 and out == "", (code, out, err)
+    assert err.count("\n") == 1 and err.startswith("error: "), err
+    assert re.search(WRONG[case][1], err), err
+
+
+def test_damaged_checkpoints(start, finished, place, tmp_path):
+    """The previous one is used, saying so; with none left it is refused in a line."""
+    workdir = tmp_path / "work"
+    subprocess.run(["cp", "-r", finished[2], workdir], check=True)
+
+    def flip(step):
+        files = [p for p in (workdir / "checkpoints" / step).rglob("*") if p.is_file()]
+        largest = max(files, key=lambda p: p.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 255
+        largest.write_bytes(content)
+
+    flip("13")
+    ((_, err),) = finish(start(workdir))
+    assert "checkpoints/13 is damaged" in err and "after half-round 9 of 13" in err
+    assert rows_of(workdir) == rows_of(finished[2])
+    flip("13")
+    flip("9")
+    process = start(workdir)
+    _, err = process.communicate(timeout=500)
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: every checkpoint in .*", err.splitlines()[-1]), err
+    assert "Traceback" not in err
+
+
+# ---- told to stop, and several processes
+
+LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=100000",
+        "--config.checkpoint_every=100000")  # fmt: skip
+
+
+def test_sigterm_leaves_a_checkpoint_and_exit_code_0(start, tmp_path):
+    process = start(tmp_path, *LONG)
+    wait_for_rows(process, tmp_path, 3)
+    process.send_signal(signal.SIGTERM)
+    ((_, err),) = finish(process)
+    (done,) = re.findall(r"stopped after half-round (\d+) of 40001", err)
+    ((_, err),) = finish(start(tmp_path, *LONG, f"--stop_after={int(done) + 20}"))
+    assert f"continuing after half-round {done} of 40001" in err
+    numbers = [row["half_round"] for row in rows_of(tmp_path)]
+    assert numbers == list(range(10, int(done) + 21, 10))
+
+
+def test_sigterm_to_one_of_two_processes_stops_both(start_two, tmp_path):
+    processes = start_two(tmp_path, *LONG)
+    wait_for_rows(processes[0], tmp_path, 2)
+    processes[1].send_signal(signal.SIGTERM)  # only one of them is told
+    (_, err), _ = finish(*processes)
+    (done,) = re.findall(r"stopped after half-round (\d+) of 40001", err)
+    saved = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    assert saved == {done, f"{done}.checksums"}
+
+
+@pytest.fixture(scope="module")
+def two(start_two, place):
+    """The workdir of an uninterrupted run of two processes, and what they printed."""
+    workdir = place / "two"
+    return workdir, finish(*start_two(workdir))
+
+
+def test_two_processes_train_as_one_with_two_devices(finished, two):
+    """The same rows in the same batches: the same losses, to float32 rounding."""
+    one, several = rows_of(finished[2]), rows_of(two[0])
+    assert len(one) == len(several)
+    for a, b in zip(one, several, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
+        assert {**a, "loss": 0, "grad_norm": 0} | {"bits_per_byte": 0} == (
+            {**b, "loss": 0, "grad_norm": 0} | {"bits_per_byte": 0}
+        )
+
+
+def test_only_the_first_process_speaks(two):
+    (_, first), (_, second) = two[1]
+    assert "acco on 2 cpu devices" in first and "finished" in first
+    assert second == "", second
+
+
+def arrays_of(workdir, place, reader):
+    """Parameters and state after the last half-round, read on two devices here."""
+    config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
+    config.data.data_dir = str(place / "data")
+    like = loop._abstract(loop.prepare(config, reader, jax.devices()[:2]))
+    found, _ = Checkpoints(workdir / "checkpoints", 2).restore(13, like)
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
+
+
+def test_two_processes_continue_bit_for_bit(two, start_two, place, tmp_path):
+    workdir = tmp_path / "work"
+    for stop in ("--stop_after=6", "--stop_after=9", "--stop_after=13"):
+        finish(*start_two(workdir, stop))  # after an estimate, a commit, the end
+    assert rows_of(workdir) == rows_of(two[0])
+    reader = tmp_path / "reader"
+    whole, resumed = (arrays_of(w, place, reader) for w in (two[0], workdir))
+    assert whole == resumed and len(whole) > 100
+
+
+@pytest.mark.slow
+def test_zero1_in_two_processes_as_in_one(start, start_two, tmp_path):
+    flags = ("--config.method=zero1", "--config.counts=(4,2)")
+    finish(start(tmp_path / "one", *flags))
+    finish(*start_two(tmp_path / "two", *flags))
+    finish(*start_two(tmp_path / "stopped", *flags, "--stop_after=3"))
+    finish(*start_two(tmp_path / "stopped", *flags))
+    one, several = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    assert rows_of(tmp_path / "stopped") == several
+    for a, b in zip(one, several, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
+
+
+# ---- what training gives
+
+
+@pytest.mark.slow
+def test_acco_ends_within_a_percent_of_zero1(start, tmp_path):
+    """At equal tokens per optimizer step: the quickstart's, on the standard library."""
+    flags = ("--config.devices=2", "--config.microbatch_size=8",
+             "--config.optimizer.learning_rate=1e-3")  # fmt: skip
+    ends = {}
+    for method in ("acco", "zero1"):
+        quickstart = ROOT / "experiments" / "quickstart.py"
+        workdir, which = tmp_path / method, f"--config.method={method}"
+        finish(start(workdir, which, *flags, config=quickstart))
+        ends[method] = json.loads((tmp_path / method / "summary.json").read_text())
+    # acco's priming half-round communicates nothing and is not part of a step
+    assert ends["acco"]["steps"] == ends["zero1"]["steps"]
+    ratio = ends["acco"]["loss"] / ends["zero1"]["loss"]
+    assert 0.97 < ratio < 1.01, ends
+    for summary in ends.values():
+        assert summary["bits_per_byte"] < summary["bigram_bits_per_byte"], summary
