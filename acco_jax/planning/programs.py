@@ -142,11 +142,12 @@ class Program:
     def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds are read at run time: the busiest worker's.
 
-        The step has two such loops: half of the count, then the other half.
+        The step has two such loops: half of the count, then the other half; or, of one
+        microbatch, the forward and the backward pass.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most = max(self.counts, default=self.microbatches)
-        spans = (most // 2, most - most // 2)
+        spans = (most // 2, most - most // 2) if self.microbatches > 1 else (most, most)
         if len(loops) != len(spans):
             return dict.fromkeys(loops, spans[1])
         return dict(zip(loops, spans, strict=True))

@@ -442,6 +442,8 @@ def test_trips_of_dynamic_loops_are_the_busiest_workers():
     program = programs.Program("acco", None, step, 5, (2, 5), (None,) * 4)
     trips = program._trips(text_of("gpu_hidden"))
     assert list(trips.values()) == [2, 3]
+    single = programs.Program("acco", None, step, 1, (), (None,) * 4)
+    assert list(single._trips(text_of("gpu_hidden")).values()) == [1, 1]
     every = programs.Program("acco", None, step, 4, (), (None,) * 4)
     assert list(every._trips(text_of("gpu_hidden")).values()) == [2, 2]
 
