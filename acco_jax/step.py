@@ -119,6 +119,39 @@ class TrainStep:
         program = self._program(state, self._tx.delayed)
         return program.lower(params, state, batch, counts, rng)
 
+    def compile(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+    ) -> None:
+        """Compiles what the first call would; nothing runs and nothing is donated.
+
+        Several processes can then meet before they start: a collective waits only so
+        long for a process that is still compiling.
+        """
+        args = self._place(params, state, batch, counts, rng)
+        overlaps = self._overlaps(state)
+        with naming_unknown_options():
+            if self.form == "fused":
+                self._program(state, overlaps).lower(*args).compile()
+                return
+            layout, rest = state.layout, state
+            work = (layout, params, args[2], *args[3:])
+            self._accumulate.lower(*work).compile()
+            if overlaps:
+                now, rest = state.pending, state._replace(pending=None)
+            else:
+                shapes, _ = jax.eval_shape(self._accumulate, *work)
+                now = jax.tree.map(
+                    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                    shapes,
+                    layout.state_shardings(shapes),
+                )
+            self._program(rest, overlaps).lower(now, rest).compile()
+
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ def get_config():
     c.model.window = 64
     c.model.dtype = "float32"
     c.model.param_dtype = "float32"
-    c.optimizer.learning_rate = 2e-3
+    c.optimizer.learning_rate = 1e-3
     c.eval_every = 50
     c.checkpoint_every = 200
     return c

@@ -231,3 +231,30 @@ def test_what_does_not_fit_is_refused_in_one_line():
         assert "\n" not in str(error.value)
     # nothing was donated by a call that was refused
     step(params, state, made.batch(0))
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("method", [acco_jax.acco, acco_jax.zero1])
+def test_compiled_ahead_is_not_compiled_again(method, form, caplog):
+    mesh = make_mesh(2)
+    tx = method(optax.adam(1e-2), mesh=mesh)
+
+    def loss_fn(params, microbatch, rng):
+        return jnp.mean((microbatch @ params) ** 2)
+
+    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=1, form=form)
+    params = jax.device_put(jnp.ones((3, 2)), jax.NamedSharding(mesh, jax.P()))
+    state = tx.init(params)
+    batch = np.ones((4, 3), np.float32)
+    step.compile(params, state, batch)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        params, state, _ = step(params, state, batch)
+    ours = ("half_round", "_overlapped", "_synchronous", "_accumulate", "_communicate")
+    again = [
+        message
+        for message in caplog.messages
+        if "Finished XLA compilation" in message
+        and any(name in message for name in ours)
+    ]
+    assert not again
+    assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params))

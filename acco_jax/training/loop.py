@@ -321,6 +321,8 @@ class _Run:
             seconds=seconds,
         )
         if jax.process_count() > 1:  # gloo's reduce-scatter waits 30 s for a late one
+            batch = to_devices(next(_batches(e)), e.mesh)
+            e.step.compile(self.params, self.state, batch, self._counts)
             multihost_utils.sync_global_devices("ready to train")
 
     @property
