@@ -12,11 +12,14 @@ from collections.abc import Iterator
 import jax
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
-_SPARSE_CORE = {
-    _OFFLOAD + name: True
-    for name in ("all_gather", "all_reduce", "reduce_scatter", "nd_reduce_scatter",
-                 "2d_all_gather")
-} | {"xla_tpu_offload_gather_to_sparsecore": False}  # fmt: skip
+_SPARSE_CORE: dict[str, bool | int] = {
+    _OFFLOAD + "all_gather": True,
+    _OFFLOAD + "all_reduce": True,
+    _OFFLOAD + "reduce_scatter": True,
+    _OFFLOAD + "nd_reduce_scatter": True,
+    _OFFLOAD + "2d_all_gather": True,
+    "xla_tpu_offload_gather_to_sparsecore": False,
+}
 
 OPTIONS: dict[str, dict[str, bool | int]] = {
     # One asynchronous collective at a time is the rule; a model axis has its own
@@ -31,9 +34,10 @@ OPTIONS: dict[str, dict[str, bool | int]] = {
     },
     "v5p": _SPARSE_CORE | {_OFFLOAD + "3d_all_gather": True},
     "v6e": _SPARSE_CORE,
-    # An embedding's lookup or its gradient on the SparseCore would hold the place of
-    # the collectives.
+    # An embedding's lookup or its gradient, or a weight's change of layout inside the
+    # loop, on the SparseCore would hold the place of the collectives.
     "tpu7x": {
+        "xla_tpu_enable_offloading_copy_to_sparsecore": False,
         "xla_tpu_offload_gather_to_sparsecore": False,
         "xla_tpu_enable_offloading_scatter_to_sparsecore": False,
     },

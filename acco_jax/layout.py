@@ -178,7 +178,9 @@ class Layout:
 
         def of(path: Sequence[Any], x: Any) -> Any:
             if isinstance(x, Pending):
-                return Pending(self.buffer_shardings, self.sharding(self.axis))
+                rows: Any = self.sharding(self.axis)
+                buffers: Any = self.buffer_shardings
+                return Pending(buffers, rows)
             leaf = self.owner(path, x.shape)
             return self.sharding(*self.shard_spec(leaf)) if leaf else self.sharding()
 
@@ -556,7 +558,8 @@ class LeafLayout(Layout):
     @functools.cached_property
     def _dims(self) -> dict[Leaf, tuple[int | None, int]]:
         """Leaf -> (dimension to split or None, its padded size on one device)."""
-        n, dims = self.workers, {}
+        n = self.workers
+        dims: dict[Leaf, tuple[int | None, int]] = {}
         for leaf in self.leaves:
             fits = [d for d, s in enumerate(leaf.local) if s and s % n == 0]
             free = [d for d, s in enumerate(leaf.local) if s == leaf.shape[d]]

@@ -288,7 +288,8 @@ def _accumulate(
     rng: Any,
 ) -> tuple[Pending, Sums]:
     """Local gradients, ready to be communicated. No collective."""
-    places, work = 2 * len(layout.order), None
+    places = 2 * len(layout.order)
+    work: Any = None
     for k in range(places):  # as in the overlapped form: the same sums, bit for bit
         work = gradients.part(k, places, work, params, batch, rng, counts)
     return pending_of(layout, work)

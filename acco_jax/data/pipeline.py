@@ -142,6 +142,8 @@ def validation_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Iterate once, in order, over this process's part of the held-out batches.
 
+    With a limit, the batches are spread evenly over the split, whose parts differ.
+
     Every held-out target appears once with mask 1; the last batch is filled up with
     end-of-text at mask 0. All processes get the same number of batches.
 
@@ -151,7 +153,7 @@ def validation_batches(
       batch_size: rows of the global batch.
       process_index: this process, of `process_count`.
       process_count: number of processes that share the global batch.
-      limit: number of batches to stop after; None: all.
+      limit: number of batches; None: all.
 
     Returns:
       An iterator over {"tokens": int32 (rows, length + 1), "mask": float32 (rows,
@@ -163,8 +165,7 @@ def validation_batches(
     rows = _divide(batch_size, length, process_index, process_count)
     tokens, end_of_text = corpus.validation_tokens, corpus.tokenizer.end_of_text
     batches = math.ceil((len(tokens) - 1) / (batch_size * length))
-    if limit is not None:
-        batches = min(batches, limit)
+    taken = batches if limit is None else min(batches, limit)
     targets = rows * length
     columns = np.arange(rows)[:, None] * length + np.arange(length + 1)
 
@@ -179,7 +180,7 @@ def validation_batches(
             "mask": mask.reshape(rows, length).astype(np.float32),
         }
 
-    return map(batch, range(batches))
+    return map(batch, (i * batches // taken for i in range(taken)))
 
 
 def bits_per_byte(
@@ -302,14 +303,14 @@ def _pack(
 ) -> tuple[int, int]:
     """Write tokens, each document between two ends of text; count texts and bytes."""
     end_of_text = np.asarray([tokenizer.end_of_text], dtype)
-    file.write(end_of_text)
+    file.write(end_of_text.tobytes())
     documents = size = 0
     texts = iter(texts)
     while group := list(itertools.islice(texts, _DOCUMENTS_AT_ONCE)):
         ids = tokenizer.encode_batch(group)
         ends = [end_of_text] * len(ids)
         pieces = itertools.chain.from_iterable(zip(ids, ends, strict=True))
-        file.write(np.concatenate(list(pieces)).astype(dtype))
+        file.write(np.concatenate(list(pieces)).astype(dtype).tobytes())
         documents += len(group)
         size += sum(len(text.encode()) for text in group)
     return documents, size

@@ -320,7 +320,7 @@ def map_captured(fn: Callable[[jax.Array], Any], x: Any) -> Any:
         parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
         new = [map_captured(fn, part) for part in parts]
         same = all(a is b for a, b in zip(parts, new, strict=True))
-        return x if same else treedef.unflatten(new)
+        return x if same else jax.tree.unflatten(treedef, new)
     if isinstance(x, types.FunctionType) and x.__closure__:
         cells = [c.cell_contents for c in x.__closure__ if c != types.CellType()]
         new = [map_captured(fn, c) for c in cells if c is not x]
