@@ -166,7 +166,8 @@ def _carry(eqn: Any) -> tuple[int, int]:
     if "num_consts" in eqn.params:
         consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
     else:  # jax 0.12
-        consts, carry, _ = map(len, eqn.params["ft_in"])
+        parts = eqn.params["ft_in"].update(eqn.invars).unpack()
+        consts, carry, _ = (len(list(part)) for part in parts)
     return consts, consts + carry
 
 
