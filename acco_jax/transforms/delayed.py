@@ -34,6 +34,33 @@ def _start(layout: Layout, master: PyTree, inner_state: PyTree) -> DelayedState:
     return DelayedState(layout, jnp.int32(0), master, inner_state, nothing)
 
 
+def _delayed(
+    inner: optax.GradientTransformation,
+    options: dict[str, Any],
+    *,
+    predict: bool,
+    warmup: int = 0,
+) -> Method:
+    def advance(
+        state: DelayedState, gradient: PyTree, weight: jax.Array, step: Any
+    ) -> tuple[DelayedState, Point]:
+        theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
+        at = step(gradient, weight, inner_state, theta)[0] if predict else theta
+        steps = state.steps + (weight > 0)
+        state = state._replace(steps=steps, master=theta, inner=inner_state)
+        return state, Point(at, norm)
+
+    return make_method(
+        inner,
+        Options(**options),
+        start=_start,
+        advance=advance,
+        delayed=True,
+        half_rounds=1,
+        warmup=warmup,
+    )
+
+
 def dpu(
     inner: optax.GradientTransformation, *, warmup_steps: int = 0, **options: Any
 ) -> Method:
@@ -49,24 +76,7 @@ def dpu(
       Ren et al., ZeRO-Offload, section 4.2: one-step delayed parameter update
       (https://arxiv.org/abs/2101.06840)
     """
-
-    def advance(
-        state: DelayedState, gradient: PyTree, weight: jax.Array, step: Any
-    ) -> tuple[DelayedState, Point]:
-        theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
-        steps = state.steps + (weight > 0)
-        state = state._replace(steps=steps, master=theta, inner=inner_state)
-        return state, Point(theta, norm)
-
-    return make_method(
-        inner,
-        Options(**options),
-        start=_start,
-        advance=advance,
-        delayed=True,
-        half_rounds=1,
-        warmup=warmup_steps,
-    )
+    return _delayed(inner, options, predict=False, warmup=warmup_steps)
 
 
 def wp(inner: optax.GradientTransformation, **options: Any) -> Method:
@@ -80,21 +90,4 @@ def wp(inner: optax.GradientTransformation, **options: Any) -> Method:
       The weight prediction that Nabli et al. compare with
       (https://arxiv.org/abs/2406.02613, section 3)
     """
-
-    def advance(
-        state: DelayedState, gradient: PyTree, weight: jax.Array, step: Any
-    ) -> tuple[DelayedState, Point]:
-        theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
-        ahead, _, _ = step(gradient, weight, inner_state, theta)
-        steps = state.steps + (weight > 0)
-        state = state._replace(steps=steps, master=theta, inner=inner_state)
-        return state, Point(ahead, norm)
-
-    return make_method(
-        inner,
-        Options(**options),
-        start=_start,
-        advance=advance,
-        delayed=True,
-        half_rounds=1,
-    )
+    return _delayed(inner, options, predict=True)

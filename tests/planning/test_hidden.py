@@ -3,8 +3,7 @@
 The model has GPT-2-small's sizes (width 768, 12 heads, 12 layers, vocabulary 50304,
 sequences of 1024 tokens); its layers are a loop, so that their number costs no compile
 time. Every machine's program is compiled once and all that must hold of it is asserted
-together. Where a compiler is not installed, or does not know a chip, its tests are
-skipped. The fast suite holds one GPU and one TPU machine, `make test-slow` the rest.
+together. A chip that the installed compiler does not know is skipped. The fast suite holds one GPU and one TPU machine, `make test-slow` the rest.
 """
 
 import dataclasses
@@ -35,7 +34,6 @@ slow = pytest.mark.slow
 
 # A method's hidden fraction of the data axis's bytes: lowest and highest.
 HIDDEN = {"acco": (1.0, 1.0), "zero1": (0.0, 0.01)}
-# Later: "fused_zero1": (0.5, 0.99), in between; with a line per machine in CASES.
 
 
 def case(method, machine, microbatches, *, model=1, dynamic=False, fast=False):
@@ -93,8 +91,9 @@ def specs(params):
 def described(method, machine, microbatches, model, dynamic):
     topology = topologies.parse(machine)
     modules = topologies._PLUGINS[topology.platform]
-    if not any(map(topologies._installed, modules)):
-        pytest.skip(f"no {topology.platform} compiler: pip install 'acco-jax[plan]'")
+    assert any(map(topologies._installed, modules)), (
+        f"no {topology.platform} compiler: pip install 'acco-jax[plan]'"
+    )
     try:
         mesh = topologies.mesh(topology, model=model)
     except ValueError as error:  # this libtpu does not know the chip
@@ -152,6 +151,18 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     tokens = ROWS * MODEL.max_length
     want = gpt_neo.flops_per_token(MODEL, MODEL.max_length) * tokens / model
     assert one == pytest.approx(want, rel=0.1)
+
+
+@slow
+def test_fused_zero1_lies_in_between():
+    """Most of its reduce-scatters hide, the embedding's and the all-gather do not."""
+    program = described("fused_zero1", "gpu:h200:2x8", 2, 1, False)
+    schedule = program.compile().schedule
+    print(f"\n{schedule.summary()}")
+    found = schedule.select(groups=program.groups)
+    assert {c.kind for c in found} == {"reduce-scatter", "all-gather"}
+    assert any(c.hidden and c.times > 1 for c in found)  # inside the backward loop
+    assert 0.1 < schedule.hidden_fraction(groups=program.groups) < 0.9
 
 
 def test_the_fast_suite_has_a_gpu_and_a_tpu():
