@@ -45,6 +45,21 @@ class DoesNotFit(Exception):
     """The compiler found no way to fit a program into the chip's memory."""
 
 
+def what_it_needs(message: str) -> str:
+    """A compiler's out-of-memory message in a few words.
+
+    libtpu says "Used 40.00G of 31.25G hbm", or "... for HLO temporaries (3.76T) exceeds
+    available HBM (31.25G)"; what is worded otherwise is given as it is, its first line.
+    """
+    for words in (
+        r"Used ([\d.]+\w) of ([\d.]+\w) \w+",
+        r"\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)",
+    ):
+        if found := re.search(words, message):
+            return f"it needs {found[1]} of {found[2]} of memory"
+    return message.splitlines()[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device.
@@ -129,12 +144,7 @@ class Program:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            needs = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) (\w+)", str(error))
-            raise DoesNotFit(
-                "it needs {} of {} {}".format(*needs.groups())
-                if needs
-                else str(error).splitlines()[0]
-            ) from error
+            raise DoesNotFit(what_it_needs(str(error))) from error
         seconds, text = time.perf_counter() - start, compiled.as_text()
         schedule = schedules.read(text, trip_counts=self._trips(text))
         return Compiled(text, schedule, self._memory(compiled), seconds)

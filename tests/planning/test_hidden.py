@@ -180,5 +180,5 @@ def test_what_does_not_fit_says_so():
     )
     arguments = (*program.arguments[:2], {"tokens": huge}, None)
     program = dataclasses.replace(program, arguments=arguments)
-    with pytest.raises(programs.DoesNotFit, match=r"it needs .*G of .*G hbm"):
+    with pytest.raises(programs.DoesNotFit, match=r"it needs .*T of 31.25G of memory"):
         program.compile()

@@ -470,3 +470,23 @@ def test_quantities_have_prefixes():
     assert report.quantity(costs.Figure(14e-6, "s", "")) == "14 µs"
     assert report.quantity(costs.Figure(0.8, "", "")) == "0.8"
     assert report.seconds(0.0123) == "12.3 ms"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in "
+            "memory space hbm. Used 40.00G of 31.25G hbm. Exceeded by 8.75G.",
+            "it needs 40.00G of 31.25G of memory",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+            "for HLO temporaries (3.76T) exceeds available HBM (31.25G).",
+            "it needs 3.76T of 31.25G of memory",
+        ),
+        ("RESOURCE_EXHAUSTED: too much\nand more", "RESOURCE_EXHAUSTED: too much"),
+    ],
+)
+def test_what_a_compiler_says_of_memory(message, said):
+    assert programs.what_it_needs(message) == said
