@@ -90,6 +90,7 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     import jax
     import numpy as np
     import optax
+    from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -119,15 +120,22 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         init = functools.partial(gpt_neo.init_params, model, jax.random.key(0))
         return jax.jit(init, out_shardings=NamedSharding(mesh, P()))()
 
-    def stepper(method: str, microbatches: int) -> Callable[..., None]:
+    def stepper(
+        method: str,
+        microbatches: int,
+        batch: Any,
+        counts: Any = None,
+        times: int = HALF_ROUNDS,
+    ) -> Callable[[], None]:
         tx = METHODS[method](optax.adamw(1e-4), mesh=mesh)
         step = acco_jax.make_train_step(
             loss, tx, mesh=mesh, microbatches=microbatches, form="split"
         )
         now = params()
         held = [now, tx.init(now)]
+        step.compile(*held, batch, counts)
 
-        def run(batch: Any, counts: Any = None, times: int = HALF_ROUNDS) -> None:
+        def run() -> None:
             for _ in range(times):
                 *held[:], metrics = step(*held, batch, counts)
             jax.block_until_ready((held, metrics))
@@ -142,13 +150,14 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
             jax.block_until_ready(gradients(at, batch)[:2])
 
     modes: dict[str, Callable[[], Any]] = {"compute": compute}
-    modes["communication"] = functools.partial(stepper("acco", N), batch, none)
+    modes["communication"] = stepper("acco", N, batch, none)
     for method in spec["methods"]:
-        modes[method] = functools.partial(stepper(method, N), batch)
+        modes[method] = stepper(method, N, batch)
     for method in spec["methods"]:
         if not METHODS[method](optax.adamw(1e-4), mesh=mesh).delayed:
-            run = stepper(method, 2 * N)
-            modes[method + " 2N"] = functools.partial(run, twice, times=1)
+            modes[method + " 2N"] = stepper(method, 2 * N, twice, times=1)
+    # A reduce-scatter over gloo waits 30 s for a process that still compiles.
+    multihost_utils.sync_global_devices("compiled")
     return modes
 
 
