@@ -50,6 +50,7 @@ ENVIRONMENT = {
     # Buffers beyond 32 MB are new memory in every half-round: in 4 KB pages their
     # page faults are half of what communication costs the core.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "XLA_FLAGS": "",  # one device each, whatever the caller's own processes have
 }
 BURST = "256kb"  # what may be sent at once
 # communication / computation -> ratio -> at most
