@@ -17,6 +17,7 @@ node without leaves, so that whoever holds the state can interpret it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -92,7 +93,7 @@ def path_names(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(abc.ABC):
     """What both layouts share; see the module's docstring for the interface.
 
     Attributes:
@@ -190,21 +191,24 @@ class Layout:
 
     # ---- what a layout must define
 
+    @abc.abstractmethod
     def shard_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Global shape of what the optimizer sees of a leaf."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def shard_spec(self, leaf: Leaf) -> P:
-        raise NotImplementedError
+        """How that array is split over the mesh."""
 
     @property
+    @abc.abstractmethod
     def buffer_shardings(self) -> tuple[NamedSharding, ...]:
-        raise NotImplementedError
+        """Of the wire buffers, in the order of `pack`."""
 
+    @abc.abstractmethod
     def pack(self, grads: PyTree) -> tuple[jax.Array, ...]:
         """(n, *shape) rows -> wire buffers. No communication."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def reduce_scatter(
         self, buffers: tuple[jax.Array, ...], axis: str
     ) -> tuple[jax.Array, ...]:
@@ -212,16 +216,16 @@ class Layout:
 
         The collective alone; applied over the axes of `order`, one after the other.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def split(self, raw: tuple[jax.Array, ...]) -> PyTree:
         """Reduced buffers -> the tree of shards, in the master copy's dtype."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def join(self, shards: PyTree) -> tuple[jax.Array, ...]:
         """The tree of shards -> buffers to gather, in the wire's dtype."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def all_gather(
         self, low: tuple[jax.Array, ...], axis: str
     ) -> tuple[jax.Array, ...]:
@@ -229,19 +233,18 @@ class Layout:
 
         The collective alone; applied over the axes of `order`, the last one first.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def unpack(self, full: tuple[jax.Array, ...]) -> PyTree:
         """Gathered buffers -> parameters of their own dtype. No communication."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def shard(self, params: PyTree) -> PyTree:
         """Parameters -> the tree of shards, in the master copy's dtype."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gather_exact(self, shards: PyTree) -> PyTree:
         """The tree of shards -> parameters, in their own dtype whatever the wire's."""
-        raise NotImplementedError
 
     def inner_view(self, tree: PyTree) -> PyTree:
         """State or shards as the inner optimizer must see them (padding taken off)."""
