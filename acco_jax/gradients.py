@@ -94,6 +94,28 @@ class Accumulator:
     def rows(self) -> P:
         return P(self.axis)
 
+    def _opaque(self, end: Any) -> Any:
+        """A loop's end, on GPU as a number that the compiler cannot know.
+
+        XLA:GPU inlines a loop of one trip, then puts only as much of it behind a
+        collective as it thinks enough, and holds more of it in memory.
+        """
+        on_gpu = self.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")
+        return lax.optimization_barrier(jnp.int32(end)) if on_gpu else end
+
+    def _whole(self, fn: Callable) -> Callable:
+        """fn as one piece of a GPU's program: a loop that runs once."""
+
+        def run(*args):  # type: ignore[no-untyped-def]
+            end = self._opaque(1)
+            if isinstance(end, int):
+                return fn(*args)
+            shapes = jax.eval_shape(fn, *args)
+            none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return lax.fori_loop(0, end, lambda i, _: fn(*args), none)
+
+        return run
+
     def over_data(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """fn on each worker's part: manual over the data axes alone.
 
@@ -226,7 +248,8 @@ class Accumulator:
             return jax.tree.map(lambda x: x[None], (loss, rest, residuals))
 
         pull: list[_Pullback] = []
-        run = self.over_data(local, (P(), self.rows, P()), self.rows)
+        in_specs = (P(), self.rows, P())
+        run = self.over_data(self._whole(local), in_specs, self.rows)
         begun = run(params, batch, rng)
         return begun, pull[-1]
 
@@ -251,7 +274,7 @@ class Accumulator:
             return jax.tree.map(lambda x: x[None], sums)
 
         in_specs = (P(), *4 * (self.rows,))
-        run = self.over_data(local, in_specs, self.rows)
+        run = self.over_data(self._whole(local), in_specs, self.rows)
         return run(params, loss, rest, residuals, counts)
 
     def last(
@@ -324,8 +347,10 @@ class Accumulator:
                 count: Any = self.microbatches
                 if counts is not None:
                     count = jnp.clip(counts[0], 0, self.microbatches)
-                first_i, end = span(count)
-                sums = lax.fori_loop(first_i, end, body, sums)
+                start, end = span(count)
+                if isinstance(end, int) and end - start == 1:
+                    end = self._opaque(end)
+                sums = lax.fori_loop(start, end, body, sums)
             return jax.tree.map(lambda x: x[None], sums)
 
         in_specs = (P(), self.rows, P(), self.rows, self.rows)

@@ -448,6 +448,8 @@ class PackedLayout(Layout):
         self, buffers: tuple[jax.Array, ...], axis: str
     ) -> tuple[jax.Array, ...]:
         def local(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            if self.mesh.shape[axis] == 1:
+                return buffers  # the collective of one worker would be a copy
             return tuple(
                 lax.psum_scatter(b, axis, scatter_dimension=0, tiled=True)
                 for b in buffers
@@ -500,6 +502,8 @@ class PackedLayout(Layout):
         self, low: tuple[jax.Array, ...], axis: str
     ) -> tuple[jax.Array, ...]:
         def local(low: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            if self.mesh.shape[axis] == 1:
+                return low
             return tuple(lax.all_gather(x, axis, axis=0, tiled=True) for x in low)
 
         left = self.order[: self.order.index(axis)]
@@ -635,7 +639,9 @@ class LeafLayout(Layout):
 
         def reduce(leaf: Leaf, x: jax.Array) -> jax.Array:
             d, _ = self._dims[leaf]
-            if d is None:
+            if self.mesh.shape[axis] == 1:
+                x = x[0]  # the collective of one worker would be a copy
+            elif d is None:
                 x = lax.psum(x[0], axis)
             else:
                 x = lax.psum_scatter(x[0], axis, scatter_dimension=d, tiled=True)
@@ -657,7 +663,7 @@ class LeafLayout(Layout):
     ) -> tuple[jax.Array, ...]:
         def gather(leaf: Leaf, x: jax.Array) -> jax.Array:
             d, _ = self._dims[leaf]
-            if d is None:
+            if d is None or self.mesh.shape[axis] == 1:
                 return x
             return lax.all_gather(x, axis, axis=d, tiled=True)
 

@@ -150,17 +150,19 @@ class Program:
         return Compiled(text, schedule, self._memory(compiled), seconds)
 
     def _trips(self, text: str) -> dict[str, int]:
-        """Trips of the loops whose bounds are read at run time: the busiest worker's.
+        """Trips of the loops whose bounds the compiler cannot know.
 
-        The step has two such loops: half of the count, then the other half; or, of one
-        microbatch, the forward and the backward pass.
+        With counts these are the busiest worker's: half of the count and the other
+        half, or of one microbatch the forward and the backward pass. Without, they are
+        those that the step hides on GPU, because they run once.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
-        most = max(self.counts, default=self.microbatches)
-        spans = (most // 2, most - most // 2) if self.microbatches > 1 else (most, most)
-        if len(loops) != len(spans):
-            return dict.fromkeys(loops, spans[1])
-        return dict(zip(loops, spans, strict=True))
+        most = max(self.counts, default=1)
+        if most == 1:
+            return dict.fromkeys(loops, 1)
+        if len(loops) != 2:  # all but the last one, of a method with one loop
+            return dict.fromkeys(loops, most - 1)
+        return dict(zip(loops, (most // 2, most - most // 2), strict=True))
 
     def _memory(self, compiled: Any) -> Memory:
         params, state, batch, counts = self.arguments

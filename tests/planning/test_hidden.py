@@ -55,6 +55,7 @@ CASES = [
     case("acco", "gpu:h200:2x8", 4, fast=True),
     case("zero1", "gpu:h200:2x8", 4),
     case("acco", "gpu:h200:2x8", 1),
+    case("acco", "gpu:h200:2x8", 2),
     case("acco", "gpu:h200:2x8", 3, dynamic=True),
     case("acco", "gpu:h200:1x8", 4),
     case("acco", "gpu:h200:16x8", 4),
@@ -152,6 +153,42 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     tokens = ROWS * MODEL.max_length
     want = gpt_neo.flops_per_token(MODEL, MODEL.max_length) * tokens / model
     assert one == pytest.approx(want, rel=0.1)
+
+
+@slow
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_memory(microbatches):
+    """Beside activations: (10 + (K + 4) / n) bytes for each of Psi parameters.
+
+    Ten are parameters, pending gradients, accumulated ones, those of the microbatch
+    under way and gathered parameters; (K + 4) / n are master copy, moments and carry.
+    Activations are what one microbatch's value_and_grad needs beyond its parameters
+    and gradients.
+    """
+    program = described("acco", "gpu:h200:1x8", microbatches, 1, False)
+    params, _, batch, _ = program.arguments
+    tokens = batch["tokens"]
+    shape = (tokens.shape[0] // microbatches, tokens.shape[1])
+    one = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens.sharding)}
+
+    def gradients(params, batch):  # each worker's own
+        loss = lambda params: gpt_neo.loss_fn(MODEL)(params, batch, None)[0]  # noqa: E731
+        return jax.tree.map(lambda g: g[None], jax.value_and_grad(loss)(params))
+
+    alone = jax.shard_map(
+        gradients,
+        mesh=program.mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    m = jax.jit(alone).lower(params, one).compile().memory_analysis()
+    psi, n = program.parameters, program.workers
+    needed = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    activations = needed - m.alias_size_in_bytes - 4 * psi
+    beside = (program.compile().memory.total - activations) / psi
+    print(f"\n{beside:.2f} bytes per parameter beside the activations")
+    assert beside <= 10 + (12 + 4) / n
 
 
 @slow
