@@ -48,9 +48,6 @@ class TrainStep:
         self._tx, self._gradients = tx, gradients
         self._programs: dict[tuple[Layout, bool], Any] = {}
         self._warmed: jax.Array | None = None  # the step count last seen past warm-up
-        # XLA:CPU copies whatever it is to overwrite while anything may still read it,
-        # and there that is all of it: new arrays, and freeing the old, costs less.
-        self._in_place = gradients.mesh.devices.flat[0].platform != "cpu"
         if form == "split":
             self._thread = ThreadPoolExecutor(1, "acco-communicate")
             accumulate = tx.accumulate or _accumulate
@@ -83,7 +80,7 @@ class TrainStep:
                 fn, donate = functools.partial(_communicate, self._tx), (1,)
             self._programs[layout, overlaps] = jax.jit(
                 fn,
-                donate_argnums=donate if self._in_place else (),
+                donate_argnums=donate,
                 out_shardings=out_shardings,
                 compiler_options=self.compiler_options or None,
             )
@@ -102,12 +99,9 @@ class TrainStep:
         overlaps = self._overlaps(state)
         run = self._program(state, overlaps) if self.form == "fused" else self._split
         with naming_unknown_options():
-            out = run(*args)
-        _, state, _ = out
+            params, state, metrics = run(*args)
         self._warmed = state.steps if overlaps else None
-        if not self._in_place:
-            _free(args[:2], out)
-        return out
+        return params, state, metrics
 
     def lower(
         self,
@@ -312,14 +306,6 @@ def _communicate(tx: Method, now: Pending, state: Any) -> tuple[PyTree, Any, jax
     for axis in reversed(layout.order):
         full = barrier(tx.gather(layout, full, axis))
     return layout.unpack(full), state, point.grad_norm
-
-
-def _free(donated: PyTree, kept: PyTree) -> None:
-    """Deletes donated arrays, but for those that were returned as they came."""
-    kept_ids = {id(x) for x in jax.tree.leaves(kept)}
-    for x in jax.tree.leaves(donated):
-        if id(x) not in kept_ids:
-            x.delete()
 
 
 def pending_of(layout: Layout, sums: Sums) -> tuple[Pending, Sums]:
