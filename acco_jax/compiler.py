@@ -41,7 +41,8 @@ OPTIONS: dict[str, dict[str, bool | int]] = {
         "xla_tpu_offload_gather_to_sparsecore": False,
         "xla_tpu_enable_offloading_scatter_to_sparsecore": False,
     },
-    "cpu": {},
+    # Donated buffers are written in place; without it XLA:CPU copies all of them.
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
 }
 
 # Beginnings of jax.Device.device_kind, most specific first.

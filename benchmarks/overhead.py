@@ -9,6 +9,7 @@ Times half-rounds of the same microbatches, in turn within every repetition:
     fused   acco_jax.make_train_step(form="fused")
     plain   acco_jax.local_gradients, tx.update and optax.apply_updates in one program
 
+All are compiled with the options that acco_jax.compiler_options names for the device.
 A ratio is the median over repetitions of the ratio to `hand` within a repetition, its
 spread the middle half. A repetition is two half-rounds (an estimate and a commit) of
 each and ends when their results are there. On a CPU the last column is the same ratio
@@ -59,6 +60,11 @@ ON_AN_ACCELERATOR = (
 )
 
 
+def options() -> dict[str, Any]:
+    """What make_train_step compiles with, for the other loops as well."""
+    return acco_jax.compiler_options(jax.devices()[0].device_kind)
+
+
 def hand_written(
     loss_fn: Callable,
     inner: optax.GradientTransformation,
@@ -67,7 +73,7 @@ def hand_written(
 ) -> Callable:
     """(master, state, batch) -> (master, state, loss), as one would write it."""
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=options())
     def step(master: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, Any, Any]:
         params = jax.tree.map(lambda x: x.astype(dtype), master)
         split = lambda x: x.reshape(microbatches, -1, *x.shape[1:])  # noqa: E731
@@ -96,7 +102,7 @@ def plain(
     """The optax way: local gradients, update, apply_updates."""
     gradients = acco_jax.local_gradients(loss_fn, mesh=mesh, microbatches=microbatches)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=options())
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, Any, Any]:
         grads, weight, _ = gradients(params, batch)
         updates, state = tx.update(grads, state, params, weight=weight)
