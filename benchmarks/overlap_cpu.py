@@ -13,8 +13,11 @@ over jax.distributed and gloo. The modes, in turn within every repetition:
                    shard, all-gather
     zero1, acco    a half-round of N microbatches with the method of that name
     zero1 2N       a step with twice the microbatches: the tokens of two half-rounds
+    adaptive       acco with microbatches="adaptive", from N/4 up; the time is that of
+                   N/4 microbatches, as it is of "compute N/4" and "zero1 N/4"
 
-The rate is set until communication takes as long as computation, then half of it. A
+The rate is set until communication takes as long as computation, then half of it, then
+7 times that of N/4 microbatches: there acco must go on computing. A
 sample is two half-rounds, timed by the slower worker; all times are per half-round. A
 ratio is the median over repetitions of the ratio within a repetition; its spread is
 the middle half. The last line of a table says how busy other programs kept the
@@ -57,7 +60,9 @@ BURST = "256kb"  # what may be sent at once
 TARGETS = {
     1.0: {"acco / max(compute, communication)": 1.10, "acco / zero1": 0.58},
     0.5: {"acco / compute": 1.06},
+    7.0: {"adaptive / zero1 N/4": 1 / 6},
 }
+SLOW = 7.0  # where counts adapt
 
 
 # --------------------------------------------------------------------- the workers
@@ -81,19 +86,22 @@ def work(spec: dict[str, Any]) -> None:
             reply: Any = list(modes)
         else:
             start = time.perf_counter()
-            modes[mode]()
-            reply = (time.perf_counter() - start) / HALF_ROUNDS
+            half_rounds = modes[mode]()
+            reply = (time.perf_counter() - start) / half_rounds
         print(json.dumps(reply), file=answers, flush=True)
 
 
 def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Mode -> what computes or communicates for two half-rounds, and waits for it."""
+    """Mode -> what runs it, waits, and returns the number of half-rounds.
+
+    Of an adaptive one, as many as would have computed its microbatches by N/4 each.
+    """
     import jax
     import numpy as np
     import optax
-    from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
+    from orbax.checkpoint import multihost
 
     import acco_jax
     from acco_jax.models import gpt_neo
@@ -101,20 +109,20 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
     model = gpt_neo.GPTNeoConfig(**spec["model"], dtype="float32")
     loss = gpt_neo.loss_fn(model)
-    n, N = spec["processes"], spec["microbatches"]
+    n, N, most = spec["processes"], spec["microbatches"], spec["most"]
+    few = max(N // 4, 1)
     mesh = jax.make_mesh((n,), ("data",), (jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
-    shape = (2 * N * n * spec["rows"], model.max_length + 1)
+    shape = (most * n * spec["rows"], model.max_length + 1)
     tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape)
     tokens = tokens.astype(np.int32)
 
     def split(x: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
 
-    batch, twice = (
-        {"tokens": split(tokens[: len(tokens) // 2])},
-        {"tokens": split(tokens)},
-    )
+    def batch(microbatches: int) -> dict[str, jax.Array]:
+        return {"tokens": split(tokens[: microbatches * n * spec["rows"]])}
+
     none = split(np.zeros(n, np.int32))
 
     def params() -> Any:
@@ -122,43 +130,57 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         return jax.jit(init, out_shardings=NamedSharding(mesh, P()))()
 
     def stepper(
-        method: str,
-        microbatches: int,
-        batch: Any,
-        counts: Any = None,
-        times: int = HALF_ROUNDS,
-    ) -> Callable[[], None]:
+        method: str, microbatches: int | str, counts: Any = None, times: int = 2
+    ) -> Callable[[], float]:
         tx = METHODS[method](optax.adamw(1e-4), mesh=mesh)
         step = acco_jax.make_train_step(
-            loss, tx, mesh=mesh, microbatches=microbatches, form="split"
+            loss,
+            tx,
+            mesh=mesh,
+            microbatches=microbatches,
+            form="split",
+            bounds=(few, most),
         )
         now = params()
         held = [now, tx.init(now)]
-        step.compile(*held, batch, counts)
+        adaptive = microbatches == "adaptive"
+        data = batch(most if adaptive else microbatches)
+        if not adaptive:
+            step.compile(*held, data, counts)
 
-        def run() -> None:
+        def run() -> float:
+            computed = 0
             for _ in range(times):
-                *held[:], metrics = step(*held, batch, counts)
+                *held[:], metrics = step(*held, data, counts)
+                if adaptive:
+                    computed += int(metrics["counts"].sum())
             jax.block_until_ready((held, metrics))
+            return computed / (n * few) if adaptive else HALF_ROUNDS
 
         return run
 
-    at = params()
-    gradients = acco_jax.local_gradients(loss, mesh=mesh, microbatches=N)
+    def compute(microbatches: int) -> Callable[[], float]:
+        at, data = params(), batch(microbatches)
+        gradients = acco_jax.local_gradients(loss, mesh=mesh, microbatches=microbatches)
 
-    def compute() -> None:
-        for _ in range(HALF_ROUNDS):
-            jax.block_until_ready(gradients(at, batch)[:2])
+        def run() -> float:
+            for _ in range(HALF_ROUNDS):
+                jax.block_until_ready(gradients(at, data)[:2])
+            return HALF_ROUNDS
 
-    modes: dict[str, Callable[[], Any]] = {"compute": compute}
-    modes["communication"] = stepper("acco", N, batch, none)
+        return run
+
+    modes = {"compute": compute(N), "communication": stepper("acco", N, none)}
     for method in spec["methods"]:
-        modes[method] = stepper(method, N, batch)
+        modes[method] = stepper(method, N)
     for method in spec["methods"]:
         if not METHODS[method](optax.adamw(1e-4), mesh=mesh).delayed:
-            modes[method + " 2N"] = stepper(method, 2 * N, twice, times=1)
-    # A reduce-scatter over gloo waits 30 s for a process that still compiles.
-    multihost_utils.sync_global_devices("compiled")
+            modes[method + " 2N"] = stepper(method, 2 * N, times=1)
+    modes["compute N/4"] = compute(few)
+    modes["zero1 N/4"] = stepper("zero1", few)
+    modes["adaptive"] = stepper("acco", "adaptive")
+    # A collective over gloo waits 30 s for a process that still compiles.
+    multihost.sync_global_processes("compiled", timeout=600, processes=set(range(n)))
     return modes
 
 
@@ -257,7 +279,7 @@ class Workers:
                 i = waiting.pop(out)
                 line = out.readline()
                 if not line:
-                    tail = self.logs[i].read_text()[-2000:]
+                    tail = "".join(x.read_text()[-2000:] for x in self.logs)
                     raise SystemExit(f"worker {i} ended during {mode!r}:\n{tail}")
                 answers.append(json.loads(line))
         return answers
@@ -310,9 +332,10 @@ def busy_seconds() -> float:
 
 def calibrate(workers: Workers, count: int, share: float, mbit: float) -> float:
     """The rate at which communication takes `share` of the time of computation."""
+    mode = "compute N/4" if share == SLOW else "compute"
     for _ in range(4):
         set_rate(count, mbit)
-        compute = statistics.median(workers("compute") for _ in range(3))
+        compute = statistics.median(workers(mode) for _ in range(3))
         took = statistics.median(workers("communication") for _ in range(3))
         if abs(took / (share * compute) - 1) < 0.02:
             break
@@ -343,6 +366,12 @@ def measure(workers: Workers, modes: list[str], repetitions: int) -> dict[str, A
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Ratio -> its median and quartiles over the repetitions."""
+    if "adaptive" in seconds:
+        found = {}
+        for below in ("compute N/4", "zero1 N/4"):
+            each = zip(seconds["adaptive"], seconds[below], strict=True)
+            found["adaptive / " + below] = spread([a / b for a, b in each])
+        return found
     synchronous = [mode for mode in seconds if mode + " 2N" in seconds]
     plain = {"compute", "communication", *synchronous}
     plain |= {mode + " 2N" for mode in synchronous}
@@ -357,10 +386,13 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
             pairs[f"{mode} / {other}"] = seconds[mode], seconds[other]
     found = {}
     for name_, (above, below) in pairs.items():
-        each = [a / b for a, b in zip(above, below, strict=True)]
-        low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
-        found[name_] = {"median": middle, "low": low, "high": high}
+        found[name_] = spread([a / b for a, b in zip(above, below, strict=True)])
     return found
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": middle, "low": low, "high": high}
 
 
 def show(share: float, point: dict[str, Any]) -> None:
@@ -373,7 +405,7 @@ def show(share: float, point: dict[str, Any]) -> None:
         limit = TARGETS[share].get(title)
         print(
             f"  {title:<36}{found['median']:7.3f}   {found['low']:.3f}-"
-            f"{found['high']:.3f}" + (f"   at most {limit}" if limit else "")
+            f"{found['high']:.3f}" + (f"   at most {limit:.3g}" if limit else "")
         )
     load = " ".join(f"{x:.1f}" for x in point["load"])
     print(
@@ -411,6 +443,7 @@ def main() -> None:
         "model": {"width": width, "layers": layers, "vocab_size": vocabulary,
                   "max_length": length, "heads": width // 64, "window": length},
         "microbatches": args.microbatches,
+        "most": 4 * args.microbatches,  # that a batch holds
         "rows": rows,  # sequences of a microbatch
         "processes": args.processes,
         "methods": args.methods.split(","),
@@ -424,11 +457,14 @@ def main() -> None:
     with running(spec) as workers:
         signal.alarm(args.timeout or (110 if args.quick else 1800))
         set_rate(args.processes, 1000)
-        modes = workers.ask("modes")[0]
-        for mode in modes:
+        known = workers.ask("modes")[0]
+        for mode in known:
             workers(mode)  # compiles
+        adapting = ["compute N/4", "communication", "zero1 N/4", "adaptive"]
+        fixed = [m for m in known if m == "communication" or m not in adapting]
         mbit = 1000.0
         for share in TARGETS:
+            modes = adapting if share == SLOW else fixed
             mbit = calibrate(workers, args.processes, share, mbit)
             repetitions = args.repetitions or (3 if args.quick else 10)
             point = measure(workers, modes, repetitions)

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
+from orbax.checkpoint import multihost
 
 import acco_jax
 from acco_jax import data
@@ -33,6 +34,7 @@ from acco_jax.transforms import METHODS
 
 PyTree = Any
 DATA = "data"
+LATEST = 1800  # seconds that processes may compile longer than another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,10 +322,13 @@ class _Run:
             tokens=self.tokens,
             seconds=seconds,
         )
-        if jax.process_count() > 1:  # gloo's reduce-scatter waits 30 s for a late one
+        if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             batch = to_devices(next(_batches(e)), e.mesh)
             e.step.compile(self.params, self.state, batch, self._counts)
-            multihost_utils.sync_global_devices("ready to train")
+            everyone = set(range(jax.process_count()))
+            multihost.sync_global_processes(
+                "ready to train", timeout=LATEST, processes=everyone
+            )
 
     @property
     def tokens(self) -> int:

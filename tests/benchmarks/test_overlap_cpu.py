@@ -48,8 +48,26 @@ def test_ratios_are_taken_within_a_repetition(overlap_cpu):
     assert found["acco / zero1"]["median"] == pytest.approx(2 / 3)
     assert found["acco / zero1 2N"]["median"] == 1
     assert found["zero1 / (compute + communication)"]["median"] == 1
-    limits = {title for point in overlap_cpu.TARGETS.values() for title in point}
+    limits = {
+        title
+        for share, point in overlap_cpu.TARGETS.items()
+        for title in point
+        if share != overlap_cpu.SLOW
+    }
     assert limits <= found.keys()
+
+
+def test_adaptive_is_compared_at_equal_tokens(overlap_cpu):
+    seconds = {
+        "compute N/4": [1.0, 1.0, 1.0],
+        "communication": [7.0, 7.0, 7.0],
+        "zero1 N/4": [8.0, 8.0, 9.0],
+        "adaptive": [1.0, 2.0, 1.5],
+    }
+    found = overlap_cpu.ratios(seconds)
+    assert found["adaptive / compute N/4"]["median"] == 1.5
+    assert found["adaptive / zero1 N/4"]["median"] == pytest.approx(1 / 6)
+    assert overlap_cpu.TARGETS[overlap_cpu.SLOW].keys() <= found.keys()
 
 
 def test_without_the_tools_says_so_in_one_line():
@@ -72,7 +90,10 @@ def test_quick(overlap_cpu, tmp_path):
         return
     assert done.returncode == 0, done.stderr
     points = json.loads(out.read_text())["points"]
-    assert set(points) == {"1.0", "0.5"}
+    assert set(points) == {"1.0", "0.5", "7.0"}
+    slow = points.pop("7.0")
+    assert {"compute N/4", "zero1 N/4", "adaptive"} <= slow["seconds"].keys()
+    assert slow["ratios"]["adaptive / zero1 N/4"]["median"] < 0.5
     for point in points.values():
         assert point["rate_mbit"] > 0
         for mode in ("compute", "communication", "zero1", "acco", "zero1 2N"):
