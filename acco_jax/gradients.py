@@ -211,8 +211,9 @@ class Accumulator:
     ) -> PyTree:
         """The k-th of `parts` pieces of a half-round's work, beside one collective.
 
-        Each worker's microbatches in equal parts; if there is but one, its forward pass
-        is the first piece and its backward pass the last.
+        Each worker's microbatches in equal parts, those left over beside the slowest
+        network's collectives, which are in the middle; if there is but one, its forward
+        pass and its backward pass are there.
 
         Args:
           k: which piece, from 0.
@@ -223,13 +224,14 @@ class Accumulator:
         Returns:
           What the next piece goes on from; the `Sums` after the last.
         """
+        middle = parts // 2
         if self.microbatches == 1:
-            if k == 0:
+            if k == middle - 1:
                 return self._forward(params, batch, rng)
-            return self._backward(begun, params, counts) if k == parts - 1 else begun
+            return self._backward(begun, params, counts) if k == middle else begun
         sums = self.zeros(params, batch, rng) if k == 0 else begun
-        span = lambda n: (n * k // parts, n * (k + 1) // parts)  # noqa: E731
-        return self.add(sums, params, batch, rng, counts, span)
+        share = functools.partial(piece, k=k, parts=parts)
+        return self.add(sums, params, batch, rng, counts, share)
 
     def _forward(self, params: PyTree, batch: PyTree, rng: Any) -> PyTree:
         """The only microbatch's loss, weight, aux and what its gradient will need."""
@@ -389,6 +391,22 @@ class Accumulator:
             at_least_32(sums.weight),
             sums.aux,
         )
+
+
+def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
+    """(first, end) of the microbatches that the k-th of `parts` pieces computes.
+
+    Half of `count`, rounded down, comes before the middle; what does not divide further
+    goes to the pieces there.
+    """
+    middle, before = parts // 2, count // 2
+
+    def bound(k: int) -> Any:
+        if k <= middle:
+            return before * k // middle
+        return count - (count - before) * (parts - k) // middle
+
+    return bound(k), bound(k + 1)
 
 
 def _microbatch(batch: PyTree, microbatches: int, i: Any) -> PyTree:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import acco_jax
+from acco_jax.gradients import piece
 from tests.reference import AUTO, EXPLICIT, make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -219,3 +220,14 @@ def test_bad_batches_and_arguments():
     four = local(lambda p, b, r: (0.0, 1, 2, 3), mesh=make_mesh(2), microbatches=1)
     with pytest.raises(ValueError, match="tuple of 4"):
         four(THETA, data(2))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 6])
+@pytest.mark.parametrize("count", range(12))
+def test_pieces_cover_all_microbatches_once(count, parts):
+    spans = [piece(count, k, parts) for k in range(parts)]
+    assert [i for first, end in spans for i in range(first, end)] == [*range(count)]
+    assert spans[parts // 2 - 1][1] == count // 2
+    sizes = [end - first for first, end in spans]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[parts // 2] == max(sizes)  # beside the slowest network

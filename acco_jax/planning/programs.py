@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
+from acco_jax.gradients import piece
 from acco_jax.models import gpt_neo
 from acco_jax.planning import schedules, topologies
 from acco_jax.planning.topologies import Topology
@@ -152,17 +153,18 @@ class Program:
     def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds the compiler cannot know.
 
-        With counts these are the busiest worker's: half of the count and the other
-        half, or of one microbatch the forward and the backward pass. Without, they are
-        those that the step hides on GPU, because they run once.
+        With counts these are the busiest worker's pieces, or of one microbatch the
+        forward and the backward pass. Without, they are those that the step hides on
+        GPU, because they run once.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
-        most = max(self.counts, default=1)
+        most, places = max(self.counts, default=1), 2 * len(self.tx.axis)
         if most == 1:
             return dict.fromkeys(loops, 1)
-        if len(loops) != 2:  # all but the last one, of a method with one loop
+        if len(loops) != places:  # all but the last one, of a method with one loop
             return dict.fromkeys(loops, most - 1)
-        return dict(zip(loops, (most // 2, most - most // 2), strict=True))
+        spans = (piece(most, k, places) for k in range(places))
+        return {x: end - first for x, (first, end) in zip(loops, spans, strict=True)}
 
     def _memory(self, compiled: Any) -> Memory:
         params, state, batch, counts = self.arguments

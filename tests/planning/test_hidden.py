@@ -156,6 +156,29 @@ def test_hidden(method, machine, microbatches, model, dynamic):
 
 
 @slow
+def test_two_slices():
+    """Each network has its own collectives, and each of the four its own products."""
+    topology = topologies.parse("tpu:v6e:2x2", slices=2)
+    mesh = programs.data_mesh(topology)
+    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    program = programs.assemble(
+        "acco",
+        METHODS["acco"](optax.adamw(1e-3), mesh=mesh, axis_name=mesh.axis_names),
+        gpt_neo.loss_fn(MODEL),
+        params,
+        microbatches=8,
+        microbatch=(ROWS, MODEL.max_length + 1),
+    )
+    schedule = program.compile().schedule
+    print(f"\n{schedule.summary()}")
+    found = schedule.select(groups=program.groups)
+    kinds = [c.kind for c in found]
+    assert kinds == ["reduce-scatter", "send-recv", "send-recv", "all-gather"]
+    assert schedule.hidden_fraction(groups=program.groups) == 1.0
+    assert all(c.flops_between >= 0.2 * schedule.flops for c in found)
+
+
+@slow
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_memory(microbatches):
     """Beside activations: (10 + (K + 4) / n) bytes for each of Psi parameters.
