@@ -230,24 +230,9 @@ class Wires:
         return self.all[self.turn(half_round)]
 
     def start(self, layout: Layout, params: PyTree) -> Any:
-        """`Held` before the first half-round; None of plain communication.
-
-        Raises:
-          ValueError: `layout` is not packed, or several data axes reduce in few bits.
-        """
+        """`Held` before the first half-round; None of plain communication."""
         if not (self.gather_quantized or self.reduce_quantized):
             return None
-        names = "gather_bits" if self.gather_quantized else "reduce_bits"
-        if not isinstance(layout, PackedLayout):
-            raise ValueError(
-                f"{names} needs the packed layout, but layout='leaf' was asked for, or "
-                "inner could tell packed shards from whole leaves: leave it out."
-            )
-        if self.reduce_quantized and len(layout.order) > 1:
-            raise ValueError(
-                f"reduce_bits is for one data axis, but there are {layout.axis}: sums "
-                "over the first would be rounded again for the second; leave it out."
-            )
         cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
         replica = _each(layout, cast, layout.shard(params))
         return Held(
@@ -269,7 +254,12 @@ class Wires:
 
 
 def wires(
-    gather_bits: Any, reduce_bits: int | None, resync_every: int, half_rounds: int
+    gather_bits: Any,
+    reduce_bits: int | None,
+    resync_every: int,
+    *,
+    half_rounds: int,
+    axis: tuple[str, ...],
 ) -> Wires:
     """The wires for a method's arguments; see `acco_jax.acco`.
 
@@ -290,6 +280,11 @@ def wires(
         raise ValueError(f"gather_bits is {gather_bits!r}: choose None, 8 or 4.")
     if reduce_bits not in (None, 8):
         raise ValueError(f"reduce_bits is {reduce_bits!r}: choose None or 8.")
+    if reduce_bits and len(axis) > 1:
+        raise ValueError(
+            f"reduce_bits is for one data axis, but there are {axis}: sums over the "
+            "first would be rounded again for the second; leave it out."
+        )
     if not isinstance(resync_every, int) or resync_every < 0:
         raise ValueError(
             f"resync_every is {resync_every!r}: give a number of half-rounds, 0 for "

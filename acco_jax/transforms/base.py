@@ -120,8 +120,8 @@ def make_method(
       ValueError: the mesh lacks the axis, or `layout` or the bits are unknown.
     """
     axis = axis_names(options.mesh, options.axis_name)
-    bits = options.gather_bits, options.reduce_bits
-    wires = make_wires(*bits, options.resync_every, half_rounds)
+    bits = options.gather_bits, options.reduce_bits, options.resync_every
+    wires = make_wires(*bits, half_rounds=half_rounds, axis=axis)
     own = isinstance(options.layout, type)
     if not own and options.layout not in ("auto", "packed", "leaf"):
         raise ValueError(
@@ -352,7 +352,8 @@ def choose_layout(
     """The layout for these parameters, as `options.layout` demands.
 
     Raises:
-      ValueError: 'packed' was demanded and inner would notice; names leaf and why.
+      ValueError: 'packed' was demanded, or fewer bits, and inner would notice; names
+        leaf and why.
     """
     axis = axis_names(options.mesh, options.axis_name)
     args = layouts.describe(
@@ -364,15 +365,22 @@ def choose_layout(
     )
     if isinstance(options.layout, type):
         return options.layout(options.mesh, axis, *args)
+    reason = "layout='leaf' was asked for"
     if options.layout != "leaf":
         packed = layouts.packed_layout(*args, options.mesh, axis)
-        reason = why_not_packed(inner, packed)
-        if reason is None:
+        found = why_not_packed(inner, packed)
+        if found is None:
             return packed
+        reason = f"that would change what inner does: {found}"
         if options.layout == "packed":
             raise ValueError(
-                f"layout='packed' would change what inner does: {reason}. Use "
+                f"layout='packed' would change what inner does: {found}. Use "
                 "layout='auto' or 'leaf'."
+            )
+    for name in ("gather_bits", "reduce_bits"):
+        if getattr(options, name):
+            raise ValueError(
+                f"{name} needs layout='packed', but {reason}. Leave {name} out."
             )
     return layouts.leaf_layout(*args, options.mesh, axis)
 

@@ -1,6 +1,9 @@
 """Methods whose communication is quantized, against a plain NumPy loop and the step."""
 
 import functools
+import itertools
+import math
+import re
 
 import chex
 import jax
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from tests.reference import (
@@ -15,6 +19,7 @@ from tests.reference import (
     EXPLICIT,
     make_mesh,
     parameters,
+    quantization_step,
     quantized,
 )
 
@@ -216,13 +221,15 @@ def test_all_forms_are_one_half_round(name):
     chex.assert_trees_all_close(near(plain[0]), near(fused[0]), rtol=0, atol=atol)
 
 
-def one_by_one(params):
-    """Every worker holds the same parameters, to the bit."""
-    for x in jax.tree.leaves(params):
-        first, *others = (np.asarray(s.data) for s in x.addressable_shards)
-        assert others
-        for other in others:
-            np.testing.assert_array_equal(first, other)
+def one_by_one(tree):
+    """Devices that hold the same part of an array hold the same, to the bit."""
+    for x in jax.tree.leaves(tree):
+        parts = {}
+        for shard in x.addressable_shards:
+            data = np.asarray(shard.data)
+            first = parts.setdefault(str(shard.index), data)
+            np.testing.assert_array_equal(first, data)
+        assert len(parts) < len(x.addressable_shards)
 
 
 def owned(state):
@@ -254,3 +261,180 @@ def test_a_saved_run_continues_to_the_bit(name):
         saved = jax.tree.map(np.asarray, half)
         again = made.run(["fused"] * (6 - stop), jax.device_put(saved, homes), stop)
         chex.assert_trees_all_equal(again, through)
+
+
+def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
+    """Less than a step of the last difference away, and the rounding of one sum."""
+    mesh, rate = make_mesh(N), 0.5
+    tx = acco_jax.acco(optax.sgd(rate), mesh=mesh, gather_bits=8)
+    step = acco_jax.make_train_step(
+        lambda w, x, rng: jnp.mean((jnp.tanh(x @ w) - x[:, :1]) ** 2),
+        tx,
+        mesh=mesh,
+        microbatches=2,
+    )
+    theta = parameters(SHAPE, dtypes=np.float32) / 16
+    params, state = jnp.array(theta), tx.init(theta)
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(4 * N, 64)).astype(np.float32) for _ in range(16)]
+    before, rounded = theta, 0
+    for h in range(1000):
+        params, state, _ = step(params, state, batches[h % 16])
+        here, point = np.asarray(params), np.asarray(state.master)
+        if h % 2:  # an estimate: its point is a step from theta
+            mean = np.asarray(state.carry) / np.float32(state.carry_weight)
+            point = point - np.float32(rate) * mean
+        away = np.abs(here - point)
+        ulps = 2 * np.spacing(np.maximum(abs(here), abs(point)))  # theta~'s too
+        assert np.all(away <= quantization_step(point - before, 8) + ulps), h
+        rounded += np.count_nonzero(away > ulps)
+        before = here
+        if h % 100 == 99:
+            one_by_one(params)
+    assert rounded > 1000 * theta.size / 4  # it was no exact copy
+    assert int(state.steps) == 499
+    assert np.abs(np.asarray(state.master) - theta).max() > 0.1
+
+
+def test_a_model_axis_shares_scales():
+    """A leaf that it does not split stays the same along it."""
+    specs = {"b": P("model"), "s": P(), "v": P("model"), "w": P(None, "model")}
+    made = Setup("acco", BOTH | {"param_specs": specs}, sizes=(N, 2))
+    fused = made.run(["fused"] * 5)
+    one_by_one(fused[0])
+    chex.assert_trees_all_equal(jax.jit(owned)(fused[1]), fused[0])
+    one_by_one(fused[1].master["s"])  # split over data alone
+    other = setup("acco").run(["fused"] * 5)
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, fused[0]),
+        jax.tree.map(np.asarray, other[0]),
+        atol=5e-3,
+        rtol=0,
+    )
+
+
+def test_two_data_axes_gather_in_few_bits():
+    mesh = make_mesh(2, 2, names=("slice", "chip"))
+    options = {"mesh": mesh, "axis_name": ("slice", "chip"), "gather_bits": 8}
+    tx = acco_jax.acco(INNER, **options)
+    step = acco_jax.make_train_step(
+        loss_fn, tx, mesh=mesh, axis_name=("slice", "chip"), microbatches=2
+    )
+    params, _ = setup("acco").start()
+    state = tx.init(params)
+    for h in range(4):
+        params, state, _ = step(params, state, batch(h, 4 * N))
+    one_by_one(params)
+    chex.assert_trees_all_equal(jax.jit(owned)(state), params)
+    with pytest.raises(ValueError, match=r"reduce_bits is for one data axis"):
+        acco_jax.acco(INNER, **options, reduce_bits=8).init(params)
+
+
+def test_a_nan_arrives_and_leaves_no_trace_in_the_error():
+    """The optimizer may skip it and go on."""
+    inner = optax.chain(optax.zero_nans(), INNER)
+    tx = acco_jax.zero1(inner, mesh=make_mesh(N), **BOTH)
+    params = np.zeros(SHAPE, np.float32)
+    state, update = tx.init(params), jax.jit(tx.update)
+    gradients = np.random.default_rng(0).normal(size=(3, N, *SHAPE)).astype(np.float32)
+    gradients[1, 2, 5, 7] = np.nan
+    masters = [np.asarray(state.master)]
+    for g in gradients:
+        _, state = update(g, state, params)
+        masters.append(np.asarray(state.master))
+        errors = np.asarray(state.wire.error.buffers[0])
+        assert np.isfinite(errors).all()
+    moved = [(a != b).any(1) for a, b in itertools.pairwise(masters)]
+    assert moved[0].all() and moved[2].all()
+    assert np.flatnonzero(~moved[1]).tolist() == [5]  # the row that shared its scale
+    # and without such an optimizer it is there to be seen
+    tx = acco_jax.zero1(INNER, mesh=make_mesh(N), **BOTH)
+    _, state = jax.jit(tx.update)(gradients[1], tx.init(params), params)
+    assert np.isnan(np.asarray(state.master)[5]).all()
+
+
+def test_a_step_never_waits_to_know_its_wire():
+    """The count of half-rounds is read once, then kept on the host."""
+    made = setup("pair")
+    params, state = made.run(["fused"] * 2)
+    with jax.transfer_guard_device_to_host("disallow"):
+        rows = [batch(h, 4 * N) for h in range(2, 9)]
+        for h, at in enumerate(rows, 2):
+            counts = np.random.default_rng(h).integers(0, 3, N)
+            params, state, _ = made.steps["fused"](params, state, at, counts)
+    chex.assert_trees_all_equal((params, state), made.run(["fused"] * 9))
+    wires = {wire for _, _, wire in made.steps["fused"]._programs}
+    assert {w.gather_bits for w in wires} == {4, 8, None}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("acco", {"gather_bits": 5}, "gather_bits is 5: choose None, 8 or 4"),
+        ("acco", {"gather_bits": (8,)}, r"gather_bits is \(8,\): a pair"),
+        ("zero1", {"gather_bits": (4, 8)}, r"gather_bits is \(4, 8\): a pair"),
+        ("dpu", {"reduce_bits": 4}, "reduce_bits is 4: choose None or 8"),
+        ("wp", {"gather_bits": 8, "resync_every": -1}, "resync_every is -1"),
+        ("acco", {"resync_every": 2}, "without gather_bits"),
+        ("acco", {"gather_bits": 8, "layout": "leaf"}, "gather_bits needs layout='pa"),
+        (
+            "wp",
+            {"reduce_bits": 8, "layout": "leaf"},
+            "reduce_bits needs layout='packed",
+        ),
+    ],
+)
+def test_refusals(method, options, said):
+    params = np.zeros(SHAPE, np.float32)
+    with pytest.raises(ValueError, match=said) as error:
+        getattr(acco_jax, method)(INNER, mesh=make_mesh(N), **options).init(params)
+    assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_that_looks_at_leaves_is_named():
+    tx = acco_jax.acco(optax.adafactor(1e-2), mesh=make_mesh(N), gather_bits=8)
+    with pytest.raises(ValueError, match=r"gather_bits needs .* what inner does: "):
+        tx.init(np.zeros((256, 256), np.float32))
+
+
+def test_another_methods_state_is_refused():
+    made = setup("acco")
+    params, _ = made.start()
+    plain = acco_jax.acco(INNER, mesh=made.mesh).init(params)
+    with pytest.raises(ValueError, match="without gather_bits and without reduce_bits"):
+        made.half_round("fused", params, plain, 0)
+    with pytest.raises(ValueError, match="without gather_bits and without reduce_bits"):
+        made.half_round("plain", params, plain, 0)
+
+
+def collectives(lowered):
+    """[(operation, dtype, elements of its result)], larger than a norm."""
+    found = []
+    pattern = r'"stablehlo\.(\w+)".*?-> \(?tensor<([\dx]+)x(\w+)>'
+    for line in re.finditer(pattern, lowered.as_text(), re.S):
+        operation, dims, dtype = line.groups()
+        size = math.prod(map(int, dims.split("x")))
+        if operation in ("all_gather", "all_to_all", "reduce_scatter") and size > 16:
+            found.append((operation, dtype, size))
+    return found
+
+
+def test_what_crosses_is_in_bytes():
+    """8 bits: as many bytes as values; 4 bits: half as many."""
+    params = np.zeros(SHAPE, np.float32)
+    for bits, reduce_bits in ((8, None), (4, 8), ((4, 8), None)):
+        mesh = make_mesh(N)
+        tx = acco_jax.acco(INNER, mesh=mesh, gather_bits=bits, reduce_bits=reduce_bits)
+        step = acco_jax.make_train_step(
+            lambda w, x, rng: jnp.sum(x @ w), tx, mesh=mesh, microbatches=1
+        )
+        args = params, tx.init(params), np.ones((N, 64), np.float32)
+        for half_round in (1, 2):
+            estimate = half_round % 2
+            now = bits if isinstance(bits, int) else bits[1 - estimate]
+            gather = ("all_gather", "ui8", params.size * now // 8)
+            reduce = ("reduce_scatter", "f32", params.size // N)
+            if reduce_bits:
+                reduce = ("all_to_all", "ui8", params.size)
+            found = collectives(step.lower(*args, half_round=half_round))
+            assert sorted(found) == sorted([gather, reduce])
