@@ -4,10 +4,13 @@ A row's values become integers in [-L, L], L = 127 or 7, times one scale, the ro
 largest absolute value / L rounded up to bfloat16. So an integer times its scale is
 exact in float32, and `old + value` is rounded once, the same on every device, whether
 or not a compiler contracts it. The scale's 16 bits travel as the lowest bits of the
-row's first 16 bytes: what crosses the network has the shape of what it replaces.
+row's first 16 values, so that 8 bits per value is all that crosses the network. They
+travel four or eight to a 32-bit word: TPUs gather words asynchronously, bytes not.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +30,24 @@ def quantize(x: jax.Array, bits: int, axes: tuple[str, ...] = ()) -> jax.Array:
 
     Args:
       x: [rows, width], floating point, taken as float32.
-      bits: 8 or 4 (two values to a byte: columns c and c + width / 2).
+      bits: 8 or 4.
       axes: mesh axes over which all devices must use the same scales, the largest.
 
     Returns:
-      uint8 [rows, width * bits / 8].
+      uint32 [rows, words], words = width * bits / 32; word c holds the integers of
+      columns c, c + words, ..., the first one in its lowest bits.
 
     Raises:
-      ValueError: `bits` is neither, or a row has fewer than 16 bytes.
+      ValueError: `bits` is neither, or a row has fewer than 16 words or part of one.
     """
     width = x.shape[1]
     if bits not in BITS:
         raise ValueError(f"bits is {bits!r}: choose 8 or 4.")
-    if width * bits < 8 * SCALE_BITS or width % 2:
+    words, rest = divmod(width * bits, 32)
+    if words < SCALE_BITS or rest:
         raise ValueError(
-            f"a row of {width} values of {bits} bits has no {SCALE_BITS} bytes for its "
-            "scale: use wider rows."
+            f"a row of {width} values of {bits} bits is {width * bits / 32:g} words: "
+            f"it must be a whole number, at least {SCALE_BITS}."
         )
     x, limit = x.astype(jnp.float32), 2 ** (bits - 1) - 1
     size = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)  # a maximum may lose a NaN
@@ -60,29 +65,29 @@ def quantize(x: jax.Array, bits: int, axes: tuple[str, ...] = ()) -> jax.Array:
     given = jnp.clip(given, -most, most)
     free = jnp.clip(jnp.round(x), -limit, limit)
     q = jnp.where(column < SCALE_BITS, given, free).astype(jnp.int32)
-    if bits == 4:
-        q = (q[:, : width // 2] & 15) | (q[:, width // 2 :] & 15) << 4
-    return (q & 255).astype(jnp.uint8)
+    q = q.astype(jnp.uint32) & (2**bits - 1)
+    parts = [q[:, i : i + words] for i in range(0, width, words)]
+    shifted = [part << bits * i for i, part in enumerate(parts)]
+    return functools.reduce(jnp.bitwise_or, shifted)
 
 
 def dequantize(q: jax.Array, bits: int) -> jax.Array:
     """Integers times scales, exact products: the inverse of `quantize`.
 
     Args:
-      q: uint8 [rows, width * bits / 8].
+      q: uint32 [rows, width * bits / 32].
       bits: as given to `quantize`.
 
     Returns:
       float32 [rows, width].
     """
     place = lax.broadcasted_iota(jnp.uint32, (1, SCALE_BITS), 1)
-    lowest = q[:, :SCALE_BITS].astype(jnp.uint32) & 1
+    lowest = q[:, :SCALE_BITS] & 1
     scale = _scale(jnp.sum(lowest << place, 1, keepdims=True, dtype=jnp.uint32))
-    whole = q.astype(jnp.int32)
-    if bits == 4:
-        whole = jnp.concatenate([whole & 15, whole >> 4], 1)
-    sign = 2 ** (bits - 1)
-    return ((whole ^ sign) - sign).astype(jnp.float32) * scale
+    # up to the highest bits, then down with their sign
+    q = lax.bitcast_convert_type(q, jnp.int32)
+    parts = [q << 32 - bits - up >> 32 - bits for up in range(0, 32, bits)]
+    return jnp.concatenate(parts, 1).astype(jnp.float32) * scale
 
 
 def _scale_above(least: jax.Array) -> jax.Array:

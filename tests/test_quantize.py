@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from acco_jax.quantize import dequantize, quantize
 from tests.reference import make_mesh, quantization_step, quantized
 
-ROWS, WIDTH = 6, 64
+ROWS, WIDTH = 6, 128
 encode = functools.partial(jax.jit, static_argnums=1)(quantize)
 decode = functools.partial(jax.jit, static_argnums=1)(dequantize)
 
@@ -33,7 +33,7 @@ rows = st.builds(
 @given(rows, st.sampled_from([8, 4]))
 def test_off_by_half_a_quantization_step(x, bits):
     q = encode(x, bits)
-    assert (q.shape, q.dtype) == ((ROWS, WIDTH * bits // 8), np.uint8)
+    assert (q.shape, q.dtype) == ((ROWS, WIDTH * bits // 32), np.uint32)
     y, scale = np.asarray(decode(q, bits)), quantization_step(x, bits)
     np.testing.assert_array_equal(y, quantized(x, bits))
     wide = x.astype(np.float64)
@@ -51,7 +51,7 @@ def test_off_by_half_a_quantization_step(x, bits):
 def test_largest_values_and_every_integer_come_back():
     for bits in (8, 4):
         most = 2 ** (bits - 1) - 1
-        x = np.zeros((2, 2 * WIDTH * 3), np.float32)
+        x = np.zeros((2, 3 * WIDTH), np.float32)
         x[:, 16 : 16 + 2 * most + 1] = np.arange(-most, most + 1)
         x[1] *= -(2.0**-20)
         y = np.asarray(decode(encode(x, bits), bits))
@@ -99,7 +99,11 @@ def test_the_devices_of_an_axis_share_their_scales():
 
 @pytest.mark.parametrize(
     ("shape", "bits", "said"),
-    [((2, 64), 5, "bits is 5"), ((2, 24), 4, "a row of 24 values of 4 bits")],
+    [
+        ((2, 128), 5, "bits is 5"),
+        ((2, 64), 4, "a row of 64 values of 4 bits is 8 words"),
+        ((2, 66), 8, "a row of 66 values of 8 bits is 16.5 words"),
+    ],
 )
 def test_refusals(shape, bits, said):
     with pytest.raises(ValueError, match=said):

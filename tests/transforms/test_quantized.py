@@ -151,12 +151,16 @@ def batch(h, rows):
     return draw(rows, 130), draw(rows, 7)
 
 
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
 class Setup:
     """One method, its step in both forms and the plain update."""
 
-    def __init__(self, method, options, types=AUTO, dtype=np.float32, sizes=(N,)):
+    def __init__(
+        self, method, options, types=AUTO, dtype=np.float32, sizes=(N,), inner=ADAMW
+    ):
         self.mesh = make_mesh(*sizes, types=types)
-        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
         self.tx = getattr(acco_jax, method)(inner, mesh=self.mesh, **options)
         self.dtype, self.specs = dtype, options.get("param_specs")
         make = functools.partial(
@@ -299,18 +303,18 @@ def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
 def test_a_model_axis_shares_scales():
     """A leaf that it does not split stays the same along it."""
     specs = {"b": P("model"), "s": P(), "v": P("model"), "w": P(None, "model")}
-    made = Setup("acco", BOTH | {"param_specs": specs}, sizes=(N, 2))
+    inner = optax.sgd(1e-3, momentum=0.9)
+    made = Setup("acco", BOTH | {"param_specs": specs}, sizes=(N, 2), inner=inner)
     fused = made.run(["fused"] * 5)
     one_by_one(fused[0])
     chex.assert_trees_all_equal(jax.jit(owned)(fused[1]), fused[0])
     one_by_one(fused[1].master["s"])  # split over data alone
-    other = setup("acco").run(["fused"] * 5)
-    chex.assert_trees_all_close(
-        jax.tree.map(np.asarray, fused[0]),
-        jax.tree.map(np.asarray, other[0]),
-        atol=5e-3,
-        rtol=0,
-    )
+    # the rows are others than without it: near, not the same
+    flat = lambda t: np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)])  # noqa: E731
+    start, here = flat(made.start()[0]), flat(fused[0])
+    there = flat(Setup("acco", BOTH, inner=inner).run(["fused"] * 5)[0])
+    norm = np.linalg.norm
+    assert 0 < norm(here - there) < 0.05 * norm(there - start)
 
 
 def test_two_data_axes_gather_in_few_bits():
@@ -420,7 +424,7 @@ def collectives(lowered):
 
 
 def test_what_crosses_is_in_bytes():
-    """8 bits: as many bytes as values; 4 bits: half as many."""
+    """Words of 32 bits: four values of 8 bits in each, or eight of 4."""
     params = np.zeros(SHAPE, np.float32)
     for bits, reduce_bits in ((8, None), (4, 8), ((4, 8), None)):
         mesh = make_mesh(N)
@@ -432,9 +436,9 @@ def test_what_crosses_is_in_bytes():
         for half_round in (1, 2):
             estimate = half_round % 2
             now = bits if isinstance(bits, int) else bits[1 - estimate]
-            gather = ("all_gather", "ui8", params.size * now // 8)
+            gather = ("all_gather", "ui32", params.size * now // 32)
             reduce = ("reduce_scatter", "f32", params.size // N)
             if reduce_bits:
-                reduce = ("all_to_all", "ui8", params.size)
+                reduce = ("all_to_all", "ui32", params.size // 4)
             found = collectives(step.lower(*args, half_round=half_round))
             assert sorted(found) == sorted([gather, reduce])
