@@ -154,16 +154,18 @@ class TrainStep:
         counts: Any = None,
         rng: Any = None,
     ) -> None:
-        """Compiles what the first call would; nothing runs and nothing is donated.
+        """Compiles what the first calls would; nothing runs and nothing is donated.
 
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling.
         """
         args = self._place(params, state, batch, counts, rng)
-        overlaps, wire = self._overlaps(state), self._wire(state)
+        overlaps = self._overlaps(state)
+        wires = dict.fromkeys(self._tx.wires.all)
         with naming_unknown_options():
             if self.form == "fused":
-                self._program(state, overlaps, wire).lower(*args).compile()
+                for wire in wires:
+                    self._program(state, overlaps, wire).lower(*args).compile()
                 return
             layout, rest = state.layout, state
             work = (layout, params, args[2], *args[3:])
@@ -177,7 +179,9 @@ class TrainStep:
                     shapes,
                     layout.state_shardings(shapes),
                 )
-            self._program(rest, overlaps, wire).lower(now, rest, params).compile()
+            for wire in wires:
+                program = self._program(rest, overlaps, wire)
+                program.lower(now, rest, params).compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
