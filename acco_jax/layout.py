@@ -50,6 +50,12 @@ class Pending(NamedTuple):
     weight: jax.Array  # (n,) their weights
 
 
+class LeftOut(NamedTuple):
+    """What rounding left out of the gradients sent so far (see `acco_jax.wire`)."""
+
+    buffers: tuple[jax.Array, ...]  # every worker's own, in the wire's dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """What is known of one parameter before any array exists."""
@@ -178,15 +184,17 @@ class Layout(abc.ABC):
         """A NamedSharding for every array of a (possibly abstract) method state."""
 
         def of(path: Sequence[Any], x: Any) -> Any:
+            rows: Any = self.sharding(self.axis)
+            buffers: Any = self.buffer_shardings
             if isinstance(x, Pending):
-                rows: Any = self.sharding(self.axis)
-                buffers: Any = self.buffer_shardings
                 return Pending(buffers, rows)
+            if isinstance(x, LeftOut):
+                return LeftOut(buffers)
             leaf = self.owner(path, x.shape)
             return self.sharding(*self.shard_spec(leaf)) if leaf else self.sharding()
 
         return jax.tree_util.tree_map_with_path(
-            of, state, is_leaf=lambda x: isinstance(x, Pending)
+            of, state, is_leaf=lambda x: isinstance(x, Pending | LeftOut)
         )
 
     # ---- what a layout must define
@@ -457,6 +465,21 @@ class PackedLayout(Layout):
 
         return self.everywhere(local, self._everyone, self._everyone)(buffers)
 
+    def all_to_all(
+        self, buffers: tuple[jax.Array, ...], axis: str
+    ) -> tuple[jax.Array, ...]:
+        """Block i of every worker's buffers on worker i, by sender: [n * rows, ...]."""
+
+        def local(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return tuple(lax.all_to_all(b, axis, 0, 0, tiled=True) for b in buffers)
+
+        return self.on_buffers(local)(buffers)
+
+    def on_buffers(self, fn: Callable, gathered: bool = False) -> Callable:
+        """fn on each device's own packed buffers, or on the gathered ones, to such."""
+        spec = self._gathered(()) if gathered else self._everyone
+        return self.everywhere(fn, (spec,), spec)
+
     def split(self, raw: tuple[jax.Array, ...]) -> PyTree:
         def local(raw: tuple[jax.Array, ...]) -> PyTree:
             def share(leaf: Leaf) -> jax.Array:
@@ -473,19 +496,20 @@ class PackedLayout(Layout):
 
         return self.everywhere(local, (self._everyone,), self._shard_specs)(raw)
 
-    def join(self, shards: PyTree) -> tuple[jax.Array, ...]:
+    def join(self, shards: PyTree, dtype: Any = None) -> tuple[jax.Array, ...]:
         def local(shards: PyTree) -> tuple[jax.Array, ...]:
             leaves = jax.tree.leaves(shards)
 
             def block(group: Group) -> jax.Array:
-                part = lambda s: leaves[s.leaf].astype(group.dtype)  # noqa: E731
+                to = dtype or group.dtype
+                part = lambda s: leaves[s.leaf].astype(to)  # noqa: E731
                 rows = [
                     part(s).reshape(-1, group.width) for s in group.slots if s.aligned
                 ]
                 tail = [part(s).reshape(-1) for s in group.slots if not s.aligned]
                 pad = group.block - group.used
                 if tail or pad:
-                    tail.append(jnp.zeros(pad, group.dtype))
+                    tail.append(jnp.zeros(pad, to))
                     rows.append(jnp.concatenate(tail).reshape(-1, group.width))
                 return jnp.concatenate(rows)
 
@@ -510,10 +534,10 @@ class PackedLayout(Layout):
         before, after = self._gathered((*left, axis)), self._gathered(left)
         return self.everywhere(local, before, after)(low)
 
-    def unpack(self, full: tuple[jax.Array, ...]) -> PyTree:
+    def unpack(self, full: tuple[jax.Array, ...], dtype: Any = None) -> PyTree:
         def local(full: tuple[jax.Array, ...]) -> PyTree:
             return self.tree(
-                lambda leaf: self._unpack_leaf(leaf, full).astype(leaf.dtype)
+                lambda leaf: self._unpack_leaf(leaf, full).astype(dtype or leaf.dtype)
             )
 
         return self.everywhere(local, (self._gathered(()),), self._param_specs)(full)

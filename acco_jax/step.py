@@ -27,6 +27,7 @@ from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Layout, Pending
 from acco_jax.transforms.base import Method, check_params, find_state
+from acco_jax.wire import Wire
 
 PyTree = Any
 barrier = lax.optimization_barrier
@@ -46,8 +47,9 @@ class TrainStep:
     ) -> None:
         self.form, self.compiler_options = form, options
         self._tx, self._gradients = tx, gradients
-        self._programs: dict[tuple[Layout, bool], Any] = {}
+        self._programs: dict[tuple[Layout, bool, Wire], Any] = {}
         self._warmed: jax.Array | None = None  # the step count last seen past warm-up
+        self._counted: tuple[Any, int] = None, 0  # half-rounds, on devices and here
         if form == "split":
             self._thread = ThreadPoolExecutor(1, "acco-communicate")
             accumulate = tx.accumulate or _accumulate
@@ -62,29 +64,42 @@ class TrainStep:
             return self._tx.delayed
         return state.steps is self._warmed or int(state.steps) >= self._tx.warmup
 
-    def _program(self, state: Any, overlaps: bool) -> Any:
+    def _wire(self, state: Any) -> Wire:
+        """What this half-round communicates; reads a count once, to know it from then.
+
+        A read in every half-round would wait for the devices.
+        """
+        if not self._tx.wires.differ:
+            return self._tx.wires.all[0]
+        held = state.wire.half_rounds
+        seen, count = self._counted
+        count = count if held is seen else int(held)
+        self._counted = held, count
+        return self._tx.wires.at(count)
+
+    def _program(self, state: Any, overlaps: bool, wire: Wire) -> Any:
         """The program that returns the state where and as it came."""
-        layout = state.layout
-        if (layout, overlaps) not in self._programs:
+        layout, key = state.layout, (state.layout, overlaps, wire)
+        if key not in self._programs:
             homes = layout.state_shardings(state)
             # metrics are the same everywhere, counts too: any process can read them
             rest = layout.sharding()
             out_shardings = (layout.params_shardings, homes, rest)
             donate: tuple[int, ...] = (0, 1)
             fn: Callable[..., Any] = (
-                functools.partial(_overlapped, self._tx, self._gradients)
+                functools.partial(_overlapped, self._tx, wire, self._gradients)
                 if overlaps
-                else functools.partial(_synchronous, self._tx, self._gradients)
+                else functools.partial(_synchronous, self._tx, wire, self._gradients)
             )
             if self.form == "split":
-                fn, donate = functools.partial(_communicate, self._tx), (1,)
-            self._programs[layout, overlaps] = jax.jit(
+                fn, donate = functools.partial(_communicate, self._tx, wire), (1,)
+            self._programs[key] = jax.jit(
                 fn,
                 donate_argnums=donate,
                 out_shardings=out_shardings,
                 compiler_options=self.compiler_options or None,
             )
-        return self._programs[layout, overlaps]
+        return self._programs[key]
 
     def __call__(
         self,
@@ -96,11 +111,16 @@ class TrainStep:
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one half-round; see `make_train_step`."""
         args = self._place(params, state, batch, counts, rng)
-        overlaps = self._overlaps(state)
-        run = self._program(state, overlaps) if self.form == "fused" else self._split
+        overlaps, wire = self._overlaps(state), self._wire(state)
         with naming_unknown_options():
-            params, state, metrics = run(*args)
+            if self.form == "fused":
+                out = self._program(state, overlaps, wire)(*args)
+            else:
+                out = self._split(overlaps, wire, *args)
+        params, state, metrics = out
         self._warmed = state.steps if overlaps else None
+        if self._tx.wires.differ:
+            self._counted = state.wire.half_rounds, self._counted[1] + 1
         return params, state, metrics
 
     def lower(
@@ -110,13 +130,20 @@ class TrainStep:
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        *,
+        half_round: int = 1,
     ) -> Any:
-        """The fused program for abstract (or real) arguments, as jax.jit's `lower`."""
+        """The fused program for abstract (or real) arguments, as jax.jit's `lower`.
+
+        Half-rounds whose gathers differ in bits have programs of their own; that of an
+        odd one of acco is an estimate.
+        """
         if self.form != "fused":
             raise ValueError(
                 "only form='fused' is one program: build the step with it."
             )
-        program = self._program(state, self._tx.delayed)
+        wire = self._tx.wires.at(half_round)
+        program = self._program(state, self._tx.delayed, wire)
         return program.lower(params, state, batch, counts, rng)
 
     def compile(
@@ -127,16 +154,18 @@ class TrainStep:
         counts: Any = None,
         rng: Any = None,
     ) -> None:
-        """Compiles what the first call would; nothing runs and nothing is donated.
+        """Compiles what the first calls would; nothing runs and nothing is donated.
 
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling.
         """
         args = self._place(params, state, batch, counts, rng)
         overlaps = self._overlaps(state)
+        wires = dict.fromkeys(self._tx.wires.all)
         with naming_unknown_options():
             if self.form == "fused":
-                self._program(state, overlaps).lower(*args).compile()
+                for wire in wires:
+                    self._program(state, overlaps, wire).lower(*args).compile()
                 return
             layout, rest = state.layout, state
             work = (layout, params, args[2], *args[3:])
@@ -150,7 +179,9 @@ class TrainStep:
                     shapes,
                     layout.state_shardings(shapes),
                 )
-            self._program(rest, overlaps).lower(now, rest).compile()
+            for wire in wires:
+                program = self._program(rest, overlaps, wire)
+                program.lower(now, rest, params).compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
@@ -167,6 +198,7 @@ class TrainStep:
                 f"the state is {type(state).__name__}, of another method than tx: give "
                 "the state of tx.init for the tx the step was built with."
             )
+        self._tx.wires.check(state)
         check_params(layout, params)
         return (
             jax.device_put(params, layout.params_shardings),
@@ -177,12 +209,18 @@ class TrainStep:
         )
 
     def _split(
-        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+        self,
+        overlaps: bool,
+        wire: Wire,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any,
+        rng: Any,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
-        overlaps = self._overlaps(state)
-
         def communicate(now: Pending, rest: Any) -> Any:
-            return jax.block_until_ready(self._program(rest, overlaps)(now, rest))
+            run = self._program(rest, overlaps, wire)
+            return jax.block_until_ready(run(now, rest, params))
 
         work = (state.layout, params, batch, counts, rng)
         if overlaps:
@@ -217,6 +255,7 @@ class TrainStep:
 
 def _overlapped(
     tx: Method,
+    wire: Wire,
     gradients: Accumulator,
     params: PyTree,
     state: Any,
@@ -239,24 +278,25 @@ def _overlapped(
     weight = state.pending.weight.sum()
     weight, buffers, params = barrier((weight, state.pending.buffers, params))
 
-    raw, work = buffers, None
+    state, raw = wire.send(layout, state, buffers, weight)
+    work = None
     for k, axis in enumerate(layout.order):
-        raw = tx.reduce(layout, raw, axis)
+        raw = wire.reduce(layout, raw, axis)
         work = compute(k, work, params)
         raw, work, params = barrier((raw, work, params))
 
     state = state._replace(pending=None)
-    state, point = tx.advance(state, layout.split(raw), weight, {})
-    full = layout.join(point.shards)
+    state, point = tx.advance(state, wire.receive(layout, raw), weight, {})
+    state, full = wire.join(layout, state, point.shards)
     state, full, work, params = barrier((state, full, work, params))
 
     for k, axis in enumerate(reversed(layout.order), len(layout.order)):
-        full = tx.gather(layout, full, axis)
+        full = wire.gather(layout, full, axis)
         work = compute(k, work, params)
         # the last one too, or the gather is waited for before the loop
         full, work, params = barrier((full, work, params))
 
-    params = layout.unpack(full)
+    params = wire.unpack(layout, state, full, params)
     pending, sums = pending_of(layout, work)
     state = state._replace(pending=pending)
     return params, state, _metrics(sums, counts, point.grad_norm, state.steps)
@@ -264,6 +304,7 @@ def _overlapped(
 
 def _synchronous(
     tx: Method,
+    wire: Wire,
     gradients: Accumulator,
     params: PyTree,
     state: Any,
@@ -275,7 +316,7 @@ def _synchronous(
     accumulate = tx.accumulate or _accumulate
     new, sums = accumulate(gradients, state.layout, params, batch, counts, rng)
     new = barrier(new)
-    params, state, norm = _communicate(tx, new, state)
+    params, state, norm = _communicate(tx, wire, new, state, params)
     return params, state, _metrics(sums, counts, norm, state.steps)
 
 
@@ -295,17 +336,21 @@ def _accumulate(
     return pending_of(layout, work)
 
 
-def _communicate(tx: Method, now: Pending, state: Any) -> tuple[PyTree, Any, jax.Array]:
+def _communicate(
+    tx: Method, wire: Wire, now: Pending, state: Any, params: PyTree
+) -> tuple[PyTree, Any, jax.Array]:
     """Reduce, advance, gather: the parameters of the next half-round."""
     layout = state.layout
     weight, buffers = barrier((now.weight.sum(), now.buffers))
+    state, raw = wire.send(layout, state, buffers, weight)
     for axis in layout.order:
-        buffers = barrier(tx.reduce(layout, buffers, axis))
-    state, point = tx.advance(state, layout.split(buffers), weight, {})
-    full = barrier(layout.join(point.shards))
+        raw = barrier(wire.reduce(layout, raw, axis))
+    state, point = tx.advance(state, wire.receive(layout, raw), weight, {})
+    state, full = wire.join(layout, state, point.shards)
+    full = barrier(full)
     for axis in reversed(layout.order):
-        full = barrier(tx.gather(layout, full, axis))
-    return layout.unpack(full), state, point.grad_norm
+        full = barrier(wire.gather(layout, full, axis))
+    return wire.unpack(layout, state, full, params), state, point.grad_norm
 
 
 def pending_of(layout: Layout, sums: Sums) -> tuple[Pending, Sums]:

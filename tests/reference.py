@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import ml_dtypes
 import numpy as np
 import optax
 from jax.sharding import AxisType
@@ -100,3 +101,27 @@ def parameters(shapes, seed=0, dtypes=None):
     dtypes = dtypes or jax.tree.map(lambda _: np.float64, shapes, is_leaf=is_shape)
     make = lambda s, d: np.asarray(rng.normal(size=s) + 1.5, d)  # noqa: E731
     return jax.tree.map(make, shapes, dtypes, is_leaf=is_shape)
+
+
+def quantization_step(x, bits):
+    """The scale of each row [rows, 1]: the smallest bfloat16 that is not below."""
+    least = np.abs(x).max(1, keepdims=True) / np.float32(2 ** (bits - 1) - 1)
+    mantissa, exponent = np.frexp(least)
+    scale = np.ldexp(np.ceil(mantissa * 2**8) / 2**8, exponent).astype(np.float32)
+    return np.where(least > 0, np.maximum(scale, np.float32(2.0**-126)), 0)
+
+
+def quantized(x, bits):
+    """What arrives of finite rows [rows, width], in few bits."""
+    most, scale = 2 ** (bits - 1) - 1, quantization_step(x, bits)
+    pattern = scale.astype(ml_dtypes.bfloat16).view(np.uint16)  # exact: 8 bits
+    lowest = (pattern >> np.arange(16) & 1).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x = np.where(scale > 0, x * (1 / scale), 0)
+    q = np.clip(np.rint(x), -most, most)
+    first = 2 * np.rint((x[:, :16] - lowest) / 2) + lowest
+    # beyond the range lies the nearest with the same lowest bit
+    first -= 2 * np.sign(first) * (np.abs(first) > most)
+    q[:, :16] = first
+    assert np.all(q[:, :16] % 2 == lowest)
+    return q.astype(np.float32) * scale

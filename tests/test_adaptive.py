@@ -83,9 +83,9 @@ def test_slow_communication_is_filled_and_fast_is_not_waited_for(
     run(step, tx)  # compile first
     program, add = step._program, step._add
 
-    def slow_communication(state, overlaps):
+    def slow_communication(*args):
         time.sleep(delay)
-        return program(state, overlaps)
+        return program(*args)
 
     def slow_computation(*args):
         time.sleep(0.0 if delay else 0.5)

@@ -38,6 +38,7 @@ _NAMES = {
     "inner": "optimizer state (shard)",
     "pending": "pending gradients",
     "carry": "carried gradient (shard)",
+    "wire": "kept to quantize",
 }
 SHARDED = tuple(name for name in _NAMES.values() if "shard" in name)
 

@@ -39,6 +39,7 @@ class AccoState(NamedTuple):
     pending: Pending  # g, w of the last half-round: every worker's own, wire dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carry_weight: jax.Array  # W(t-1) []
+    wire: Any = None  # `acco_jax.wire.Held`, if communication is quantized
 
 
 def acco(
@@ -50,6 +51,9 @@ def acco(
     accumulate_dtype: Any = None,
     layout: str = "auto",
     param_specs: PyTree | None = None,
+    gather_bits: int | tuple[int | None, int | None] | None = None,
+    reduce_bits: int | None = None,
+    resync_every: int = 0,
 ) -> Method:
     """Communicate the last half-round's gradients while computing the next ones.
 
@@ -71,6 +75,13 @@ def acco(
         or 'auto' (packed where it is exact).
       param_specs: PartitionSpecs of the parameters over the mesh's other axes; needed
         where such an axis is Auto.
+      gather_bits: 8 or 4 gathers differences to what the workers hold, in so many bits
+        with a scale per row, not values; or a pair for (estimate, commit). The master
+        copy stays exact. Needs the packed layout; adds a shard of the parameters.
+      reduce_bits: 8 sends gradients in 8 bits to the shards' owners, which add them in
+        float32; what rounding left out is added to each worker's next gradient. Needs
+        the packed layout and one data axis; adds a buffer as large as the gradients.
+      resync_every: with gather_bits, the first of so many half-rounds gathers values.
 
     Returns:
       A `Method`. update(grads, state, params, weight=None, **extra) takes grads leaves
@@ -120,7 +131,15 @@ def acco(
         return state, Point(theta, norm)
 
     options = Options(
-        mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs
+        mesh,
+        axis_name,
+        comm_dtype,
+        accumulate_dtype,
+        layout,
+        param_specs,
+        gather_bits,
+        reduce_bits,
+        resync_every,
     )
     return make_method(
         inner, options, start=start, advance=advance, delayed=True, half_rounds=2

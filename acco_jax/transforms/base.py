@@ -26,6 +26,8 @@ from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names
 from acco_jax.layout import Layout, Pending
 from acco_jax.packable import why_not_packed
+from acco_jax.wire import Wire, Wires
+from acco_jax.wire import wires as make_wires
 
 PyTree = Any
 
@@ -51,10 +53,9 @@ class Method(optax.GradientTransformationExtraArgs):
       accumulate: (gradients, layout, params, batch, counts, rng) -> (Pending, Sums):
         local gradients, ready for `reduce`; None: what `acco_jax.step` does itself. A
         method that communicates while it computes them returns raw buffers here.
-      reduce: (layout, buffers, axis) -> raw, the reduce-scatter over one data axis.
+      wires: what is communicated, and how, in each half-round.
       advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
         the reduced gradient sums and their total weight.
-      gather: (layout, low, axis) -> full, the all-gather over one data axis.
     """
 
     mesh: Mesh
@@ -64,9 +65,8 @@ class Method(optax.GradientTransformationExtraArgs):
     warmup: int
     accumulate_dtype: Any
     accumulate: Callable[..., Any] | None
-    reduce: Callable[..., Any]
+    wires: Wires
     advance: Callable[..., Any]
-    gather: Callable[..., Any]
 
     def __new__(cls, init: Callable, update: Callable, **stages: Any) -> Method:
         self = super().__new__(cls, init, update)
@@ -84,6 +84,9 @@ class Options:
     accumulate_dtype: Any = None
     layout: str | type[Layout] = "auto"  # a class: the method's own layout
     param_specs: PyTree | None = None
+    gather_bits: int | tuple[int | None, int | None] | None = None
+    reduce_bits: int | None = None
+    resync_every: int = 0
 
 
 def make_method(
@@ -103,7 +106,8 @@ def make_method(
       inner: the optimizer that runs on the shards.
       options: mesh, dtypes and layout.
       start: (layout, master, inner_state) -> the method's initial NamedTuple state,
-        whose field `pending` is a `Pending` where the method is delayed.
+        whose field `pending` is a `Pending` where the method is delayed and whose field
+        `wire` is left to this function.
       advance: (state, gradient shards, weight, step) -> (state, Point), where
         step(gradient, weight, inner_state, master) -> (master, inner_state, norm)
         is a guarded optimizer step on the mean gradient.
@@ -113,9 +117,11 @@ def make_method(
       **stages: others than the usual ones; see `Method`.
 
     Raises:
-      ValueError: the mesh lacks the axis, or `layout` is unknown.
+      ValueError: the mesh lacks the axis, or `layout` or the bits are unknown.
     """
     axis = axis_names(options.mesh, options.axis_name)
+    bits = options.gather_bits, options.reduce_bits, options.resync_every
+    wires = make_wires(*bits, half_rounds=half_rounds, axis=axis)
     own = isinstance(options.layout, type)
     if not own and options.layout not in ("auto", "packed", "leaf"):
         raise ValueError(
@@ -139,14 +145,18 @@ def make_method(
 
             shapes = jax.eval_shape(begin, _abstract(layout.shards))
             inner_state = in_auto(begin, layout, layout.state_shardings(shapes))(master)
-            return start(layout, master, inner_state)
+            state = start(layout, master, inner_state)
+            return state._replace(wire=wires.start(layout, params))
 
         shapes = jax.eval_shape(make, _abstract(params))
         params = jax.device_put(params, layout.params_shardings)
         return jax.jit(make, out_shardings=layout.state_shardings(shapes))(params)
 
     def advance_(state: Any, gradient: PyTree, weight: jax.Array, extra: dict) -> Any:
-        layout, held = state.layout, getattr(state, "pending", None)
+        layout = state.layout
+        # the optimizer's region need not carry through what it does not read
+        aside = {f: getattr(state, f) for f in ("pending", "wire") if hasattr(state, f)}
+        state = state._replace(**dict.fromkeys(aside))
 
         captured: dict[int, jax.Array] = {}
         map_captured(lambda x: captured.setdefault(id(x), x), inner)
@@ -156,15 +166,13 @@ def make_method(
             step = functools.partial(guarded_step, own, layout, extra)
             return advance(state, gradient, weight, step)
 
-        if held is not None:  # the optimizer's region need not carry it through
-            state = state._replace(pending=None)
         args = (state, gradient, weight, extra, captured)
         state_sharding = layout.state_shardings(jax.eval_shape(lambda s: s, state))
         point = Point(
             jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
         )
         state, point = in_auto(run, layout, (state_sharding, point))(*args)
-        return (state if held is None else state._replace(pending=held)), point
+        return state._replace(**aside), point
 
     def update(
         grads: PyTree,
@@ -175,6 +183,7 @@ def make_method(
         **extra: Any,
     ) -> tuple[PyTree, Any]:
         layout = state.layout
+        wires.check(state)
         check_params(layout, params)
         check_grads(layout, grads)
         _check_extra(inner, extra)
@@ -194,14 +203,25 @@ def make_method(
             held = choose(warming, state.pending, new) if warmup else new
             state = state._replace(pending=held)
         total = now.weight.sum()
-        raw = now.buffers
+        wire = wires.all[0]  # all reduce alike
+        state, raw = wire.send(layout, state, now.buffers, total)
         for axis in layout.order:
-            raw = reduce_scatter(layout, raw, axis)
-        state, point = advance_(state, layout.split(raw), total, extra)
-        full = layout.join(point.shards)
-        for axis in reversed(layout.order):
-            full = all_gather(layout, full, axis)
-        target = layout.unpack(full)
+            raw = wire.reduce(layout, raw, axis)
+        state, point = advance_(state, wire.receive(layout, raw), total, extra)
+
+        def move(wire: Wire, state: Any) -> tuple[Any, PyTree]:
+            state, full = wire.join(layout, state, point.shards)
+            for axis in reversed(layout.order):
+                full = wire.gather(layout, full, axis)
+            return state.wire, wire.unpack(layout, state, full, params)
+
+        if wires.differ:
+            number = wires.turn(state.wire.half_rounds)
+            ways = [functools.partial(move, w) for w in wires.all]
+            kept, target = jax.lax.switch(number, ways, state)
+        else:
+            kept, target = move(wire, state)
+        state = state._replace(wire=kept)
 
         def difference(new: jax.Array, old: jax.Array) -> jax.Array:
             wide = jnp.promote_types(old.dtype, jnp.float32)
@@ -211,9 +231,8 @@ def make_method(
 
     usual: dict[str, Any] = {
         "accumulate": None,
-        "reduce": reduce_scatter,
+        "wires": wires,
         "advance": advance_,
-        "gather": all_gather,
     }
     return Method(
         init,
@@ -226,14 +245,6 @@ def make_method(
         accumulate_dtype=options.accumulate_dtype,
         **(usual | stages),
     )
-
-
-def reduce_scatter(layout: Layout, buffers: Any, axis: str) -> Any:
-    return layout.reduce_scatter(buffers, axis)
-
-
-def all_gather(layout: Layout, low: Any, axis: str) -> Any:
-    return layout.all_gather(low, axis)
 
 
 def guarded_step(
@@ -341,7 +352,8 @@ def choose_layout(
     """The layout for these parameters, as `options.layout` demands.
 
     Raises:
-      ValueError: 'packed' was demanded and inner would notice; names leaf and why.
+      ValueError: 'packed' was demanded, or fewer bits, and inner would notice; names
+        leaf and why.
     """
     axis = axis_names(options.mesh, options.axis_name)
     args = layouts.describe(
@@ -353,15 +365,22 @@ def choose_layout(
     )
     if isinstance(options.layout, type):
         return options.layout(options.mesh, axis, *args)
+    reason = "layout='leaf' was asked for"
     if options.layout != "leaf":
         packed = layouts.packed_layout(*args, options.mesh, axis)
-        reason = why_not_packed(inner, packed)
-        if reason is None:
+        found = why_not_packed(inner, packed)
+        if found is None:
             return packed
+        reason = f"that would change what inner does: {found}"
         if options.layout == "packed":
             raise ValueError(
-                f"layout='packed' would change what inner does: {reason}. Use "
+                f"layout='packed' would change what inner does: {found}. Use "
                 "layout='auto' or 'leaf'."
+            )
+    for name in ("gather_bits", "reduce_bits"):
+        if getattr(options, name):
+            raise ValueError(
+                f"{name} needs layout='packed', but {reason}. Leave {name} out."
             )
     return layouts.leaf_layout(*args, options.mesh, axis)
 

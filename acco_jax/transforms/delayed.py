@@ -27,6 +27,7 @@ class DelayedState(NamedTuple):
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     pending: Pending  # g, w of the last update: every worker's own, wire dtype
+    wire: Any = None  # `acco_jax.wire.Held`, if communication is quantized
 
 
 def _start(layout: Layout, master: PyTree, inner_state: PyTree) -> DelayedState:
@@ -69,8 +70,8 @@ def dpu(
     Args:
       inner: any optax transformation.
       warmup_steps: so many first steps are synchronous, as in `zero1`.
-      **options: mesh, axis_name, comm_dtype, accumulate_dtype, layout and param_specs,
-        as for `acco_jax.acco`.
+      **options: mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs,
+        gather_bits, reduce_bits and resync_every, as for `acco_jax.acco`.
 
     References:
       Ren et al., ZeRO-Offload, section 4.2: one-step delayed parameter update

@@ -28,12 +28,14 @@ from acco_jax.layout import (
     ROW_MULTIPLE,
     SMALL,
     WIDTHS,
+    Layout,
     Leaf,
     LeafLayout,
     Pending,
 )
 from acco_jax.transforms.base import Method, Options, make_method
 from acco_jax.transforms.zero1 import advance, start
+from acco_jax.wire import Wire, Wires
 
 PyTree = Any
 LAYERS = 256  # a longer leading dimension is not taken for one over layers
@@ -229,8 +231,15 @@ def fused_zero1(
         delayed=False,
         half_rounds=1,
         accumulate=functools.partial(_accumulate, pipelined),
-        reduce=lambda layout, raw, axis: raw,
+        wires=Wires((_Reduced(),)),
     )
+
+
+class _Reduced(Wire):
+    """The backward pass has reduced its gradients."""
+
+    def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
+        return buffers
 
 
 def _accumulate(

@@ -27,6 +27,7 @@ class Zero1State(NamedTuple):
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
+    wire: Any = None  # `acco_jax.wire.Held`, if communication is quantized
 
 
 def start(layout: Layout, master: PyTree, inner_state: PyTree) -> Zero1State:
@@ -52,6 +53,9 @@ def zero1(
     accumulate_dtype: Any = None,
     layout: str = "auto",
     param_specs: PyTree | None = None,
+    gather_bits: int | None = None,
+    reduce_bits: int | None = None,
+    resync_every: int = 0,
 ) -> Method:
     """Reduce-scatter gradients, step on the shards, all-gather parameters.
 
@@ -64,7 +68,15 @@ def zero1(
     """
 
     options = Options(
-        mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs
+        mesh,
+        axis_name,
+        comm_dtype,
+        accumulate_dtype,
+        layout,
+        param_specs,
+        gather_bits,
+        reduce_bits,
+        resync_every,
     )
     return make_method(
         inner, options, start=start, advance=advance, delayed=False, half_rounds=1

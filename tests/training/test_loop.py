@@ -28,6 +28,9 @@ RUNS = {
         "model.param_dtype": "bfloat16",
     },
     "zero1": {"method": "zero1"},
+    "few bits": {
+        "method_options": {"gather_bits": (4, 8), "reduce_bits": 8, "resync_every": 5}
+    },
 }
 CLOCKS = ("seconds", "tokens_per_second")
 

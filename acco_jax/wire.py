@@ -1,0 +1,299 @@
+"""What crosses the network in a half-round, and what each end does with it.
+
+    gradients --(send)--> reduce, one data axis at a time --(receive)--> shards
+    shards    --(join)--> gather, one data axis at a time --(unpack)---> parameters
+
+Plain communication sends the layout's buffers. Quantized, with Q of
+`acco_jax.quantize` and every replica of the parameters holding the same r:
+
+    gather  the owner of a shard, which also knows its part of r, sends
+            d = Q(point - r), and everyone takes r + d: the next difference corrects
+            what this one's rounding left, so nothing accumulates
+    reduce  worker i sends Q(g_i + e_i) and keeps e_i' = g_i + e_i - Q(g_i + e_i) for
+            its next gradient; the owner adds up what arrives, in float32
+
+Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340); error
+feedback, Karimireddy et al. (arXiv 1901.09847).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from acco_jax.layout import Layout, Leaf, LeftOut, PackedLayout, PyTree
+from acco_jax.quantize import BITS, dequantize, quantize
+
+
+class Held(NamedTuple):
+    """What quantized communication remembers; a part of a method's state."""
+
+    half_rounds: jax.Array  # int32 []: gathers so far
+    replica: PyTree  # r: shards of the parameters as all hold them; None: exact
+    error: LeftOut | None  # e: every worker's own; None: exact
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """The communication of one half-round.
+
+    Attributes:
+      gather_bits: of the parameters' differences; None sends values in the wire dtype.
+      reduce_bits: of the gradients; None sends them in the wire dtype.
+    """
+
+    gather_bits: int | None = None
+    reduce_bits: int | None = None
+
+    def send(
+        self, layout: Layout, state: Any, buffers: Any, weight: jax.Array
+    ) -> tuple[Any, Any]:
+        """(state, what `reduce` communicates) of local gradients of total `weight`."""
+        if self.reduce_bits is None:
+            return state, buffers
+        assert isinstance(layout, PackedLayout)
+        before = state.wire.error.buffers
+        own = tuple(_wide(g) + _wide(e) for g, e in zip(buffers, before, strict=True))
+        low = quantized(layout, own, self.reduce_bits)
+        arrives = layout.on_buffers(_values(self.reduce_bits))(low)
+
+        def left_out(own: jax.Array, sent: jax.Array, before: jax.Array) -> jax.Array:
+            left = jnp.where(jnp.isfinite(sent), own - sent, 0).astype(before.dtype)
+            return jnp.where(weight > 0, left, before)  # without weight nothing counts
+
+        error = tuple(map(left_out, own, arrives, before))
+        return state._replace(wire=state.wire._replace(error=LeftOut(error))), low
+
+    def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
+        """The collective over one data axis."""
+        if self.reduce_bits is None:
+            return layout.reduce_scatter(buffers, axis)
+        assert isinstance(layout, PackedLayout)
+        return layout.all_to_all(buffers, axis)
+
+    def receive(self, layout: Layout, raw: Any) -> PyTree:
+        """The tree of shards of the sums over workers, in the master copy's dtype."""
+        if self.reduce_bits is None:
+            return layout.split(raw)
+        assert isinstance(layout, PackedLayout)
+
+        def add_up(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            values = _values(self.reduce_bits)(buffers)
+            n = layout.workers
+            return tuple(x.reshape(n, -1, x.shape[1]).sum(0) for x in values)
+
+        return layout.split(layout.on_buffers(add_up)(raw))
+
+    def join(self, layout: Layout, state: Any, point: PyTree) -> tuple[Any, Any]:
+        """(state, what `gather` communicates) of the shards of a new point."""
+        held = state.wire
+        if held is None:
+            return state, layout.join(point)
+        held = held._replace(half_rounds=held.half_rounds + 1)
+        if self.gather_bits is None:
+            low = layout.join(point)
+            if held.replica is not None:
+                new = _each(layout, _on_wire, point)
+                held = held._replace(replica=_each(layout, _moved, held.replica, new))
+        else:
+            assert isinstance(layout, PackedLayout)
+            away = _each(layout, _difference, point, held.replica)
+            low = quantized(layout, layout.join(away, jnp.float32), self.gather_bits)
+            step = layout.split(layout.on_buffers(_values(self.gather_bits))(low))
+            replica = _each(layout, _stepped, held.replica, step)
+            held = held._replace(replica=replica)
+        return state._replace(wire=held), low
+
+    def gather(self, layout: Layout, low: Any, axis: str) -> Any:
+        """The collective over one data axis."""
+        return layout.all_gather(low, axis)
+
+    def unpack(self, layout: Layout, state: Any, full: Any, params: PyTree) -> PyTree:
+        """The new parameters, of what was gathered and the parameters so far."""
+        if self.gather_bits is None:
+            new = layout.unpack(full)
+            if state.wire is None or state.wire.replica is None:
+                return new
+            return _each(layout, _moved, params, new)
+        assert isinstance(layout, PackedLayout)
+        values = layout.on_buffers(_values(self.gather_bits), gathered=True)(full)
+        return _each(layout, _stepped, params, layout.unpack(values, jnp.float32))
+
+
+def quantized(
+    layout: PackedLayout, buffers: tuple[jax.Array, ...], bits: int
+) -> tuple[jax.Array, ...]:
+    """Packed buffers in few bits.
+
+    A row may hold a leaf that a model axis splits and one that is the same all along
+    it, and must stay the same: so the devices of such an axis share their scales.
+    """
+    axes = tuple(a for a in layout.others if layout.mesh.shape[a] > 1)
+    return layout.on_buffers(lambda xs: tuple(quantize(x, bits, axes) for x in xs))(
+        buffers
+    )
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _values(bits: int | None) -> Callable[[tuple[jax.Array, ...]], Any]:
+    assert bits is not None
+    return lambda buffers: tuple(dequantize(q, bits) for q in buffers)
+
+
+# What a replica and the shard's owner compute alike, on a leaf's elements.
+
+
+def _each(layout: Layout, fn: Callable[..., jax.Array], *trees: PyTree) -> PyTree:
+    return jax.tree.map(fn, layout.tree(lambda leaf: leaf), *trees)
+
+
+def _on_wire(leaf: Leaf, x: jax.Array) -> jax.Array:
+    """x, in the master dtype, as the wire and the parameter can hold it.
+
+    A cast there and back would not do: compilers take the pair away.
+    """
+    x = x.astype(leaf.master)
+    for dtype in (leaf.wire, leaf.dtype):
+        if jnp.finfo(dtype).nmant < jnp.finfo(leaf.master).nmant:
+            x = lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    return x
+
+
+def _difference(leaf: Leaf, point: jax.Array, replica: jax.Array) -> jax.Array:
+    return point - _on_wire(leaf, replica)
+
+
+def _stepped(leaf: Leaf, old: jax.Array, step: jax.Array) -> jax.Array:
+    """What holds `old` after a step arrived, in the parameter's dtype."""
+    new = _on_wire(leaf, old) + step.astype(leaf.master)
+    return _moved(leaf, old, _on_wire(leaf, new))
+
+
+def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
+    """What optax.apply_updates makes of `old` and the update `new - old`.
+
+    Replicas that a loop updates itself are then those of the train step, to the bit.
+    """
+    wide = old.astype(leaf.master)
+    return (wide + (new.astype(leaf.master) - wide)).astype(leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wires:
+    """Which wire each half-round takes.
+
+    Attributes:
+      phases: the wires of half-rounds 0, 1, ..., over and over.
+      resync_every: so many half-rounds apart, from the first on, one sends values and
+        not differences; 0: never.
+    """
+
+    phases: tuple[Wire, ...] = (Wire(),)
+    resync_every: int = 0
+
+    @property
+    def all(self) -> tuple[Wire, ...]:
+        """Those there are, as `turn` numbers them."""
+        if not self.resync_every:
+            return self.phases
+        return (*self.phases, Wire(None, self.phases[0].reduce_bits))
+
+    @property
+    def differ(self) -> bool:
+        return len(set(self.all)) > 1
+
+    @property
+    def gather_quantized(self) -> bool:
+        return any(w.gather_bits for w in self.phases)
+
+    @property
+    def reduce_quantized(self) -> bool:
+        return self.phases[0].reduce_bits is not None
+
+    def turn(self, half_round: Any) -> Any:
+        """The number of a half-round's wire; of an int or an array."""
+        number = half_round % len(self.phases)
+        if self.resync_every:
+            full = half_round % self.resync_every == 0
+            number = number * (1 - full) + len(self.phases) * full
+        return number
+
+    def at(self, half_round: int) -> Wire:
+        return self.all[self.turn(half_round)]
+
+    def start(self, layout: Layout, params: PyTree) -> Any:
+        """`Held` before the first half-round; None of plain communication."""
+        if not (self.gather_quantized or self.reduce_quantized):
+            return None
+        cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
+        replica = _each(layout, cast, layout.shard(params))
+        return Held(
+            jnp.int32(0),
+            replica if self.gather_quantized else None,
+            LeftOut(layout.zeros()) if self.reduce_quantized else None,
+        )
+
+    def check(self, state: Any) -> None:
+        """Raises a ValueError unless the state is of these wires."""
+        held = Held(state.steps, None, None) if state.wire is None else state.wire
+        has = held.replica is not None, held.error is not None
+        if has != (self.gather_quantized, self.reduce_quantized):
+            raise ValueError(
+                f"the state was made {'with' if has[0] else 'without'} gather_bits and "
+                f"{'with' if has[1] else 'without'} reduce_bits, the method was not: "
+                "give the state of tx.init for the same tx."
+            )
+
+
+def wires(
+    gather_bits: Any,
+    reduce_bits: int | None,
+    resync_every: int,
+    *,
+    half_rounds: int,
+    axis: tuple[str, ...],
+) -> Wires:
+    """The wires for a method's arguments; see `acco_jax.acco`.
+
+    Raises:
+      ValueError: in one line, which argument is none of the choices.
+    """
+    bits = gather_bits
+    if isinstance(bits, tuple | list):
+        if len(bits) != half_rounds or half_rounds != 2:
+            raise ValueError(
+                f"gather_bits is {bits!r}: a pair (estimate, commit) is for acco, "
+                "others take one number."
+            )
+        bits = (bits[1], bits[0])  # half-round 0 is a commit
+    else:
+        bits = (bits,)
+    if any(b is not None and b not in BITS for b in bits):
+        raise ValueError(f"gather_bits is {gather_bits!r}: choose None, 8 or 4.")
+    if reduce_bits not in (None, 8):
+        raise ValueError(f"reduce_bits is {reduce_bits!r}: choose None or 8.")
+    if reduce_bits and len(axis) > 1:
+        raise ValueError(
+            f"reduce_bits is for one data axis, but there are {axis}: sums over the "
+            "first would be rounded again for the second; leave it out."
+        )
+    if not isinstance(resync_every, int) or resync_every < 0:
+        raise ValueError(
+            f"resync_every is {resync_every!r}: give a number of half-rounds, 0 for "
+            "never."
+        )
+    if resync_every and bits == (None,) * len(bits):
+        raise ValueError(
+            f"resync_every is {resync_every}, but without gather_bits every gather "
+            "sends values: leave it out."
+        )
+    phases = tuple(Wire(b, reduce_bits) for b in bits)
+    return Wires(phases if len(set(phases)) > 1 else phases[:1], resync_every)
