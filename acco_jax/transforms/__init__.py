@@ -1,12 +1,17 @@
 """Methods by name: each is one file, and the loop knows none of them."""
 
+from collections.abc import Callable
+from typing import Any
+
+from acco_jax.local.diloco import diloco
 from acco_jax.transforms.acco import acco
 from acco_jax.transforms.delayed import dpu, wp
 from acco_jax.transforms.fused_zero1 import fused_zero1
 from acco_jax.transforms.zero1 import zero1
 
-METHODS = {
+METHODS: dict[str, Callable[..., Any]] = {
     "acco": acco,
+    "diloco": diloco,
     "dpu": dpu,
     "fused_zero1": fused_zero1,
     "wp": wp,
