@@ -9,8 +9,10 @@ from acco_jax import transforms as transforms  # first: acco_jax.local builds on
 from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
 from acco_jax.local.base import LocalMethod as LocalMethod
+from acco_jax.local.co2 import co2 as co2
 from acco_jax.local.diloco import diloco as diloco
 from acco_jax.local.rounds import local_rounds as local_rounds
+from acco_jax.local.slowmo import slowmo as slowmo
 from acco_jax.step import TrainStep as TrainStep
 from acco_jax.step import make_train_step as make_train_step
 from acco_jax.transforms.acco import acco as acco
