@@ -11,6 +11,7 @@ from acco_jax.gradients import local_gradients as local_gradients
 from acco_jax.local.base import LocalMethod as LocalMethod
 from acco_jax.local.co2 import co2 as co2
 from acco_jax.local.diloco import diloco as diloco
+from acco_jax.local.gossip import gossip as gossip
 from acco_jax.local.rounds import local_rounds as local_rounds
 from acco_jax.local.slowmo import slowmo as slowmo
 from acco_jax.step import TrainStep as TrainStep

@@ -5,6 +5,7 @@ from typing import Any
 
 from acco_jax.local.co2 import co2
 from acco_jax.local.diloco import diloco
+from acco_jax.local.gossip import gossip
 from acco_jax.local.slowmo import slowmo
 from acco_jax.transforms.acco import acco
 from acco_jax.transforms.delayed import dpu, wp
@@ -17,6 +18,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "diloco": diloco,
     "dpu": dpu,
     "fused_zero1": fused_zero1,
+    "gossip": gossip,
     "slowmo": slowmo,
     "wp": wp,
     "zero1": zero1,
