@@ -14,6 +14,7 @@ from acco_jax.local.diloco import diloco as diloco
 from acco_jax.local.gossip import gossip as gossip
 from acco_jax.local.rounds import local_rounds as local_rounds
 from acco_jax.local.slowmo import slowmo as slowmo
+from acco_jax.local.streaming import streaming_diloco as streaming_diloco
 from acco_jax.step import TrainStep as TrainStep
 from acco_jax.step import make_train_step as make_train_step
 from acco_jax.transforms.acco import acco as acco

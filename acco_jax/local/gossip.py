@@ -71,7 +71,10 @@ class GossipState(NamedTuple):
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
 
     def shardings(self) -> GossipState:
-        return shardings(self, rows=("inner", "master"))
+        homes = shardings(self, rows=("inner",))
+        if self.master is None:
+            return homes
+        return homes._replace(master=self.layout.grads_shardings)
 
     def committed(self, params: PyTree) -> PyTree:
         """The mean over the workers, replicated."""
@@ -196,9 +199,6 @@ class GossipRound(Round):
 
         specs = jax.tree.map(lambda s: s.spec, layout.grads_shardings)
         return layout.everywhere(local, (jax.P(), specs), specs)(call, rows)
-
-    def merge(self, rows: PyTree, state: GossipState, work: Work, moved: Any) -> Work:
-        return work
 
     def finish(self, rows: PyTree, state: GossipState, work: Work, moved: Any) -> Any:
         theta = jax.tree.map(jnp.add, work.theta, moved)

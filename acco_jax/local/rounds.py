@@ -91,20 +91,18 @@ def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
     )
 
 
-def moved(
-    layout: Layout, origin: PyTree, work: Work, tree: PyTree, *, weighted: bool
+def differences(
+    layout: Layout, weight: jax.Array, origin: PyTree, theta: PyTree, origin_spec: P
 ) -> Pending:
     """w_i (origin - theta_i), packed, and w_i: what an outer method communicates.
 
     Args:
       layout: of the outer method.
-      origin: rows, where the workers started from.
-      work: for the weights.
-      tree: theta_i, rows of the same structure as origin, master dtype.
-      weighted: w_i is the round's weight; else 1, or 0 without any.
+      weight: (n,) w_i.
+      origin: where the workers started from, rows or the same for all.
+      theta: theta_i, rows of the same structure, master dtype.
+      origin_spec: P(data axes) or P().
     """
-    weight = work.sums.weight
-    weight = weight if weighted else (weight > 0).astype(weight.dtype)
 
     def local(weight: jax.Array, origin: PyTree, theta: PyTree) -> PyTree:
         def one(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -113,8 +111,15 @@ def moved(
         return jax.tree.map(one, origin, theta)
 
     rows = P(layout.axis)
-    run = over_data(local, layout.mesh, layout.axis, (rows, rows, rows), rows)
-    return Pending(layout.pack(run(weight, origin, tree)), weight.astype(layout.scalar))
+    in_specs = (rows, origin_spec, rows)
+    run = over_data(local, layout.mesh, layout.axis, in_specs, rows)
+    buffers = layout.pack(run(weight, origin, theta))
+    return Pending(buffers, weight.astype(layout.scalar))
+
+
+def counted(weight: jax.Array, weighted: bool) -> jax.Array:
+    """(n,) weights of an outer mean: as they are, or 1 for everyone who has any."""
+    return weight if weighted else (weight > 0).astype(weight.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +146,8 @@ class OuterRound(Round):
         return cast(rows, masters_of(state.layout))
 
     def _moved(self, rows: PyTree, work: Work, layout: Layout) -> Pending:
-        return moved(layout, rows, work, work.theta, weighted=self.weighted)
+        weight = counted(work.sums.weight, self.weighted)
+        return differences(layout, weight, rows, work.theta, P(layout.axis))
 
     def send(self, rows: PyTree, state: RoundState, work: Work | None) -> Any:
         outer = state.outer
@@ -150,9 +156,6 @@ class OuterRound(Round):
         else:
             now, outer = outer.pending, outer._replace(pending=None)
         return outer, now.weight.sum(), now.buffers
-
-    def merge(self, rows: PyTree, state: RoundState, work: Work, moved: Any) -> Work:
-        return work
 
     def finish(self, rows: PyTree, state: RoundState, work: Work, moved: Any) -> Any:
         outer, full = moved

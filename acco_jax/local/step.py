@@ -251,10 +251,9 @@ def _end(
     rng: Any,
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """What a call does when its exchange is over."""
-    if round.overlaps:
-        work = round.merge(rows, state, work, moved)
-        last = len(round.hops)
-        work = round.part(last, work, gradients, rows, state, batch, counts, rng)
+    work = round.merge(rows, state, work, moved)
+    last = len(round.hops)  # the steps after the exchange, where there are any
+    work = round.part(last, work, gradients, rows, state, batch, counts, rng)
     rows, state = round.finish(rows, state, work, moved)
     norm = work.norm.sum() / jnp.maximum(work.steps.sum(), 1)
     return rows, state, _metrics(work.sums, counts, norm, state.steps)

@@ -7,6 +7,7 @@ from acco_jax.local.co2 import co2
 from acco_jax.local.diloco import diloco
 from acco_jax.local.gossip import gossip
 from acco_jax.local.slowmo import slowmo
+from acco_jax.local.streaming import streaming_diloco
 from acco_jax.transforms.acco import acco
 from acco_jax.transforms.delayed import dpu, wp
 from acco_jax.transforms.fused_zero1 import fused_zero1
@@ -20,6 +21,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "fused_zero1": fused_zero1,
     "gossip": gossip,
     "slowmo": slowmo,
+    "streaming_diloco": streaming_diloco,
     "wp": wp,
     "zero1": zero1,
 }

@@ -460,6 +460,30 @@ def test_rounds_of_local_steps(train, tmp_path):
     assert summary["loss"] < trained[0]["loss"]
 
 
+LOCAL = {
+    "slowmo": {"local_steps": 2},
+    "co2": {"local_steps": 2},
+    "gossip": {"topology": "exponential"},
+    "streaming_diloco": {
+        "local_steps": 4, "fragments": 2, "overlap_steps": 1, "bits": 8
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", LOCAL)
+def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
+    changes = {"method": method, "method_options": LOCAL[method], "steps": 12,
+               "optimizer.learning_rate": 3e-3}  # fmt: skip
+    experiment, summary = train(tmp_path / "whole", **changes)
+    train(tmp_path / "stopped", stop_after=3, **changes)
+    again, resumed = train(tmp_path / "stopped", **changes)
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    assert arrays_of(again) == arrays_of(experiment)
+    assert resumed["loss"] == summary["loss"]
+    first = next(r for r in rows_of(tmp_path / "whole") if r["kind"] == "train")
+    assert summary["loss"] < first["loss"]
+
+
 def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
     config = tiny(method="diloco", method_options={"local_steps": 4})
     with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
