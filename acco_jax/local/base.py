@@ -172,6 +172,14 @@ def to_rows(layout: Layout, tree: PyTree) -> PyTree:
     return run(tree)
 
 
+def zeros(layout: Layout, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
+    """An array that every process makes its part of."""
+    make = jax.jit(
+        lambda: jnp.zeros(shape, dtype), out_shardings=layout.sharding(*spec)
+    )
+    return make()
+
+
 def init_rows(
     layout: Layout, inner: optax.GradientTransformation, params: PyTree
 ) -> PyTree:

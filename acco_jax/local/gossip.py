@@ -56,6 +56,7 @@ from acco_jax.local.base import (
     shardings,
     to_rows,
     workers_of,
+    zeros,
 )
 
 PyTree = Any
@@ -284,8 +285,7 @@ def gossip(
         homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
         params = jax.device_put(params, shape.params_shardings)
         made, master = jax.jit(make, out_shardings=homes)(params)
-        count = jax.device_put(jnp.int32(0), shape.sharding())
-        return GossipState(shape, count, made, master)
+        return GossipState(shape, zeros(shape, (), jnp.int32), made, master)
 
     def round_of(phase: int) -> GossipRound:
         return GossipRound(steps, mixer(topology, axis, n, phase, seed))

@@ -39,6 +39,7 @@ from acco_jax.local.base import (
     masters_of,
     shardings,
     to_rows,
+    zeros,
 )
 from acco_jax.transforms.base import Method, gather_exact
 
@@ -227,8 +228,7 @@ def local_rounds(
         homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
         params = jax.device_put(params, layout.params_shardings)
         state_rows = jax.jit(make, out_shardings=homes)(params)
-        steps = jax.device_put(jnp.int32(0), layout.sharding())
-        return RoundState(layout, steps, state, state_rows)
+        return RoundState(layout, zeros(layout, (), jnp.int32), state, state_rows)
 
     return local_method(
         inner,

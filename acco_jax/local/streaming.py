@@ -47,6 +47,7 @@ from acco_jax.local.base import (
     masters_of,
     shardings,
     to_rows,
+    zeros,
 )
 from acco_jax.local.rounds import counted, differences, outer_hops
 from acco_jax.transforms.base import Method, gather_exact
@@ -412,15 +413,15 @@ def streaming_diloco(
         if narrow:
             homes = (homes[0], whole.grads_shardings)
         made, master = jax.jit(make, out_shardings=homes)(params)
-        weights = jnp.zeros((whole.workers, fragments), whole.scalar)
+        shape = (whole.workers, fragments)
         # copies: a train step is given the parameters and the state to keep
         anchor = jax.tree.map(jnp.copy, parts)
         return StreamingState(
             layout=whole,
-            steps=jax.device_put(jnp.int32(0), whole.sharding()),
+            steps=zeros(whole, (), jnp.int32),
             outer=states,
             anchor=anchor,
-            weights=jax.device_put(weights, rows),
+            weights=zeros(whole, shape, whole.scalar, axis),
             inner=made,
             master=master,
         )

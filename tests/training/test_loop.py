@@ -472,10 +472,10 @@ LOCAL = {
 
 @pytest.mark.parametrize("method", LOCAL)
 def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
-    changes = {"method": method, "method_options": LOCAL[method], "steps": 12,
+    changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
                "optimizer.learning_rate": 3e-3}  # fmt: skip
     experiment, summary = train(tmp_path / "whole", **changes)
-    train(tmp_path / "stopped", stop_after=3, **changes)
+    train(tmp_path / "stopped", stop_after=3, **changes)  # mid-turn of the fragments
     again, resumed = train(tmp_path / "stopped", **changes)
     assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
     assert arrays_of(again) == arrays_of(experiment)
