@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (the environment first)
-"""One process of test_processes.py: python -m tests.local.worker INDEX PROCESSES PORT"""
+"""One process of test_processes.py: python -m tests.local.worker INDEX PROCESSES P"""
 
 import json
 import os
