@@ -109,25 +109,31 @@ def _from(peers: Any, axis: tuple[str, ...], x: jax.Array) -> jax.Array:
     return lax.ppermute(x, axis, [(int(p), i) for i, p in enumerate(peers)])
 
 
-Mixer = Callable[[jax.Array, jax.Array], jax.Array]
+# (x in the wire's dtype, call number) -> a part of sum_j W_ij x_j, inside a shard_map
+Term = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def mixer(topology: str, axis: tuple[str, ...], n: int, phase: int, seed: int) -> Mixer:
-    """(x of the wire's dtype, call number) -> sum_j W_ij x_j, inside a shard_map.
+def terms(
+    topology: str, axis: tuple[str, ...], n: int, phase: int, seed: int
+) -> tuple[Term, ...]:
+    """What adds up to sum_j W_ij x_j, in float32 or wider; one collective each.
 
-    Sums are made in float32 or wider. Of one worker, W is 1.
+    Of one worker, W is 1.
     """
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     me = np.arange(n)
-    ahead, behind = (me + 1) % n, (me - 1) % n
+
+    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: wide(_from(peers, axis, x))
 
     def with_partner(peers: Any) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: (wide(x) + wide(_from(peers, axis, x))) / 2
+        return lambda x: (wide(x) + taken(peers)(x)) / 2
 
-    def ring(x: jax.Array, call: jax.Array) -> jax.Array:
-        return (
-            wide(_from(behind, axis, x)) + wide(x) + wide(_from(ahead, axis, x))
-        ) / 3
+    def behind(x: jax.Array, call: jax.Array) -> jax.Array:
+        return (wide(x) + taken((me - 1) % n)(x)) / 3
+
+    def ahead(x: jax.Array, call: jax.Array) -> jax.Array:
+        return taken((me + 1) % n)(x) / 3
 
     def exponential(x: jax.Array, call: jax.Array) -> jax.Array:
         return with_partner((me - 2**phase) % n)(x)
@@ -142,14 +148,13 @@ def mixer(topology: str, axis: tuple[str, ...], n: int, phase: int, seed: int) -
         return wide(lax.psum(x, axis)) / n
 
     if n == 1:
-        return lambda x, call: wide(x)
-    kinds: dict[str, Mixer] = {
-        "ring": ring,
-        "exponential": exponential,
-        "random": random,
-        "complete": complete,
-    }
-    return kinds[topology]
+        return (lambda x, call: wide(x),)
+    return {
+        "ring": (behind, ahead),
+        "exponential": (exponential,),
+        "random": (random,),
+        "complete": (complete,),
+    }[topology]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +162,7 @@ class GossipRound(Round):
     """H inner steps of every worker, and beside them one exchange with neighbours."""
 
     steps: InnerSteps
-    mix: Mixer
+    terms: tuple[Term, ...]
 
     overlaps = True
 
@@ -167,7 +172,7 @@ class GossipRound(Round):
 
     @property
     def hops(self) -> tuple[Callable[[Any], Any], ...]:
-        return (self._exchange,)
+        return tuple(functools.partial(self._exchange, term) for term in self.terms)
 
     def theta(self, rows: PyTree, state: GossipState) -> PyTree:
         if state.master is not None:
@@ -175,34 +180,35 @@ class GossipRound(Round):
         return cast(rows, masters_of(state.layout))
 
     def send(self, rows: PyTree, state: GossipState, work: Work | None) -> Any:
-        wires = state.layout.tree(lambda leaf: leaf.wire)
-        call = state.steps // self.steps.steps
-        return state.layout, call, cast(self.theta(rows, state), wires)
+        """Moving: the layout, the call, r(x_i), and what mixing has changed so far."""
+        layout = state.layout
+        sent = cast(self.theta(rows, state), layout.tree(lambda leaf: leaf.wire))
+        change = jax.tree.map(jnp.negative, cast(sent, masters_of(layout)))
+        return layout, state.steps // self.steps.steps, sent, change
 
-    def _exchange(self, moving: Any) -> PyTree:
-        """sum_j W_ij r(x_j) - r(x_i), one buffer of each dtype on the wire."""
-        layout, call, rows = moving
+    def _exchange(self, term: Term, moving: Any) -> Any:
+        """Adds a term; one buffer of each dtype on the wire."""
+        layout, call, sent, change = moving
         by_dtype: dict[np.dtype, list[int]] = {}
         for i, leaf in enumerate(layout.leaves):
             by_dtype.setdefault(leaf.wire, []).append(i)
 
-        def local(call: jax.Array, rows: PyTree) -> PyTree:
-            leaves = jax.tree.leaves(rows)
-            out = list(leaves)
+        def local(call: jax.Array, sent: PyTree, change: PyTree) -> PyTree:
+            leaves, out = jax.tree.leaves(sent), jax.tree.leaves(change)
             for members in by_dtype.values():
                 buffer = jnp.concatenate([leaves[i].reshape(-1) for i in members])
-                change = self.mix(buffer, call)
-                change -= buffer.astype(change.dtype)
                 ends = np.cumsum([leaves[i].size for i in members])[:-1]
-                for i, x in zip(members, jnp.split(change, ends), strict=True):
-                    out[i] = x.reshape(leaves[i].shape).astype(layout.leaves[i].master)
+                parts = jnp.split(term(buffer, call), ends)
+                for i, part in zip(members, parts, strict=True):
+                    out[i] += part.reshape(out[i].shape).astype(out[i].dtype)
             return layout.treedef.unflatten(out)
 
         specs = jax.tree.map(lambda s: s.spec, layout.grads_shardings)
-        return layout.everywhere(local, (jax.P(), specs), specs)(call, rows)
+        run = layout.everywhere(local, (jax.P(), specs, specs), specs)
+        return layout, call, sent, run(call, sent, change)
 
     def finish(self, rows: PyTree, state: GossipState, work: Work, moved: Any) -> Any:
-        theta = jax.tree.map(jnp.add, work.theta, moved)
+        theta = jax.tree.map(jnp.add, work.theta, moved[-1])
         state = state._replace(
             steps=state.steps + self.steps.steps,
             inner=work.inner,
@@ -227,9 +233,9 @@ def gossip(
     """Average with neighbours beside the local steps, without a common copy.
 
     Bytes sent per worker and call: see the table in the module's docstring, in the wire
-    dtype. A ring's and a complete graph's exchange, and each of the exponential graph's
-    in turn, are collectives that a compiler can hide; the random pairs are chosen at
-    run time by a conditional, which a GPU executes before it goes on.
+    dtype. The exponential and the complete graph's collective hides behind the steps; a
+    ring's two, behind half of them each, so only one of them where H = 1. Random pairs
+    are chosen at run time by a conditional, which a GPU executes before it goes on.
 
     Args:
       inner: each worker's optimizer, any optax transformation.
@@ -288,7 +294,7 @@ def gossip(
         return GossipState(shape, zeros(shape, (), jnp.int32), made, master)
 
     def round_of(phase: int) -> GossipRound:
-        return GossipRound(steps, mixer(topology, axis, n, phase, seed))
+        return GossipRound(steps, terms(topology, axis, n, phase, seed))
 
     return local_method(
         inner,

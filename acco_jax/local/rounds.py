@@ -66,8 +66,8 @@ class RoundState(NamedTuple):
 def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
     """An outer method's collectives and its step between them, one hop each.
 
-    Moving before the first: (state, total weight, wire buffers); after the last:
-    (state, gathered buffers).
+    Moving: (state, total weight, buffers): packed before the first, gathered after the
+    last.
     """
     order = outer.axis[::-1]
 
@@ -76,14 +76,14 @@ def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
         return state, weight, outer.reduce(state.layout, buffers, axis)
 
     def gather(axis: str, moving: Any) -> Any:
-        state, full = moving
-        return state, outer.gather(state.layout, full, axis)
+        state, weight, full = moving
+        return state, weight, outer.gather(state.layout, full, axis)
 
     def advance_and_gather(moving: Any) -> Any:
         state, weight, raw = moving
         state, point = outer.advance(state, state.layout.split(raw), weight, {})
-        ready = barrier((state, state.layout.join(point.shards)))
-        return gather(order[-1], ready)
+        full = state.layout.join(point.shards)
+        return gather(order[-1], barrier((state, weight, full)))
 
     return (
         *(functools.partial(reduce, axis) for axis in order),
@@ -159,7 +159,7 @@ class OuterRound(Round):
         return outer, now.weight.sum(), now.buffers
 
     def finish(self, rows: PyTree, state: RoundState, work: Work, moved: Any) -> Any:
-        outer, full = moved
+        outer, _, full = moved
         layout = state.layout
         if self.overlaps:
             outer = outer._replace(pending=self._moved(rows, work, layout))

@@ -205,19 +205,20 @@ def _whole(
     """A call as one program."""
     hops = round.hops
     part = functools.partial(
-        _part, round, gradients, state=state, batch=batch, counts=counts, rng=rng
+        _part, round, gradients, batch=batch, counts=counts, rng=rng
     )
     work: Any = None
     if round.overlaps:
-        moving, rows = barrier((round.send(rows, state, None), rows))
+        # all that the steps start from, or they start before the first collective
+        moving, rows, state = barrier((round.send(rows, state, None), rows, state))
         for k, hop in enumerate(hops):
             moving = hop(moving)
-            work = part(k, work, rows)
+            work = part(k, work, rows, state)
             # the last one too, or the collective is waited for before the loop
             moving, work, rows = barrier((moving, work, rows))
     else:
         for k in range(len(hops)):
-            work = part(k, work, rows)
+            work = part(k, work, rows, state)
         moving = barrier(round.send(rows, state, barrier(work)))
         for hop in hops:
             moving = barrier(hop(moving))
@@ -230,8 +231,8 @@ def _part(
     k: int,
     begun: Work | None,
     rows: PyTree,
-    *,
     state: Any,
+    *,
     batch: PyTree,
     counts: jax.Array | None,
     rng: Any,

@@ -278,11 +278,11 @@ class StreamingRound(Round):
         row = P(layout.axis)
         in_specs = (P(), row, row, P())
         run = over_data(local, layout.mesh, layout.axis, in_specs, row)
-        merged = run(weight.sum(), weight, theta, self._arrived(moved))
+        merged = run(moved[1], weight, theta, self._arrived(moved))
         return work._replace(theta=put(layout, work.theta, merged))
 
     def _arrived(self, moved: Any) -> Fragment:
-        outer, full = moved
+        outer, _, full = moved
         return outer.layout.unpack(full)
 
     def finish(
