@@ -338,7 +338,8 @@ def streaming_diloco(
       axis_name: the mesh axis (or axes) of the n data-parallel workers.
       local_steps: H, from one exchange of a fragment to its next; a multiple of P.
       fragments: P.
-      overlap_steps: tau, at most H / P.
+      overlap_steps: tau, at most H / P. A GPU's program hides both collectives from 4
+        on: with 2, each is beside a loop of one step, which XLA unrolls.
       mixing: alpha, how much of its own parameters a worker keeps when a fragment
         arrives; without overlap, none.
       bits: 8 or 4: outer gradients as integers with a scale per row; None: they travel

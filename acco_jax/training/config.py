@@ -35,7 +35,7 @@ def default_config() -> ConfigDict:
     """
     c = ConfigDict()
     c.seed = 0  # of the initialization and of the data's order
-    c.steps = 1000  # optimizer steps (commits)
+    c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
 
     c.method = "acco"  # a key of acco_jax.transforms.METHODS
