@@ -5,13 +5,23 @@ step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=4)
 params, state, metrics = step(params, state, batch)
 """
 
+from acco_jax import transforms as transforms  # first: acco_jax.local builds on it
 from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
+from acco_jax.local.base import LocalMethod as LocalMethod
+from acco_jax.local.co2 import co2 as co2
+from acco_jax.local.diloco import diloco as diloco
+from acco_jax.local.gossip import gossip as gossip
+from acco_jax.local.rounds import local_rounds as local_rounds
+from acco_jax.local.slowmo import slowmo as slowmo
+from acco_jax.local.streaming import streaming_diloco as streaming_diloco
 from acco_jax.step import TrainStep as TrainStep
 from acco_jax.step import make_train_step as make_train_step
 from acco_jax.transforms.acco import acco as acco
 from acco_jax.transforms.base import Method as Method
 from acco_jax.transforms.base import committed_params as committed_params
+from acco_jax.transforms.base import start as start
+from acco_jax.transforms.base import start_shardings as start_shardings
 from acco_jax.transforms.base import state_shardings as state_shardings
 from acco_jax.transforms.delayed import dpu as dpu
 from acco_jax.transforms.delayed import wp as wp

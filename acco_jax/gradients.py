@@ -43,6 +43,25 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     return axis
 
 
+def over_data(
+    fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: Any, out_specs: Any
+) -> Callable:
+    """fn on each worker's part: manual over the data axes alone.
+
+    check_vma is off: parameters stay what they are on each worker and no psum is put in
+    when a gradient is taken, and loss functions with scans of their own need not mark
+    what varies.
+    """
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axis),
+        check_vma=False,
+    )
+
+
 def parts_of_loss(out: Any) -> tuple[Any, Any, PyTree]:
     """(loss, weight, aux) of what a loss function returned; aux None if it has none."""
     if not isinstance(out, tuple):
@@ -117,20 +136,7 @@ class Accumulator:
         return run
 
     def over_data(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """fn on each worker's part: manual over the data axes alone.
-
-        check_vma is off: parameters stay what they are on each worker and no psum is
-        put in when a gradient is taken, and loss functions with scans of their own
-        need not mark what varies.
-        """
-        return jax.shard_map(
-            fn,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.axis),
-            check_vma=False,
-        )
+        return over_data(fn, self.mesh, self.axis, in_specs, out_specs)
 
     def place_batch(self, batch: PyTree) -> PyTree:
         """Splits every leaf's axis 0 over the workers.
@@ -335,29 +341,50 @@ class Accumulator:
     def _run(self, params, batch, rng, sums, counts, span=None):  # type: ignore[no-untyped-def]
         def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
             # batch leaves: (microbatches * b, ...) on this worker
-            pick = functools.partial(_microbatch, batch, self.microbatches)
+            held = self.microbatches
             if sums is None:
-                sums = self._empty(params, pick(0), rng)
+                sums = self.nothing(params, batch, rng, held)
             else:
                 sums = jax.tree.map(lambda x: x[0], sums)
-                first = lax.axis_index(self.axis) * self.microbatches
-
-                def body(i, sums):  # type: ignore[no-untyped-def]
-                    key = None if rng is None else jax.random.fold_in(rng, first + i)
-                    return _add(sums, self._gradient(params, pick(i), key))
-
-                count: Any = self.microbatches
+                count: Any = held
                 if counts is not None:
-                    count = jnp.clip(counts[0], 0, self.microbatches)
+                    count = jnp.clip(counts[0], 0, held)
                 start, end = span(count)
                 if isinstance(end, int) and end - start == 1:
                     end = self._opaque(end)
-                sums = lax.fori_loop(start, end, body, sums)
+                sums = self.sum_here(sums, params, batch, rng, held, start, end)
             return jax.tree.map(lambda x: x[None], sums)
 
         in_specs = (P(), self.rows, P(), self.rows, self.rows)
         run = self.over_data(local, in_specs, self.rows)
         return run(params, batch, rng, sums, counts)
+
+    def sum_here(
+        self,
+        sums: Sums,
+        params: PyTree,
+        batch: PyTree,
+        rng: Any,
+        held: int,
+        first: Any,
+        end: Any,
+    ) -> Sums:
+        """Adds microbatches first to end of the `held` that this worker's batch holds.
+
+        For functions given to `over_data`: everything is one worker's own, without a
+        leading axis.
+        """
+        before = lax.axis_index(self.axis) * held
+
+        def body(i: Any, sums: Sums) -> Sums:
+            key = None if rng is None else jax.random.fold_in(rng, before + i)
+            return _add(sums, self._gradient(params, _microbatch(batch, held, i), key))
+
+        return lax.fori_loop(first, end, body, sums)
+
+    def nothing(self, params: PyTree, batch: PyTree, rng: Any, held: int) -> Sums:
+        """The sums of no microbatch, for `sum_here`."""
+        return self._empty(params, _microbatch(batch, held, 0), rng)
 
     def _gradient(self, params: PyTree, microbatch: PyTree, rng: Any) -> Sums:
         """One microbatch's contribution on one worker (no leading axis)."""

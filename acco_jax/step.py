@@ -26,6 +26,7 @@ from acco_jax.compiler import compiler_options as default_options
 from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Layout, Pending
+from acco_jax.local.base import LocalMethod
 from acco_jax.transforms.base import Method, check_params, find_state
 from acco_jax.wire import Wire
 
@@ -47,7 +48,7 @@ class TrainStep:
     ) -> None:
         self.form, self.compiler_options = form, options
         self._tx, self._gradients = tx, gradients
-        self._programs: dict[tuple[Layout, bool, Wire], Any] = {}
+        self._programs: dict[tuple[Any, ...], Any] = {}
         self._warmed: jax.Array | None = None  # the step count last seen past warm-up
         self._counted: tuple[Any, int] = None, 0  # half-rounds, on devices and here
         if form == "split":
@@ -376,7 +377,7 @@ def _metrics(
 
 def make_train_step(
     loss_fn: Callable[..., Any],
-    tx: Method,
+    tx: Method | LocalMethod,
     *,
     mesh: Mesh,
     axis_name: str | tuple[str, ...] = "data",
@@ -390,10 +391,12 @@ def make_train_step(
     Args:
       loss_fn: as for `acco_jax.local_gradients`; it must not communicate over
         `axis_name`, or nothing overlaps.
-      tx: a method of this library (acco, zero1, ...), not wrapped.
+      tx: a method of this library (acco, zero1, diloco, ...), not wrapped.
       mesh: the devices, as given to `tx`.
       axis_name: the data axis or axes, as given to `tx`.
-      microbatches: N, how many each worker's part of a batch holds. Or "adaptive": each
+      microbatches: N, how many each worker's part of a batch holds for a step. Where a
+        call is several inner steps of each worker (`tx.steps_per_call`, diloco's H),
+        its batch holds as many times N, step after step. Or "adaptive": each
         process keeps adding microbatches until its communication is done (split form);
         or "replay:FILE": as a run that was adaptive logged them.
       form: 'fused' (one program), 'split' (two programs from two threads), or 'auto':
@@ -408,14 +411,15 @@ def make_train_step(
       params and state are donated. batch, counts and rng are as for
       `local_gradients`. metrics, all of this half-round: "loss" [] (the mean of
       microbatch means, or of targets where loss_fn gives a weight), "weight" [],
-      "grad_norm" [] (of the mean gradient that the optimizer was given), "step" []
-      (steps of the inner optimizer so far), "aux" (sums),
+      "grad_norm" [] (of the mean gradient that the optimizer was given; where each
+      worker has its own, the mean over workers and steps), "step" [] (steps of the
+      inner optimizer so far), "aux" (sums),
       and "counts" (n,) if given or found.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
     """
-    if not isinstance(tx, Method):
+    if not isinstance(tx, Method | LocalMethod):
         raise ValueError(
             f"make_train_step needs a method's own stages, but tx is a "
             f"{type(tx).__name__}: pass acco_jax.acco(inner, ...) itself and put "
@@ -431,10 +435,11 @@ def make_train_step(
         raise ValueError(f"form is {form!r}: choose one of {', '.join(FORMS)}.")
     adaptive, log = _adaptive(microbatches)
     if adaptive:
-        if not tx.delayed or form == "fused":
+        if not tx.delayed or form == "fused" or isinstance(tx, LocalMethod):
             raise ValueError(
                 f"microbatches={microbatches!r} needs a method that communicates while "
-                "it computes, and form='split': a synchronous step has no time to fill."
+                "it computes one gradient, and form='split': a synchronous step has no "
+                "time to fill, a round of local steps a given length."
             )
         if not 1 <= bounds[0] <= bounds[1]:
             raise ValueError(
@@ -457,8 +462,12 @@ def make_train_step(
             device.device_kind, model_axis=any(mesh.shape[a] > 1 for a in others)
         )
     gradients = Accumulator(loss_fn, mesh, axis, microbatches, tx.accumulate_dtype)
+    if isinstance(tx, LocalMethod):
+        from acco_jax.local.step import LocalStep  # it builds on this module
+
+        return LocalStep(tx, gradients, form, compiler_options)
     if adaptive:
-        from acco_jax.adaptive import AdaptiveStep  # it builds on this module
+        from acco_jax.adaptive import AdaptiveStep  # so does it
 
         return AdaptiveStep(tx, gradients, compiler_options, minimum=bounds[0], log=log)
     return TrainStep(tx, gradients, form, compiler_options)

@@ -126,6 +126,16 @@ def wait_for_rows(process, workdir, count):
         time.sleep(0.05)
 
 
+def test_trains_with_local_steps(start, tmp_path):
+    flags = ("--config.method=diloco", "--config.method_options.local_steps=3",
+             "--config.method_options.outer_momentum=0.5")  # fmt: skip
+    ((_, err),) = finish(start(tmp_path, *flags))
+    assert "diloco on 2 cpu devices: 11,120 parameters, 512 tokens a step" in err
+    rows = [r for r in rows_of(tmp_path) if r["kind"] == "validation"]
+    assert [r["step"] for r in rows] == [3, 6]
+    assert rows[1]["loss"] < rows[0]["loss"]
+
+
 # ---- what it prints
 
 

@@ -8,6 +8,7 @@ compiled = program.compile()  # its schedule, memory and text
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -27,7 +27,6 @@ from acco_jax.models import gpt_neo
 from acco_jax.planning import schedules, topologies
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
-from acco_jax.transforms import METHODS
 
 PyTree = Any
 BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
@@ -104,7 +103,7 @@ class Program:
     """
 
     method: str
-    tx: acco_jax.Method
+    tx: acco_jax.Method | acco_jax.LocalMethod
     step: acco_jax.TrainStep
     microbatches: int
     counts: tuple[int, ...]
@@ -121,11 +120,13 @@ class Program:
     @property
     def computed(self) -> int:
         """Microbatches that all workers compute in a half-round."""
-        return sum(self.counts or [self.microbatches] * self.workers)
+        counts = self.counts or [self.microbatches] * self.workers
+        return sum(counts) * self.tx.steps_per_call
 
     @property
     def parameters(self) -> int:
-        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.arguments[0]))
+        leaves = self.arguments[1].layout.leaves  # the arguments may be rows of them
+        return sum(math.prod(leaf.shape) for leaf in leaves)
 
     @property
     def groups(self) -> schedules.Groups | None:
@@ -231,8 +232,9 @@ def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
     Raises:
       ValueError: in one line, what cannot work.
     """
-    make, axes = METHODS[method], data_axes(mesh)
-    share = make(optax.identity(), mesh=mesh, axis_name=axes).half_rounds
+    axes = data_axes(mesh)
+    tx = configs.method(config, method, mesh, axes)
+    share = tx.half_rounds
     per_step = config.microbatches_per_step
     if per_step % share:
         raise ValueError(
@@ -250,19 +252,6 @@ def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
     model = configs.model(config, vocab_size(config))
-    comm, accumulate = (
-        configs.dtype(f, config[f]) if config[f] else None
-        for f in ("comm_dtype", "accumulate_dtype")
-    )
-    tx = make(
-        configs.optimizer(config),
-        mesh=mesh,
-        axis_name=axes,
-        comm_dtype=comm,
-        accumulate_dtype=accumulate,
-        layout=config.layout,
-        **config.method_options,
-    )
     params = jax.eval_shape(lambda: gpt_neo.init_params(model, jax.random.key(0)))
     return assemble(
         method,
@@ -277,7 +266,7 @@ def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
 
 def assemble(
     method: str,
-    tx: acco_jax.Method,
+    tx: acco_jax.Method | acco_jax.LocalMethod,
     loss_fn: Callable[..., Any],
     params: PyTree,
     *,
@@ -297,8 +286,8 @@ def assemble(
       counts: how many microbatches each worker computes; () for all.
     """
     mesh, axes = tx.mesh, tx.axis
-    state = jax.eval_shape(tx.init, params)
-    shardings = acco_jax.state_shardings(tx, params)
+    shapes = jax.eval_shape(functools.partial(acco_jax.start, tx), params)
+    shardings = acco_jax.start_shardings(tx, params)
     rows = NamedSharding(mesh, P(axes))
 
     def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -313,10 +302,10 @@ def assemble(
         form="fused",
     )
     workers = math.prod(mesh.shape[a] for a in axes)
-    shape = (workers * microbatches * microbatch[0], microbatch[1])
+    held = workers * microbatches * tx.steps_per_call
+    shape = (held * microbatch[0], microbatch[1])
     arguments = (
-        jax.tree.map(placed, params, state.layout.params_shardings),
-        jax.tree.map(placed, state, shardings),
+        *jax.tree.map(placed, shapes, shardings),
         {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)},
         jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=rows) if counts else None,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_dict
 
 from acco_jax.models import gpt_neo
@@ -34,7 +35,7 @@ def default_config() -> ConfigDict:
     """
     c = ConfigDict()
     c.seed = 0  # of the initialization and of the data's order
-    c.steps = 1000  # optimizer steps (commits)
+    c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
 
     c.method = "acco"  # a key of acco_jax.transforms.METHODS
@@ -183,6 +184,41 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
             f"optimizer.options {options} do not suit {c.name}: {error}"
         ) from error
     return optax.chain(optax.clip_by_global_norm(c.clip), made) if c.clip else made
+
+
+def method(
+    config: ConfigDict, name: str, mesh: Mesh, axis_name: str | tuple[str, ...]
+) -> Any:
+    """A method around the config's optimizer.
+
+    One that takes an `inner_learning_rate` is given the optimizer's schedule, unless
+    method_options has another.
+
+    Args:
+      config: of the experiment.
+      name: a key of METHODS.
+      mesh: the devices.
+      axis_name: its data axis or axes.
+
+    Raises:
+      ValueError: what the method refuses.
+    """
+    make, options = METHODS[name], config.method_options.to_dict()
+    if "inner_learning_rate" in inspect.signature(make).parameters:
+        options = {"inner_learning_rate": learning_rate(config)} | options
+    return make(
+        optimizer(config),
+        mesh=mesh,
+        axis_name=axis_name,
+        comm_dtype=_maybe_dtype(config, "comm_dtype"),
+        accumulate_dtype=_maybe_dtype(config, "accumulate_dtype"),
+        layout=config.layout,
+        **options,
+    )
+
+
+def _maybe_dtype(config: ConfigDict, field: str) -> Any:
+    return dtype(field, config[field]) if config[field] else None
 
 
 def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:

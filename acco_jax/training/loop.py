@@ -30,7 +30,6 @@ from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
 from acco_jax.training import metrics, reports
 from acco_jax.training.checkpoints import Checkpoints
-from acco_jax.transforms import METHODS
 
 PyTree = Any
 DATA = "data"
@@ -46,10 +45,10 @@ class Experiment:
     mesh: Mesh
     corpus: data.Corpus
     model: gpt_neo.GPTNeoConfig
-    tx: acco_jax.Method
+    tx: acco_jax.Method | acco_jax.LocalMethod
     step: acco_jax.TrainStep
     schedule: optax.Schedule
-    microbatches: int  # of each worker in a half-round
+    microbatches: int  # of each worker in a half-round, or in an inner step of one
     checkpoints: Checkpoints
 
     @property
@@ -58,24 +57,25 @@ class Experiment:
 
     @property
     def half_rounds(self) -> int:
-        """Of the whole run; a delayed method's first one only primes."""
-        return int(self.tx.delayed) + self.config.steps * self.tx.half_rounds
+        """Of the whole run: calls of the train step."""
+        return self.tx.calls(self.config.steps)
 
     @property
     def rows(self) -> int:
         """Of a half-round's global batch."""
-        return self.workers * self.microbatches * self.config.microbatch_size
+        microbatches = self.microbatches * self.tx.steps_per_call
+        return self.workers * microbatches * self.config.microbatch_size
 
     @property
     def tokens(self) -> int:
         """Targets that a half-round counts."""
         computed = self.config.counts or [self.microbatches] * self.workers
-        return sum(computed) * self.config.microbatch_size * self.config.length
+        rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
+        return rows * self.config.length
 
     def steps_done(self, half_rounds: int) -> int | None:
         """Optimizer steps after so many half-rounds; None in the middle of one."""
-        done = half_rounds - int(self.tx.delayed)
-        return None if done % self.tx.half_rounds else done // self.tx.half_rounds
+        return self.tx.steps_done(half_rounds)
 
 
 def prepare(
@@ -98,7 +98,8 @@ def prepare(
     mesh = jax.make_mesh(
         (len(devices),), (DATA,), axis_types=(AxisType.Auto,), devices=devices
     )
-    tx = _method(config, mesh)
+    tx = configs.method(config, config.method, mesh, DATA)
+    tx.calls(config.steps)  # says now if they are not whole rounds
     per_step, share = config.microbatches_per_step, tx.half_rounds
     if per_step % share:
         raise ValueError(
@@ -128,7 +129,7 @@ def prepare(
     )  # fmt: skip
     _batches(experiment)  # says now if the corpus is too small
     try:
-        _trace_update(experiment)
+        experiment.tx.check(_abstract_params(experiment))
     except Exception as error:
         raise ValueError(
             f"optimizer {config.optimizer.name} with the options given does not work "
@@ -137,22 +138,6 @@ def prepare(
     if jax.process_index() == 0:
         _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
-
-
-def _method(config: ConfigDict, mesh: Mesh) -> acco_jax.Method:
-    comm, accumulate = (
-        configs.dtype(f, config[f]) if config[f] else None
-        for f in ("comm_dtype", "accumulate_dtype")
-    )
-    return METHODS[config.method](
-        configs.optimizer(config),
-        mesh=mesh,
-        axis_name=DATA,
-        comm_dtype=comm,
-        accumulate_dtype=accumulate,
-        layout=config.layout,
-        **config.method_options,
-    )
 
 
 def _check_counts(counts: tuple[int, ...], workers: int, microbatches: int) -> None:
@@ -248,40 +233,39 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
         )
 
 
+def _make_params(experiment: Experiment) -> PyTree:
+    key = jax.random.key(experiment.config.seed)
+    return gpt_neo.init_params(experiment.model, key)
+
+
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Parameters, replicated, and the sharded optimizer state."""
-    make = jax.jit(
-        lambda: gpt_neo.init_params(
-            experiment.model, jax.random.key(experiment.config.seed)
-        ),
-        out_shardings=NamedSharding(experiment.mesh, P()),
-    )
-    params = make()
-    return params, experiment.tx.init(params)
+    """Parameters as the train step takes them, and the sharded optimizer state."""
+    replicated = NamedSharding(experiment.mesh, P())
+    make = jax.jit(lambda: _make_params(experiment), out_shardings=replicated)
+    return acco_jax.start(experiment.tx, make())
+
+
+def _abstract_params(experiment: Experiment) -> PyTree:
+    """Shapes, dtypes and shardings of the model's parameters."""
+    replicated = NamedSharding(experiment.mesh, P())
+    return _placed(jax.eval_shape(lambda: _make_params(experiment)), replicated)
 
 
 def _abstract(experiment: Experiment) -> tuple[PyTree, Any]:
     """Shapes, dtypes and shardings of what `initial` returns."""
-    e, place = (
-        experiment,
+    params, tx = _abstract_params(experiment), experiment.tx
+    shapes = jax.eval_shape(functools.partial(acco_jax.start, tx), params)
+    return _placed(shapes, acco_jax.start_shardings(tx, params))
+
+
+def _placed(shapes: PyTree, shardings: PyTree) -> PyTree:
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        shardings,
     )
-    params = jax.eval_shape(
-        lambda: gpt_neo.init_params(e.model, jax.random.key(e.config.seed))
-    )
-    params = jax.tree.map(
-        functools.partial(place, s=NamedSharding(e.mesh, P())), params
-    )
-    homes = acco_jax.state_shardings(e.tx, params)
-    return params, jax.tree.map(place, jax.eval_shape(e.tx.init, params), homes)
-
-
-def _trace_update(experiment: Experiment) -> None:
-    """Raises whatever the optimizer raises, without computing anything."""
-    params, state = _abstract(experiment)
-    n = experiment.workers
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
-    jax.eval_shape(experiment.tx.update, grads, state, params)
 
 
 class _Run:
@@ -416,11 +400,11 @@ def run(
     ):
         while going.done < last and not stopped(going.done):
             going.half_round()
-            step = experiment.steps_done(going.done)
-            if step and going.done < total:
-                if step % config.eval_every == 0:
+            crossed = functools.partial(_crossed, experiment, going.done)
+            if going.done < total:
+                if crossed(config.eval_every):
                     going.validate(config.eval_batches)
-                if step % config.checkpoint_every == 0:
+                if crossed(config.checkpoint_every):
                     going.save()
         going.save()
         row = going.validate(None) if going.done == total else None
@@ -433,13 +417,24 @@ def run(
     return None
 
 
+def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
+    """Whether this half-round ended the step that a multiple of `every` counts to.
+
+    A call of several steps may pass it; a step may end with a later half-round.
+    """
+    now = experiment.steps_done(half_rounds)
+    before = experiment.steps_done(half_rounds - experiment.tx.half_rounds)
+    return now is not None and now // every > max(before or 0, 0) // every
+
+
 def _announce(experiment: Experiment) -> None:
     e, documents = experiment, experiment.corpus.train_documents
+    per_step = e.tokens * e.tx.half_rounds // e.tx.steps_per_call
     logging.info(
         "%s on %d %s devices: %s parameters, %s tokens a step; %s: %s documents, %s "
         "bytes to train on",
         e.config.method, e.workers, e.mesh.devices.flat[0].platform,
-        f"{gpt_neo.count_params(e.model):,}", f"{e.tokens * e.tx.half_rounds:,}",
+        f"{gpt_neo.count_params(e.model):,}", f"{per_step:,}",
         e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
     )  # fmt: skip
 

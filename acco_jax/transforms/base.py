@@ -68,10 +68,37 @@ class Method(optax.GradientTransformationExtraArgs):
     wires: Wires
     advance: Callable[..., Any]
 
+    steps_per_call = 1  # of the optimizer, that a call's batch holds
+
     def __new__(cls, init: Callable, update: Callable, **stages: Any) -> Method:
         self = super().__new__(cls, init, update)
         self.__dict__.update(stages)
         return self
+
+    def start(self, params: PyTree) -> tuple[PyTree, Any]:
+        """The parameters of the loop, which are `params`, and the initial state."""
+        return params, self.init(params)
+
+    def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
+        """NamedShardings of what `start` returns, as the train step leaves it."""
+        shardings = state_shardings(self, params)
+        return find_state(shardings).layout.params_shardings, shardings
+
+    def calls(self, steps: int) -> int:
+        """Half-rounds of so many steps; a delayed method's first one only primes."""
+        return int(self.delayed) + steps * self.half_rounds
+
+    def steps_done(self, calls: int) -> int | None:
+        """Steps after so many half-rounds; None in the middle of one."""
+        done = calls - int(self.delayed)
+        return None if done % self.half_rounds else done // self.half_rounds
+
+    def check(self, params: PyTree) -> None:
+        """Raises whatever the optimizer raises, without computing anything."""
+        state = jax.eval_shape(self.init, params)
+        n = state.layout.workers
+        row = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
+        jax.eval_shape(self.update, jax.tree.map(row, params), state, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -525,7 +552,7 @@ def find_state(state: PyTree) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gather_exact(layout: Layout, master: PyTree) -> PyTree:
+def gather_exact(layout: Layout, master: PyTree) -> PyTree:
     return layout.gather_exact(master)
 
 
@@ -534,11 +561,12 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       state: the optimizer state, also inside optax.chain or inject_hyperparams.
-      params: the parameters of the loop (theta or theta~); for their structure.
+      params: the parameters of the loop (theta, theta~ or rows); for their structure.
 
     Returns:
       The master copy, gathered and rounded to each parameter's own dtype (whatever
-      dtype communication uses); replicated over the data axis.
+      dtype communication uses); replicated over the data axis. Of a method without a
+      common copy (gossip): the mean over the workers.
 
     Raises:
       ValueError: `state` holds no sharding method's state, or `params` is of another
@@ -549,7 +577,33 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
         raise ValueError(
             "params has another tree structure than the optimizer state's."
         )
-    return _gather_exact(ours.layout, ours.master)
+    if hasattr(ours, "committed"):  # of a local method
+        return ours.committed(params)
+    return gather_exact(ours.layout, ours.master)
+
+
+def start(tx: Any, params: PyTree) -> tuple[PyTree, Any]:
+    """Return what a train step starts from.
+
+    Args:
+      tx: a method of this library.
+      params: arrays.
+
+    Returns:
+      (params, state). Where each worker keeps parameters of its own they are rows,
+      (n, *param.shape), row i on worker i and all equal; else `params` as they are.
+    """
+    return tx.start(params)
+
+
+def start_shardings(tx: Any, abstract_params: PyTree) -> tuple[PyTree, PyTree]:
+    """Return a NamedSharding for every array of what `start` returns.
+
+    Args:
+      tx: a method of this library.
+      abstract_params: arrays or ShapeDtypeStructs, without rows.
+    """
+    return tx.start_shardings(abstract_params)
 
 
 def state_shardings(
@@ -570,9 +624,18 @@ def state_shardings(
     is_ours = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
 
     def of(x: Any) -> PyTree:
+        if hasattr(x, "shardings"):  # of a local method
+            return x.shardings()
         return x.layout.state_shardings(x) if is_ours(x) else replicated
 
     return jax.tree.map(of, shapes, is_leaf=is_ours)
 
 
-__all__ = ["Method", "NamedSharding", "committed_params", "state_shardings"]
+__all__ = [
+    "Method",
+    "NamedSharding",
+    "committed_params",
+    "start",
+    "start_shardings",
+    "state_shardings",
+]

@@ -226,6 +226,40 @@ def test_fused_zero1_lies_in_between():
     assert 0.1 < schedule.hidden_fraction(groups=program.groups) < 0.9
 
 
+LOCAL = {
+    "co2": ({"local_steps": 4}, ["reduce-scatter", "all-gather"]),
+    "streaming_diloco": (
+        {"local_steps": 24, "fragments": 4, "overlap_steps": 4, "bits": 8},
+        ["all-to-all", "all-gather"],
+    ),
+    "gossip": ({"topology": "exponential"}, ["collective-permute"]),
+}
+
+
+@slow
+@pytest.mark.parametrize("method", LOCAL)
+def test_exchanges_hide_behind_inner_steps(method):
+    (options, kinds), machine = LOCAL[method], topologies.parse("gpu:h200:2x8")
+    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    program = programs.assemble(
+        method,
+        METHODS[method](optax.adamw(1e-3), mesh=programs.data_mesh(machine), **options),
+        gpt_neo.loss_fn(MODEL),
+        params,
+        microbatches=2,
+        microbatch=(ROWS, MODEL.max_length + 1),
+    )
+    schedule = program.compile().schedule
+    print(f"\n{schedule.summary()}")
+    found = schedule.select(groups=program.groups)
+    assert [c.kind for c in found] == kinds
+    assert [c.dtype for c in found if c.kind == "all-to-all"] == (
+        ["s8"] if "bits" in options else []
+    )
+    assert schedule.hidden_fraction(groups=program.groups) == 1
+    assert program.parameters == gpt_neo.count_params(MODEL)
+
+
 def test_the_fast_suite_has_a_gpu_and_a_tpu():
     fast = [p.values[1].split(":")[0] for p in CASES if slow not in p.marks]
     assert fast == ["gpu", "tpu"]

@@ -31,6 +31,12 @@ RUNS = {
     "few bits": {
         "method_options": {"gather_bits": (4, 8), "reduce_bits": 8, "resync_every": 5}
     },
+    "diloco": {
+        "method": "diloco",
+        "method_options": {"local_steps": 2},
+        "steps": 12,
+        "model.param_dtype": "bfloat16",
+    },
 }
 CLOCKS = ("seconds", "tokens_per_second")
 
@@ -439,6 +445,52 @@ def test_trains_and_continues_with(train, tiny, tmp_path, changes, monkeypatch):
     assert (tmp_path / "whole" / "tokenizer.json").exists() == (
         "data.tokenizer" in changes
     )
+
+
+def test_rounds_of_local_steps(train, tmp_path):
+    """A call of several steps evaluates and saves whatever multiples it has passed."""
+    changes = {"method": "diloco", "method_options": {"local_steps": 4}, "steps": 12,
+               "eval_every": 3, "checkpoint_every": 7, "counts": (0, 2)}  # fmt: skip
+    experiment, summary = train(tmp_path, **changes)
+    rows = metrics.read(tmp_path)
+    steps = [(r["half_round"], r["step"]) for r in rows if r["kind"] == "validation"]
+    assert steps == [(1, 4), (2, 8), (3, 12)]
+    trained = [r for r in rows if r["kind"] == "train"]
+    # 4 steps x 2 microbatches of one worker x 2 rows x 32 targets
+    assert [r["tokens"] for r in trained] == [512, 1024, 1536]
+    assert [r["step"] for r in trained] == [4, 8, 12]
+    assert experiment.checkpoints._manager.all_steps() == [2, 3]
+    assert summary["loss"] < trained[0]["loss"]
+
+
+LOCAL = {
+    "slowmo": {"local_steps": 2},
+    "co2": {"local_steps": 2},
+    "gossip": {"topology": "exponential"},
+    "streaming_diloco": {
+        "local_steps": 4, "fragments": 2, "overlap_steps": 1, "bits": 8
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", LOCAL)
+def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
+    changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
+               "optimizer.learning_rate": 3e-3}  # fmt: skip
+    experiment, summary = train(tmp_path / "whole", **changes)
+    train(tmp_path / "stopped", stop_after=3, **changes)  # mid-turn of the fragments
+    again, resumed = train(tmp_path / "stopped", **changes)
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    assert arrays_of(again) == arrays_of(experiment)
+    assert resumed["loss"] == summary["loss"]
+    first = next(r for r in rows_of(tmp_path / "whole") if r["kind"] == "train")
+    assert summary["loss"] < first["loss"]
+
+
+def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
+    config = tiny(method="diloco", method_options={"local_steps": 4})
+    with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
+        loop.prepare(config, tmp_path, jax.devices()[:2])
 
 
 def test_rows_per_worker_follow_counts(train, tmp_path):

@@ -1,0 +1,1 @@
+"""Methods whose workers keep parameters of their own between two exchanges."""

@@ -1,0 +1,309 @@
+"""Gossip: each worker averages with neighbours instead of all-reducing (1710.06952).
+
+With x_i(t) worker i's parameters, W(t) doubly stochastic and u_i what H local steps
+from x_i(t) add to them:
+
+    x_i(t+1) = sum_j W_ij(t) x_j(t) + u_i(t)
+
+The parameters that are exchanged are those from before the steps, so the exchange runs
+beside them, as in AD-PSGD, but bulk-synchronously: all workers exchange at each call.
+There is no common copy; the mean over the workers moves by the mean of the u_i alone.
+
+W(t) by topology, with n workers:
+    ring         (left + self + right) / 3            sends 2 copies of the parameters
+    exponential  (self + the one 2^k before) / 2, k = t mod ceil(log2 n)    sends 1
+    random       (self + partner) / 2 in a perfect matching; one of a round-robin set of
+                 n - 1 (n if odd: one stays alone), drawn for each call     sends 1
+    complete     the mean of all: an all-reduce         sends up to 2 (n - 1) / n
+
+As all of them are doubly stochastic, SGP's push-sum weights (1811.10792) would stay 1.
+Only the difference that mixing makes is computed from rounded values,
+
+    x_i(t+1) = x_i(t) + u_i(t) + (sum_j W_ij r(x_j) - r(x_i)),  r rounds to the wire,
+
+so that the mean over the workers is kept exactly in 16 bits too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh
+
+from acco_jax import layout as layouts
+from acco_jax.gradients import axis_names
+from acco_jax.layout import Layout
+from acco_jax.local.base import (
+    InnerSteps,
+    LocalMethod,
+    Round,
+    Work,
+    cast,
+    check_steps,
+    dtypes_of,
+    init_rows,
+    local_method,
+    masters_of,
+    shardings,
+    to_rows,
+    workers_of,
+    zeros,
+)
+
+PyTree = Any
+TOPOLOGIES = ("ring", "exponential", "random", "complete")
+
+
+class GossipState(NamedTuple):
+    """State of `gossip`; the parameters of the loop are rows, x_i(t)."""
+
+    layout: Layout  # static: of the parameters; nothing is sharded
+    steps: jax.Array  # int32 []: inner steps so far
+    inner: PyTree  # rows: each worker's own optimizer state
+    master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
+
+    def shardings(self) -> GossipState:
+        homes = shardings(self, rows=("inner",))
+        if self.master is None:
+            return homes
+        return homes._replace(master=self.layout.grads_shardings)
+
+    def committed(self, params: PyTree) -> PyTree:
+        """The mean over the workers, replicated."""
+        rows = params if self.master is None else self.master
+        return _mean(self.layout, rows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mean(layout: Layout, rows: PyTree) -> PyTree:
+    wide = cast(rows, masters_of(layout))
+    mean = cast(jax.tree.map(lambda x: x.mean(0), wide), dtypes_of(layout))
+    return lax.with_sharding_constraint(mean, layout.params_shardings)
+
+
+def matchings(n: int) -> list[np.ndarray]:
+    """Round-robin: each pair of n meets in exactly one of these; partner of each."""
+    players = list(range(n + n % 2))  # the last one of an odd number is nobody
+    found = []
+    for _ in range(len(players) - 1):
+        partner = np.arange(n)
+        for a, b in zip(players, reversed(players), strict=True):
+            if a < n and b < n:
+                partner[a] = b
+        found.append(partner)
+        players.insert(1, players.pop())
+    return found
+
+
+def _from(peers: Any, axis: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Worker peers[i]'s x on worker i."""
+    return lax.ppermute(x, axis, [(int(p), i) for i, p in enumerate(peers)])
+
+
+# (x in the wire's dtype, call number) -> a part of sum_j W_ij x_j, inside a shard_map
+Term = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def terms(
+    topology: str, axis: tuple[str, ...], n: int, phase: int, seed: int
+) -> tuple[Term, ...]:
+    """What adds up to sum_j W_ij x_j, in float32 or wider; one collective each.
+
+    Of one worker, W is 1.
+    """
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+    me = np.arange(n)
+
+    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: wide(_from(peers, axis, x))
+
+    def with_partner(peers: Any) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: (wide(x) + taken(peers)(x)) / 2
+
+    def behind(x: jax.Array, call: jax.Array) -> jax.Array:
+        return (wide(x) + taken((me - 1) % n)(x)) / 3
+
+    def ahead(x: jax.Array, call: jax.Array) -> jax.Array:
+        return taken((me + 1) % n)(x) / 3
+
+    def exponential(x: jax.Array, call: jax.Array) -> jax.Array:
+        return with_partner((me - 2**phase) % n)(x)
+
+    def random(x: jax.Array, call: jax.Array) -> jax.Array:
+        pairs = matchings(n)
+        key = jax.random.fold_in(jax.random.key(seed), call)
+        which = jax.random.randint(key, (), 0, len(pairs))
+        return lax.switch(which, [with_partner(p) for p in pairs], x)
+
+    def complete(x: jax.Array, call: jax.Array) -> jax.Array:
+        return wide(lax.psum(x, axis)) / n
+
+    if n == 1:
+        return (lambda x, call: wide(x),)
+    return {
+        "ring": (behind, ahead),
+        "exponential": (exponential,),
+        "random": (random,),
+        "complete": (complete,),
+    }[topology]
+
+
+@dataclasses.dataclass(frozen=True)
+class GossipRound(Round):
+    """H inner steps of every worker, and beside them one exchange with neighbours."""
+
+    steps: InnerSteps
+    terms: tuple[Term, ...]
+
+    overlaps = True
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        return self.steps.steps
+
+    @property
+    def hops(self) -> tuple[Callable[[Any], Any], ...]:
+        return tuple(functools.partial(self._exchange, term) for term in self.terms)
+
+    def theta(self, rows: PyTree, state: GossipState) -> PyTree:
+        if state.master is not None:
+            return state.master
+        return cast(rows, masters_of(state.layout))
+
+    def send(self, rows: PyTree, state: GossipState, work: Work | None) -> Any:
+        """Moving: the layout, the call, r(x_i), and what mixing has changed so far."""
+        layout = state.layout
+        sent = cast(self.theta(rows, state), layout.tree(lambda leaf: leaf.wire))
+        change = jax.tree.map(jnp.negative, cast(sent, masters_of(layout)))
+        return layout, state.steps // self.steps.steps, sent, change
+
+    def _exchange(self, term: Term, moving: Any) -> Any:
+        """Adds a term; one buffer of each dtype on the wire."""
+        layout, call, sent, change = moving
+        by_dtype: dict[np.dtype, list[int]] = {}
+        for i, leaf in enumerate(layout.leaves):
+            by_dtype.setdefault(leaf.wire, []).append(i)
+
+        def local(call: jax.Array, sent: PyTree, change: PyTree) -> PyTree:
+            leaves, out = jax.tree.leaves(sent), jax.tree.leaves(change)
+            for members in by_dtype.values():
+                buffer = jnp.concatenate([leaves[i].reshape(-1) for i in members])
+                ends = np.cumsum([leaves[i].size for i in members])[:-1]
+                parts = jnp.split(term(buffer, call), ends)
+                for i, part in zip(members, parts, strict=True):
+                    out[i] += part.reshape(out[i].shape).astype(out[i].dtype)
+            return layout.treedef.unflatten(out)
+
+        specs = jax.tree.map(lambda s: s.spec, layout.grads_shardings)
+        run = layout.everywhere(local, (jax.P(), specs, specs), specs)
+        return layout, call, sent, run(call, sent, change)
+
+    def finish(self, rows: PyTree, state: GossipState, work: Work, moved: Any) -> Any:
+        theta = jax.tree.map(jnp.add, work.theta, moved[-1])
+        state = state._replace(
+            steps=state.steps + self.steps.steps,
+            inner=work.inner,
+            master=None if state.master is None else theta,
+        )
+        return cast(theta, dtypes_of(state.layout)), state
+
+
+def gossip(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",
+    topology: str = "exponential",
+    local_steps: int = 1,
+    seed: int = 0,
+    comm_dtype: Any = None,
+    accumulate_dtype: Any = None,
+    layout: str = "auto",
+    param_specs: PyTree | None = None,
+) -> LocalMethod:
+    """Average with neighbours beside the local steps, without a common copy.
+
+    Bytes sent per worker and call: see the table in the module's docstring, in the wire
+    dtype. The exponential and the complete graph's collective hides behind the steps; a
+    ring's two, behind half of them each, so only one of them where H = 1. Random pairs
+    are chosen at run time by a conditional, which a GPU executes before it goes on.
+
+    Args:
+      inner: each worker's optimizer, any optax transformation.
+      mesh: the devices.
+      axis_name: the mesh axis (or axes) of the n data-parallel workers.
+      topology: 'ring', 'exponential', 'random' or 'complete'.
+      local_steps: H, inner steps from one exchange to the next.
+      seed: of the random pairs; the same on every worker.
+      comm_dtype: what the exchange carries; None means each parameter's own dtype.
+      accumulate_dtype: of the gradient accumulator; None means each parameter's own.
+      layout: only 'auto': nothing is sharded.
+      param_specs: as for `acco_jax.acco`.
+
+    Returns:
+      A `LocalMethod`. A worker whose count is 0 takes no step, but exchanges.
+
+    Raises:
+      ValueError: in one line, before any device work, what does not fit.
+
+    References:
+      Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent
+      (https://arxiv.org/abs/1710.06952); Assran et al., Stochastic Gradient Push for
+      Distributed Deep Learning (https://arxiv.org/abs/1811.10792)
+    """
+    check_steps("local_steps", local_steps)
+    if topology not in TOPOLOGIES:
+        raise ValueError(
+            f"topology is {topology!r}: choose one of {', '.join(TOPOLOGIES)}."
+        )
+    if layout != "auto":
+        raise ValueError(
+            f"layout is {layout!r}, but gossip shards nothing, because workers without "
+            "a common copy cannot hold parts of it for each other: use 'auto'."
+        )
+    axis = axis_names(mesh, axis_name)
+    n = workers_of(mesh, axis)
+    steps = InnerSteps(inner, local_steps)
+
+    def init(params: PyTree) -> GossipState:
+        described = layouts.describe(
+            params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
+        )
+        shape = layouts.leaf_layout(*described, mesh, axis)
+        narrow = any(leaf.dtype != leaf.master for leaf in shape.leaves)
+
+        def make(params: PyTree) -> tuple[PyTree, PyTree]:
+            state = init_rows(shape, inner, params)
+            return state, to_rows(
+                shape, cast(params, masters_of(shape))
+            ) if narrow else None
+
+        rows = shape.sharding(axis)
+        homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
+        params = jax.device_put(params, shape.params_shardings)
+        made, master = jax.jit(make, out_shardings=homes)(params)
+        return GossipState(shape, zeros(shape, (), jnp.int32), made, master)
+
+    def round_of(phase: int) -> GossipRound:
+        return GossipRound(steps, terms(topology, axis, n, phase, seed))
+
+    return local_method(
+        inner,
+        mesh=mesh,
+        axis=axis,
+        steps_per_call=local_steps,
+        accumulate_dtype=accumulate_dtype,
+        init=init,
+        round=round_of,
+        phases=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
+        delayed=True,
+    )

@@ -1,0 +1,123 @@
+"""SlowMo: slow momentum over rounds of local steps (arXiv 1910.00643).
+
+    Delta(t) = sum_i w_i (x(t) - theta_i) / sum_i w_i
+    u(t+1) = beta u(t) + Delta(t) / gamma(t)
+    x(t+1) = x(t) - alpha gamma(t) u(t+1)
+
+with gamma(t) the inner learning rate of round t: its first step's, where it is a
+schedule. A constant gamma cancels; one that decays keeps old momentum from outweighing
+the smaller differences of now. beta = 0 and alpha = 1 are plain averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from acco_jax.local.base import LocalMethod
+from acco_jax.local.rounds import local_rounds
+from acco_jax.transforms.zero1 import zero1
+
+PyTree = Any
+
+
+class SlowMomentumState(NamedTuple):
+    """State of `slow_momentum`."""
+
+    rounds: jax.Array  # int32 []: outer steps so far
+    u: PyTree  # the slow momentum, in units of gradients
+
+
+def slow_momentum(
+    slow_learning_rate: float, beta: float, gamma: Callable[[jax.Array], Any]
+) -> optax.GradientTransformation:
+    """The outer optimizer of `slowmo`; gamma: rounds so far -> inner learning rate."""
+
+    def init(params: PyTree) -> SlowMomentumState:
+        return SlowMomentumState(
+            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def update(
+        updates: PyTree, state: SlowMomentumState, params: PyTree | None = None
+    ) -> tuple[PyTree, SlowMomentumState]:
+        del params
+        rate = gamma(state.rounds)
+        # at the end of a schedule that reaches 0, nothing can be told from Delta
+        safe = jnp.where(rate > 0, rate, 1)
+        u = jax.tree.map(
+            lambda m, g: (beta * m + g / safe.astype(g.dtype)).astype(m.dtype),
+            state.u,
+            updates,
+        )
+        scale = slow_learning_rate * jnp.where(rate > 0, rate, 0)
+        moved = jax.tree.map(lambda m: -scale.astype(m.dtype) * m, u)
+        return moved, SlowMomentumState(state.rounds + 1, u)
+
+    return optax.GradientTransformation(init, update)
+
+
+def slowmo(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",
+    local_steps: int = 12,
+    slow_learning_rate: float = 1.0,
+    slow_momentum_factor: float = 0.7,
+    inner_learning_rate: float | optax.Schedule = 1.0,
+    weighted: bool = True,
+    comm_dtype: Any = None,
+    accumulate_dtype: Any = None,
+    layout: str = "auto",
+    param_specs: PyTree | None = None,
+) -> LocalMethod:
+    """Average what local steps moved and take a step of slow momentum.
+
+    Bytes as in `acco_jax.diloco`. The inner optimizers' states stay as they are from
+    round to round ("maintain" in the paper).
+
+    Args:
+      inner: each worker's optimizer, any optax transformation.
+      mesh: the devices.
+      axis_name: the mesh axis (or axes) of the n data-parallel workers.
+      local_steps: H (the paper's tau).
+      slow_learning_rate: alpha.
+      slow_momentum_factor: beta.
+      inner_learning_rate: gamma; the schedule of `inner`, counted in inner steps, or a
+        number, which cancels. The runner gives the config's schedule.
+      weighted: see `local_rounds`.
+      comm_dtype, accumulate_dtype, layout, param_specs: as for `acco_jax.diloco`.
+
+    Raises:
+      ValueError: in one line, before any device work, what does not fit.
+
+    References:
+      Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+      Momentum (https://arxiv.org/abs/1910.00643), algorithm 1
+    """
+
+    def gamma(rounds: jax.Array) -> jax.Array:
+        rate = inner_learning_rate
+        return jnp.asarray(rate(rounds * local_steps) if callable(rate) else rate)
+
+    method = zero1(
+        slow_momentum(slow_learning_rate, slow_momentum_factor, gamma),
+        mesh=mesh,
+        axis_name=axis_name,
+        comm_dtype=comm_dtype,
+        layout=layout,
+        param_specs=param_specs,
+    )
+    return local_rounds(
+        inner,
+        method,
+        local_steps=local_steps,
+        weighted=weighted,
+        accumulate_dtype=accumulate_dtype,
+    )

@@ -1,0 +1,303 @@
+"""The train step of a local method: inner steps, and the hops of an exchange.
+
+As in `acco_jax.step`: fused, one program in which each hop's collective runs beside a
+part of the inner steps, with barriers that pin the order; split, for CPU processes, the
+hops and the steps as two programs from two host threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.compiler import naming_unknown_options
+from acco_jax.gradients import Accumulator
+from acco_jax.layout import Layout
+from acco_jax.local.base import LocalMethod, Round, Work
+from acco_jax.step import TrainStep, _metrics
+from acco_jax.transforms.base import check_grads, find_state
+
+PyTree = Any
+barrier = lax.optimization_barrier
+
+
+class LocalStep(TrainStep):
+    """One call of a local method: (params, state, batch, counts, rng) -> the same.
+
+    Attributes:
+      form: 'fused' or 'split'.
+      compiler_options: what the fused program is compiled with.
+    """
+
+    _tx: LocalMethod  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        tx: LocalMethod,
+        gradients: Accumulator,
+        form: str,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(tx, gradients, "fused", options)  # type: ignore[arg-type]
+        self.form = form
+        held = gradients.microbatches * tx.steps_per_call
+        self._whole = dataclasses.replace(gradients, microbatches=held)
+        self._seen: tuple[jax.Array | None, int] = (
+            None,
+            0,
+        )  # a step count, on the host
+        self._parts: dict[int, tuple[Any, ...]] = {}
+
+    def _phase(self, state: Any) -> int:
+        """Which kind of call comes next; waits for the device only after a restore."""
+        if self._tx.phases == 1:
+            return 0
+        array, steps = self._seen
+        if state.steps is not array:
+            steps = int(state.steps)
+            self._seen = state.steps, steps
+        return steps // self._tx.steps_per_call % self._tx.phases
+
+    def _call(self, state: Any, phase: int) -> Any:
+        key = (state.layout, phase)
+        if key not in self._programs:
+            layout = state.layout
+            homes = (layout.grads_shardings, state.shardings(), layout.sharding())
+            run = functools.partial(_whole, self._tx.round(phase), self._gradients)
+            self._programs[key] = jax.jit(
+                run,
+                donate_argnums=(0, 1),
+                out_shardings=homes,
+                compiler_options=self.compiler_options or None,
+            )
+        return self._programs[key]
+
+    def __call__(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        """Runs one call; see `acco_jax.make_train_step`."""
+        args = self._place(params, state, batch, counts, rng)
+        phase = self._phase(state)
+        steps = self._seen[1]
+        split = self.form == "split" and self._tx.round(phase).overlaps
+        with naming_unknown_options():
+            out = self._apart(*args) if split else self._call(state, phase)(*args)
+        params, state, metrics = out
+        if self.form == "split":  # its sums must not meet the next call's collectives
+            jax.block_until_ready(out)
+        self._seen = state.steps, steps + self._tx.steps_per_call
+        return params, state, metrics
+
+    def lower(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        *,
+        half_round: int = 0,
+    ) -> Any:
+        """The fused program for abstract (or real) arguments, as jax.jit's `lower`.
+
+        Of a method whose calls take turns, that of call `half_round`.
+        """
+        return self._call(state, half_round % self._tx.phases).lower(
+            params, state, batch, counts, rng
+        )
+
+    def compile(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+    ) -> None:
+        """Compiles what the first call would; nothing runs and nothing is donated."""
+        args = self._place(params, state, batch, counts, rng)
+        phase = self._phase(state)
+        with naming_unknown_options():
+            if self.form == "fused" or not self._tx.round(phase).overlaps:
+                self._call(state, phase).lower(*args).compile()
+                return
+            send, hops, steps, finish = self._split_programs(state, phase)
+            moving = _placed(send.lower(args[0], state).compile(), send, args[0], state)
+            done = hops.lower(moving).compile()
+            work = steps.lower(*args).compile()
+            rows, state, batch, counts, rng = args
+            finish.lower(
+                rows,
+                state,
+                _placed(work, steps, *args),
+                _placed(done, hops, moving),
+                batch,
+                counts,
+                rng,
+            ).compile()
+
+    def _place(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+    ) -> tuple[Any, ...]:
+        layout = getattr(state, "layout", None)
+        if not isinstance(layout, Layout) or not hasattr(state, "shardings"):
+            found = type(find_state(state)).__name__
+            raise ValueError(
+                f"the state is {found}, wrapped or of another method: give the state "
+                "of acco_jax.start(tx, params) for the tx the step was built with."
+            )
+        try:
+            check_grads(layout, params)
+        except ValueError:
+            raise ValueError(
+                "params are not the rows of this method, a copy for every worker: "
+                "give those of acco_jax.start(tx, params)."
+            ) from None
+        return (
+            jax.device_put(params, layout.grads_shardings),
+            state,
+            self._whole.place_batch(batch),
+            self._gradients.place_counts(counts),
+            rng,
+        )
+
+    def _split_programs(self, state: Any, phase: int) -> tuple[Any, ...]:
+        """What is sent, the hops, the steps beside them, and what comes after both."""
+        if phase not in self._parts:
+            self._parts[phase] = _split_programs(
+                self._tx.round(phase), self._gradients, state
+            )
+        return self._parts[phase]
+
+    def _apart(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        send, hops, steps, finish = self._split_programs(state, self._phase(state))
+        moving = send(params, state)
+        moved = self._communicator.submit(lambda: jax.block_until_ready(hops(moving)))
+        work = jax.block_until_ready(steps(params, state, batch, counts, rng))
+        return finish(params, state, work, moved.result(), batch, counts, rng)
+
+    @functools.cached_property
+    def _communicator(self) -> Any:
+        from concurrent.futures import ThreadPoolExecutor
+
+        return ThreadPoolExecutor(1, "acco-communicate")
+
+
+def _whole(
+    round: Round,
+    gradients: Accumulator,
+    rows: PyTree,
+    state: Any,
+    batch: PyTree,
+    counts: jax.Array | None,
+    rng: Any,
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """A call as one program."""
+    hops = round.hops
+    part = functools.partial(
+        _part, round, gradients, batch=batch, counts=counts, rng=rng
+    )
+    work: Any = None
+    if round.overlaps:
+        # all that the steps start from, or they start before the first collective
+        moving, rows, state = barrier((round.send(rows, state, None), rows, state))
+        for k, hop in enumerate(hops):
+            moving = hop(moving)
+            work = part(k, work, rows, state)
+            # the last one too, or the collective is waited for before the loop
+            moving, work, rows = barrier((moving, work, rows))
+    else:
+        for k in range(len(hops)):
+            work = part(k, work, rows, state)
+        moving = barrier(round.send(rows, state, barrier(work)))
+        for hop in hops:
+            moving = barrier(hop(moving))
+    return _end(round, gradients, rows, state, work, moving, batch, counts, rng)
+
+
+def _part(
+    round: Round,
+    gradients: Accumulator,
+    k: int,
+    begun: Work | None,
+    rows: PyTree,
+    state: Any,
+    *,
+    batch: PyTree,
+    counts: jax.Array | None,
+    rng: Any,
+) -> Work:
+    return round.part(k, begun, gradients, rows, state, batch, counts, rng)
+
+
+def _end(
+    round: Round,
+    gradients: Accumulator,
+    rows: PyTree,
+    state: Any,
+    work: Work,
+    moved: Any,
+    batch: PyTree,
+    counts: jax.Array | None,
+    rng: Any,
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """What a call does when its exchange is over."""
+    work = round.merge(rows, state, work, moved)
+    last = len(round.hops)  # the steps after the exchange, where there are any
+    work = round.part(last, work, gradients, rows, state, batch, counts, rng)
+    rows, state = round.finish(rows, state, work, moved)
+    norm = work.norm.sum() / jnp.maximum(work.steps.sum(), 1)
+    return rows, state, _metrics(work.sums, counts, norm, state.steps)
+
+
+def _split_programs(
+    round: Round, gradients: Accumulator, state: Any
+) -> tuple[Any, ...]:
+    """Four programs; only the second communicates more than scalars."""
+
+    def hops(moving: Any) -> Any:
+        for hop in round.hops:
+            moving = barrier(hop(moving))
+        return moving
+
+    def steps(rows: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any) -> Work:
+        work: Any = None
+        for k in range(len(round.hops)):
+            work = round.part(k, work, gradients, rows, state, batch, counts, rng)
+        return work
+
+    layout = state.layout
+    homes = (
+        layout.grads_shardings,
+        state.shardings(),
+        NamedSharding(gradients.mesh, P()),
+    )
+    return (
+        jax.jit(lambda rows, state: round.send(rows, state, None)),
+        jax.jit(hops),
+        jax.jit(steps),
+        jax.jit(functools.partial(_end, round, gradients), out_shardings=homes),
+    )
+
+
+def _placed(compiled: Any, program: Any, *args: Any) -> Any:
+    """The abstract result of a compiled program, where it leaves it."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(program, *args),
+        compiled.output_shardings,
+    )

@@ -1,0 +1,428 @@
+"""Streaming DiLoCo: one fragment of the parameters at a time (arXiv 2501.18512).
+
+The parameters are cut into P fragments. Every H/P inner steps it is another fragment's
+turn; for fragment p, whose point x_p all workers last got in common,
+
+    Delta_p = sum_i w_i (x_p - theta_i,p) / sum_i w_i
+    x_p <- a step of an outer optimizer (Nesterov momentum) from x_p on Delta_p
+
+crosses the network beside the next tau inner steps, and is then mixed in:
+
+    theta_i,p <- alpha theta_i,p + (1 - alpha) x_p
+
+With tau = 0 nothing has been done meanwhile, and workers take x_p as it is: with one
+fragment that is DiLoCo. w_i is worker i's weight since that fragment was sent before; a
+worker without any takes x_p as it is, too. One call of the train step is H/P inner
+steps: it ends with fragment p sent, and the next call starts with its arrival.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from acco_jax import layout as layouts
+from acco_jax.gradients import axis_names, over_data
+from acco_jax.layout import Layout, Leaf, PackedLayout, Pending
+from acco_jax.local.base import (
+    InnerSteps,
+    LocalMethod,
+    Round,
+    Work,
+    cast,
+    check_steps,
+    dtypes_of,
+    init_rows,
+    local_method,
+    masters_of,
+    shardings,
+    to_rows,
+    zeros,
+)
+from acco_jax.local.rounds import counted, differences, outer_hops, outer_send
+from acco_jax.transforms.base import Method, gather_exact
+from acco_jax.transforms.delayed import dpu
+from acco_jax.transforms.zero1 import zero1
+from acco_jax.wire import Wire, Wires, quantized
+
+PyTree = Any
+Fragment = dict[str, Any]  # leaves by name
+
+
+class StreamingState(NamedTuple):
+    """State of `streaming_diloco`; the parameters of the loop are rows, theta_i."""
+
+    layout: Layout  # static: of all parameters
+    steps: jax.Array  # int32 []: inner steps so far
+    outer: tuple[Any, ...]  # each fragment's outer state, sharded: exact x_p, momentum
+    anchor: tuple[Fragment, ...]  # x_p as the workers got it, replicated
+    weights: jax.Array  # (n, P): each worker's since each fragment was sent
+    inner: PyTree  # rows: each worker's own optimizer state
+    master: PyTree  # rows: theta_i in float32 if any parameter is narrower, else None
+
+    def shardings(self) -> StreamingState:
+        layout = self.layout
+        homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
+        anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
+        found = shardings(self, rows=("weights", "inner"))._replace(anchor=anchor)
+        if self.master is None:
+            return found
+        return found._replace(master=layout.grads_shardings)
+
+    def committed(self, params: PyTree) -> PyTree:
+        del params  # theta_i
+        found: Fragment = {}
+        for state in self.outer:
+            found |= gather_exact(state.layout, state.master)
+        return self.layout.tree(lambda leaf: found[leaf.name])
+
+
+def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], ...]:
+    """Which leaves, by index, make each of `count` fragments of about equal bytes.
+
+    Where there are enough numbered blocks ("h/3/..."), they are dealt out in turn, so
+    that each fragment spans the depth; all other leaves go, the largest first, to
+    whichever fragment is smallest.
+
+    Raises:
+      ValueError: there are fewer leaves than fragments.
+    """
+    if len(leaves) < count:
+        raise ValueError(
+            f"fragments is {count}, but there are only {len(leaves)} parameters: use "
+            f"at most {len(leaves)}."
+        )
+    blocks: dict[tuple[str, ...], list[int]] = {}
+    loose = []
+    for i, leaf in enumerate(leaves):
+        at = next(
+            (k for k, name in enumerate(leaf.path) if re.search(r"\d", name)), None
+        )
+        if at is None or at == len(leaf.path) - 1:
+            loose.append(i)
+        else:
+            blocks.setdefault(leaf.path[: at + 1], []).append(i)
+    if len(blocks) < count:
+        blocks, loose = {}, list(range(len(leaves)))
+    number = lambda path: [int(x) for x in re.findall(r"\d+", path[-1])]  # noqa: E731
+    made: list[list[int]] = [[] for _ in range(count)]
+    for k, path in enumerate(sorted(blocks, key=lambda p: (p[:-1], number(p)))):
+        made[k % count] += blocks[path]
+    size = lambda i: leaves[i].size * leaves[i].dtype.itemsize  # noqa: E731
+    for i in sorted(loose, key=size, reverse=True):
+        min(made, key=lambda part: (sum(map(size, part)), len(part))).append(i)
+    return tuple(tuple(sorted(part)) for part in made)
+
+
+def take(layout: Layout, members: Sequence[int], tree: PyTree) -> Fragment:
+    """The leaves of a fragment, by name."""
+    leaves = jax.tree.leaves(tree)
+    return {layout.leaves[i].name: leaves[i] for i in members}
+
+
+def put(layout: Layout, tree: PyTree, part: Fragment) -> PyTree:
+    """The tree with a fragment's leaves replaced."""
+    leaves = zip(layout.leaves, jax.tree.leaves(tree), strict=True)
+    return layout.treedef.unflatten([part.get(leaf.name, x) for leaf, x in leaves])
+
+
+# ------------------------------------------------------------- low-precision exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBits(Wire):
+    """Outer gradients in few bits, as the paper has them: no error is remembered."""
+
+    def send(
+        self, layout: Layout, state: Any, buffers: Any, weight: jax.Array
+    ) -> tuple[Any, Any]:
+        assert isinstance(layout, PackedLayout) and self.reduce_bits
+        return state, quantized(layout, buffers, self.reduce_bits)
+
+
+# -------------------------------------------------------------------------- the round
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingRound(Round):
+    """H/P inner steps of every worker; fragment `phase` is sent at their end.
+
+    Attributes:
+      outer: each fragment's outer method.
+      members: each fragment's leaves.
+      phase: whose turn it is.
+      overlap: tau; 0: what is sent arrives in the same call, after the steps.
+      mixing: alpha.
+      weighted: see `local_rounds`.
+    """
+
+    steps: InnerSteps
+    outer: tuple[Method, ...]
+    members: Callable[[Layout], tuple[tuple[int, ...], ...]]
+    phase: int
+    overlap: int
+    mixing: float
+    weighted: bool
+
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        return self.overlap > 0
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        return self.overlap or self.steps.steps
+
+    @property
+    def arriving(self) -> int:
+        return (self.phase - self.overlaps) % len(self.outer)
+
+    @functools.cached_property
+    def hops(self) -> tuple[Callable[[Any], Any], ...]:
+        return outer_hops(self.outer[self.arriving])
+
+    def theta(self, rows: PyTree, state: StreamingState) -> PyTree:
+        if state.master is not None:
+            return state.master
+        return cast(rows, masters_of(state.layout))
+
+    def _weights(self, state: StreamingState, work: Work) -> jax.Array:
+        """(n, P) at the end of this call's steps."""
+        return state.weights + work.sums.weight[:, None]
+
+    def _leaving(self, state: StreamingState, work: Work, anchor: Fragment) -> Pending:
+        """What fragment `phase` sends."""
+        p, layout = self.phase, state.layout
+        theta = take(layout, self.members(layout)[p], work.theta)
+        weight = counted(self._weights(state, work)[:, p], self.weighted)
+        return differences(state.outer[p].layout, weight, anchor, theta, P())
+
+    def send(self, rows: PyTree, state: StreamingState, work: Work | None) -> Any:
+        outer = state.outer[self.arriving]
+        if work is not None:
+            now = self._leaving(state, work, state.anchor[self.phase])
+        else:
+            now, outer = outer.pending, outer._replace(pending=None)
+        return outer_send(self.outer[self.arriving], outer, now)
+
+    def merge(
+        self, rows: PyTree, state: StreamingState, work: Work, moved: Any
+    ) -> Work:
+        q, layout = self.arriving, state.layout
+        if self.overlaps:
+            weight = state.outer[q].pending.weight
+        else:
+            weight = self._weights(state, work)[:, q]
+
+        def local(
+            total: jax.Array, weight: jax.Array, theta: PyTree, anchor: PyTree
+        ) -> PyTree:
+            keeps = (weight[0] > 0) & self.overlaps
+
+            def one(x: jax.Array, common: jax.Array) -> jax.Array:
+                common = common.astype(x.dtype)
+                mixed = self.mixing * x + (1 - self.mixing) * common
+                return jnp.where(total > 0, jnp.where(keeps, mixed, common), x)
+
+            return jax.tree.map(one, theta, anchor)
+
+        theta = take(layout, self.members(layout)[q], work.theta)
+        row = P(layout.axis)
+        in_specs = (P(), row, row, P())
+        run = over_data(local, layout.mesh, layout.axis, in_specs, row)
+        merged = run(moved[1], weight, theta, self._arrived(moved))
+        return work._replace(theta=put(layout, work.theta, merged))
+
+    def _arrived(self, moved: Any) -> Fragment:
+        outer, _, full = moved
+        return outer.layout.unpack(full)
+
+    def finish(
+        self, rows: PyTree, state: StreamingState, work: Work, moved: Any
+    ) -> Any:
+        p, q, layout = self.phase, self.arriving, state.layout
+        outer, anchor = list(state.outer), list(state.anchor)
+        outer[q], anchor[q] = moved[0], self._arrived(moved)
+        if self.overlaps:
+            # read no more before it is written again
+            outer[q] = outer[q]._replace(pending=state.outer[q].pending)
+            leaving = self._leaving(state, work, anchor[p])
+            outer[p] = outer[p]._replace(pending=leaving)
+        state = state._replace(
+            steps=state.steps + self.steps.steps,
+            outer=tuple(outer),
+            anchor=tuple(anchor),
+            weights=self._weights(state, work).at[:, p].set(0),
+            inner=work.inner,
+            master=None if state.master is None else work.theta,
+        )
+        return cast(work.theta, dtypes_of(layout)), state
+
+
+def streaming_diloco(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",
+    local_steps: int = 100,
+    fragments: int = 4,
+    overlap_steps: int = 5,
+    mixing: float = 0.5,
+    bits: int | None = None,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    outer: optax.GradientTransformation | None = None,
+    weighted: bool = True,
+    comm_dtype: Any = None,
+    accumulate_dtype: Any = None,
+    layout: str = "auto",
+    param_specs: PyTree | None = None,
+) -> LocalMethod:
+    """DiLoCo a fragment at a time, its exchange hidden behind inner steps.
+
+    Bytes sent per worker: per H steps those of `acco_jax.diloco`, but never more than
+    one fragment's at once; with `bits` the way there takes 1 byte (8 bits) or half a
+    byte (4) per parameter, and 2 bytes per row of at least 128.
+
+    Args:
+      inner: each worker's optimizer, any optax transformation.
+      mesh: the devices.
+      axis_name: the mesh axis (or axes) of the n data-parallel workers.
+      local_steps: H, from one exchange of a fragment to its next; a multiple of P.
+      fragments: P.
+      overlap_steps: tau, at most H / P. A GPU's program hides both collectives from 4
+        on: with 2, each is beside a loop of one step, which XLA unrolls.
+      mixing: alpha, how much of its own parameters a worker keeps when a fragment
+        arrives; without overlap, none.
+      bits: 8 or 4: outer gradients as integers with a scale per row; None: they travel
+        in the wire dtype. Parameters come back in the wire dtype either way.
+      outer_learning_rate, outer_momentum, outer: as for `acco_jax.diloco`; every
+        fragment has an optimizer of its own, which sees {name: leaf}.
+      weighted: see `local_rounds`.
+      comm_dtype, accumulate_dtype, layout, param_specs: as for `acco_jax.diloco`.
+
+    Returns:
+      A `LocalMethod`; one call of its train step is H / P inner steps.
+
+    Raises:
+      ValueError: in one line, before any device work, what does not fit.
+
+    References:
+      Douillard et al., Streaming DiLoCo with overlapping communication: Towards a
+      Distributed Free Lunch (https://arxiv.org/abs/2501.18512)
+    """
+    interval = _interval(local_steps, fragments, overlap_steps)
+    if not 0 <= mixing < 1:
+        raise ValueError(f"mixing is {mixing}: it must lie from 0 to below 1.")
+    if bits not in (None, 8, 4):
+        raise ValueError(f"bits is {bits!r}: choose 8, 4 or None.")
+    if bits and layout == "leaf":
+        raise ValueError(
+            "layout is 'leaf', but bits needs rows of packed buffers: use 'auto'."
+        )
+    if outer is None:
+        momentum = outer_momentum or None
+        outer = optax.sgd(outer_learning_rate, momentum, nesterov=momentum is not None)
+    axis = axis_names(mesh, axis_name)
+    steps = InnerSteps(inner, interval)
+    members = functools.partial(_members, count=fragments)
+
+    def outer_method(specs: Fragment | None) -> Method:
+        make = dpu if overlap_steps else zero1
+        method = make(
+            outer,
+            mesh=mesh,
+            axis_name=axis_name,
+            comm_dtype=comm_dtype,
+            layout="packed" if bits else layout,
+            param_specs=specs,
+        )
+        if bits is None:
+            return method
+        stages = method.__dict__ | {"wires": Wires((FewBits(reduce_bits=bits),))}
+        return Method(method.init, method.update, **stages)
+
+    def init(params: PyTree) -> StreamingState:
+        described = layouts.describe(
+            params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
+        )
+        whole = layouts.leaf_layout(*described, mesh, axis)
+        narrow = any(leaf.dtype != leaf.master for leaf in whole.leaves)
+        params = jax.device_put(params, whole.params_shardings)
+        parts = tuple(take(whole, part, params) for part in members(whole))
+        specs = {leaf.name: leaf.spec for leaf in whole.leaves}
+        states = tuple(
+            outer_method({name: specs[name] for name in part}).init(part)
+            for part in parts
+        )
+
+        def make(params: PyTree) -> tuple[PyTree, PyTree]:
+            master = cast(params, masters_of(whole))
+            rows = to_rows(whole, master) if narrow else None
+            return init_rows(whole, inner, params), rows
+
+        rows = whole.sharding(axis)
+        homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
+        if narrow:
+            homes = (homes[0], whole.grads_shardings)
+        made, master = jax.jit(make, out_shardings=homes)(params)
+        shape = (whole.workers, fragments)
+        # copies: a train step is given the parameters and the state to keep
+        anchor = jax.tree.map(jnp.copy, parts)
+        return StreamingState(
+            layout=whole,
+            steps=zeros(whole, (), jnp.int32),
+            outer=states,
+            anchor=anchor,
+            weights=zeros(whole, shape, whole.scalar, axis),
+            inner=made,
+            master=master,
+        )
+
+    def round_of(phase: int) -> StreamingRound:
+        methods = (outer_method(None),) * fragments
+        return StreamingRound(
+            steps, methods, members, phase, overlap_steps, mixing, weighted
+        )
+
+    return local_method(
+        inner,
+        mesh=mesh,
+        axis=axis,
+        steps_per_call=interval,
+        accumulate_dtype=accumulate_dtype,
+        init=init,
+        round=round_of,
+        phases=fragments,
+        delayed=overlap_steps > 0,
+    )
+
+
+def _members(layout: Layout, count: int) -> tuple[tuple[int, ...], ...]:
+    return fragments_of(layout.leaves, count)
+
+
+def _interval(local_steps: int, fragments: int, overlap_steps: int) -> int:
+    """H / P, checked."""
+    check_steps("local_steps", local_steps)
+    check_steps("fragments", fragments)
+    if local_steps % fragments:
+        raise ValueError(
+            f"local_steps is {local_steps}, no multiple of the {fragments} fragments "
+            "that take turns: use a multiple."
+        )
+    interval = local_steps // fragments
+    if not 0 <= overlap_steps <= interval:
+        raise ValueError(
+            f"overlap_steps is {overlap_steps}: it must lie from 0 to local_steps / "
+            f"fragments = {interval}, when the next fragment is sent."
+        )
+    return interval

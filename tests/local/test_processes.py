@@ -1,0 +1,78 @@
+"""Two real processes over gloo, two threads each, take one process's steps."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import acco_jax
+from tests.local import problem
+from tests.reference import make_mesh
+
+pytestmark = pytest.mark.usefixtures("x64")
+ROOT = Path(__file__).parents[2]
+HELD, CALLS, SECONDS = 2, 3, 240
+METHODS = {
+    "diloco": {"local_steps": 2},
+    "co2": {"local_steps": 2},
+    "gossip": {"topology": "ring"},
+    "streaming_diloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
+}
+
+
+def train(name, mesh, place=jnp.asarray, *, compile=False):
+    """Committed parameters after each call, in a list; the form is the default."""
+    tx = getattr(acco_jax, name)(problem.adamw(), mesh=mesh, **METHODS[name])
+    workers, steps = mesh.size, tx.steps_per_call
+    theta, batches, counts = problem.draw(workers, steps, HELD, CALLS)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    params, state = acco_jax.start(tx, jax.device_put(theta, replicated))
+    step = acco_jax.make_train_step(problem.loss_fn, tx, mesh=mesh, microbatches=HELD)
+    several = len({d.process_index for d in mesh.devices.flat}) > 1
+    assert step.form == ("split" if several else "fused")
+    points = []
+    for batch, count in zip(batches, counts, strict=True):
+        batch, count = tuple(map(place, batch)), place(count.astype(np.int32))
+        if compile and not points:
+            step.compile(params, state, batch, count)
+        params, state, _ = step(params, state, batch, count)
+        held = acco_jax.committed_params(state, params)
+        flat = [np.ravel(x.addressable_data(0)) for x in jax.tree.leaves(held)]
+        points.append(np.concatenate(flat).tolist())
+    return points
+
+
+def test_two_processes():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "tests.local.worker"]
+    workers = [
+        subprocess.Popen(
+            [*command, str(i), "2", str(port)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [w.communicate(timeout=SECONDS)[0] for w in workers]
+    finally:
+        for w in workers:
+            w.kill()
+            w.wait()
+    assert [w.returncode for w in workers] == [0, 0], "\n".join(outputs)[-4000:]
+    (line,) = [x for x in outputs[0].splitlines() if x.startswith("RESULT")]
+    result = json.loads(line.removeprefix("RESULT"))
+    for name in METHODS:
+        expected = train(name, make_mesh(2))
+        assert expected[0] != expected[-1]
+        np.testing.assert_allclose(result[name], expected, rtol=0, atol=1e-12)
