@@ -116,8 +116,40 @@ class TrainStep:
             raise ValueError(
                 "only form='fused' is one program: build the step with it."
             )
-        program = self._program(state, self._tx.delayed)
-        return program.lower(params, state, batch, counts, rng)
+        return self.lowered(params, state, batch, counts, rng)[0]
+
+    def lowered(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        overlaps: bool | None = None,
+    ) -> tuple[Any, ...]:
+        """The programs that one half-round runs, each as jax.jit's `lower` gives it.
+
+        Args:
+          params, state, batch, counts, rng: as for a call, or abstract.
+          overlaps: whether past a delayed method's warm-up; None: as if it had none.
+        """
+        overlaps = self._tx.delayed if overlaps is None else overlaps
+        if self.form == "fused":
+            program = self._program(state, overlaps)
+            return (program.lower(params, state, batch, counts, rng),)
+        layout, rest = state.layout, state
+        work = (layout, params, batch, counts, rng)
+        if overlaps:
+            now, rest = state.pending, state._replace(pending=None)
+        else:
+            shapes, _ = jax.eval_shape(self._accumulate, *work)
+            now = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                shapes,
+                layout.state_shardings(shapes),
+            )
+        communicate = self._program(rest, overlaps)
+        return self._accumulate.lower(*work), communicate.lower(now, rest)
 
     def compile(
         self,
@@ -132,25 +164,13 @@ class TrainStep:
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling.
         """
-        args = self._place(params, state, batch, counts, rng)
+        params, state, batch, counts, rng = self._place(
+            params, state, batch, counts, rng
+        )
         overlaps = self._overlaps(state)
         with naming_unknown_options():
-            if self.form == "fused":
-                self._program(state, overlaps).lower(*args).compile()
-                return
-            layout, rest = state.layout, state
-            work = (layout, params, args[2], *args[3:])
-            self._accumulate.lower(*work).compile()
-            if overlaps:
-                now, rest = state.pending, state._replace(pending=None)
-            else:
-                shapes, _ = jax.eval_shape(self._accumulate, *work)
-                now = jax.tree.map(
-                    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                    shapes,
-                    layout.state_shardings(shapes),
-                )
-            self._program(rest, overlaps).lower(now, rest).compile()
+            for p in self.lowered(params, state, batch, counts, rng, overlaps):
+                p.compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any

@@ -22,6 +22,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "For checkpoints and metrics.")
 _STOP_AFTER = flags.DEFINE_integer(
     "stop_after", None, "Stop after so many half-rounds, with a checkpoint.", 1
 )
+_TIME_GRADIENTS = flags.DEFINE_bool(
+    "time_gradients", False, "At the end, time the gradients alone (for compare)."
+)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
 _PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
@@ -76,7 +79,11 @@ def main(argv: list[str]) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     try:
-        loop.run(experiment, stop_after=_STOP_AFTER.value)
+        loop.run(
+            experiment,
+            stop_after=_STOP_AFTER.value,
+            time_gradients=_TIME_GRADIENTS.value,
+        )
     except FloatingPointError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

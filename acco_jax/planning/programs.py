@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
+from acco_jax.footprint import bytes_held
 from acco_jax.models import gpt_neo
 from acco_jax.planning import schedules, topologies
 from acco_jax.planning.topologies import Topology
@@ -164,23 +165,16 @@ class Program:
 
     def _memory(self, compiled: Any) -> Memory:
         params, state, batch, counts = self.arguments
-        parts = {"parameters": _bytes_on_one(params)}
+        parts = {"parameters": bytes_held(params)}
         for field, value in zip(state._fields, state, strict=True):
-            size = _bytes_on_one(value)
+            size = bytes_held(value)
             if size > 64:  # not the counters
                 parts[_NAMES.get(field, field)] = size
-        parts["batch"] = _bytes_on_one((batch, counts))
+        parts["batch"] = bytes_held((batch, counts))
         m = compiled.memory_analysis()
         total = m.argument_size_in_bytes + m.output_size_in_bytes
         total += m.temp_size_in_bytes - m.alias_size_in_bytes
         return Memory(parts, total)
-
-
-def _bytes_on_one(tree: PyTree) -> int:
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
 
 
 def data_mesh(topology: Topology) -> Mesh:

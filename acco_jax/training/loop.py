@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
-from acco_jax import data
+from acco_jax import data, footprint
 from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
-from acco_jax.training import metrics, reports
+from acco_jax.training import metrics, reports, timing
 from acco_jax.training.checkpoints import Checkpoints
 from acco_jax.transforms import METHODS
 
@@ -195,6 +195,15 @@ def _batches(experiment: Experiment) -> Any:
     )
 
 
+def _counts(experiment: Experiment) -> jax.Array | None:
+    """How many microbatches each worker computes; None: all."""
+    if not experiment.config.counts:
+        return None
+    counts = np.asarray(experiment.config.counts, np.int32)
+    mine = np.split(counts, jax.process_count())[jax.process_index()]
+    return to_devices(mine, experiment.mesh)
+
+
 class Evaluator:
     """Loss of the committed parameters on held-out documents."""
 
@@ -299,11 +308,8 @@ class _Run:
                 jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])
             )
         )
-        self._counts: jax.Array | None = None
+        self._counts = _counts(e)
         self._metrics: dict[str, Any] = {}
-        if e.config.counts:
-            mine = np.split(np.asarray(e.config.counts, np.int32), jax.process_count())
-            self._counts = to_devices(mine[jax.process_index()], e.mesh)
         self.done, seconds = 0, 0.0
         if (latest := e.checkpoints.latest()) is None:
             self.params, self.state = initial(e)
@@ -386,7 +392,10 @@ class _Run:
 
 
 def run(
-    experiment: Experiment, *, stop_after: int | None = None
+    experiment: Experiment,
+    *,
+    stop_after: int | None = None,
+    time_gradients: bool = False,
 ) -> dict[str, Any] | None:
     """Train, or continue a run, to its end.
 
@@ -394,6 +403,7 @@ def run(
       experiment: from `prepare`.
       stop_after: stop after so many half-rounds in all, with a checkpoint, as an
         interrupted run does.
+      time_gradients: at the end also measure what the gradients take by themselves.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -420,7 +430,13 @@ def run(
         going.save()
         row = going.validate(None) if going.done == total else None
     if row is not None:
-        return _finish(experiment, row)
+        measured = _footprint(experiment, going.params, going.state)
+        if time_gradients:
+            theta = acco_jax.committed_params(going.state, going.params)
+            measured["gradient_seconds_per_token"] = _gradient_seconds(
+                experiment, theta
+            )
+        return _finish(experiment, row, measured)
     logging.info(
         "stopped after half-round %d of %d: the same command continues",
         going.done, total,
@@ -439,7 +455,43 @@ def _announce(experiment: Experiment) -> None:
     )  # fmt: skip
 
 
-def _finish(experiment: Experiment, row: dict[str, Any]) -> dict[str, Any]:
+def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, float]:
+    """What a worker has sent in the whole run, and what a device holds."""
+    e = experiment
+    batch, counts = to_devices(next(_batches(e)), e.mesh), _counts(e)
+    programs = e.step.lowered(params, state, batch, counts)
+    sent: int | None
+    try:
+        sent = e.half_rounds * footprint.bytes_sent(*programs)
+    except ValueError as error:  # a finished run is not lost for it
+        logging.warning("bytes_sent_per_worker is not known: %s", error)
+        sent = None
+    return {
+        "bytes_sent_per_worker": sent,
+        "state_bytes_per_device": footprint.bytes_held((params, state)),
+    }
+
+
+def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
+    """Seconds of all workers per token, for local gradients at `params` alone."""
+    e = experiment
+    batch, counts = to_devices(next(_batches(e)), e.mesh), _counts(e)
+    dtype = e.config.accumulate_dtype
+    seconds = timing.gradient_seconds(
+        gpt_neo.loss_fn(e.model),
+        e.mesh,
+        params,
+        batch,
+        counts,
+        microbatches=e.microbatches,
+        accumulate_dtype=dtype and configs.dtype("accumulate_dtype", dtype),
+    )
+    return seconds / e.tokens
+
+
+def _finish(
+    experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
+) -> dict[str, Any]:
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,
@@ -450,6 +502,7 @@ def _finish(experiment: Experiment, row: dict[str, Any]) -> dict[str, Any]:
         "seconds": row["seconds"],
         "loss": row["loss"],
         "bits_per_byte": row["bits_per_byte"],
+        **measured,
     }
     if jax.process_index():
         return summary  # process 0 reports
