@@ -455,7 +455,7 @@ def _announce(experiment: Experiment) -> None:
     )  # fmt: skip
 
 
-def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, float]:
+def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
     """What a worker has sent in the whole run, and what a device holds."""
     e = experiment
     batch, counts = to_devices(next(_batches(e)), e.mesh), _counts(e)
