@@ -51,7 +51,7 @@ class TrainStep:
         if form == "split":
             self._thread = ThreadPoolExecutor(1, "acco-communicate")
             accumulate = tx.accumulate or _accumulate
-            self._accumulate = jax.jit(functools.partial(accumulate, gradients))
+            self._accumulate = jax.jit(accumulate)
             self._metrics = jax.jit(
                 _metrics, out_shardings=NamedSharding(gradients.mesh, P())
             )
@@ -70,11 +70,9 @@ class TrainStep:
             # metrics are the same everywhere, counts too: any process can read them
             rest = layout.sharding()
             out_shardings = (layout.params_shardings, homes, rest)
-            donate: tuple[int, ...] = (0, 1)
-            fn: Callable[..., Any] = (
-                functools.partial(_overlapped, self._tx, self._gradients)
-                if overlaps
-                else functools.partial(_synchronous, self._tx, self._gradients)
+            donate: tuple[int, ...] = (1, 2)
+            fn: Callable[..., Any] = functools.partial(
+                _overlapped if overlaps else _synchronous, self._tx
             )
             if self.form == "split":
                 fn, donate = functools.partial(_communicate, self._tx), (1,)
@@ -97,9 +95,12 @@ class TrainStep:
         """Runs one half-round; see `make_train_step`."""
         args = self._place(params, state, batch, counts, rng)
         overlaps = self._overlaps(state)
-        run = self._program(state, overlaps) if self.form == "fused" else self._split
         with naming_unknown_options():
-            params, state, metrics = run(*args)
+            if self.form == "fused":
+                program = self._program(state, overlaps)
+                params, state, metrics = program(self._gradients, *args)
+            else:
+                params, state, metrics = self._split(*args)
         self._warmed = state.steps if overlaps else None
         return params, state, metrics
 
@@ -136,9 +137,10 @@ class TrainStep:
         overlaps = self._tx.delayed if overlaps is None else overlaps
         if self.form == "fused":
             program = self._program(state, overlaps)
-            return (program.lower(params, state, batch, counts, rng),)
+            work = (self._gradients, params, state, batch, counts, rng)
+            return (program.lower(*work),)
         layout, rest = state.layout, state
-        work = (layout, params, batch, counts, rng)
+        work = (self._gradients, layout, params, batch, counts, rng)
         if overlaps:
             now, rest = state.pending, state._replace(pending=None)
         else:
@@ -231,7 +233,8 @@ class TrainStep:
     ) -> tuple[Pending, Sums, jax.Array | None]:
         """Computes this half-round's gradients; returns when they are there."""
         del communication  # whatever it takes: the counts are given
-        out = self._accumulate(layout, params, batch, counts, rng)
+        work = (layout, params, batch, counts, rng)
+        out = self._accumulate(self._gradients, *work)
         return *jax.block_until_ready(out), counts
 
 
@@ -431,7 +434,9 @@ def make_train_step(
         compiler_options = default_options(
             device.device_kind, model_axis=any(mesh.shape[a] > 1 for a in others)
         )
-    gradients = Accumulator(loss_fn, mesh, axis, microbatches, tx.accumulate_dtype)
+    gradients = Accumulator(
+        loss_fn, mesh, axis, microbatches, tx.accumulate_dtype
+    ).placed()
     if adaptive:
         from acco_jax.adaptive import AdaptiveStep  # it builds on this module
 

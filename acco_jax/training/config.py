@@ -87,6 +87,11 @@ def default_config() -> ConfigDict:
     c.model.param_dtype = "bfloat16"  # the master copy is float32 all the same
     c.model.remat = False
 
+    c.lora = ConfigDict()
+    c.lora.rank = 0  # of the adapters that are trained instead of the model; 0: none
+    c.lora.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
+    c.lora.scale = 1.0  # W + scale * a @ b
+
     c.log_every = 10  # half-rounds
     c.eval_every = 100  # optimizer steps
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
@@ -120,6 +125,8 @@ def validate(config: ConfigDict) -> None:
     for name in positive:
         if config[name] < 1:
             raise ValueError(f"{name} is {config[name]}: it must be at least 1.")
+    if config.lora.rank < 0:
+        raise ValueError(f"lora.rank is {config.lora.rank}: give 0 for no adapters.")
     if len(config.counts) and not any(config.counts):
         raise ValueError(
             "counts is 0 for every worker, so nothing would ever be computed: give at "

@@ -21,11 +21,12 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data, footprint
-from acco_jax.models import gpt_neo
+from acco_jax.models import gpt_neo, lora
 from acco_jax.training import config as configs
 from acco_jax.training import metrics, reports, timing
 from acco_jax.training.checkpoints import Checkpoints
@@ -37,7 +38,13 @@ DATA = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything a run needs, checked; nothing has been computed yet."""
+    """Everything a run needs, checked; nothing has been trained yet.
+
+    Attributes:
+      loss_fn: of what is trained: a function, or a Partial that carries a frozen model.
+      init: what is trained, as it starts: jit-compatible.
+      microbatches: of each worker in a half-round.
+    """
 
     config: ConfigDict
     workdir: Path
@@ -47,8 +54,10 @@ class Experiment:
     tx: acco_jax.Method
     step: acco_jax.TrainStep
     schedule: optax.Schedule
-    microbatches: int  # of each worker in a half-round
+    microbatches: int
     checkpoints: Checkpoints
+    loss_fn: Callable[..., Any]
+    init: Callable[[], PyTree]
 
     @property
     def workers(self) -> int:
@@ -110,8 +119,9 @@ def prepare(
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
+    loss_fn, init = _trained(config, model, mesh)
     step = acco_jax.make_train_step(
-        gpt_neo.loss_fn(model),
+        loss_fn,
         tx,
         mesh=mesh,
         axis_name=DATA,
@@ -122,7 +132,7 @@ def prepare(
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        checkpoints,
+        checkpoints, loss_fn, init,
     )  # fmt: skip
     _batches(experiment)  # says now if the corpus is too small
     try:
@@ -135,6 +145,26 @@ def prepare(
     if jax.process_index() == 0:
         _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
+
+
+def _trained(
+    config: ConfigDict, model: gpt_neo.GPTNeoConfig, mesh: Mesh
+) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
+    """The loss and the initial values of what is trained: the model, or its adapters.
+
+    Raises:
+      ValueError: the adapters do not fit the model.
+    """
+    key = jax.random.key(config.seed)
+    whole = functools.partial(gpt_neo.init_params, model, key)
+    loss_fn, c = gpt_neo.loss_fn(model), config.lora
+    if not c.rank:
+        return loss_fn, whole
+    shapes, own = jax.eval_shape(whole), jax.random.fold_in(key, 1)
+    init = functools.partial(lora.init, shapes, own, c.rank, c.pattern)
+    jax.eval_shape(init)
+    base = jax.jit(whole, out_shardings=NamedSharding(mesh, P()))()
+    return lora.loss_fn(loss_fn, base, c.scale), init
 
 
 def _method(config: ConfigDict, mesh: Mesh) -> acco_jax.Method:
@@ -209,19 +239,21 @@ class Evaluator:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = e = experiment
-        loss_fn, rows = gpt_neo.loss_fn(e.model), P(DATA)
+        self._loss_fn, rows = Partial(e.loss_fn), P(DATA)
         no_rng: Any = None
 
-        def add(params: PyTree, batch: PyTree, sums: jax.Array) -> jax.Array:
+        def add(
+            loss_fn: Partial, params: PyTree, batch: PyTree, sums: jax.Array
+        ) -> jax.Array:
             # sums: (1, 2) nats and targets of this worker's rows so far
             return sums + jnp.stack(loss_fn(params, batch, no_rng)[:2])
 
-        in_specs = (P(), rows, rows)
+        in_specs = (P(), P(), rows, rows)
         self._add = jax.jit(
             jax.shard_map(
                 add, mesh=e.mesh, in_specs=in_specs, out_specs=rows, check_vma=False
             ),
-            donate_argnums=2,
+            donate_argnums=3,
         )
         replicated = NamedSharding(e.mesh, P())
         self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
@@ -240,7 +272,8 @@ class Evaluator:
         mine = np.zeros((e.workers // jax.process_count(), 2), np.float32)
         sums = to_devices(mine, e.mesh)
         for batch in batches:
-            sums = self._add(params, to_devices(batch, e.mesh), sums)
+            rows = to_devices(batch, e.mesh)
+            sums = self._add(self._loss_fn, params, rows, sums)
         nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
         bits = data.bits_per_byte(nats, e.corpus, targets=targets)
         return float(nats / targets), float(bits)
@@ -257,13 +290,8 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
 
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
     """Parameters, replicated, and the sharded optimizer state."""
-    make = jax.jit(
-        lambda: gpt_neo.init_params(
-            experiment.model, jax.random.key(experiment.config.seed)
-        ),
-        out_shardings=NamedSharding(experiment.mesh, P()),
-    )
-    params = make()
+    replicated = NamedSharding(experiment.mesh, P())
+    params = jax.jit(experiment.init, out_shardings=replicated)()
     return params, experiment.tx.init(params)
 
 
@@ -273,9 +301,7 @@ def _abstract(experiment: Experiment) -> tuple[PyTree, Any]:
         experiment,
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     )
-    params = jax.eval_shape(
-        lambda: gpt_neo.init_params(e.model, jax.random.key(e.config.seed))
-    )
+    params = jax.eval_shape(e.init)
     params = jax.tree.map(
         functools.partial(place, s=NamedSharding(e.mesh, P())), params
     )
@@ -478,7 +504,7 @@ def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
     batch, counts = to_devices(next(_batches(e)), e.mesh), _counts(e)
     dtype = e.config.accumulate_dtype
     seconds = timing.gradient_seconds(
-        gpt_neo.loss_fn(e.model),
+        e.loss_fn,
         e.mesh,
         params,
         batch,
