@@ -60,6 +60,11 @@ def parts_of_loss(out: Any) -> tuple[Any, Any, PyTree]:
     return loss, weight, aux
 
 
+def with_arrays(fn: Callable[..., Any]) -> Partial:
+    """A function as a pytree of the arrays that it carries; a Partial as it is."""
+    return fn if isinstance(fn, Partial) else Partial(fn)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Pullback:
@@ -98,8 +103,8 @@ class Accumulator:
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        if callable(self.loss_fn) and not isinstance(self.loss_fn, Partial):
-            object.__setattr__(self, "loss_fn", Partial(self.loss_fn))
+        if callable(self.loss_fn):  # while a tree is built it may be a placeholder
+            object.__setattr__(self, "loss_fn", with_arrays(self.loss_fn))
 
     def placed(self) -> Accumulator:
         """With the loss function's arrays on the mesh's devices, whole on each."""

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax.footprint import bytes_held
-from acco_jax.models import gpt_neo
+from acco_jax.gradients import with_arrays
 from acco_jax.planning import schedules, topologies
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
@@ -100,6 +100,7 @@ class Program:
       microbatches: of each worker in a half-round.
       counts: how many of them each worker computes; () for all.
       arguments: params, state, batch, counts: abstract arrays with shardings.
+      frozen: bytes that the loss function holds on a device beside them.
     """
 
     method: str
@@ -108,6 +109,7 @@ class Program:
     microbatches: int
     counts: tuple[int, ...]
     arguments: tuple[Any, Any, Any, Any]
+    frozen: int = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -170,6 +172,8 @@ class Program:
             size = bytes_held(value)
             if size > 64:  # not the counters
                 parts[_NAMES.get(field, field)] = size
+        if self.frozen:
+            parts["frozen model"] = self.frozen
         parts["batch"] = bytes_held((batch, counts))
         m = compiled.memory_analysis()
         total = m.argument_size_in_bytes + m.output_size_in_bytes
@@ -252,12 +256,20 @@ def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
         layout=config.layout,
         **config.method_options,
     )
-    params = jax.eval_shape(lambda: gpt_neo.init_params(model, jax.random.key(0)))
+    replicated = NamedSharding(mesh, P())
+
+    def freeze(make: Callable[[], PyTree]) -> PyTree:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+            jax.eval_shape(make),
+        )
+
+    loss_fn, init = configs.trained(config, model, freeze)
     return assemble(
         method,
         tx,
-        gpt_neo.loss_fn(model),
-        params,
+        loss_fn,
+        jax.eval_shape(init),
         microbatches=microbatches,
         counts=counts,
         microbatch=(config.microbatch_size, config.length + 1),
@@ -309,4 +321,5 @@ def assemble(
         {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)},
         jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=rows) if counts else None,
     )
-    return Program(method, tx, step, microbatches, counts, arguments)
+    frozen = bytes_held(with_arrays(loss_fn))
+    return Program(method, tx, step, microbatches, counts, arguments, frozen)

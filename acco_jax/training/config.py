@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 from ml_collections import ConfigDict, config_dict
 
-from acco_jax.models import gpt_neo
+from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
 from acco_jax.transforms import METHODS
 
+PyTree = Any
 PLACEHOLDER = config_dict.placeholder
 
 # What an optimizer is given where optimizer.options does not say otherwise.
@@ -220,6 +224,33 @@ def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
         remat=c.remat,
         **sizes,
     )
+
+
+def trained(
+    config: ConfigDict,
+    model: gpt_neo.GPTNeoConfig,
+    freeze: Callable[[Callable[[], PyTree]], PyTree],
+) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
+    """What is trained, the model or adapters of it: its loss, and how it starts.
+
+    Args:
+      config: of the experiment.
+      model: its sizes.
+      freeze: from a function that makes parameters to what stands for them; called for
+        the model whose adapters are trained.
+
+    Raises:
+      ValueError: the adapters do not fit the model.
+    """
+    key, c = jax.random.key(config.seed), config.lora
+    whole = functools.partial(gpt_neo.init_params, model, key)
+    loss_fn = gpt_neo.loss_fn(model)
+    if not c.rank:
+        return loss_fn, whole
+    shapes, own = jax.eval_shape(whole), jax.random.fold_in(key, 1)
+    init = functools.partial(lora.init, shapes, own, c.rank, c.pattern)
+    jax.eval_shape(init)  # says what is wrong before there is a model
+    return lora.loss_fn(loss_fn, freeze(whole), c.scale), init
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

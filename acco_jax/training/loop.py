@@ -26,7 +26,8 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data, footprint
-from acco_jax.models import gpt_neo, lora
+from acco_jax.gradients import with_arrays
+from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
 from acco_jax.training import metrics, reports, timing
 from acco_jax.training.checkpoints import Checkpoints
@@ -119,7 +120,10 @@ def prepare(
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
-    loss_fn, init = _trained(config, model, mesh)
+    replicated = NamedSharding(mesh, P())
+    loss_fn, init = configs.trained(
+        config, model, lambda make: jax.jit(make, out_shardings=replicated)()
+    )
     step = acco_jax.make_train_step(
         loss_fn,
         tx,
@@ -145,26 +149,6 @@ def prepare(
     if jax.process_index() == 0:
         _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
-
-
-def _trained(
-    config: ConfigDict, model: gpt_neo.GPTNeoConfig, mesh: Mesh
-) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
-    """The loss and the initial values of what is trained: the model, or its adapters.
-
-    Raises:
-      ValueError: the adapters do not fit the model.
-    """
-    key = jax.random.key(config.seed)
-    whole = functools.partial(gpt_neo.init_params, model, key)
-    loss_fn, c = gpt_neo.loss_fn(model), config.lora
-    if not c.rank:
-        return loss_fn, whole
-    shapes, own = jax.eval_shape(whole), jax.random.fold_in(key, 1)
-    init = functools.partial(lora.init, shapes, own, c.rank, c.pattern)
-    jax.eval_shape(init)
-    base = jax.jit(whole, out_shardings=NamedSharding(mesh, P()))()
-    return lora.loss_fn(loss_fn, base, c.scale), init
 
 
 def _method(config: ConfigDict, mesh: Mesh) -> acco_jax.Method:
@@ -239,7 +223,7 @@ class Evaluator:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = e = experiment
-        self._loss_fn, rows = Partial(e.loss_fn), P(DATA)
+        self._loss_fn, rows = with_arrays(e.loss_fn), P(DATA)
         no_rng: Any = None
 
         def add(

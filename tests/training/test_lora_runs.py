@@ -54,6 +54,13 @@ def test_evaluates_the_merged_model(whole):
     assert summary["loss"] == pytest.approx(mean, rel=1e-3)  # the last row apart
 
 
+def test_the_evaluators_program_holds_no_model(whole):
+    evaluate = loop.Evaluator(whole[0])
+    assert len(jax.tree.leaves(evaluate._loss_fn)) == len(
+        jax.tree.leaves(gpt_neo.init_params(whole[0].model, jax.random.key(0)))
+    )
+
+
 def test_sends_and_holds_what_adapters_need(whole, train, tmp_path):
     _, summary, _ = whole
     _, dense = train(tmp_path, steps=4)
