@@ -95,6 +95,9 @@ def default_config() -> ConfigDict:
     c.lora.rank = 0  # of the adapters that are trained instead of the model; 0: none
     c.lora.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
     c.lora.scale = 1.0  # W + scale * a @ b
+    # Workdir of a finished run, on as many devices, whose model is adapted; None: one
+    # as initialized.
+    c.lora.base = PLACEHOLDER(str)
 
     c.log_every = 10  # half-rounds
     c.eval_every = 100  # optimizer steps

@@ -120,9 +120,8 @@ def prepare(
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
-    replicated = NamedSharding(mesh, P())
     loss_fn, init = configs.trained(
-        config, model, lambda make: jax.jit(make, out_shardings=replicated)()
+        config, model, lambda make: _frozen(config, make, mesh)
     )
     step = acco_jax.make_train_step(
         loss_fn,
@@ -149,6 +148,34 @@ def prepare(
     if jax.process_index() == 0:
         _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
+
+
+def _frozen(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
+    """The model whose adapters are trained: lora.base's, or what `make` returns.
+
+    Raises:
+      ValueError: lora.base holds no run of this model.
+    """
+    if config.lora.base is None:
+        return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
+    folder = Path(config.lora.base).expanduser()
+    try:
+        old = json.loads((folder / "config.json").read_text())
+        fields = ConfigDict({k: old[k] for k in configs.default_config()})
+        base = prepare(fields, folder, list(mesh.devices.flat))
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"lora.base is {folder}, no run to go on from: {error}") from (
+            error
+        )
+    if (latest := base.checkpoints.latest()) is None:
+        raise ValueError(f"lora.base is {folder}, which has no checkpoint: train it.")
+    if jax.eval_shape(base.init) != jax.eval_shape(make):
+        raise ValueError(
+            f"lora.base is {folder}, which holds another model: give the same model.*, "
+            "length and tokenizer."
+        )
+    (params, state), _ = base.checkpoints.restore(latest, _abstract(base))
+    return acco_jax.committed_params(state, params)
 
 
 def _method(config: ConfigDict, mesh: Mesh) -> acco_jax.Method:

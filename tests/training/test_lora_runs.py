@@ -61,9 +61,48 @@ def test_the_evaluators_program_holds_no_model(whole):
     )
 
 
-def test_sends_and_holds_what_adapters_need(whole, train, tmp_path):
+@pytest.fixture(scope="module")
+def dense_run(train, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("dense")
+    return *train(workdir, steps=4), workdir
+
+
+def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
+    dense, summary, workdir = dense_run
+    (params, state), _ = dense.checkpoints.restore(
+        dense.checkpoints.latest(), loop._abstract(dense)
+    )
+    trained = acco_jax.committed_params(state, params)
+    experiment, _ = train(
+        tmp_path, **CHANGES, stop_after=1, **{"lora.base": str(workdir)}
+    )
+    frozen = jax.tree.leaves(experiment.loss_fn)
+    for found, expected in zip(frozen, jax.tree.leaves(trained), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    start = jax.jit(experiment.init)()
+    loss, _ = loop.Evaluator(experiment)(start, None)
+    assert loss == pytest.approx(summary["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora.base": "/nowhere"}, "no run to go on from"),
+        ({"model.width": 32}, "which holds another model"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused_in_one_line(
+    dense_run, tiny, tmp_path, change, message
+):
+    config = tiny(**CHANGES, **{"lora.base": str(dense_run[2])} | change)
+    with pytest.raises(ValueError, match=message) as error:
+        loop.prepare(config, tmp_path, jax.devices()[:2])
+    assert "\n" not in str(error.value)
+
+
+def test_sends_and_holds_what_adapters_need(whole, dense_run):
     _, summary, _ = whole
-    _, dense = train(tmp_path, steps=4)
+    _, dense, _ = dense_run
     assert summary["parameters"] == dense["parameters"]
     adapters = 2 * 2 * 2 * (16 + 16)  # q and v, 2 layers, rank 2, float32
     assert summary["bytes_sent_per_worker"] >= 9 * 4 * adapters
