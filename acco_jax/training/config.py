@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -245,15 +244,19 @@ def trained(
     Raises:
       ValueError: the adapters do not fit the model.
     """
-    key, c = jax.random.key(config.seed), config.lora
-    whole = functools.partial(gpt_neo.init_params, model, key)
-    loss_fn = gpt_neo.loss_fn(model)
+    c, loss_fn = config.lora, gpt_neo.loss_fn(model)
+
+    def whole() -> PyTree:
+        return gpt_neo.init_params(model, jax.random.key(config.seed))
+
+    def adapters() -> PyTree:
+        key = jax.random.fold_in(jax.random.key(config.seed), 1)
+        return lora.init(jax.eval_shape(whole), key, c.rank, c.pattern)
+
     if not c.rank:
         return loss_fn, whole
-    shapes, own = jax.eval_shape(whole), jax.random.fold_in(key, 1)
-    init = functools.partial(lora.init, shapes, own, c.rank, c.pattern)
-    jax.eval_shape(init)  # says what is wrong before there is a model
-    return lora.loss_fn(loss_fn, freeze(whole), c.scale), init
+    jax.eval_shape(adapters)  # says what is wrong before there is a model
+    return lora.loss_fn(loss_fn, freeze(whole), c.scale), adapters
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
