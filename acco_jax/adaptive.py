@@ -48,22 +48,15 @@ class AdaptiveStep(TrainStep):
         self.minimum, self.half_round = minimum, 0
         self._log = None if log is None else read_counts(log)
         one = lambda i: lambda count: (i, i + 1)  # noqa: E731
-        self._zeros = jax.jit(gradients.zeros)
+        self._zeros = jax.jit(Accumulator.zeros)
         self._add = jax.jit(
-            lambda sums, params, batch, rng, i: gradients.add(
+            lambda gradients, sums, params, batch, rng, i: gradients.add(
                 sums, params, batch, rng, None, one(i)
             ),
-            donate_argnums=0,
+            donate_argnums=1,
         )
-        self._masked = jax.jit(self._add_where, donate_argnums=0)
+        self._masked = jax.jit(_add_where, donate_argnums=1)
         self._pack = jax.jit(pending_of, static_argnums=0)
-
-    def _add_where(
-        self, sums: Sums, params: PyTree, batch: PyTree, rng: Any, i: Any, counts: Any
-    ) -> Sums:
-        """Adds microbatch i on the workers whose count goes beyond it."""
-        span = lambda count: (i, i + (count > i).astype(i.dtype))  # noqa: E731
-        return self._gradients.add(sums, params, batch, rng, counts, span)
 
     def _local(
         self,
@@ -82,7 +75,8 @@ class AdaptiveStep(TrainStep):
                 )
             counts = self._gradients.place_counts(self._log[self.half_round])
         self.half_round += 1
-        sums = self._zeros(params, batch, rng)
+        gradients = self._gradients
+        sums = self._zeros(gradients, params, batch, rng)
         mine = None
         if counts is not None:
             mine = max(int(s.data[0]) for s in counts.addressable_shards)
@@ -94,15 +88,30 @@ class AdaptiveStep(TrainStep):
             if mine is not None and done >= mine:
                 break
             if counts is None:
-                sums = self._add(sums, params, batch, rng, np.int32(done))
+                sums = self._add(gradients, sums, params, batch, rng, np.int32(done))
             else:
-                sums = self._masked(sums, params, batch, rng, np.int32(done), counts)
+                i = np.int32(done)
+                sums = self._masked(gradients, sums, params, batch, rng, i, counts)
             jax.block_until_ready(sums.loss)
             done += 1
         if counts is None:
             counts = self._gradients.counts_here(done)
         pending, rest = self._pack(layout, sums)
         return jax.block_until_ready(pending), rest, counts
+
+
+def _add_where(
+    gradients: Accumulator,
+    sums: Sums,
+    params: PyTree,
+    batch: PyTree,
+    rng: Any,
+    i: Any,
+    counts: Any,
+) -> Sums:
+    """Adds microbatch i on the workers whose count goes beyond it."""
+    span = lambda count: (i, i + (count > i).astype(i.dtype))  # noqa: E731
+    return gradients.add(sums, params, batch, rng, counts, span)
 
 
 def read_counts(log: Path) -> list[list[int]]:

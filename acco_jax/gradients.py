@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 PyTree = Any
 
@@ -78,21 +79,36 @@ def parts_of_loss(out: Any) -> tuple[Any, Any, PyTree]:
     return loss, weight, aux
 
 
+def with_arrays(fn: Callable[..., Any]) -> Partial:
+    """A function as a pytree of the arrays that it carries; a Partial as it is."""
+    return fn if isinstance(fn, Partial) else Partial(fn)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Pullback:
     """How to put a gradient function together again from its residuals."""
 
     treedef: Any
-    params: tuple[int | None, ...]  # which residuals are parameters, by leaf number
+    # which residuals are parameters (or of the loss function), by leaf number
+    params: tuple[int | None, ...]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss_fn"],
+    meta_fields=["mesh", "axis", "microbatches", "dtype"],
+)
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
     """Adds up gradients of microbatches on each worker.
 
+    A pytree: of the arrays of a loss function that is a jax.tree_util.Partial. Programs
+    take it as an argument, so that those arrays are no constants in their text.
+
     Attributes:
-      loss_fn: (params, microbatch, rng) -> loss | (loss, aux) | (loss, weight, aux).
+      loss_fn: (params, microbatch, rng) -> loss | (loss, aux) | (loss, weight, aux); a
+        Partial, also if it was given as a function.
       mesh: the devices.
       axis: the data axes; the others stay as they are inside `loss_fn`.
       microbatches: how many each worker's part of the batch holds.
@@ -104,6 +120,21 @@ class Accumulator:
     axis: tuple[str, ...]
     microbatches: int
     dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if callable(self.loss_fn):  # while a tree is built it may be a placeholder
+            object.__setattr__(self, "loss_fn", with_arrays(self.loss_fn))
+
+    def placed(self) -> Accumulator:
+        """With the loss function's arrays on the mesh's devices, whole on each."""
+        everywhere = NamedSharding(self.mesh, P())
+
+        def place(x: Any) -> Any:
+            there = getattr(getattr(x, "sharding", None), "mesh", None) == self.mesh
+            abstract = isinstance(x, jax.ShapeDtypeStruct)
+            return x if there or abstract else jax.device_put(x, everywhere)
+
+        return jax.tree.map(place, self)
 
     @property
     def workers(self) -> int:
@@ -242,23 +273,23 @@ class Accumulator:
     def _forward(self, params: PyTree, batch: PyTree, rng: Any) -> PyTree:
         """The only microbatch's loss, weight, aux and what its gradient will need."""
 
-        def local(params, batch, rng):  # type: ignore[no-untyped-def]
+        def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
             key = None
             if rng is not None:
                 key = jax.random.fold_in(rng, lax.axis_index(self.axis))
             loss_of = functools.partial(self._loss, _microbatch(batch, 1, 0), key)
             loss, pullback, rest = jax.vjp(loss_of, params, has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
-            own = {id(x): i for i, x in enumerate(jax.tree.leaves(params))}
+            own = {id(x): i for i, x in enumerate(jax.tree.leaves((params, self)))}
             # parameters among the residuals are not carried a second time
             residuals = [None if id(x) in own else x for x in leaves]
             pull.append(_Pullback(treedef, tuple(own.get(id(x)) for x in leaves)))
             return jax.tree.map(lambda x: x[None], (loss, rest, residuals))
 
         pull: list[_Pullback] = []
-        in_specs = (P(), self.rows, P())
+        in_specs = (P(), P(), self.rows, P())
         run = self.over_data(self._whole(local), in_specs, self.rows)
-        begun = run(params, batch, rng)
+        begun = run(self, params, batch, rng)
         return begun, pull[-1]
 
     def _backward(
@@ -266,10 +297,10 @@ class Accumulator:
     ) -> Sums:
         (loss, rest, residuals), pull = begun
 
-        def local(params, loss, rest, residuals, counts):  # type: ignore[no-untyped-def]
+        def local(self, params, loss, rest, residuals, counts):  # type: ignore[no-untyped-def]
             first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
             loss, (weight, aux) = first((loss, rest))
-            held = jax.tree.leaves(params)
+            held = jax.tree.leaves((params, self))
             leaves = [
                 held[i] if i is not None else x[0]
                 for i, x in zip(pull.params, residuals, strict=True)
@@ -281,9 +312,9 @@ class Accumulator:
                 sums = jax.tree.map(zero, sums)
             return jax.tree.map(lambda x: x[None], sums)
 
-        in_specs = (P(), *4 * (self.rows,))
+        in_specs = (P(), P(), *4 * (self.rows,))
         run = self.over_data(self._whole(local), in_specs, self.rows)
-        return run(params, loss, rest, residuals, counts)
+        return run(self, params, loss, rest, residuals, counts)
 
     def last(
         self,
@@ -312,7 +343,7 @@ class Accumulator:
           out, and the sums without gradients.
         """
 
-        def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
+        def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
             i: Any = self.microbatches - 1
             valid = None
             if counts is not None:
@@ -334,12 +365,12 @@ class Accumulator:
             one = one if sums is None else _add(sums._replace(grads=None), one)
             return out, jax.tree.map(lambda x: x[None], one)
 
-        in_specs = (P(), self.rows, P(), self.rows, self.rows)
+        in_specs = (P(), P(), self.rows, P(), self.rows, self.rows)
         run = self.over_data(local, in_specs, (out_specs, self.rows))
-        return run(params, batch, rng, sums, counts)
+        return run(self, params, batch, rng, sums, counts)
 
     def _run(self, params, batch, rng, sums, counts, span=None):  # type: ignore[no-untyped-def]
-        def local(params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
+        def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
             # batch leaves: (microbatches * b, ...) on this worker
             held = self.microbatches
             if sums is None:
@@ -355,9 +386,9 @@ class Accumulator:
                 sums = self.sum_here(sums, params, batch, rng, held, start, end)
             return jax.tree.map(lambda x: x[None], sums)
 
-        in_specs = (P(), self.rows, P(), self.rows, self.rows)
+        in_specs = (P(), P(), self.rows, P(), self.rows, self.rows)
         run = self.over_data(local, in_specs, self.rows)
-        return run(params, batch, rng, sums, counts)
+        return run(self, params, batch, rng, sums, counts)
 
     def sum_here(
         self,
@@ -462,6 +493,9 @@ def local_gradients(
       loss_fn: (params, microbatch, rng) -> loss, or (loss, aux), or
         (loss, weight, aux). Without a weight the loss is a mean and weighs 1; with a
         weight w it is the SUM over w targets. It must not communicate over `axis_name`.
+        The arrays of a jax.tree_util.Partial are not differentiated and are arguments
+        of the program, whole on every device (those that a function closes over are
+        constants in its text).
       mesh: the devices.
       microbatches: N, how many microbatches each worker's part of the batch holds.
       axis_name: the mesh axis (or axes) over which the batch is split, n workers.
@@ -484,10 +518,10 @@ def local_gradients(
         raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
     acc = Accumulator(
         loss_fn, mesh, axis_names(mesh, axis_name), microbatches, accumulate_dtype
-    )
+    ).placed()
 
     @jax.jit
-    def run(params, batch, counts, rng):  # type: ignore[no-untyped-def]
+    def run(acc, params, batch, counts, rng):  # type: ignore[no-untyped-def]
         zeros = acc.zeros(params, batch, rng)
         sums = acc.add(zeros, params, batch, rng, counts)
         total = lambda x: x.sum(0)  # noqa: E731
@@ -497,6 +531,6 @@ def local_gradients(
     def gradients(
         params: PyTree, batch: PyTree, counts: Any = None, rng: Any = None
     ) -> tuple[PyTree, jax.Array, PyTree]:
-        return run(params, acc.place_batch(batch), acc.place_counts(counts), rng)
+        return run(acc, params, acc.place_batch(batch), acc.place_counts(counts), rng)
 
     return gradients

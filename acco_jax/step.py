@@ -54,7 +54,7 @@ class TrainStep:
         if form == "split":
             self._thread = ThreadPoolExecutor(1, "acco-communicate")
             accumulate = tx.accumulate or _accumulate
-            self._accumulate = jax.jit(functools.partial(accumulate, gradients))
+            self._accumulate = jax.jit(accumulate)
             self._metrics = jax.jit(
                 _metrics, out_shardings=NamedSharding(gradients.mesh, P())
             )
@@ -86,11 +86,9 @@ class TrainStep:
             # metrics are the same everywhere, counts too: any process can read them
             rest = layout.sharding()
             out_shardings = (layout.params_shardings, homes, rest)
-            donate: tuple[int, ...] = (0, 1)
-            fn: Callable[..., Any] = (
-                functools.partial(_overlapped, self._tx, wire, self._gradients)
-                if overlaps
-                else functools.partial(_synchronous, self._tx, wire, self._gradients)
+            donate: tuple[int, ...] = (1, 2)
+            fn: Callable[..., Any] = functools.partial(
+                _overlapped if overlaps else _synchronous, self._tx, wire
             )
             if self.form == "split":
                 fn, donate = functools.partial(_communicate, self._tx, wire), (1,)
@@ -115,7 +113,7 @@ class TrainStep:
         overlaps, wire = self._overlaps(state), self._wire(state)
         with naming_unknown_options():
             if self.form == "fused":
-                out = self._program(state, overlaps, wire)(*args)
+                out = self._program(state, overlaps, wire)(self._gradients, *args)
             else:
                 out = self._split(overlaps, wire, *args)
         params, state, metrics = out
@@ -144,8 +142,58 @@ class TrainStep:
                 "only form='fused' is one program: build the step with it."
             )
         wire = self._tx.wires.at(half_round)
-        program = self._program(state, self._tx.delayed, wire)
-        return program.lower(params, state, batch, counts, rng)
+        return self.lowered(params, state, batch, counts, rng, wire=wire)[0]
+
+    def turns(self) -> dict[int, int]:
+        """Half-rounds whose programs are all there are: how often each kind has a turn.
+
+        For `lowered`, in a period after which they repeat.
+        """
+        wires = self._tx.wires
+        found: dict[Wire, list[int]] = {}
+        for k in range(wires.period):
+            found.setdefault(wires.at(k), []).append(k)
+        return {ks[0]: len(ks) for ks in found.values()}
+
+    def lowered(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        *,
+        overlaps: bool | None = None,
+        half_round: int = 1,
+        wire: Wire | None = None,
+    ) -> tuple[Any, ...]:
+        """The programs that one half-round runs, each as jax.jit's `lower` gives it.
+
+        Args:
+          params, state, batch, counts, rng: as for a call, or abstract.
+          overlaps: whether past a delayed method's warm-up; None: as if it had none.
+          half_round: which one, as for `lower`.
+          wire: what it communicates; None: what `half_round` says.
+        """
+        overlaps = self._tx.delayed if overlaps is None else overlaps
+        wire = self._tx.wires.at(half_round) if wire is None else wire
+        if self.form == "fused":
+            program = self._program(state, overlaps, wire)
+            work = (self._gradients, params, state, batch, counts, rng)
+            return (program.lower(*work),)
+        layout, rest = state.layout, state
+        work = (self._gradients, layout, params, batch, counts, rng)
+        if overlaps:
+            now, rest = state.pending, state._replace(pending=None)
+        else:
+            shapes, _ = jax.eval_shape(self._accumulate, *work)
+            now = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                shapes,
+                layout.state_shardings(shapes),
+            )
+        communicate = self._program(rest, overlaps, wire)
+        return self._accumulate.lower(*work), communicate.lower(now, rest, params)
 
     def compile(
         self,
@@ -160,29 +208,17 @@ class TrainStep:
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling.
         """
-        args = self._place(params, state, batch, counts, rng)
+        params, state, batch, counts, rng = self._place(
+            params, state, batch, counts, rng
+        )
         overlaps = self._overlaps(state)
         wires = dict.fromkeys(self._tx.wires.all)
         with naming_unknown_options():
-            if self.form == "fused":
-                for wire in wires:
-                    self._program(state, overlaps, wire).lower(*args).compile()
-                return
-            layout, rest = state.layout, state
-            work = (layout, params, args[2], *args[3:])
-            self._accumulate.lower(*work).compile()
-            if overlaps:
-                now, rest = state.pending, state._replace(pending=None)
-            else:
-                shapes, _ = jax.eval_shape(self._accumulate, *work)
-                now = jax.tree.map(
-                    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                    shapes,
-                    layout.state_shardings(shapes),
-                )
             for wire in wires:
-                program = self._program(rest, overlaps, wire)
-                program.lower(now, rest, params).compile()
+                for p in self.lowered(
+                    params, state, batch, counts, rng, overlaps=overlaps, wire=wire
+                ):
+                    p.compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
@@ -250,7 +286,8 @@ class TrainStep:
     ) -> tuple[Pending, Sums, jax.Array | None]:
         """Computes this half-round's gradients; returns when they are there."""
         del communication  # whatever it takes: the counts are given
-        out = self._accumulate(layout, params, batch, counts, rng)
+        work = (layout, params, batch, counts, rng)
+        out = self._accumulate(self._gradients, *work)
         return *jax.block_until_ready(out), counts
 
 
@@ -461,7 +498,9 @@ def make_train_step(
         compiler_options = default_options(
             device.device_kind, model_axis=any(mesh.shape[a] > 1 for a in others)
         )
-    gradients = Accumulator(loss_fn, mesh, axis, microbatches, tx.accumulate_dtype)
+    gradients = Accumulator(
+        loss_fn, mesh, axis, microbatches, tx.accumulate_dtype
+    ).placed()
     if isinstance(tx, LocalMethod):
         from acco_jax.local.step import LocalStep  # it builds on this module
 

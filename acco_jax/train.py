@@ -10,17 +10,16 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
 
-from acco_jax.training import devices
+from acco_jax.training import commands, devices
 
-# What is not a field is taken here and refused by config.validate, in one line.
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Experiment to run.", lock_config=False, accept_new_attributes=True
-)
+_CONFIG = commands.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "For checkpoints and metrics.")
 _STOP_AFTER = flags.DEFINE_integer(
     "stop_after", None, "Stop after so many half-rounds, with a checkpoint.", 1
+)
+_TIME_GRADIENTS = flags.DEFINE_bool(
+    "time_gradients", False, "At the end, time the gradients alone (for compare)."
 )
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
@@ -32,33 +31,6 @@ _PACKAGE = str(Path(__file__).parent)
 def _ours_or_serious(record: levels.LogRecord) -> bool:
     """Drops the chatter of other libraries that log through absl."""
     return record.levelno >= levels.WARNING or record.pathname.startswith(_PACKAGE)
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    """Parses the command line and loads the config; what is wrong takes one line."""
-    try:
-        rest = flags.FLAGS(argv)
-        config = _CONFIG.value
-        if not isinstance(config, ConfigDict):  # _error: ml_collections' stand-in
-            raise ValueError(
-                getattr(config, "_error", f"get_config() returned {config!r}")
-            )
-        if len(rest) > 1:
-            raise flags.Error(f"unexpected argument {rest[1]!r}")
-    except flags.Error as error:
-        sys.exit(f"error: {_line(error)}")
-    except Exception as error:  # a config file is a program: it may raise anything
-        sys.exit(f"error: the config cannot be loaded: {_line(error)}")
-    return rest
-
-
-def _line(error: BaseException) -> str:
-    """What an error says, without the traceback that ml_collections puts before it."""
-    while error.args and isinstance(error.args[0], BaseException):
-        error = error.args[0]
-    if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?
-        return f"no such field: {' '.join(str(error.args[0]).split())}"
-    return (str(error) or type(error).__name__).strip().splitlines()[-1].strip()
 
 
 def main(argv: list[str]) -> None:
@@ -76,7 +48,11 @@ def main(argv: list[str]) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     try:
-        loop.run(experiment, stop_after=_STOP_AFTER.value)
+        loop.run(
+            experiment,
+            stop_after=_STOP_AFTER.value,
+            time_gradients=_TIME_GRADIENTS.value,
+        )
     except FloatingPointError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -85,4 +61,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=commands.parser(_CONFIG))

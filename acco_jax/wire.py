@@ -19,6 +19,7 @@ feedback, Karimireddy et al. (arXiv 1901.09847).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -205,6 +206,11 @@ class Wires:
         if not self.resync_every:
             return self.phases
         return (*self.phases, Wire(None, self.phases[0].reduce_bits))
+
+    @property
+    def period(self) -> int:
+        """Half-rounds after which they come in the same order again."""
+        return math.lcm(len(self.phases), self.resync_every or 1)
 
     @property
     def differ(self) -> bool:

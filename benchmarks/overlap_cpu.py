@@ -34,7 +34,6 @@ import json
 import os
 import pathlib
 import platform
-import shutil
 import signal
 import statistics
 import subprocess
@@ -46,16 +45,11 @@ from multiprocessing import connection
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from acco_jax.training import network  # noqa: E402
+from acco_jax.training.network import why_not  # noqa: E402
+
 HALF_ROUNDS = 2  # of a sample: an estimate and a commit
-ENVIRONMENT = {
-    # A process pinned to one core would get one thread, and nothing would overlap.
-    "PJRT_NPROC": "2",
-    # Buffers beyond 32 MB are new memory in every half-round: in 4 KB pages their
-    # page faults are half of what communication costs the core.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "XLA_FLAGS": "",  # one device each, whatever the caller's own processes have
-}
-BURST = "256kb"  # what may be sent at once
 # communication / computation -> ratio -> at most
 TARGETS = {
     1.0: {"acco / max(compute, communication)": 1.10, "acco / zero1": 0.58},
@@ -184,89 +178,30 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     return modes
 
 
-# --------------------------------------------------------------------- the network
-
-
-def why_not() -> str | None:
-    """What this machine lacks, in one line."""
-    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
-        return f"no {' and '.join(missing)} here: apt-get install -y iproute2."
-    if os.geteuid() != 0:
-        return "network namespaces are made by root: run as root."
-    probe = subprocess.run(["ip", "netns", "add", name("probe")], capture_output=True)
-    subprocess.run(["ip", "netns", "del", name("probe")], capture_output=True)
-    if probe.returncode:
-        return f"no network namespaces here: {probe.stderr.decode().strip()}"
-    return None
-
-
-def name(part: object, pid: int | None = None) -> str:
-    return f"acco-{pid or os.getpid()}-{part}"
-
-
-def sh(*command: object) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
-
-
-def remove_networks() -> None:
-    """Removes this process's namespaces, and those of others that were killed."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
-    for line in listed.stdout.splitlines():
-        match line.split()[0].split("-"):
-            case ["acco", pid, _] if (
-                pid == str(os.getpid()) or not pathlib.Path("/proc", pid).exists()
-            ):
-                subprocess.run(["ip", "netns", "del", line.split()[0]], check=False)
-
-
-def make_network(workers: int) -> None:
-    """A bridge in one namespace, and one more for every worker: 10.77.0.1, .2, ..."""
-    hub = name("hub")
-    sh("ip", "netns", "add", hub)
-    sh("ip", "-n", hub, "link", "add", "bridge", "up", "type", "bridge")
-    for i in range(workers):
-        sh("ip", "netns", "add", name(i))
-        port = f"port{i}"
-        sh("ip", "-n", hub, "link", "add", port, "type", "veth",
-           "peer", "name", "eth0", "netns", name(i))  # fmt: skip
-        sh("ip", "-n", hub, "link", "set", port, "up", "master", "bridge")
-        sh("ip", "-n", name(i), "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-        sh("ip", "-n", name(i), "link", "set", "eth0", "up")
-        sh("ip", "-n", name(i), "link", "set", "lo", "up")
-
-
-def set_rate(workers: int, mbit: float) -> None:
-    for i in range(workers):
-        sh("tc", "-n", name(i), "qdisc", "replace", "dev", "eth0", "root", "tbf",
-           "rate", f"{mbit * 1000:.0f}kbit", "burst", BURST,
-           "latency", "400ms")  # fmt: skip
-
-
 # ---------------------------------------------------------------------- the parent
 
 
 class Workers:
     """The processes: `workers("acco")` runs a mode on all, returns the longest time."""
 
-    def __init__(self, spec: dict[str, Any], logs: pathlib.Path) -> None:
+    def __init__(
+        self, spec: dict[str, Any], net: network.Network, logs: pathlib.Path
+    ) -> None:
+        self.set_rate = net.set_rate
         self.logs = [logs / f"{i}.log" for i in range(spec["processes"])]
-        self.processes = [self._start(spec, i, log) for i, log in enumerate(self.logs)]
+        self.processes = [
+            self._start(spec, net, i, log) for i, log in enumerate(self.logs)
+        ]
 
-    def _start(self, spec: dict[str, Any], i: int, log: pathlib.Path) -> Any:
-        # gloo asks for the address of the machine's own name
-        hosts = log.with_suffix(".hosts")
-        hosts.write_text(f"10.77.0.{i + 1} {platform.node()}\n127.0.0.1 localhost\n")
-        mount = f'mount --bind {hosts} /etc/hosts; exec "$@"'
-        spec = {**spec, "index": i, "coordinator": "10.77.0.1:9911"}
-        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    def _start(
+        self, spec: dict[str, Any], net: network.Network, i: int, log: pathlib.Path
+    ) -> Any:
+        spec = {**spec, "index": i, "coordinator": f"{net.address(0)}:9911"}
+        work = [sys.executable, __file__, "--worker", json.dumps(spec)]
         return subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", name(i),
-             "sh", "-ec", mount, "sh", "taskset", "-c", str(i % os.cpu_count()),
-             sys.executable, __file__, "--worker", json.dumps(spec)],
+            ["setpriv", "--pdeathsig", "KILL", *net.command(i, work)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"),
-            text=True, env=env,
+            text=True, env={**network.environment(), "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
     def ask(self, mode: str) -> list[Any]:
@@ -310,17 +245,13 @@ def running(spec: dict[str, Any]) -> Iterator[Workers]:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, end)
-    workers = None
-    with tempfile.TemporaryDirectory() as logs:
+    joined = network.joined(spec["processes"], 1000.0)
+    with tempfile.TemporaryDirectory() as logs, joined as net:
+        workers = Workers(spec, net, pathlib.Path(logs))
         try:
-            remove_networks()
-            make_network(spec["processes"])
-            workers = Workers(spec, pathlib.Path(logs))
             yield workers
         finally:
-            if workers:
-                workers.stop()
-            remove_networks()
+            workers.stop()
 
 
 def busy_seconds() -> float:
@@ -330,17 +261,17 @@ def busy_seconds() -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
-def calibrate(workers: Workers, count: int, share: float, mbit: float) -> float:
+def calibrate(workers: Workers, share: float, mbit: float) -> float:
     """The rate at which communication takes `share` of the time of computation."""
     mode = "compute N/4" if share == SLOW else "compute"
     for _ in range(4):
-        set_rate(count, mbit)
+        workers.set_rate(mbit)
         compute = statistics.median(workers(mode) for _ in range(3))
         took = statistics.median(workers("communication") for _ in range(3))
         if abs(took / (share * compute) - 1) < 0.02:
             break
         mbit *= took / (share * compute)
-    set_rate(count, mbit)
+    workers.set_rate(mbit)
     return mbit
 
 
@@ -456,7 +387,6 @@ def main() -> None:
     }
     with running(spec) as workers:
         signal.alarm(args.timeout or (110 if args.quick else 1800))
-        set_rate(args.processes, 1000)
         known = workers.ask("modes")[0]
         for mode in known:
             workers(mode)  # compiles
@@ -465,7 +395,7 @@ def main() -> None:
         mbit = 1000.0
         for share in TARGETS:
             modes = adapting if share == SLOW else fixed
-            mbit = calibrate(workers, args.processes, share, mbit)
+            mbit = calibrate(workers, share, mbit)
             repetitions = args.repetitions or (3 if args.quick else 10)
             point = measure(workers, modes, repetitions)
             point |= {"rate_mbit": mbit, "ratios": ratios(point["seconds"])}

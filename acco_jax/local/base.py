@@ -58,15 +58,17 @@ class InnerSteps:
         """No step taken: zero sums, beside the workers' parameters and states."""
         batch, rng, like = args
 
-        def local(theta: PyTree, batch: PyTree, rng: Any) -> tuple[Sums, jax.Array]:
+        def local(
+            gradients: Accumulator, theta: PyTree, batch: PyTree, rng: Any
+        ) -> tuple[Sums, jax.Array]:
             held = self.steps * gradients.microbatches
             params = cast(first(theta), like)
             sums = gradients.nothing(params, batch, rng, held)._replace(grads=None)
             return jax.tree.map(lambda x: x[None], (sums, jnp.zeros(())))
 
-        in_specs = (gradients.rows, gradients.rows, P())
+        in_specs = (P(), gradients.rows, gradients.rows, P())
         run = gradients.over_data(local, in_specs, gradients.rows)
-        sums, zero = run(theta, batch, rng)
+        sums, zero = run(gradients, theta, batch, rng)
         return Work(theta, inner, sums, zero, zero)
 
     def run(
@@ -92,9 +94,11 @@ class InnerSteps:
         """
         if span[0] == span[1]:
             return work
-        one_step = functools.partial(self._step, gradients, like)
 
-        def local(work: Work, batch: PyTree, rng: Any, counts: Any) -> Work:
+        def local(
+            gradients: Accumulator, work: Work, batch: PyTree, rng: Any, counts: Any
+        ) -> Work:
+            one_step = functools.partial(self._step, gradients, like)
             count: Any = gradients.microbatches
             if counts is not None:
                 count = jnp.clip(counts[0], 0, gradients.microbatches)
@@ -103,8 +107,8 @@ class InnerSteps:
             return jax.tree.map(lambda x: x[None], work)
 
         rows = gradients.rows
-        run = gradients.over_data(local, (rows, rows, P(), rows), rows)
-        return run(work, batch, rng, counts)
+        run = gradients.over_data(local, (P(), rows, rows, P(), rows), rows)
+        return run(gradients, work, batch, rng, counts)
 
     def _step(
         self,

@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator
@@ -70,10 +68,9 @@ class LocalStep(TrainStep):
         if key not in self._programs:
             layout = state.layout
             homes = (layout.grads_shardings, state.shardings(), layout.sharding())
-            run = functools.partial(_whole, self._tx.round(phase), self._gradients)
             self._programs[key] = jax.jit(
-                run,
-                donate_argnums=(0, 1),
+                functools.partial(_whole, self._tx.round(phase)),
+                donate_argnums=(1, 2),
                 out_shardings=homes,
                 compiler_options=self.compiler_options or None,
             )
@@ -93,7 +90,10 @@ class LocalStep(TrainStep):
         steps = self._seen[1]
         split = self.form == "split" and self._tx.round(phase).overlaps
         with naming_unknown_options():
-            out = self._apart(*args) if split else self._call(state, phase)(*args)
+            if split:
+                out = self._apart(*args)
+            else:
+                out = self._call(state, phase)(self._gradients, *args)
         params, state, metrics = out
         if self.form == "split":  # its sums must not meet the next call's collectives
             jax.block_until_ready(out)
@@ -114,9 +114,45 @@ class LocalStep(TrainStep):
 
         Of a method whose calls take turns, that of call `half_round`.
         """
-        return self._call(state, half_round % self._tx.phases).lower(
-            params, state, batch, counts, rng
+        run = self._call(state, half_round % self._tx.phases)
+        return run.lower(self._gradients, params, state, batch, counts, rng)
+
+    def turns(self) -> dict[int, int]:
+        return dict.fromkeys(range(self._tx.phases), 1)
+
+    def lowered(  # type: ignore[override]
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        *,
+        half_round: int = 0,
+    ) -> tuple[Any, ...]:
+        """The programs that one call runs; see `TrainStep.lowered`."""
+        phase = half_round % self._tx.phases
+        if self.form == "fused" or not self._tx.round(phase).overlaps:
+            args = (params, state, batch, counts, rng)
+            return (self.lower(*args, half_round=phase),)
+        send, hops, steps, finish = self._split_programs(state, phase)
+        acc = self._gradients
+        first = send.lower(params, state)
+        moving = _placed(first.compile(), send, params, state)
+        second = hops.lower(moving)
+        work = (acc, params, state, batch, counts, rng)
+        third = steps.lower(*work)
+        last = finish.lower(
+            acc,
+            params,
+            state,
+            _placed(third.compile(), steps, *work),
+            _placed(second.compile(), hops, moving),
+            batch,
+            counts,
+            rng,
         )
+        return first, second, third, last
 
     def compile(
         self,
@@ -128,25 +164,9 @@ class LocalStep(TrainStep):
     ) -> None:
         """Compiles what the first call would; nothing runs and nothing is donated."""
         args = self._place(params, state, batch, counts, rng)
-        phase = self._phase(state)
         with naming_unknown_options():
-            if self.form == "fused" or not self._tx.round(phase).overlaps:
-                self._call(state, phase).lower(*args).compile()
-                return
-            send, hops, steps, finish = self._split_programs(state, phase)
-            moving = _placed(send.lower(args[0], state).compile(), send, args[0], state)
-            done = hops.lower(moving).compile()
-            work = steps.lower(*args).compile()
-            rows, state, batch, counts, rng = args
-            finish.lower(
-                rows,
-                state,
-                _placed(work, steps, *args),
-                _placed(done, hops, moving),
-                batch,
-                counts,
-                rng,
-            ).compile()
+            for program in self.lowered(*args, half_round=self._phase(state)):
+                program.compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
@@ -176,9 +196,7 @@ class LocalStep(TrainStep):
     def _split_programs(self, state: Any, phase: int) -> tuple[Any, ...]:
         """What is sent, the hops, the steps beside them, and what comes after both."""
         if phase not in self._parts:
-            self._parts[phase] = _split_programs(
-                self._tx.round(phase), self._gradients, state
-            )
+            self._parts[phase] = _split_programs(self._tx.round(phase), state)
         return self._parts[phase]
 
     def _apart(
@@ -187,8 +205,9 @@ class LocalStep(TrainStep):
         send, hops, steps, finish = self._split_programs(state, self._phase(state))
         moving = send(params, state)
         moved = self._communicator.submit(lambda: jax.block_until_ready(hops(moving)))
-        work = jax.block_until_ready(steps(params, state, batch, counts, rng))
-        return finish(params, state, work, moved.result(), batch, counts, rng)
+        acc = self._gradients
+        work = jax.block_until_ready(steps(acc, params, state, batch, counts, rng))
+        return finish(acc, params, state, work, moved.result(), batch, counts, rng)
 
     @functools.cached_property
     def _communicator(self) -> Any:
@@ -264,9 +283,7 @@ def _end(
     return rows, state, _metrics(work.sums, counts, norm, state.steps)
 
 
-def _split_programs(
-    round: Round, gradients: Accumulator, state: Any
-) -> tuple[Any, ...]:
+def _split_programs(round: Round, state: Any) -> tuple[Any, ...]:
     """Four programs; only the second communicates more than scalars."""
 
     def hops(moving: Any) -> Any:
@@ -274,7 +291,14 @@ def _split_programs(
             moving = barrier(hop(moving))
         return moving
 
-    def steps(rows: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any) -> Work:
+    def steps(
+        gradients: Accumulator,
+        rows: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any,
+        rng: Any,
+    ) -> Work:
         work: Any = None
         for k in range(len(round.hops)):
             work = round.part(k, work, gradients, rows, state, batch, counts, rng)
@@ -284,13 +308,13 @@ def _split_programs(
     homes = (
         layout.grads_shardings,
         state.shardings(),
-        NamedSharding(gradients.mesh, P()),
+        layout.sharding(),
     )
     return (
         jax.jit(lambda rows, state: round.send(rows, state, None)),
         jax.jit(hops),
         jax.jit(steps),
-        jax.jit(functools.partial(_end, round, gradients), out_shardings=homes),
+        jax.jit(functools.partial(_end, round), out_shardings=homes),
     )
 
 

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
-from acco_jax.gradients import piece
-from acco_jax.models import gpt_neo
+from acco_jax.footprint import bytes_held
+from acco_jax.gradients import piece, with_arrays
 from acco_jax.planning import schedules, topologies
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
@@ -100,6 +100,7 @@ class Program:
       microbatches: of each worker in a half-round.
       counts: how many of them each worker computes; () for all.
       arguments: params, state, batch, counts: abstract arrays with shardings.
+      frozen: bytes that the loss function holds on a device beside them.
     """
 
     method: str
@@ -108,6 +109,7 @@ class Program:
     microbatches: int
     counts: tuple[int, ...]
     arguments: tuple[Any, Any, Any, Any]
+    frozen: int = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -170,23 +172,18 @@ class Program:
 
     def _memory(self, compiled: Any) -> Memory:
         params, state, batch, counts = self.arguments
-        parts = {"parameters": _bytes_on_one(params)}
+        parts = {"parameters": bytes_held(params)}
         for field, value in zip(state._fields, state, strict=True):
-            size = _bytes_on_one(value)
+            size = bytes_held(value)
             if size > 64:  # not the counters
                 parts[_NAMES.get(field, field)] = size
-        parts["batch"] = _bytes_on_one((batch, counts))
+        if self.frozen:
+            parts["frozen model"] = self.frozen
+        parts["batch"] = bytes_held((batch, counts))
         m = compiled.memory_analysis()
         total = m.argument_size_in_bytes + m.output_size_in_bytes
         total += m.temp_size_in_bytes - m.alias_size_in_bytes
         return Memory(parts, total)
-
-
-def _bytes_on_one(tree: PyTree) -> int:
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
 
 
 def data_mesh(topology: Topology) -> Mesh:
@@ -252,12 +249,20 @@ def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
     model = configs.model(config, vocab_size(config))
-    params = jax.eval_shape(lambda: gpt_neo.init_params(model, jax.random.key(0)))
+    replicated = NamedSharding(mesh, P())
+
+    def freeze(make: Callable[[], PyTree]) -> PyTree:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+            jax.eval_shape(make),
+        )
+
+    loss_fn, init = configs.trained(config, model, freeze)
     return assemble(
         method,
         tx,
-        gpt_neo.loss_fn(model),
-        params,
+        loss_fn,
+        jax.eval_shape(init),
         microbatches=microbatches,
         counts=counts,
         microbatch=(config.microbatch_size, config.length + 1),
@@ -309,4 +314,5 @@ def assemble(
         {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)},
         jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=rows) if counts else None,
     )
-    return Program(method, tx, step, microbatches, counts, arguments)
+    frozen = bytes_held(with_arrays(loss_fn))
+    return Program(method, tx, step, microbatches, counts, arguments, frozen)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_dict
 
-from acco_jax.models import gpt_neo
+from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
 from acco_jax.transforms import METHODS
 
+PyTree = Any
 PLACEHOLDER = config_dict.placeholder
 
 # What an optimizer is given where optimizer.options does not say otherwise.
@@ -88,6 +91,14 @@ def default_config() -> ConfigDict:
     c.model.param_dtype = "bfloat16"  # the master copy is float32 all the same
     c.model.remat = False
 
+    c.lora = ConfigDict()
+    c.lora.rank = 0  # of the adapters that are trained instead of the model; 0: none
+    c.lora.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
+    c.lora.scale = 1.0  # W + scale * a @ b
+    # Workdir of a finished run, on as many devices, whose model is adapted; None: one
+    # as initialized.
+    c.lora.base = PLACEHOLDER(str)
+
     c.log_every = 10  # half-rounds
     c.eval_every = 100  # optimizer steps
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
@@ -121,6 +132,8 @@ def validate(config: ConfigDict) -> None:
     for name in positive:
         if config[name] < 1:
             raise ValueError(f"{name} is {config[name]}: it must be at least 1.")
+    if config.lora.rank < 0:
+        raise ValueError(f"lora.rank is {config.lora.rank}: give 0 for no adapters.")
     if len(config.counts) and not any(config.counts):
         raise ValueError(
             "counts is 0 for every worker, so nothing would ever be computed: give at "
@@ -249,6 +262,37 @@ def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
         remat=c.remat,
         **sizes,
     )
+
+
+def trained(
+    config: ConfigDict,
+    model: gpt_neo.GPTNeoConfig,
+    freeze: Callable[[Callable[[], PyTree]], PyTree],
+) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
+    """What is trained, the model or adapters of it: its loss, and how it starts.
+
+    Args:
+      config: of the experiment.
+      model: its sizes.
+      freeze: from a function that makes parameters to what stands for them; called for
+        the model whose adapters are trained.
+
+    Raises:
+      ValueError: the adapters do not fit the model.
+    """
+    c, loss_fn = config.lora, gpt_neo.loss_fn(model)
+
+    def whole() -> PyTree:
+        return gpt_neo.init_params(model, jax.random.key(config.seed))
+
+    def adapters() -> PyTree:
+        key = jax.random.fold_in(jax.random.key(config.seed), 1)
+        return lora.init(jax.eval_shape(whole), key, c.rank, c.pattern)
+
+    if not c.rank:
+        return loss_fn, whole
+    jax.eval_shape(adapters)  # says what is wrong before there is a model
+    return lora.loss_fn(loss_fn, freeze(whole), c.scale), adapters
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

@@ -21,14 +21,16 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 from ml_collections import ConfigDict
 from orbax.checkpoint import multihost
 
 import acco_jax
-from acco_jax import data
+from acco_jax import data, footprint
+from acco_jax.gradients import with_arrays
 from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
-from acco_jax.training import metrics, reports
+from acco_jax.training import metrics, reports, timing
 from acco_jax.training.checkpoints import Checkpoints
 
 PyTree = Any
@@ -38,7 +40,13 @@ LATEST = 1800  # seconds that processes may compile longer than another
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything a run needs, checked; nothing has been computed yet."""
+    """Everything a run needs, checked; nothing has been trained yet.
+
+    Attributes:
+      loss_fn: of what is trained: a function, or a Partial that carries a frozen model.
+      init: what is trained, as it starts: jit-compatible.
+      microbatches: of each worker in a half-round.
+    """
 
     config: ConfigDict
     workdir: Path
@@ -50,6 +58,8 @@ class Experiment:
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round, or in an inner step of one
     checkpoints: Checkpoints
+    loss_fn: Callable[..., Any]
+    init: Callable[[], PyTree]
 
     @property
     def workers(self) -> int:
@@ -113,8 +123,11 @@ def prepare(
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
+    loss_fn, init = configs.trained(
+        config, model, lambda make: _frozen(config, make, mesh)
+    )
     step = acco_jax.make_train_step(
-        gpt_neo.loss_fn(model),
+        loss_fn,
         tx,
         mesh=mesh,
         axis_name=DATA,
@@ -125,7 +138,7 @@ def prepare(
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        checkpoints,
+        checkpoints, loss_fn, init,
     )  # fmt: skip
     _batches(experiment)  # says now if the corpus is too small
     try:
@@ -138,6 +151,34 @@ def prepare(
     if jax.process_index() == 0:
         _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
+
+
+def _frozen(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
+    """The model whose adapters are trained: lora.base's, or what `make` returns.
+
+    Raises:
+      ValueError: lora.base holds no run of this model.
+    """
+    if config.lora.base is None:
+        return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
+    folder = Path(config.lora.base).expanduser()
+    try:
+        old = json.loads((folder / "config.json").read_text())
+        fields = ConfigDict({k: old[k] for k in configs.default_config()})
+        base = prepare(fields, folder, list(mesh.devices.flat))
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"lora.base is {folder}, no run to go on from: {error}") from (
+            error
+        )
+    if (latest := base.checkpoints.latest()) is None:
+        raise ValueError(f"lora.base is {folder}, which has no checkpoint: train it.")
+    if jax.eval_shape(base.init) != jax.eval_shape(make):
+        raise ValueError(
+            f"lora.base is {folder}, which holds another model: give the same model.*, "
+            "length and tokenizer."
+        )
+    (params, state), _ = base.checkpoints.restore(latest, _abstract(base))
+    return acco_jax.committed_params(state, params)
 
 
 def _check_counts(counts: tuple[int, ...], workers: int, microbatches: int) -> None:
@@ -182,24 +223,35 @@ def _batches(experiment: Experiment) -> Any:
     )
 
 
+def _counts(experiment: Experiment) -> jax.Array | None:
+    """How many microbatches each worker computes; None: all."""
+    if not experiment.config.counts:
+        return None
+    counts = np.asarray(experiment.config.counts, np.int32)
+    mine = np.split(counts, jax.process_count())[jax.process_index()]
+    return to_devices(mine, experiment.mesh)
+
+
 class Evaluator:
     """Loss of the committed parameters on held-out documents."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = e = experiment
-        loss_fn, rows = gpt_neo.loss_fn(e.model), P(DATA)
+        self._loss_fn, rows = with_arrays(e.loss_fn), P(DATA)
         no_rng: Any = None
 
-        def add(params: PyTree, batch: PyTree, sums: jax.Array) -> jax.Array:
+        def add(
+            loss_fn: Partial, params: PyTree, batch: PyTree, sums: jax.Array
+        ) -> jax.Array:
             # sums: (1, 2) nats and targets of this worker's rows so far
             return sums + jnp.stack(loss_fn(params, batch, no_rng)[:2])
 
-        in_specs = (P(), rows, rows)
+        in_specs = (P(), P(), rows, rows)
         self._add = jax.jit(
             jax.shard_map(
                 add, mesh=e.mesh, in_specs=in_specs, out_specs=rows, check_vma=False
             ),
-            donate_argnums=2,
+            donate_argnums=3,
         )
         replicated = NamedSharding(e.mesh, P())
         self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
@@ -218,7 +270,8 @@ class Evaluator:
         mine = np.zeros((e.workers // jax.process_count(), 2), np.float32)
         sums = to_devices(mine, e.mesh)
         for batch in batches:
-            sums = self._add(params, to_devices(batch, e.mesh), sums)
+            rows = to_devices(batch, e.mesh)
+            sums = self._add(self._loss_fn, params, rows, sums)
         nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
         bits = data.bits_per_byte(nats, e.corpus, targets=targets)
         return float(nats / targets), float(bits)
@@ -233,22 +286,17 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
         )
 
 
-def _make_params(experiment: Experiment) -> PyTree:
-    key = jax.random.key(experiment.config.seed)
-    return gpt_neo.init_params(experiment.model, key)
-
-
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
     """Parameters as the train step takes them, and the sharded optimizer state."""
     replicated = NamedSharding(experiment.mesh, P())
-    make = jax.jit(lambda: _make_params(experiment), out_shardings=replicated)
+    make = jax.jit(experiment.init, out_shardings=replicated)
     return acco_jax.start(experiment.tx, make())
 
 
 def _abstract_params(experiment: Experiment) -> PyTree:
-    """Shapes, dtypes and shardings of the model's parameters."""
+    """Shapes, dtypes and shardings of the parameters that are trained."""
     replicated = NamedSharding(experiment.mesh, P())
-    return _placed(jax.eval_shape(lambda: _make_params(experiment)), replicated)
+    return _placed(jax.eval_shape(experiment.init), replicated)
 
 
 def _abstract(experiment: Experiment) -> tuple[PyTree, Any]:
@@ -285,11 +333,8 @@ class _Run:
                 jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])
             )
         )
-        self._counts: jax.Array | None = None
+        self._counts = _counts(e)
         self._metrics: dict[str, Any] = {}
-        if e.config.counts:
-            mine = np.split(np.asarray(e.config.counts, np.int32), jax.process_count())
-            self._counts = to_devices(mine[jax.process_index()], e.mesh)
         self.done, seconds = 0, 0.0
         if (latest := e.checkpoints.latest()) is None:
             self.params, self.state = initial(e)
@@ -375,7 +420,10 @@ class _Run:
 
 
 def run(
-    experiment: Experiment, *, stop_after: int | None = None
+    experiment: Experiment,
+    *,
+    stop_after: int | None = None,
+    time_gradients: bool = False,
 ) -> dict[str, Any] | None:
     """Train, or continue a run, to its end.
 
@@ -383,6 +431,7 @@ def run(
       experiment: from `prepare`.
       stop_after: stop after so many half-rounds in all, with a checkpoint, as an
         interrupted run does.
+      time_gradients: at the end also measure what the gradients take by themselves.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -409,7 +458,13 @@ def run(
         going.save()
         row = going.validate(None) if going.done == total else None
     if row is not None:
-        return _finish(experiment, row)
+        measured = _footprint(experiment, going.params, going.state)
+        if time_gradients:
+            theta = acco_jax.committed_params(going.state, going.params)
+            measured["gradient_seconds_per_token"] = _gradient_seconds(
+                experiment, theta
+            )
+        return _finish(experiment, row, measured)
     logging.info(
         "stopped after half-round %d of %d: the same command continues",
         going.done, total,
@@ -439,7 +494,47 @@ def _announce(experiment: Experiment) -> None:
     )  # fmt: skip
 
 
-def _finish(experiment: Experiment, row: dict[str, Any]) -> dict[str, Any]:
+def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
+    """What a worker has sent in the whole run, and what a device holds."""
+    e = experiment
+    arrays = (params, state, to_devices(next(_batches(e)), e.mesh), _counts(e))
+    turns = e.step.turns()
+    sent: int | None
+    try:
+        once = {k: e.step.lowered(*arrays, half_round=k) for k in turns}
+        period = sum(
+            times * footprint.bytes_sent(*once[k]) for k, times in turns.items()
+        )
+        sent = round(e.half_rounds * period / sum(turns.values()))
+    except ValueError as error:  # a finished run is not lost for it
+        logging.warning("bytes_sent_per_worker is not known: %s", error)
+        sent = None
+    return {
+        "bytes_sent_per_worker": sent,
+        "state_bytes_per_device": footprint.bytes_held((params, state)),
+    }
+
+
+def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
+    """Seconds of all workers per token, for local gradients at `params` alone."""
+    e = experiment
+    batch, counts = to_devices(next(_batches(e)), e.mesh), _counts(e)
+    dtype = e.config.accumulate_dtype
+    seconds = timing.gradient_seconds(
+        e.loss_fn,
+        e.mesh,
+        params,
+        batch,
+        counts,
+        microbatches=e.microbatches,
+        accumulate_dtype=dtype and configs.dtype("accumulate_dtype", dtype),
+    )
+    return seconds / e.tokens
+
+
+def _finish(
+    experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
+) -> dict[str, Any]:
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,
@@ -450,6 +545,7 @@ def _finish(experiment: Experiment, row: dict[str, Any]) -> dict[str, Any]:
         "seconds": row["seconds"],
         "loss": row["loss"],
         "bits_per_byte": row["bits_per_byte"],
+        **measured,
     }
     if jax.process_index():
         return summary  # process 0 reports

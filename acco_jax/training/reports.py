@@ -55,6 +55,8 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
 def summarize(summary: dict[str, Any], workdir: Path) -> str:
     """Writes summary.json and returns the lines to show."""
     (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    sent = summary["bytes_sent_per_worker"]
+    sent = "an unknown number of" if sent is None else f"{sent:,}"
     ratio = summary["bits_per_byte"] / summary["bigram_bits_per_byte"]
     return "\n".join(
         (
@@ -66,6 +68,8 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
             f"{summary['bits_per_byte']:.4f} bits per byte",
             f"smoothed bigram {summary['bigram_bits_per_byte']:.4f} bits per byte "
             f"(this run: {ratio:.2f} of it)",
+            f"each worker sent {sent} bytes; a device "
+            f"holds {summary['state_bytes_per_device']:,} of parameters and state",
             f"picture        {workdir / 'loss.png'}",
         )
     )

@@ -437,6 +437,17 @@ def test_the_program_is_that_of_training(stand_in):
     program.step.lower(*program.arguments)  # traces
 
 
+def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
+    mesh, config = programs.data_mesh(None), default_config()
+    config.microbatches_per_step = 4
+    whole = programs.describe(config, "acco", mesh)
+    config.lora.rank = 4
+    program = programs.describe(config, "acco", mesh)
+    assert (whole.frozen, program.frozen) == (0, 2 * whole.parameters)  # bfloat16
+    assert program.parameters < whole.parameters / 20
+    assert len(program.step.lower(*program.arguments).as_text()) < 1_000_000
+
+
 def test_trips_of_dynamic_loops_are_the_busiest_workers():
     step = type("Step", (), {})()
     program = programs.Program("acco", None, step, 5, (2, 5), (None,) * 4)

@@ -42,6 +42,8 @@ WRONG = [
     ("steps", 0, r"steps is 0: it must be at least 1"),
     ("log_every", -3, r"log_every is -3: it must be at least 1"),
     ("counts", (0, 0), r"counts is 0 for every worker"),
+    ("lora.rank", -1, r"lora.rank is -1: give 0 for no adapters"),
+    ("lora.rnak", 1, r"no field lora.rnak: did you mean lora.rank\?"),
 ]
 
 

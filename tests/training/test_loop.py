@@ -163,6 +163,12 @@ def test_summary_and_picture(acco_run):
     assert summary["parameters"] == gpt_neo.count_params(experiment.model)
     bigram = data.bigram_bits_per_byte(experiment.corpus)
     assert summary["bigram_bits_per_byte"] == bigram
+    # 13 half-rounds, each one reduce-scatter and one all-gather of float32 rows
+    sent = summary["bytes_sent_per_worker"] / 13
+    assert 4 * summary["parameters"] <= sent < 4.5 * summary["parameters"]
+    # parameters and pending gradients whole; master, moments, carry: half of each
+    held = summary["state_bytes_per_device"] / summary["parameters"]
+    assert 4 * (2 + 4 / 2) <= held < 18
     assert (workdir / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -49,10 +49,19 @@ def test_summarizes_in_a_file_and_for_people(tmp_path):
     summary = {
         "method": "acco", "devices": 2, "parameters": 11120, "steps": 6,
         "tokens": 3328, "seconds": 4.0, "loss": 5.4, "bits_per_byte": 3.0,
-        "bigram_bits_per_byte": 4.0,
+        "bigram_bits_per_byte": 4.0, "bytes_sent_per_worker": 12345,
+        "state_bytes_per_device": 67890,
     }  # fmt: skip
     text = reports.summarize(summary, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     parts = ["acco on 2 devices", "11,120 parameters", "3.0000 bits per byte"]
-    for part in [*parts, "4.0000 bits per byte", "0.75", "832 tokens/s", "loss.png"]:
+    for part in [
+        *parts,
+        "4.0000 bits per byte",
+        "0.75",
+        "832 tokens/s",
+        "loss.png",
+        "12,345 bytes",
+        "67,890 of parameters",
+    ]:
         assert part in text

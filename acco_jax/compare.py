@@ -1,0 +1,70 @@
+"""Compare methods: every one on the same data order, tokens and seeds.
+
+python -m acco_jax.compare --config=experiments/quickstart.py \
+    --methods='acco,zero1,dpu(warmup_steps=40)' --workdir=runs/methods --seeds=3
+
+Each method and seed is a run of acco_jax.train in WORKDIR/METHOD/seed-N, with the same
+microbatches per optimizer step. What is finished is not run again, and an interrupted
+run continues. WORKDIR then holds table.md, results.csv and loss.png. A method may be
+given options of its own in parentheses: arguments of the method, or fields of the
+config (config.optimizer.learning_rate=1e-4).
+
+Figures: losses are of held-out documents, the final one of all of them, with the seeds'
+largest minus smallest in parentheses. tokens/s is the median over logging intervals,
+without evaluations and compilation; seconds are all of the run's. Bytes sent are read
+off the program's collectives, with a ring's costs, all-reduces below 1 kB left out.
+State is parameters and optimizer state. Exposed is the time of an optimizer step minus
+that of its gradients alone, timed at the end of each run in its own processes: what
+communication was not hidden, and the optimizer's own arithmetic; "n/a" if not timed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
+
+from absl import app, flags, logging
+
+from acco_jax.training import commands, comparison
+
+_CONFIG = commands.config_flag()
+_METHODS = flags.DEFINE_string(
+    "methods", None, "Methods, with options: 'acco,zero1,dpu(warmup_steps=40)'."
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "For all runs and the results.")
+_SEEDS = flags.DEFINE_integer(
+    "seeds", 3, "Seeds of each method: the config's, the next, ...", 1
+)
+_NETWORK = flags.DEFINE_string(
+    "network", None, "Join CPU processes by a link of this rate, such as 200mbit: root."
+)
+_PROCESSES = flags.DEFINE_integer("processes", 2, "Of each run with --network.", 2)
+_CHECK = flags.DEFINE_bool("check", False, "Only say what cannot run, and exit.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.INFO)
+    try:
+        request = comparison.Request(
+            config=tuple(commands.config_arguments()),
+            entries=comparison.parse(str(_METHODS.value)),
+            workdir=Path(str(_WORKDIR.value)).expanduser(),
+            seeds=_SEEDS.value,
+            rate=_NETWORK.value,
+            processes=_PROCESSES.value if _NETWORK.value else 1,
+        )
+        if _CHECK.value:
+            comparison.check(request)
+            return
+        print(comparison.compare(request, [*sys.argv[1:], "--check"]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "methods", "workdir"])
+    app.run(main, flags_parser=commands.parser(_CONFIG))

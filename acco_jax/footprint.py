@@ -1,0 +1,203 @@
+"""What a program sends and what a device holds, read off the program and the arrays.
+
+bytes_sent(*step.lowered(params, state, batch))  # of one half-round, by each worker
+bytes_held((params, state))  # on one device
+
+The collectives are those of the StableHLO, as written: what a backend makes of them
+(XLA:CPU widens 16-bit floats) does not count, nor does what the compiler adds for an
+optimizer that looks across shards, such as the few bytes of a global norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+PyTree = Any
+
+# What a worker of a group of n sends, in units of the whole: the ring's costs.
+RING: dict[str, Callable[[int], float]] = {
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "collective_permute": lambda n: float(n > 1),
+}
+NEGLIGIBLE = 1000  # bytes of an all-reduce that are not counted: losses, norms, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a program.
+
+    Attributes:
+      kind: a key of RING.
+      dtype: as StableHLO names it, such as 'bf16' or 'ui8'.
+      shape: of the whole: what is reduced, or what all have after a gather.
+      group: how many devices take part together.
+      times: how often it runs in one run of the program.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: int
+    times: int = 1
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the whole, once."""
+        return -(-math.prod(self.shape) * _bits(self.dtype) // 8)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each worker sends in one run of the program."""
+        return self.times * RING[self.kind](self.group) * self.whole
+
+
+def _bits(dtype: str) -> int:
+    """Of one element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>', ..."""
+    if dtype == "i1":
+        return 8
+    number = int(re.findall(r"\d+", dtype)[0])
+    return 2 * number if dtype.startswith("complex") else number
+
+
+def bytes_held(tree: PyTree) -> int:
+    """Bytes that one device holds of a tree of (abstract) arrays with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def bytes_sent(*lowered: Any) -> int:
+    """Bytes that each worker sends when each of these programs runs once.
+
+    Args:
+      *lowered: what `jax.jit(f).lower(...)` or `TrainStep.lowered` return.
+
+    All-reduces below 1 kB are left out.
+
+    Raises:
+      ValueError: a collective runs in a loop whose length the program does not say.
+    """
+    return round(
+        sum(
+            c.sent
+            for program in lowered
+            for c in collectives(program)
+            if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE
+        )
+    )
+
+
+def collectives(lowered: Any) -> list[Collective]:
+    """The collectives of a program, in its order; of a conditional, the costliest way.
+
+    Raises:
+      ValueError: as `bytes_sent`.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        functions = {
+            ir.StringAttr(f.attributes["sym_name"]).value: f
+            for f in module.body.operations
+        }
+
+        @functools.cache
+        def called(name: str) -> list[Collective]:
+            return _of(functions[name], called)
+
+        return called("main")
+
+
+def _of(op: Any, called: Callable[[str], list[Collective]]) -> list[Collective]:
+    """The collectives in an operation and in what it holds or calls."""
+    op = op.operation
+    dialect, _, kind = op.name.partition(".")
+    if kind in RING and dialect == "stablehlo":
+        return _collective(op, kind)
+    if op.name == "func.call":
+        return called(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
+    inside = [
+        [c for block in region for o in block.operations for c in _of(o, called)]
+        for region in op.regions
+    ]
+    if op.name in ("stablehlo.case", "stablehlo.if"):
+        return max(inside, key=lambda branch: sum(c.sent for c in branch))
+    found = [c for region in inside for c in region]
+    if op.name == "stablehlo.while" and found:
+        times = _trip_count(op)
+        return [dataclasses.replace(c, times=times * c.times) for c in found]
+    return found
+
+
+def _collective(op: Any, kind: str) -> list[Collective]:
+    """One for each array that the operation moves."""
+    if kind == "collective_permute":
+        pairs = _rows(op.attributes["source_target_pairs"])
+        group = 1 + any(a != b for a, b in pairs)
+    else:
+        group = len(_rows(op.attributes["replica_groups"])[0])
+    values = op.results if kind == "all_gather" else op.operands
+    types = [ir.RankedTensorType(v.type) for v in values]
+    return [Collective(kind, str(t.element_type), tuple(t.shape), group) for t in types]
+
+
+def _rows(attribute: Any) -> list[list[int]]:
+    elements = ir.DenseIntElementsAttr(attribute)
+    numbers = [int(elements[i]) for i in range(len(elements))]
+    width = ir.RankedTensorType(attribute.type).shape[1]
+    return [numbers[i : i + width] for i in range(0, len(numbers), width)]
+
+
+def _trip_count(loop: Any) -> int:
+    """How often `for (i = start; i < stop; i += step)` runs.
+
+    Raises:
+      ValueError: the loop is of another kind, or its bounds are not constants.
+    """
+    condition, body = (region.blocks[0] for region in loop.regions)
+    test = _last(condition).operands[0].owner
+    if not isinstance(test, ir.Block) and "comparison_direction" in test.attributes:
+        i, stop = test.operands
+        less = "LT" in str(test.attributes["comparison_direction"])
+        if less and isinstance(i.owner, ir.Block):
+            k = ir.BlockArgument(i).arg_number
+            after = _last(body).operands[k].owner
+            bounds = [_constant(loop.operands[k]), _constant(stop)]
+            if not isinstance(after, ir.Block) and after.name == "stablehlo.add":
+                bounds += [_constant(x) for x in after.operands if x.owner != body]
+            if len(bounds) == 3 and None not in bounds:
+                return len(range(*bounds))  # type: ignore[arg-type]
+    raise ValueError(
+        "a collective runs in a loop whose length the program does not say, so that "
+        "the bytes sent cannot be counted: give the loop constant bounds."
+    )
+
+
+def _last(block: Any) -> Any:
+    return block.operations[len(block.operations) - 1]
+
+
+def _constant(value: Any) -> int | None:
+    """The integer that a value is, also where a loop or a region only passes it on."""
+    owner = value.owner
+    if not isinstance(owner, ir.Block):
+        if owner.name != "stablehlo.constant":
+            return None
+        return int(ir.DenseIntElementsAttr(owner.attributes["value"])[0])
+    op, k = owner.owner.operation, ir.BlockArgument(value).arg_number
+    if op.name == "stablehlo.while":
+        body = op.regions[1].blocks[0]
+        kept = _last(body).operands[k] == body.arguments[k]
+        return _constant(op.operands[k]) if kept else None
+    return _constant(op.operands[k]) if op.name == "sdy.manual_computation" else None

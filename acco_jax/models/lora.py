@@ -1,0 +1,158 @@
+"""LoRA: train a low-rank change of chosen kernels and leave the model as it is.
+
+    W' = W + scale * a @ b,   a (..., in, r),  b (..., r, out),  b = 0 at the start
+
+adapters = lora.init(params, key, rank=8, pattern="attn/(q|v)_proj/kernel")
+step = acco_jax.make_train_step(lora.loss_fn(loss_fn, params, scale), tx, ...)
+state = tx.init(adapters)  # of any method: the adapters are its parameters
+params = lora.merge(params, adapters, scale)
+
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv
+2106.09685).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from acco_jax.layout import path_names
+
+PyTree = Any
+Adapters = dict[str, dict[str, jax.Array]]  # path of a kernel -> its a and b
+
+
+def init(
+    params: PyTree,
+    key: jax.Array,
+    rank: int | Mapping[str, int],
+    pattern: str | None = None,
+) -> Adapters:
+    """Draw adapters for the leaves whose path matches; jit-compatible.
+
+    Args:
+      params: the model's, arrays or ShapeDtypeStructs; kernels (..., in, out), with
+        leading dimensions (of stacked layers) that get an adapter each.
+      key: for a, normal with standard deviation 1 / sqrt(in).
+      rank: r, at most min(in, out); or a mapping from patterns to ranks, of which the
+        first that matches counts.
+      pattern: a regular expression that is searched in paths such as
+        'h/0_global/attn/q_proj/kernel'; None where `rank` is a mapping.
+
+    Returns:
+      {path: {"a": (..., in, r), "b": (..., r, out)}} in the kernels' dtypes.
+
+    Raises:
+      ValueError: in one line, what does not fit: a pattern that matches nothing or is
+        no regular expression, a leaf that is no kernel, a rank out of range.
+    """
+    ranks = _ranks(params, rank, pattern)
+    adapters = {}
+    for k, (path, w) in zip(
+        jax.random.split(key, len(ranks)), _named(params, ranks), strict=True
+    ):
+        *lead, rows, columns = w.shape
+        r = ranks[path]
+        a = jax.random.normal(k, (*lead, rows, r), jnp.float32) / rows**0.5
+        b = jnp.zeros((*lead, r, columns), w.dtype)
+        adapters[path] = {"a": a.astype(w.dtype), "b": b}
+    return adapters
+
+
+def merge(params: PyTree, adapters: Adapters, scale: float) -> PyTree:
+    """The model with its adapters: W + scale * a @ b, in each kernel's dtype.
+
+    Raises:
+      ValueError: an adapter's path is not in `params`.
+    """
+    names = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    if unknown := sorted(adapters.keys() - names):
+        raise ValueError(
+            f"there are adapters for {unknown[0]}, which the parameters do not have: "
+            "give the parameters that lora.init was given."
+        )
+
+    def merged(path: Any, w: jax.Array) -> jax.Array:
+        name = _name(path)
+        if name not in adapters:
+            return w
+        a, b = adapters[name]["a"], adapters[name]["b"]
+        wide = jnp.promote_types(w.dtype, jnp.float32)
+        change = jnp.matmul(a, b, preferred_element_type=wide)
+        return (w + scale * change).astype(w.dtype)
+
+    return jax.tree_util.tree_map_with_path(merged, params)
+
+
+def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
+    """The loss of the merged model, as a function of the adapters alone.
+
+    Args:
+      loss_fn: (params, microbatch, rng) -> loss, (loss, aux) or (loss, weight, aux).
+      base: the model's parameters, frozen: neither differentiated nor in any state.
+      scale: as for `merge`.
+
+    Returns:
+      A function (adapters, microbatch, rng) that carries `base` as a jax.tree_util.
+      Partial does: for `make_train_step` and `local_gradients` an argument of the
+      compiled program, not a constant in its text.
+    """
+
+    def loss(base: PyTree, adapters: Adapters, microbatch: PyTree, rng: Any) -> Any:
+        return loss_fn(merge(base, adapters, scale), microbatch, rng)
+
+    return Partial(loss, base)
+
+
+def _ranks(
+    params: PyTree, rank: int | Mapping[str, int], pattern: str | None
+) -> dict[str, int]:
+    """Path to rank of every leaf that gets an adapter; raises as `init`."""
+    if isinstance(rank, Mapping) == (pattern is not None):
+        raise ValueError(
+            "LoRA needs a rank with a pattern, or a mapping from patterns to ranks "
+            "without: give one of them."
+        )
+    wanted = rank if isinstance(rank, Mapping) else {str(pattern): rank}
+    leaves = {_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    ranks: dict[str, int] = {}
+    for expression, r in wanted.items():
+        try:
+            found = [name for name in leaves if re.search(expression, name)]
+        except re.error as error:
+            raise ValueError(
+                f"LoRA's pattern {expression!r} is no regular expression: {error}."
+            ) from None
+        if not found:
+            raise ValueError(
+                f"LoRA's pattern {expression!r} matches no parameter: they have names "
+                f"such as {max(leaves, key=lambda n: leaves[n].size)}."
+            )
+        for name in found:
+            shape = leaves[name].shape
+            if len(shape) < 2:
+                raise ValueError(
+                    f"LoRA's pattern {expression!r} matches {name} of shape {shape}: "
+                    "an adapter needs a kernel of two dimensions or more."
+                )
+            if not 1 <= r <= min(shape[-2:]):
+                raise ValueError(
+                    f"LoRA's rank for {name} of shape {shape} is {r}: it must lie "
+                    f"between 1 and {min(shape[-2:])}."
+                )
+            ranks.setdefault(name, r)
+    return ranks
+
+
+def _named(params: PyTree, chosen: Mapping[str, int]) -> list[tuple[str, Any]]:
+    named = [(_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
+    return [(name, x) for name, x in named if name in chosen]
+
+
+def _name(path: Any) -> str:
+    return "/".join(path_names(path))

@@ -1,0 +1,88 @@
+"""What the commands share: one line for whatever is wrong with their flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+
+def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
+    """Defines --config, with a flag for each field; returns its holder.
+
+    Args:
+      flag_values: where to define it.
+      argv: what to look for fields in; (): the command line.
+    """
+    # What is not a field is taken here and refused by config.validate, in one line.
+    return config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "Experiment to run.",
+        flag_values=flag_values,
+        lock_config=False,
+        accept_new_attributes=True,
+        sys_argv=list(argv) or None,
+    )
+
+
+def parser(config: Any) -> Callable[[list[str]], list[str]]:
+    """For absl.app: parses the command line and loads the config.
+
+    Args:
+      config: from `config_flag`.
+    """
+
+    def parse(argv: list[str]) -> list[str]:
+        try:
+            rest = flags.FLAGS(argv)
+            if not isinstance(config.value, ConfigDict):  # ml_collections' stand-in
+                problem = f"get_config() returned {config.value!r}"
+                raise ValueError(getattr(config.value, "_error", problem))
+            if len(rest) > 1:
+                raise flags.Error(f"unexpected argument {rest[1]!r}")
+        except flags.Error as error:
+            sys.exit(f"error: {_line(error)}")
+        except Exception as error:  # a config file is a program: it may raise anything
+            sys.exit(f"error: the config cannot be loaded: {_line(error)}")
+        return rest
+
+    return parse
+
+
+def config_arguments(config: str = "config") -> list[str]:
+    """The flags that give another process the config of this one."""
+    flag = flags.FLAGS[config]
+    fields = config_flags.get_override_values(flag)
+    return [
+        f"--{config}={config_flags.get_config_filename(flag)}",
+        *(f"--{config}.{field}={value}" for field, value in fields.items()),
+    ]
+
+
+def config_of(arguments: list[str]) -> ConfigDict:
+    """The config that a process with these flags has.
+
+    Raises:
+      ValueError: in one line, a field or a value that cannot be.
+    """
+    values = flags.FlagValues()
+    argv = ["", *arguments]
+    holder = config_flag(values, argv)
+    try:
+        values(argv)
+        return holder.value
+    except Exception as error:
+        raise ValueError(_line(error)) from error
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, without the traceback that ml_collections puts before it."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?
+        return f"no such field: {' '.join(str(error.args[0]).split())}"
+    return (str(error) or type(error).__name__).strip().splitlines()[-1].strip()

@@ -1,0 +1,285 @@
+"""Several methods and seeds, each an ordinary run in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from acco_jax.training import commands, devices, network, results
+from acco_jax.training import config as configs
+
+Start = Callable[[list[str]], list[subprocess.Popen]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A method to compare.
+
+    Attributes:
+      name: as written; also of its folder and in the table.
+      flags: that make a run one of this method.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to compare.
+
+    Attributes:
+      config: flags that say the experiment.
+      entries: the methods.
+      workdir: of all runs and the results.
+      seeds: how many of each method.
+      rate: of the link between processes, as `network.parse` takes it; None: no link.
+      processes: of each run.
+    """
+
+    config: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    workdir: Path
+    seeds: int
+    rate: str | None = None
+    processes: int = 1
+
+    def flags(self, entry: Entry) -> list[str]:
+        return [*self.config, *entry.flags]
+
+    def folder(self, entry: Entry, seed: int) -> Path:
+        return self.workdir / entry.name / f"seed-{seed}"
+
+    @property
+    def seed_numbers(self) -> range:
+        first = commands.config_of(list(self.config)).seed
+        return range(first, first + self.seeds)
+
+
+def parse(text: str) -> tuple[Entry, ...]:
+    """Methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
+
+    In parentheses: arguments of the method, or config.FIELD=VALUE.
+
+    Raises:
+      ValueError: in one line, what is wrong.
+    """
+    names = [n.strip() for n in re.split(r",(?![^()]*\))", text.replace(" ", ""))]
+    entries = tuple(map(_entry, names))
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise ValueError(f"--methods names {twice} twice: give it once.")
+    return entries
+
+
+def _entry(name: str) -> Entry:
+    found = re.fullmatch(r"(\w+)(?:\(([^()/]+)\))?", name)
+    options = found[2].split(",") if found and found[2] else []
+    if not found or not all(re.fullmatch(r"[\w.]+=[^=]+", o) for o in options):
+        raise ValueError(
+            f"--methods has {name!r}: write NAME or NAME(option=value,...), separated "
+            "by commas."
+        )
+    given = tuple(
+        f"--{o}" if o.startswith("config.") else f"--config.method_options.{o}"
+        for o in options
+    )
+    return Entry(name, (f"--config.method={found[1]}", *given))
+
+
+def check(request: Request) -> None:
+    """Prepares a run of every method, here, as its own process would.
+
+    Raises:
+      ValueError: in one line that names the method, the first that cannot run.
+    """
+    first = commands.config_of(list(request.config))
+    total = request.processes * (first.get("devices") or 1)
+    several = request.rate is not None
+    devices.choose_platform(
+        total if several else first.get("devices"), several_processes=False
+    )
+    from acco_jax.training import loop  # what it imports may touch devices
+
+    for entry in request.entries:
+        folder = request.folder(entry, request.seed_numbers[0])
+        try:
+            loop.prepare(commands.config_of(request.flags(entry)), folder)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{entry.name}: {error}") from error
+
+
+def compare(request: Request, checking: list[str]) -> str:
+    """Runs what is not finished, writes the results, and returns the table.
+
+    Args:
+      request: what to compare.
+      checking: arguments of `python -m acco_jax.compare` that make it `check`.
+
+    Raises:
+      ValueError: before the first run, what cannot work; after the last one, which
+        runs have failed, the results of the others being written.
+    """
+    if request.rate is not None:
+        network.parse(request.rate)
+        if reason := network.why_not():
+            raise ValueError(f"--network cannot shape a link: {reason}")
+    _check_elsewhere(checking, request.rate is not None)
+    _check_folders(request)
+    failed = []
+    with _starting(request) as start, _passing_signals() as running:
+        for seed in request.seed_numbers:
+            for entry in request.entries:
+                folder = request.folder(entry, seed)
+                if results.finished(folder):
+                    logging.info("%s, seed %d: finished before", entry.name, seed)
+                    continue
+                logging.info("%s, seed %d", entry.name, seed)
+                command = [
+                    *request.flags(entry),
+                    f"--config.seed={seed}",
+                    f"--workdir={folder}",
+                    "--time_gradients",
+                ]
+                running(start, command)
+                if not results.finished(folder):
+                    failed.append(f"{entry.name}/seed-{seed}")
+    table = _report(request)
+    if failed:
+        raise ValueError(
+            f"no result of {', '.join(failed)} (what went wrong is above): the same "
+            "command tries again; table.md has the others."
+        )
+    return table
+
+
+def _check_elsewhere(arguments: list[str], on_cpu: bool) -> None:
+    """`check` in a process of its own: this one must not take the devices."""
+    command = [sys.executable, "-m", "acco_jax.compare", *arguments]
+    environment = network.environment() if on_cpu else None
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it ended without a word"]
+        if lines[-1].startswith("error: "):
+            raise ValueError(lines[-1].removeprefix("error: "))
+        raise ValueError(f"the check of the methods failed: {done.stderr}")
+
+
+def _check_folders(request: Request) -> None:
+    """Refuses what earlier runs of other configs have left for the other seeds."""
+    for entry in request.entries:
+        seeds = request.seed_numbers
+        path = request.folder(entry, seeds[0]) / "config.json"
+        like = json.loads(path.read_text())
+        for seed in seeds[1:]:
+            folder = request.folder(entry, seed)
+            if not (folder / "config.json").exists():
+                continue
+            old = json.loads((folder / "config.json").read_text())
+            if field := configs.differing_field(old, like | {"seed": seed}):
+                raise ValueError(
+                    f"workdir {folder} belongs to a run with {field}: use another "
+                    "workdir, or the same config."
+                )
+
+
+def _report(request: Request) -> str:
+    found = [
+        results.read(request.folder(entry, seed), entry.name, seed)
+        for entry in request.entries
+        for seed in request.seed_numbers
+        if results.finished(request.folder(entry, seed))
+    ]
+    if not found:
+        raise ValueError("every run has failed (what went wrong is above).")
+    return results.write(found, request.workdir)
+
+
+@contextlib.contextmanager
+def _starting(request: Request) -> Iterator[Start]:
+    """Yields what starts a run's processes, on a network of their own if asked."""
+    command = [sys.executable, "-m", "acco_jax.train"]
+    if request.rate is None:
+        yield lambda arguments: [_popen([*command, *arguments])]
+        return
+    with network.joined(request.processes, network.parse(request.rate)) as net:
+        port = 9911
+
+        def start(arguments: list[str]) -> list[subprocess.Popen]:
+            together = [
+                f"--coordinator={net.address(0)}:{port}",
+                f"--processes={request.processes}",
+            ]
+            return [
+                _popen(
+                    net.command(i, [*command, *arguments, *together, f"--process={i}"]),
+                    env=network.environment(),
+                )
+                for i in range(request.processes)
+            ]
+
+        yield start
+
+
+def _popen(command: list[str], **options: Any) -> subprocess.Popen:
+    """A process that is told to stop when this one dies, and not by the terminal."""
+
+    def with_parent() -> None:
+        if sys.platform == "linux":
+            set_parent_death_signal = 1
+            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+    return subprocess.Popen(
+        command,
+        stdout=sys.stderr,  # gloo prints: the table is alone on stdout
+        preexec_fn=with_parent,
+        start_new_session=True,
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def _passing_signals() -> Iterator[Callable[[Start, list[str]], None]]:
+    """Yields running(start, arguments), which waits, and passes on what it is told.
+
+    SIGINT and SIGTERM reach the run as SIGTERM, so that it stops with a checkpoint; a
+    second SIGINT stops it at once. Then nothing more is started.
+
+    Raises:
+      ValueError: stopped; says how to go on.
+    """
+    told: list[int] = []
+    processes: list[subprocess.Popen] = []
+
+    def tell(number: int, frame: Any) -> None:
+        told.append(number)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM if len(told) == 1 else number)
+
+    def running(start: Start, arguments: list[str]) -> None:
+        processes[:] = start(arguments)
+        for process in processes:
+            if process.wait():  # the others wait for it in vain
+                for other in processes:
+                    other.terminate()
+        if told:
+            raise ValueError("stopped: the same command continues.")
+
+    before = {n: signal.signal(n, tell) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield running
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

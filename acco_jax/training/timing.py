@@ -1,0 +1,69 @@
+"""How long a run's gradients take by themselves: what no communication can shorten."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from acco_jax.gradients import Accumulator
+
+PyTree = Any
+
+
+def gradient_seconds(
+    loss_fn: Callable[..., Any],
+    mesh: Mesh,
+    params: PyTree,
+    batch: PyTree,
+    counts: jax.Array | None,
+    *,
+    microbatches: int,
+    accumulate_dtype: Any = None,
+    times: int = 5,
+) -> float:
+    """Seconds that all workers take for the local gradients of one batch.
+
+    The median of `times` on each process, after one to warm up; then the slowest's.
+    Nothing is communicated meanwhile, and no optimizer runs.
+
+    Args:
+      loss_fn: as for `acco_jax.local_gradients`.
+      mesh: the devices, all of them on data axes.
+      params: as `loss_fn` takes them, replicated.
+      batch: leaves (n * microbatches * b, ...), split over the workers.
+      counts: (n,) of the microbatches to compute, or None for all.
+      microbatches: of each worker.
+      accumulate_dtype: of the sums.
+      times: how many to time.
+    """
+    accumulator = Accumulator(
+        loss_fn, mesh, mesh.axis_names, microbatches, accumulate_dtype
+    ).placed()
+
+    @jax.jit
+    def gradients(
+        accumulator: Accumulator,
+        params: PyTree,
+        batch: PyTree,
+        counts: jax.Array | None,
+    ) -> PyTree:
+        zeros = accumulator.zeros(params, batch, None)
+        return accumulator.add(zeros, params, batch, None, counts)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(gradients(accumulator, params, batch, counts))
+        return time.perf_counter() - start
+
+    taken = [seconds() for _ in range(1 + times)][1:]
+    mine = np.float32(statistics.median(taken))
+    if jax.process_count() == 1:
+        return float(mine)
+    return float(np.max(multihost_utils.process_allgather(mine)))

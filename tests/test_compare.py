@@ -1,0 +1,263 @@
+"""The command: runs every method and seed once, continues, and refuses in a line."""
+
+import contextlib
+import csv
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from acco_jax.training import comparison, loop, metrics, network, results
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """
+from acco_jax.training.config import default_config
+
+def get_config():
+    c = default_config()
+    c.devices, c.steps, c.length, c.microbatch_size = 2, 60, 16, 1
+    c.microbatches_per_step, c.log_every = 2, 1
+    c.eval_every, c.eval_batches, c.checkpoint_every = 20, 2, 1000
+    c.model.width, c.model.layers, c.model.heads, c.model.window = 8, 2, 2, 8
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.data.name, c.data.folder, c.data.held_out = "text_folder", {texts!r}, 0.2
+    c.data.data_dir = {data!r}
+    return c
+"""
+RATE = "config.optimizer.learning_rate=0.002"
+METHODS = f"acco,zero1({RATE})"
+CLOCKS = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "texts").mkdir()
+    for i in range(12):
+        text = "".join(f"{j} squared is {j * j}, said {i}.\n" for j in range(i, 60))
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    texts, data = str(folder / "texts"), str(folder / "data")
+    (folder / "tiny.py").write_text(CONFIG.format(texts=texts, data=data))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(place):
+    """start(*flags): the command, started."""
+    names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+
+    def popen(*flags, methods=METHODS, seeds=2, workdir="out", **env):
+        return subprocess.Popen(
+            [sys.executable, "-m", "acco_jax.compare", "--config=tiny.py",
+             f"--methods={methods}", f"--seeds={seeds}", f"--workdir={workdir}",
+             *flags],
+            env={**environment, "PYTHONPATH": path, **env},
+            cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    return popen
+
+
+def rows_of(folder):
+    return [
+        {k: v for k, v in row.items() if k not in CLOCKS}
+        for row in metrics.read(folder)
+    ]
+
+
+@pytest.fixture(scope="module")
+def stopped(start, place):
+    """What a comparison prints that is told to stop in the middle of its first run."""
+    process = start()
+    first, deadline = place / "out" / "acco" / "seed-0", time.monotonic() + 500
+    while len(metrics.read(first)) < 5:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 1 and out == "", (out, err)
+    return err
+
+
+@pytest.fixture(scope="module")
+def finished(stopped, start):
+    """What the same command prints when it then runs to its end."""
+    process = start()
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_told_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(stopped):
+    assert re.search(r"stopped after half-round \d+ of 121", stopped), stopped
+    assert stopped.splitlines()[-1] == "error: stopped: the same command continues."
+    assert "finished" not in stopped and "zero1" not in stopped
+
+
+def test_continues_and_runs_every_method_and_seed(finished, place):
+    out, err = finished
+    assert re.search(r"continuing after half-round \d+ of 121", err), err
+    assert out == (place / "out" / "table.md").read_text()
+    with (place / "out" / "results.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    names = {(r["method"], r["seed"]) for r in rows}
+    assert names == {(m, s) for m in METHODS.split(",") for s in "01"}
+    acco, zero1 = (
+        next(r for r in rows if r["method"] == m) for m in METHODS.split(",")
+    )
+    # acco: two half-rounds a step, and the one that primes
+    sent = [int(r["bytes_sent_per_worker"]) for r in (acco, zero1)]
+    assert sent[0] / 121 == sent[1] / 60 > 0
+    # 2 workers, 2 microbatches a step; acco's first half-round is no part of a step
+    assert [int(r["microbatches"]) for r in (acco, zero1)] == [242, 240]
+    for row in rows:
+        assert 0 < float(row["final_loss"]) < 6
+        assert float(row["tokens_per_second"]) > 0 and row["exposed_ms_per_step"]
+    assert (place / "out" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_stopped_and_continued_is_that_of_train(finished, place, tmp_path):
+    config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
+    loop.run(loop.prepare(config, tmp_path, jax.devices()[:2]))
+    assert rows_of(tmp_path) == rows_of(place / "out" / "acco" / "seed-0")
+
+
+def test_what_is_finished_is_not_run_again(finished, start, place):
+    before = (place / "out" / "results.csv").read_text()
+    process = start()
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0 and out == finished[0], err
+    assert err.count("finished before") == 4 and "half-round" not in err
+    assert (place / "out" / "results.csv").read_text() == before
+
+
+def test_other_configs_are_refused_in_the_same_workdir(finished, start):
+    process = start("--config.steps=61")
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 1 and out == ""
+    assert err == (
+        "error: acco: workdir out/acco/seed-0 belongs to a run with steps=60, not 61: "
+        "use another workdir, or the same config.\n"
+    )
+
+
+def test_a_method_that_cannot_run_is_named_before_any_run(start, place):
+    process = start("--config.microbatches_per_step=3", methods="zero1,acco", seeds=1,
+                    workdir="refused")  # fmt: skip
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 1 and out == ""
+    assert err == (
+        "error: acco: microbatches_per_step is 3, which does not divide into the 2 "
+        "half-rounds of a step of acco: use a multiple.\n"
+    )
+    assert not list((place / "refused").glob("*/*/metrics.jsonl"))
+
+
+def test_methods_and_their_options():
+    zero1, dpu = comparison.parse(f"zero1, dpu( warmup_steps=40,{RATE} )")
+    assert zero1 == comparison.Entry("zero1", ("--config.method=zero1",))
+    assert dpu.name == f"dpu(warmup_steps=40,{RATE})"
+    assert dpu.flags == (
+        "--config.method=dpu",
+        "--config.method_options.warmup_steps=40",
+        f"--{RATE}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "''"),
+        ("acco,,zero1", "''"),
+        ("acco(", r"'acco\('"),
+        ("acco()", r"'acco\(\)'"),
+        ("dpu(warmup_steps)", "option=value"),
+        ("dpu(config.data.folder=/x)", "option=value"),
+        ("../acco", "option=value"),
+        ("acco,zero1,acco", "acco twice"),
+    ],
+)
+def test_what_is_no_list_of_methods_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        comparison.parse(text)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_tools_the_network_is_refused_before_any_run(start, place):
+    process = start("--network=20mbit", workdir="unshaped", PATH="/nonexistent")
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 1 and out == ""
+    assert err == (
+        "error: --network cannot shape a link: no ip and tc here: apt-get install -y "
+        "iproute2.\n"
+    )
+    assert not (place / "unshaped").exists()
+
+
+# ml_collections loads config files as Python 3.12 no longer does
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatch):
+    """With stand-ins for the processes: one method's write a result."""
+
+    def start(arguments):
+        folder = Path(next(a for a in arguments if a.startswith("--workdir"))[10:])
+        if "--config.method=acco" not in arguments:
+            return [subprocess.Popen(["false"])]
+        folder.mkdir(parents=True, exist_ok=True)
+        row = {"kind": "validation", "half_round": 3, "tokens": 9, "seconds": 1.0,
+               "loss": 2.5}  # fmt: skip
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        summary = {"loss": 2.5, "tokens": 9, "steps": 1, "seconds": 1.0,
+                   "bytes_sent_per_worker": 8, "state_bytes_per_device": 7}  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "config.json").write_text('{"microbatch_size": 1, "length": 3}')
+        return [subprocess.Popen(["true"])]
+
+    monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_: None)
+    monkeypatch.setattr(comparison, "_check_folders", lambda *_: None)
+    monkeypatch.setattr(
+        comparison, "_starting", lambda _: contextlib.nullcontext(start)
+    )
+    request = comparison.Request(
+        (f"--config={place / 'tiny.py'}",), comparison.parse("zero1,acco"), tmp_path, 2
+    )
+    with pytest.raises(ValueError, match=r"no result of zero1/seed-0, zero1/seed-1 "):
+        comparison.compare(request, [])
+    assert "acco" in (tmp_path / "table.md").read_text()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def namespaces():
+    if network.why_not():
+        return set()
+    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True)
+    return {line.split()[0] for line in listed.stdout.splitlines()}
+
+
+@pytest.mark.slow
+def test_over_a_shaped_link(finished, start, place):
+    """Real processes, or the one line that says what this machine lacks."""
+    before = namespaces()  # others may be measuring here
+    process = start("--network=20mbit", "--config.devices=1", seeds=1, workdir="link")
+    out, err = process.communicate(timeout=540)
+    if reason := network.why_not():
+        assert err == f"error: --network cannot shape a link: {reason}\n"
+        return
+    assert process.returncode == 0, err
+    assert out == (place / "link" / "table.md").read_text()
+    acco = results.read(place / "link" / "acco" / "seed-0", "acco", 0)
+    one = results.read(place / "out" / "acco" / "seed-0", "acco", 0)
+    assert acco.bytes_sent_per_worker == one.bytes_sent_per_worker
+    assert acco.final_loss == pytest.approx(one.final_loss, rel=1e-5)
+    assert namespaces() <= before
