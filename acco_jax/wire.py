@@ -12,6 +12,9 @@ Plain communication sends the layout's buffers. Quantized, with Q of
     reduce  worker i sends Q(g_i + e_i) and keeps e_i' = g_i + e_i - Q(g_i + e_i) for
             its next gradient; the owner adds up what arrives, in float32
 
+Both round to nearest. The reduction is an all-to-all, which GPUs run beside computation
+and the compilers of TPUs (v5e, v5p, v6e, tpu7x) do not; all gather asynchronously.
+
 Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340); error
 feedback, Karimireddy et al. (arXiv 1901.09847).
 """

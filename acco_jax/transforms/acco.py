@@ -81,6 +81,7 @@ def acco(
       reduce_bits: 8 sends gradients in 8 bits to the shards' owners, which add them in
         float32; what rounding left out is added to each worker's next gradient. Needs
         the packed layout and one data axis; adds a buffer as large as the gradients.
+        Not hidden on TPUs, whose all-to-all is synchronous.
       resync_every: with gather_bits, the first of so many half-rounds gathers values.
 
     Returns:
