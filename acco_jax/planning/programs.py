@@ -157,16 +157,16 @@ class Program:
     def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds the compiler cannot know.
 
-        With counts these are the busiest worker's pieces, or of one microbatch the
-        forward and the backward pass. Without, they are those that the step hides on
-        GPU, because they run once.
+        They are the busiest worker's pieces, one beside each collective, or of one
+        microbatch the forward and the backward pass. A single one is all microbatches
+        but the last, or what the step hides on GPU because it runs once.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
-        most, places = max(self.counts, default=1), 2 * len(self.tx.axis)
+        most, places = max(self.counts, default=self.microbatches), len(loops)
         if most == 1:
             return dict.fromkeys(loops, 1)
-        if len(loops) != places:  # all but the last one, of a method with one loop
-            return dict.fromkeys(loops, most - 1)
+        if places < 2:
+            return dict.fromkeys(loops, most - 1 if self.counts else 1)
         spans = (piece(most, k, places) for k in range(places))
         return {x: end - first for x, (first, end) in zip(loops, spans, strict=True)}
 
