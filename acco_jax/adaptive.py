@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from acco_jax.gradients import Accumulator, Sums
 from acco_jax.layout import Layout, Pending, PyTree
@@ -47,15 +47,8 @@ class AdaptiveStep(TrainStep):
         super().__init__(tx, gradients, "split", options)
         self.minimum, self.half_round = minimum, 0
         self._log = None if log is None else read_counts(log)
-        one = lambda i: lambda count: (i, i + 1)  # noqa: E731
-        self._zeros = jax.jit(Accumulator.zeros)
-        self._add = jax.jit(
-            lambda gradients, sums, params, batch, rng, i: gradients.add(
-                sums, params, batch, rng, None, one(i)
-            ),
-            donate_argnums=1,
-        )
-        self._masked = jax.jit(_add_where, donate_argnums=1)
+        self._zeros = jax.jit(_none)
+        self._add = jax.jit(_one_more, donate_argnums=1)
         self._pack = jax.jit(pending_of, static_argnums=0)
 
     def _local(
@@ -73,10 +66,10 @@ class AdaptiveStep(TrainStep):
                     f"the log of counts has {len(self._log)} half-rounds: it cannot be "
                     "repeated further."
                 )
-            counts = self._gradients.place_counts(self._log[self.half_round])
+            counts = self._gradients.counts_here(self._log[self.half_round])
         self.half_round += 1
         gradients = self._gradients
-        sums = self._zeros(gradients, params, batch, rng)
+        sums, i = self._zeros(gradients, params, batch, rng)
         mine = None
         if counts is not None:
             mine = max(int(s.data[0]) for s in counts.addressable_shards)
@@ -87,31 +80,35 @@ class AdaptiveStep(TrainStep):
                 break
             if mine is not None and done >= mine:
                 break
-            if counts is None:
-                sums = self._add(gradients, sums, params, batch, rng, np.int32(done))
-            else:
-                i = np.int32(done)
-                sums = self._masked(gradients, sums, params, batch, rng, i, counts)
+            sums, i = self._add(gradients, sums, i, params, batch, rng, counts)
             jax.block_until_ready(sums.loss)
             done += 1
         if counts is None:
-            counts = self._gradients.counts_here(done)
+            counts = gradients.counts_here([done] * gradients.workers)
         pending, rest = self._pack(layout, sums)
         return jax.block_until_ready(pending), rest, counts
 
 
-def _add_where(
+def _none(gradients: Accumulator, *args: Any) -> tuple[Sums, jax.Array]:
+    """No microbatch, and the number of the next one: counted where it is needed."""
+    return gradients.zeros(*args), jnp.int32(0)
+
+
+def _one_more(
     gradients: Accumulator,
     sums: Sums,
+    i: jax.Array,
     params: PyTree,
     batch: PyTree,
     rng: Any,
-    i: Any,
     counts: Any,
-) -> Sums:
-    """Adds microbatch i on the workers whose count goes beyond it."""
-    span = lambda count: (i, i + (count > i).astype(i.dtype))  # noqa: E731
-    return gradients.add(sums, params, batch, rng, counts, span)
+) -> tuple[Sums, jax.Array]:
+    """Adds microbatch i, where there are counts on the workers who have that many."""
+
+    def span(count: Any) -> tuple[Any, Any]:
+        return i, i + 1 if counts is None else i + (count > i).astype(i.dtype)
+
+    return gradients.add(sums, params, batch, rng, counts, span), i + 1
 
 
 def read_counts(log: Path) -> list[list[int]]:

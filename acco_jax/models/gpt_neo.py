@@ -30,6 +30,7 @@ REMAT_POLICIES = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
 )
+ATTENTION = (None, "xla", "cudnn")  # of jax.nn.dot_product_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class GPTNeoConfig:
     dtype: DTypeLike = jnp.bfloat16  # of the computation
     param_dtype: DTypeLike = jnp.float32
     remat: bool | str = False  # True, or the name of a policy: recompute each block
+    attention: str | None = None  # 'xla', 'cudnn'; None: what JAX chooses
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -72,6 +74,8 @@ class GPTNeoConfig:
             raise ValueError(
                 f"remat={self.remat!r} must be a bool or one of {REMAT_POLICIES}"
             )
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention={self.attention!r} must be one of {ATTENTION}")
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -117,6 +121,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GPTNeoConfig, kind: str, rngs: nnx.Rngs) -> None:
         linear = _linear(config, rngs)
         self.heads = config.heads
+        self.implementation: Any = config.attention  # JAX wants the literal
         # jax counts the keys before a query, transformers counts the query as well.
         self.window = (config.window - 1, 0) if kind == "local" else None
         self.q_proj = linear(config.width, config.width, use_bias=False)
@@ -134,6 +139,7 @@ class Attention(nnx.Module):
             scale=1.0,
             is_causal=True,
             local_window_size=self.window,
+            implementation=self.implementation,
         )
         return self.out_proj(y_BxTxNxH.reshape(B, T, D))
 

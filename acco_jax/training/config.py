@@ -54,6 +54,11 @@ def default_config() -> ConfigDict:
     # step. acco takes half of them in each of a step's two half-rounds.
     c.microbatch_size = 8
     c.microbatches_per_step = 2
+    # 'fixed', or 'adaptive': each process keeps adding microbatches until its
+    # communication is done, from those of a half-round up to most_microbatches; or
+    # 'replay:FILE', a run's counts.jsonl: as that run did. Both in the split form.
+    c.microbatches = "fixed"
+    c.most_microbatches = 16  # of each worker in a half-round, where they adapt
     c.length = 256  # targets per row
     # How many of its microbatches each worker computes per half-round: one number per
     # worker, for workers of unequal speed. Empty: all.
@@ -90,6 +95,7 @@ def default_config() -> ConfigDict:
     c.model.dtype = "bfloat16"  # of the computation
     c.model.param_dtype = "bfloat16"  # the master copy is float32 all the same
     c.model.remat = False
+    c.model.attention = PLACEHOLDER(str)  # 'xla', 'cudnn'; None: what JAX chooses
 
     c.lora = ConfigDict()
     c.lora.rank = 0  # of the adapters that are trained instead of the model; 0: none
@@ -134,6 +140,16 @@ def validate(config: ConfigDict) -> None:
             raise ValueError(f"{name} is {config[name]}: it must be at least 1.")
     if config.lora.rank < 0:
         raise ValueError(f"lora.rank is {config.lora.rank}: give 0 for no adapters.")
+    if config.microbatches not in ("fixed", "adaptive") and not replayed(config):
+        raise ValueError(
+            f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive' or "
+            "'replay:FILE'."
+        )
+    if config.microbatches != "fixed" and len(config.counts):
+        raise ValueError(
+            f"counts is {tuple(config.counts)}, but microbatches="
+            f"{config.microbatches!r} finds them: leave one out."
+        )
     if len(config.counts) and not any(config.counts):
         raise ValueError(
             "counts is 0 for every worker, so nothing would ever be computed: give at "
@@ -141,6 +157,12 @@ def validate(config: ConfigDict) -> None:
         )
     optimizer(config)
     model(config, vocab_size=1)  # the tokenizer's comes with the corpus
+
+
+def replayed(config: ConfigDict) -> str:
+    """The log that a run repeats; '' if it repeats none."""
+    kind, _, file = config.microbatches.partition(":")
+    return file if kind == "replay" else ""
 
 
 def dtype(field: str, name: str) -> Any:
@@ -260,6 +282,7 @@ def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
         dtype=dtype("model.dtype", c.dtype),
         param_dtype=dtype("model.param_dtype", c.param_dtype),
         remat=c.remat,
+        attention=c.attention,
         **sizes,
     )
 

@@ -32,6 +32,7 @@ from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
 from acco_jax.training import metrics, reports, timing
 from acco_jax.training.checkpoints import Checkpoints
+from acco_jax.training.counts import CountsLog, check_log
 
 PyTree = Any
 DATA = "data"
@@ -57,6 +58,7 @@ class Experiment:
     step: acco_jax.TrainStep
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round, or in an inner step of one
+    held: int  # microbatches that its batch holds; more where counts adapt
     checkpoints: Checkpoints
     loss_fn: Callable[..., Any]
     init: Callable[[], PyTree]
@@ -73,12 +75,12 @@ class Experiment:
     @property
     def rows(self) -> int:
         """Of a half-round's global batch."""
-        microbatches = self.microbatches * self.tx.steps_per_call
+        microbatches = self.held * self.tx.steps_per_call
         return self.workers * microbatches * self.config.microbatch_size
 
     @property
     def tokens(self) -> int:
-        """Targets that a half-round counts."""
+        """Targets that a half-round counts, but where counts adapt."""
         computed = self.config.counts or [self.microbatches] * self.workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
         return rows * self.config.length
@@ -118,6 +120,16 @@ def prepare(
         )
     microbatches = per_step // share
     _check_counts(tuple(config.counts), mesh.size, microbatches)
+    held = microbatches
+    if config.microbatches != "fixed":
+        held = config.most_microbatches
+        if held < microbatches:
+            raise ValueError(
+                f"most_microbatches is {held}, less than the {microbatches} that "
+                "microbatches_per_step gives a half-round: raise it."
+            )
+        if log := configs.replayed(config):
+            check_log(Path(log), tx.calls(config.steps), mesh.size, held)
     corpus = data.load_corpus(config.data, workdir=workdir)
     sizes = ("train_bytes", "train_documents", "validation_bytes")
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
@@ -131,13 +143,16 @@ def prepare(
         tx,
         mesh=mesh,
         axis_name=DATA,
-        microbatches=microbatches,
+        microbatches=microbatches
+        if config.microbatches == "fixed"
+        else config.microbatches,
+        bounds=(microbatches, held),
         form=config.form,
     )
     schedule = configs.learning_rate(config)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches, held,
         checkpoints, loss_fn, init,
     )  # fmt: skip
     _batches(experiment)  # says now if the corpus is too small
@@ -344,6 +359,10 @@ class _Run:
             self._batches.set_state(host["batches"])
             self.done, seconds = latest, host["seconds"]
             logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
+        self._log = None
+        if e.config.microbatches != "fixed":
+            self._log = CountsLog(e.workdir, self.done)
+            e.step.half_round = self.done  # type: ignore[attr-defined]
         self._recorder = metrics.Recorder(
             e.workdir,
             total=e.half_rounds,
@@ -361,7 +380,10 @@ class _Run:
 
     @property
     def tokens(self) -> int:
-        return self.done * self._experiment.tokens
+        e = self._experiment
+        if self._log is None:
+            return self.done * e.tokens
+        return self._log.total * e.config.microbatch_size * e.config.length
 
     def half_round(self) -> None:
         """Dispatches a half-round and waits for none but an interval long past."""
@@ -371,12 +393,16 @@ class _Run:
             self.params, self.state, batch, self._counts
         )
         self.done += 1
+        microbatches = list(e.config.counts) or [e.microbatches] * e.workers
+        if self._log is not None:
+            self._log.add(jax.device_get(self._metrics["counts"]))
+            microbatches = self._log.last
         if self.done % e.config.log_every == 0:
             known = {
                 "kind": "train",
                 "half_round": self.done,
                 "tokens": self.tokens,
-                "microbatches": list(e.config.counts) or [e.microbatches] * e.workers,
+                "microbatches": microbatches,
             }
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
             rate = self._rate(device["step"])
@@ -417,6 +443,8 @@ class _Run:
 
     def close(self) -> None:
         self._recorder.close()
+        if self._log is not None:
+            self._log.close()
 
 
 def run(
@@ -526,10 +554,10 @@ def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
         params,
         batch,
         counts,
-        microbatches=e.microbatches,
+        microbatches=e.held,
         accumulate_dtype=dtype and configs.dtype("accumulate_dtype", dtype),
     )
-    return seconds / e.tokens
+    return seconds / (e.tokens * e.held // e.microbatches)
 
 
 def _finish(

@@ -1,0 +1,31 @@
+"""Training dynamics of the methods, section 4.3 of the paper on a small scale.
+
+python -m acco_jax.compare --config=experiments/dynamics.py --seeds=3 \
+    --methods=acco,zero1,dpu,wp --workdir=runs/dynamics
+
+1.2M parameters, 8 workers, 4,096 tokens per optimizer step, 2M tokens in all; about 5
+minutes a run on two cores. Results: experiments/results/dynamics.md.
+"""
+
+from acco_jax.training.config import default_config
+
+
+def get_config():
+    c = default_config()
+    c.devices = 8
+    c.steps = 500
+    c.microbatch_size = 2
+    c.microbatches_per_step = 2
+    c.length = 128
+    c.model.width = 128
+    c.model.layers = 6
+    c.model.heads = 4
+    c.model.window = 64
+    c.model.dtype = "float32"
+    c.model.param_dtype = "float32"
+    c.optimizer.learning_rate = 1e-3
+    c.eval_every = 50
+    c.eval_batches = 8
+    c.checkpoint_every = 250
+    c.keep_checkpoints = 1
+    return c
