@@ -284,7 +284,8 @@ def _groups(corpus: Corpus, length: int, count: int) -> list[_Rows]:
     ends = np.flatnonzero(tokens == end)
     starts, sizes = ends[:-1] + 1, np.diff(ends)  # each with the end of text after it
     sums = np.add.reduceat(tokens, starts, dtype=np.int64)
-    order = np.argsort(sums / sizes, kind="stable")
+    means = (sums - end) / np.maximum(sizes - 1, 1)
+    order = np.argsort(means, kind="stable")
     middle = np.cumsum(sizes[order]) - sizes[order] / 2
     group = (middle * count // sizes.sum()).astype(int)
     return [

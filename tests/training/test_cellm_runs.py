@@ -8,7 +8,7 @@ from acco_jax.training import loop, metrics
 
 CHANGES = {
     "method": "cellm",
-    "method_options.local_steps": 2,
+    "method_options": {"local_steps": 2},
     "lora.ranks": (("attn/q_proj/kernel", 3), ("attn/v_proj/kernel", 1)),
     "lora.scale": 2.0,
     "data.skew": 1.0,
