@@ -9,6 +9,7 @@ from acco_jax import transforms as transforms  # first: acco_jax.local builds on
 from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
 from acco_jax.local.base import LocalMethod as LocalMethod
+from acco_jax.local.cellm import cellm as cellm
 from acco_jax.local.co2 import co2 as co2
 from acco_jax.local.diloco import diloco as diloco
 from acco_jax.local.gossip import gossip as gossip

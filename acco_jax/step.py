@@ -183,17 +183,18 @@ class TrainStep:
             return (program.lower(*work),)
         layout, rest = state.layout, state
         work = (self._gradients, layout, params, batch, counts, rng)
+        accumulate = self._accumulate.lower(*work)
         if overlaps:
             now, rest = state.pending, state._replace(pending=None)
         else:
-            shapes, _ = jax.eval_shape(self._accumulate, *work)
+            # where a method of its own leaves them, only its program knows
             now = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                shapes,
-                layout.state_shardings(shapes),
+                jax.eval_shape(self._accumulate, *work)[0],
+                accumulate.compile().output_shardings[0],
             )
         communicate = self._program(rest, overlaps, wire)
-        return self._accumulate.lower(*work), communicate.lower(now, rest, params)
+        return accumulate, communicate.lower(now, rest, params)
 
     def compile(
         self,

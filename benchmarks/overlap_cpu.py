@@ -353,9 +353,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     flag("--quick", action="store_true", help="small model, 3 repetitions: < 2 minutes")
     flag("--json", metavar="FILE", help="also write every sample there")
     flag("--processes", type=int, default=2, metavar="N")
-    flag("--methods", default="zero1,acco", help="names in acco_jax.transforms.METHODS")
+    flag("--methods", default="zero1,fused_zero1,acco", help="names of METHODS")
     flag("--repetitions", type=int, metavar="R", help="default 10")
-    flag("--microbatches", type=int, default=8, metavar="N", help="default 8")
+    flag("--microbatches", type=int, default=16, metavar="N", help="default 16")
+    flag("--shares", default="1,0.5,7", help="communication / computation; of TARGETS")
     flag("--timeout", type=int, metavar="S", help="default 1800, quick 110")
     flag("--worker", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(args)
@@ -365,6 +366,9 @@ def main() -> None:
     args = parse()
     if args.worker:
         return work(args.worker)
+    shares = [float(share) for share in args.shares.split(",")]
+    if unknown := [share for share in shares if share not in TARGETS]:
+        raise SystemExit(f"--shares: {unknown[0]:g} is none of {list(TARGETS)}.")
     if reason := why_not():
         raise SystemExit(f"overlap_cpu.py cannot shape a link: {reason}")
     width, layers, vocabulary, length, rows = (
@@ -393,7 +397,7 @@ def main() -> None:
         adapting = ["compute N/4", "communication", "zero1 N/4", "adaptive"]
         fixed = [m for m in known if m == "communication" or m not in adapting]
         mbit = 1000.0
-        for share in TARGETS:
+        for share in shares:
             modes = adapting if share == SLOW else fixed
             mbit = calibrate(workers, share, mbit)
             repetitions = args.repetitions or (3 if args.quick else 10)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from acco_jax.data import corpora
 from acco_jax.data.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
 
 _DOCUMENTS_AT_ONCE = 256
+_ENDLESS = 2**40  # batches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,6 +95,8 @@ def train_iterator(
     process_index: int,
     process_count: int,
     prefetch: int = 2,
+    workers: int = 1,
+    skew: float = 0.0,
 ) -> grain.DatasetIterator:
     """Iterate for ever over this process's part of the shuffled training batches.
 
@@ -100,6 +104,12 @@ def train_iterator(
     Rows are shuffled globally, anew each epoch; global batch k holds the same rows in
     the same order for any `process_count`, process p having the p-th part of them.
     The iterator has `get_state()` (JSON-able) and `set_state(state)`.
+
+    With a skew, the i-th part of each global batch, worker i's, comes for that share
+    from the i-th of as many groups of documents, cut where they hold equal numbers of
+    tokens, of the documents in the order of their mean token: groups differ in what
+    tokens are frequent. The rest of its rows come from all documents, as do all without
+    skew. Finding the groups reads the whole split once.
 
     Args:
       corpus: from `load_corpus`.
@@ -109,6 +119,8 @@ def train_iterator(
       process_index: this process, of `process_count`.
       process_count: number of processes that share the global batch.
       prefetch: batches made ahead of time, each in its own thread; 0: none.
+      workers: that share the global batch, in equal contiguous parts.
+      skew: 0 to 1, which part of a worker's rows is of its own group.
 
     Returns:
       An iterator over {"tokens": int32 (batch_size // process_count, length + 1)}.
@@ -123,10 +135,21 @@ def train_iterator(
             f"the training split has {len(rows)} rows of {length} tokens, less than a "
             f"batch of {batch_size}: lower batch_size or length, or use more text"
         )
-    dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
-    # Endless, so nothing is dropped; without drop_remainder grain overflows at 1 row.
-    dataset = dataset.batch(rows_per_process, drop_remainder=True)
-    dataset = dataset[process_index::process_count]
+    if skew:
+        if workers % process_count:
+            raise ValueError(
+                f"{workers} workers are not divisible by {process_count} processes"
+            )
+        parts = _skewed(corpus, rows, batch_size, seed, workers, skew)
+        mine = np.array_split(np.arange(workers), process_count)[process_index]
+        dataset = grain.MapDataset.range(_ENDLESS).map(
+            functools.partial(_joined, [parts[i] for i in mine])
+        )
+    else:
+        dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+        # Endless, so nothing is dropped; else grain overflows at 1 row.
+        dataset = dataset.batch(rows_per_process, drop_remainder=True)
+        dataset = dataset[process_index::process_count]
     options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     return iter(dataset.to_iter_dataset(options))
 
@@ -202,17 +225,96 @@ def bits_per_byte(
 class _Rows:
     """Give random access to the rows of a token array."""
 
-    def __init__(self, tokens: np.ndarray, length: int):
+    def __init__(self, tokens: "np.ndarray | _Documents", length: int):
         self._tokens = tokens
-        self._length = length
+        self.length = length
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
+        return (len(self._tokens) - 1) // self.length
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        start = int(row) * self._length
-        row_tokens = self._tokens[start : start + self._length + 1]
+        start = int(row) * self.length
+        row_tokens = self._tokens[start : start + self.length + 1]
         return {"tokens": np.asarray(row_tokens, np.int32)}
+
+
+def _skewed(
+    corpus: Corpus,
+    rows: _Rows,
+    batch_size: int,
+    seed: int,
+    workers: int,
+    skew: float,
+) -> list[grain.MapDataset]:
+    """Each worker's endless part of the global batches."""
+    if not 0 < skew <= 1:
+        raise ValueError(f"skew {skew} must be in 0 .. 1")
+    if batch_size % workers:
+        raise ValueError(
+            f"batch_size {batch_size} is not divisible by {workers} workers: set it to "
+            f"a multiple of {workers}"
+        )
+    parts = []
+    for i, own in enumerate(_groups(corpus, rows.length, workers)):
+        if not len(own):
+            raise ValueError(
+                f"the documents of worker {i} have less than a row of {rows.length} "
+                "tokens: lower length, set skew to 0, or use more text"
+            )
+        seeds = map(int, np.random.SeedSequence([seed, i]).generate_state(2))
+        drawn = [
+            grain.MapDataset.source(source).shuffle(seed=s).repeat()
+            for source, s in zip((own, rows), seeds, strict=True)
+        ]
+        dataset = drawn[0]
+        if skew < 1:
+            dataset = grain.MapDataset.mix(drawn, weights=[skew, 1 - skew])
+        parts.append(dataset.batch(batch_size // workers, drop_remainder=True))
+    return parts
+
+
+def _joined(parts: list[grain.MapDataset], k: int) -> dict[str, np.ndarray]:
+    """Batch k of several workers, one after the other."""
+    return {"tokens": np.concatenate([part[k]["tokens"] for part in parts])}
+
+
+def _groups(corpus: Corpus, length: int, count: int) -> list[_Rows]:
+    """The documents in the order of their mean token, in parts of about equal size."""
+    tokens, end = corpus.train_tokens, corpus.tokenizer.end_of_text
+    ends = np.flatnonzero(tokens == end)
+    starts, sizes = ends[:-1] + 1, np.diff(ends)  # each with the end of text after it
+    sums = np.add.reduceat(tokens, starts, dtype=np.int64)
+    means = (sums - end) / np.maximum(sizes - 1, 1)
+    order = np.argsort(means, kind="stable")
+    middle = np.cumsum(sizes[order]) - sizes[order] / 2
+    group = (middle * count // sizes.sum()).astype(int)
+    return [
+        _Rows(_Documents(tokens, starts[chosen], sizes[chosen]), length)
+        for chosen in (order[group == i] for i in range(count))
+    ]
+
+
+class _Documents:
+    """Some documents of a token array, as an array of their own: see `Corpus`."""
+
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, sizes: np.ndarray):
+        # the end of text before the first document is one of a single token
+        self._tokens = tokens
+        self._starts = np.concatenate([[0], starts])
+        self._ends = np.cumsum(np.concatenate([[1], sizes]))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        first, last = np.searchsorted(self._ends, [span.start, span.stop - 1], "right")
+        pieces = []
+        for i in range(first, last + 1):
+            before = self._ends[i - 1] if i else 0
+            a, b = max(span.start, before), min(span.stop, self._ends[i])
+            at = self._starts[i] - before
+            pieces.append(self._tokens[at + a : at + b])
+        return np.concatenate(pieces)
 
 
 def _divide(

@@ -84,6 +84,9 @@ def default_config() -> ConfigDict:
     c.data.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
     c.data.tokenizer = "bytes"  # or 'bpe', trained on the training split
     c.data.vocab_size = PLACEHOLDER(int)  # of 'bpe'
+    # Which part of its rows each worker reads from documents of its own, that no other
+    # reads them from: 0: none, all workers have the same distribution; 1: all.
+    c.data.skew = 0.0
 
     c.model = ConfigDict()
     c.model.size = PLACEHOLDER(str)  # a name of acco_jax.models.gpt_neo.size
@@ -100,6 +103,8 @@ def default_config() -> ConfigDict:
     c.lora = ConfigDict()
     c.lora.rank = 0  # of the adapters that are trained instead of the model; 0: none
     c.lora.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
+    # Instead of both: pairs (pattern, rank), of which the first that matches counts.
+    c.lora.ranks = ()
     c.lora.scale = 1.0  # W + scale * a @ b
     # Workdir of a finished run, on as many devices, whose model is adapted; None: one
     # as initialized.
@@ -150,6 +155,9 @@ def validate(config: ConfigDict) -> None:
             f"counts is {tuple(config.counts)}, but microbatches="
             f"{config.microbatches!r} finds them: leave one out."
         )
+    _check_ranks(config.lora)
+    if not 0 <= config.data.skew <= 1:
+        raise ValueError(f"data.skew is {config.data.skew}: it must lie from 0 to 1.")
     if len(config.counts) and not any(config.counts):
         raise ValueError(
             "counts is 0 for every worker, so nothing would ever be computed: give at "
@@ -163,6 +171,20 @@ def replayed(config: ConfigDict) -> str:
     """The log that a run repeats; '' if it repeats none."""
     kind, _, file = config.microbatches.partition(":")
     return file if kind == "replay" else ""
+
+
+def _check_ranks(c: ConfigDict) -> None:
+    """Refuses lora.ranks that are no pairs, or that stand beside lora.rank."""
+    for pair in c.ranks:
+        if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
+            raise ValueError(
+                f"lora.ranks has {pair!r}: give pairs of a pattern and a rank, such as "
+                "(('attn/q_proj', 8), ('mlp', 4))."
+            )
+    if c.ranks and c.rank:
+        raise ValueError(
+            f"lora.ranks is {tuple(c.ranks)} and lora.rank {c.rank}: give one of them."
+        )
 
 
 def dtype(field: str, name: str) -> Any:
@@ -310,9 +332,12 @@ def trained(
 
     def adapters() -> PyTree:
         key = jax.random.fold_in(jax.random.key(config.seed), 1)
-        return lora.init(jax.eval_shape(whole), key, c.rank, c.pattern)
+        shapes = jax.eval_shape(whole)
+        if c.ranks:
+            return lora.init(shapes, key, dict(c.ranks))
+        return lora.init(shapes, key, c.rank, c.pattern)
 
-    if not c.rank:
+    if not c.rank and not c.ranks:
         return loss_fn, whole
     jax.eval_shape(adapters)  # says what is wrong before there is a model
     return lora.loss_fn(loss_fn, freeze(whole), c.scale), adapters

@@ -235,6 +235,8 @@ def _batches(experiment: Experiment) -> Any:
         seed=experiment.config.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
+        workers=experiment.workers,
+        skew=experiment.config.data.skew,
     )
 
 

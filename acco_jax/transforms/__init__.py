@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from acco_jax.local.cellm import cellm
 from acco_jax.local.co2 import co2
 from acco_jax.local.diloco import diloco
 from acco_jax.local.gossip import gossip
@@ -15,6 +16,7 @@ from acco_jax.transforms.zero1 import zero1
 
 METHODS: dict[str, Callable[..., Any]] = {
     "acco": acco,
+    "cellm": cellm,
     "co2": co2,
     "diloco": diloco,
     "dpu": dpu,

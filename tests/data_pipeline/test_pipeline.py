@@ -1,5 +1,6 @@
 """From documents to batches: packing, caching, order, restoring."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -294,6 +295,111 @@ def test_impossible_batches_are_refused_in_one_line(changes, hint):
     with pytest.raises(ValueError, match=hint) as raised:
         iterate(make_corpus(), **changes)
     assert "\n" not in str(raised.value)
+
+
+# Workers with documents of their own
+
+
+def documents(sizes, seed=0):
+    """A corpus of documents whose tokens are all different, from 300 on, shuffled."""
+    draw = np.random.default_rng(seed)
+    texts, at = [], 300
+    for size in sizes:
+        texts.append(np.arange(at, at + size))
+        at += size
+    draw.shuffle(texts)
+    tokens = np.concatenate([[END], *(x for t in texts for x in (t, [END]))])
+    corpus = make_corpus()
+    return dataclasses.replace(corpus, train_tokens=tokens.astype(np.uint16))
+
+
+def workers_of(batches, workers):
+    """What of (k, rows, length + 1) each worker has: (workers, rows, length + 1)."""
+    k, rows, width = batches.shape
+    parts = batches.reshape(k, workers, rows // workers, width)
+    return parts.swapaxes(0, 1).reshape(workers, -1, width)
+
+
+SIZES = [int(n) for n in np.random.default_rng(1).integers(1, 90, 40)]
+SKEWED = {"batch_size": 8, "workers": 4, "length": 8}
+
+
+@pytest.mark.parametrize("length", [1, 8, 31])
+def test_skewed_workers_read_disjoint_documents(length):
+    corpus = documents(SIZES)
+    two_epochs = len(corpus.train_tokens) // length // 4
+    iterator = iterate(corpus, **SKEWED | {"length": length}, skew=1.0)
+    seen = []
+    for rows in workers_of(take(iterator, two_epochs), 4):
+        # whole documents, as they are: a token's successor is the next or the end
+        now, after = rows[:, :-1].ravel(), rows[:, 1:].ravel()
+        inside = (now != END) & (after != END)
+        np.testing.assert_array_equal(after[inside], now[inside] + 1)
+        seen.append(set(rows.ravel().tolist()) - {END})
+    assert not any(a & b for a, b in itertools.combinations(seen, 2))
+    # all but what is left of a row, and groups of about a quarter, by their mean
+    assert sum(map(len, seen)) > sum(SIZES) - 4 * (length + 1)
+    for a, b in itertools.pairwise(seen):
+        assert max(a) < min(b)
+    assert max(map(len, seen)) < sum(SIZES) / 4 + max(SIZES)
+
+
+def test_half_a_skew_is_half_the_rows():
+    corpus = documents(SIZES)
+    own = workers_of(take(iterate(corpus, **SKEWED, skew=1.0), 200), 4)
+    half = workers_of(take(iterate(corpus, **SKEWED, skew=0.5), 200), 4)
+    for mine, rows in zip(own, half, strict=True):
+        known = {tuple(row) for row in mine}
+        share = np.mean([tuple(row) in known for row in rows])
+        assert 0.5 <= share < 0.6
+        assert len(np.unique(rows)) > 0.7 * sum(SIZES)
+
+
+@pytest.mark.parametrize("skew", [0.3, 1.0])
+def test_skewed_batches_do_not_depend_on_processes_and_resume(skew):
+    corpus = documents(SIZES)
+    alone = iterate(corpus, **SKEWED, skew=skew)
+    whole = take(alone, 70)
+    for count in (2, 4):
+        parts = [
+            take(iterate(corpus, **SKEWED, skew=skew, process=(p, count)), 70)
+            for p in range(count)
+        ]
+        np.testing.assert_array_equal(whole, np.concatenate(parts, 1))
+    state = json.loads(json.dumps(alone.get_state()))
+    following = take(alone, 40)
+    fresh = iterate(corpus, **SKEWED, skew=skew, prefetch=0)
+    fresh.set_state(state)
+    np.testing.assert_array_equal(take(fresh, 40), following)
+    other = take(iterate(corpus, **SKEWED, skew=skew, seed=1), 70)
+    assert not np.array_equal(other, whole)
+
+
+def test_without_skew_the_order_is_what_it_was():
+    """Recorded before there was any."""
+    found = take(iterate(make_corpus(), workers=2, skew=0.0), 3)
+    recorded = [[392, 664, 80, 696], [312, 552, 760, 72], [496, 160, 432, 56]]
+    assert found[..., 0].tolist() == recorded
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"skew": 1.5}, "skew 1.5"),
+        ({"workers": 3}, "8 is not divisible by 3 workers"),
+        ({"process": (0, 8)}, "4 workers are not divisible by 8"),
+    ],
+)
+def test_impossible_skews_are_refused_in_one_line(changes, hint):
+    options = SKEWED | {"skew": 1.0} | changes
+    with pytest.raises(ValueError, match=hint) as raised:
+        iterate(documents(SIZES), **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_worker_without_documents_is_refused():
+    with pytest.raises(ValueError, match="worker 0 have less than a row of 8 tokens"):
+        iterate(documents([400, 3, 3]), **SKEWED, skew=1.0)
 
 
 # Held-out batches

@@ -43,6 +43,9 @@ WRONG = [
     ("log_every", -3, r"log_every is -3: it must be at least 1"),
     ("counts", (0, 0), r"counts is 0 for every worker"),
     ("lora.rank", -1, r"lora.rank is -1: give 0 for no adapters"),
+    ("lora.ranks", (("mlp", 0.5),), r"lora.ranks has \('mlp', 0.5\): give pairs"),
+    ("lora.ranks", ("mlp", 4), r"lora.ranks has 'mlp': give pairs"),
+    ("data.skew", 1.5, r"data.skew is 1.5: it must lie from 0 to 1"),
     ("lora.rnak", 1, r"no field lora.rnak: did you mean lora.rank\?"),
 ]
 
@@ -54,6 +57,15 @@ def test_refuses_in_one_line(field, value, message):
     with pytest.raises(ValueError, match=message) as error:
         configs.validate(config)
     assert "\n" not in str(error.value)
+
+
+def test_a_rank_per_layer_excludes_one_for_all():
+    config = configs.default_config()
+    config.lora.ranks = (("attn", 8), ("mlp", 4))
+    configs.validate(config)
+    config.lora.rank = 2
+    with pytest.raises(ValueError, match=r"ranks is .* and lora.rank 2: give one"):
+        configs.validate(config)
 
 
 def test_refuses_a_value_of_another_type_and_a_missing_field():
