@@ -11,16 +11,17 @@ over jax.distributed and gloo. The modes, in turn within every repetition:
     compute        the gradients of N microbatches: acco_jax.local_gradients
     communication  a half-round without microbatches: reduce-scatter, optimizer on the
                    shard, all-gather
-    zero1, acco    a half-round of N microbatches with the method of that name
+    zero1, fused_zero1, acco
+                   a half-round of N microbatches with the method of that name
     zero1 2N       a step with twice the microbatches: the tokens of two half-rounds
     adaptive       acco with microbatches="adaptive", from N/4 up; the time is that of
                    N/4 microbatches, as it is of "compute N/4" and "zero1 N/4"
 
 The rate is set until communication takes as long as computation, then half of it, then
-7 times that of N/4 microbatches: there acco must go on computing. A
-sample is two half-rounds, timed by the slower worker; all times are per half-round. A
-ratio is the median over repetitions of the ratio within a repetition; its spread is
-the middle half. The last line of a table says how busy other programs kept the
+7 times that of N/4 microbatches: there acco must go on computing. A sample is two
+half-rounds, timed by the slower worker; all times are per half-round. A ratio is the
+median over repetitions of the ratio within a repetition; its spread is the middle half.
+The last line of a table says how busy other programs kept the
 machine: where that is not about 0, measure again. What a mode takes of its core is less
 disturbed; nothing can make acco / compute smaller than the ratio of these.
 """
@@ -350,14 +351,14 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag = parser.add_argument
-    flag("--quick", action="store_true", help="small model, 3 repetitions: < 2 minutes")
+    flag("--quick", action="store_true", help="small model, 3 repetitions: minutes")
     flag("--json", metavar="FILE", help="also write every sample there")
     flag("--processes", type=int, default=2, metavar="N")
     flag("--methods", default="zero1,fused_zero1,acco", help="names of METHODS")
     flag("--repetitions", type=int, metavar="R", help="default 10")
-    flag("--microbatches", type=int, default=16, metavar="N", help="default 16")
+    flag("--microbatches", type=int, metavar="N", help="default 16, quick 8")
     flag("--shares", default="1,0.5,7", help="communication / computation; of TARGETS")
-    flag("--timeout", type=int, metavar="S", help="default 1800, quick 110")
+    flag("--timeout", type=int, metavar="S", help="default 3600, quick 300")
     flag("--worker", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(args)
 
@@ -371,14 +372,15 @@ def main() -> None:
         raise SystemExit(f"--shares: {unknown[0]:g} is none of {list(TARGETS)}.")
     if reason := why_not():
         raise SystemExit(f"overlap_cpu.py cannot shape a link: {reason}")
+    microbatches = args.microbatches or (8 if args.quick else 16)
     width, layers, vocabulary, length, rows = (
         (128, 4, 2048, 128, 1) if args.quick else (256, 4, 4096, 256, 2)
     )
     spec = {
         "model": {"width": width, "layers": layers, "vocab_size": vocabulary,
                   "max_length": length, "heads": width // 64, "window": length},
-        "microbatches": args.microbatches,
-        "most": 4 * args.microbatches,  # that a batch holds
+        "microbatches": microbatches,
+        "most": 4 * microbatches,  # that a batch holds
         "rows": rows,  # sequences of a microbatch
         "processes": args.processes,
         "methods": args.methods.split(","),
@@ -390,7 +392,7 @@ def main() -> None:
         "points": {},
     }
     with running(spec) as workers:
-        signal.alarm(args.timeout or (110 if args.quick else 1800))
+        signal.alarm(args.timeout or (300 if args.quick else 3600))
         known = workers.ask("modes")[0]
         for mode in known:
             workers(mode)  # compiles
