@@ -3,8 +3,8 @@
 python -m acco_jax.compare --config=experiments/dynamics.py --seeds=3 \
     --methods=acco,zero1,dpu,wp --workdir=runs/dynamics
 
-1.2M parameters, 8 workers, 4,096 tokens per optimizer step, 2M tokens in all; about 5
-minutes a run on two cores. Results: experiments/results/dynamics.md.
+1.2M parameters, 8 workers, 4,096 tokens per optimizer step, 2M tokens in all; about 7
+minutes a run on two cores.
 """
 
 from acco_jax.training.config import default_config
