@@ -167,7 +167,7 @@ def test_what_is_sent_and_what_is_kept_are_what_moved(wire, sizes, k):
 
     @jax.jit
     def exchange(theta, error, weight):
-        nothing = Sums(None, weight, None, None)
+        nothing = Sums(None, None, weight, None)
         work = Work(theta, None, nothing, None, None)
         moving = sparse.send(None, state._replace(error=error), work)
         layout, words, kept, total = sparse._gather(moving)
