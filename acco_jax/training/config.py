@@ -179,7 +179,7 @@ def _check_ranks(c: ConfigDict) -> None:
         if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
             raise ValueError(
                 f"lora.ranks has {pair!r}: give pairs of a pattern and a rank, such as "
-                "(('attn/q_proj', 8), ('mlp', 4))."
+                "(('q_proj/kernel', 8), ('mlp/.*kernel', 4))."
             )
     if c.ranks and c.rank:
         raise ValueError(
