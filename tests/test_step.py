@@ -77,6 +77,7 @@ class Setup:
 setup = functools.cache(Setup)
 CASES = [
     ("acco", 4, AUTO, "packed", 3),
+    ("acco", 8, AUTO, "packed", 2),
     ("acco", 4, EXPLICIT, "packed", 3),
     ("acco", 4, AUTO, "leaf", 2),
     ("acco", 4, EXPLICIT, "leaf", 1),
