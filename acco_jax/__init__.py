@@ -27,6 +27,7 @@ from acco_jax.transforms.base import state_shardings as state_shardings
 from acco_jax.transforms.delayed import dpu as dpu
 from acco_jax.transforms.delayed import wp as wp
 from acco_jax.transforms.fused_zero1 import fused_zero1 as fused_zero1
+from acco_jax.transforms.zero1 import ddp as ddp
 from acco_jax.transforms.zero1 import zero1 as zero1
 
 __version__ = "0.1.0"

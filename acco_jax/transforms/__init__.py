@@ -12,12 +12,13 @@ from acco_jax.local.streaming import streaming_diloco
 from acco_jax.transforms.acco import acco
 from acco_jax.transforms.delayed import dpu, wp
 from acco_jax.transforms.fused_zero1 import fused_zero1
-from acco_jax.transforms.zero1 import zero1
+from acco_jax.transforms.zero1 import ddp, zero1
 
 METHODS: dict[str, Callable[..., Any]] = {
     "acco": acco,
     "cellm": cellm,
     "co2": co2,
+    "ddp": ddp,
     "diloco": diloco,
     "dpu": dpu,
     "fused_zero1": fused_zero1,

@@ -2,11 +2,14 @@
 
     theta(t+1) = Opt(theta(t), G(t) / W(t)),  g(t) computed at theta(t)
 
-Nothing is hidden: the gradients that are communicated are those just computed.
+Nothing is hidden: the gradients that are communicated are those just computed. `ddp` is
+the same step with the state replicated and one all-reduce of each gradient.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.layout import Layout
+from acco_jax.layout import Layout, Leaf, LeafLayout
 from acco_jax.transforms.base import Method, Options, Point, make_method
 
 PyTree = Any
@@ -77,6 +80,53 @@ def zero1(
         gather_bits,
         reduce_bits,
         resync_every,
+    )
+    return make_method(
+        inner, options, start=start, advance=advance, delayed=False, half_rounds=1
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ReplicatedLayout(LeafLayout):
+    """Every worker has all of everything; nothing is gathered, hence nor rounded."""
+
+    @functools.cached_property
+    def _dims(self) -> dict[Leaf, tuple[int | None, int]]:
+        return dict.fromkeys(self.leaves, (None, 0))
+
+    def join(self, shards: PyTree) -> tuple[jax.Array, ...]:
+        leaves = zip(self.leaves, jax.tree.leaves(shards), strict=True)
+        return tuple(x.astype(leaf.dtype) for leaf, x in leaves)
+
+
+def ddp(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",
+    comm_dtype: Any = None,
+    accumulate_dtype: Any = None,
+    layout: str = "auto",
+    param_specs: PyTree | None = None,
+) -> Method:
+    """All-reduce gradients and take the same step on every worker.
+
+    Arguments, shapes and errors are those of `zero1`, and so are the numbers; every
+    worker holds the whole optimizer state, and sends as many bytes as with `zero1`.
+
+    Raises:
+      ValueError: also for layout='packed', which is one of shards.
+
+    References:
+      Li et al., PyTorch Distributed (https://arxiv.org/abs/2006.15704)
+    """
+    if layout not in ("auto", "leaf"):
+        raise ValueError(
+            f"layout is {layout!r}, but ddp shards nothing: leave it out, or use zero1."
+        )
+    options = Options(
+        mesh, axis_name, comm_dtype, accumulate_dtype, ReplicatedLayout, param_specs
     )
     return make_method(
         inner, options, start=start, advance=advance, delayed=False, half_rounds=1

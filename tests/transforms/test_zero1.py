@@ -7,7 +7,9 @@ import optax
 import pytest
 
 import acco_jax
+from acco_jax.footprint import NEGLIGIBLE, collectives
 from acco_jax.layout import LeafLayout, PackedLayout
+from acco_jax.transforms.zero1 import ReplicatedLayout
 from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -18,14 +20,18 @@ INNER = {
     "sgd": (optax.sgd(0.1, momentum=0.9), PackedLayout),
     "centralize": (optax.chain(optax.centralize(), optax.adamw(1e-2)), LeafLayout),
 }
+METHODS = {"zero1": acco_jax.zero1, "ddp": acco_jax.ddp}
 
 
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("name", INNER)
-def test_every_update_is_one_step_of_inner(name, n, types):
+@pytest.mark.parametrize(
+    ("method", "name"), [*(("zero1", name) for name in INNER), ("ddp", "adamw")]
+)
+def test_every_update_is_one_step_of_inner(method, name, n, types):
     inner, kind = INNER[name]
-    tx = acco_jax.zero1(inner, mesh=make_mesh(n, types=types))
+    tx = METHODS[method](inner, mesh=make_mesh(n, types=types))
+    kind = kind if method == "zero1" else ReplicatedLayout
     theta = parameters(SHAPES)
     params, state, update = theta, tx.init(theta), jax.jit(tx.update)
     assert isinstance(state.layout, kind)
@@ -47,6 +53,33 @@ def test_every_update_is_one_step_of_inner(name, n, types):
         assert int(state.steps) == steps
         if not w.any():
             chex.assert_trees_all_equal(state.inner, before.inner)
+
+
+def test_ddp_replicates_its_state_and_reduces_once():
+    theta = {"w": np.ones((64, 32), np.float32), "b": np.ones(32, np.float32)}
+    mesh = make_mesh(4)
+    tx = acco_jax.ddp(optax.adam(1e-2), mesh=mesh, comm_dtype="bfloat16")
+    step = acco_jax.make_train_step(
+        lambda p, x, rng: (x @ p["w"] + p["b"]).sum(), tx, mesh=mesh, microbatches=2
+    )
+    params, state = acco_jax.start(tx, theta)
+    batch = np.full((8, 64), 0.1, np.float32)
+    found = [
+        (c.kind, c.dtype, c.shape)
+        for c in collectives(step.lower(params, state, batch))
+        if c.whole >= NEGLIGIBLE or c.dtype == "bf16"
+    ]
+    assert sorted(found) == [
+        ("all_reduce", "bf16", (32,)),
+        ("all_reduce", "bf16", (64, 32)),
+    ]
+    params, state, _ = step(params, state, batch)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state))
+    for k, x in acco_jax.committed_params(state, params).items():
+        np.testing.assert_array_equal(x, params[k])  # nothing gathered, nothing rounded
+        assert np.abs(np.asarray(x) - 0.99).max() < 1e-6  # Adam's first step
+    with pytest.raises(ValueError, match="ddp shards nothing"):
+        acco_jax.ddp(optax.adam(1e-2), mesh=mesh, layout="packed")
 
 
 def test_equals_acco_that_commits_the_same_gradients():
