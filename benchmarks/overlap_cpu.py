@@ -16,14 +16,16 @@ over jax.distributed and gloo. The modes, in turn within every repetition:
     zero1 2N       a step with twice the microbatches: the tokens of two half-rounds
     adaptive       acco with microbatches="adaptive", from N/4 up; the time is that of
                    N/4 microbatches, as it is of "compute N/4" and "zero1 N/4"
+    acco 8 bits    acco with gather_bits=8 and reduce_bits=8
 
 The rate is set until communication takes as long as computation, then half of it, then
-7 times that of N/4 microbatches: there acco must go on computing. A sample is two
-half-rounds, timed by the slower worker; all times are per half-round. A ratio is the
-median over repetitions of the ratio within a repetition; its spread is the middle half.
-The last line of a table says how busy other programs kept the
-machine: where that is not about 0, measure again. What a mode takes of its core is less
-disturbed; nothing can make acco / compute smaller than the ratio of these.
+7 times that of N/4 microbatches, where acco must go on computing, then twice, where
+fewer bytes count. A sample is two half-rounds, timed by the slower worker; all times
+are per half-round. A ratio is the median over repetitions of the ratio within a
+repetition; its spread is the middle half. The last line of a table says how busy other
+programs kept the machine: where that is not about 0, measure again. What a mode takes
+of its core is less disturbed; nothing can make acco / compute smaller than the ratio of
+these.
 """
 
 from __future__ import annotations
@@ -56,8 +58,14 @@ TARGETS = {
     1.0: {"acco / max(compute, communication)": 1.10, "acco / zero1": 0.58},
     0.5: {"acco / compute": 1.06},
     7.0: {"adaptive / zero1 N/4": 1 / 6},
+    2.0: {"acco 8 bits / acco": 1 / 1.5},
 }
-SLOW = 7.0  # where counts adapt
+# mode that is measured beside few others -> what it is compared with
+ALONE = {
+    "adaptive": ("compute N/4", "zero1 N/4"),
+    "acco 8 bits": ("acco", "compute"),
+}
+SLOW, FEW_BITS = 7.0, 2.0  # where counts adapt, and where bytes are saved
 
 
 # --------------------------------------------------------------------- the workers
@@ -125,9 +133,13 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         return jax.jit(init, out_shardings=NamedSharding(mesh, P()))()
 
     def stepper(
-        method: str, microbatches: int | str, counts: Any = None, times: int = 2
+        method: str,
+        microbatches: int | str,
+        counts: Any = None,
+        times: int = 2,
+        **options: Any,
     ) -> Callable[[], float]:
-        tx = METHODS[method](optax.adamw(1e-4), mesh=mesh)
+        tx = METHODS[method](optax.adamw(1e-4), mesh=mesh, **options)
         step = acco_jax.make_train_step(
             loss,
             tx,
@@ -174,6 +186,7 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     modes["compute N/4"] = compute(few)
     modes["zero1 N/4"] = stepper("zero1", few)
     modes["adaptive"] = stepper("acco", "adaptive")
+    modes["acco 8 bits"] = stepper("acco", N, gather_bits=8, reduce_bits=8)
     # A collective over gloo waits 30 s for a process that still compiles.
     multihost.sync_global_processes("compiled", timeout=600, processes=set(range(n)))
     return modes
@@ -298,16 +311,15 @@ def measure(workers: Workers, modes: list[str], repetitions: int) -> dict[str, A
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Ratio -> its median and quartiles over the repetitions."""
-    if "adaptive" in seconds:
-        found = {}
-        for below in ("compute N/4", "zero1 N/4"):
-            each = zip(seconds["adaptive"], seconds[below], strict=True)
-            found["adaptive / " + below] = spread([a / b for a, b in each])
-        return found
+    pairs: dict[str, tuple[list[float], list[float]]] = {}
+    for mode, others in ALONE.items():
+        if mode in seconds:
+            for other in others:
+                pairs[f"{mode} / {other}"] = seconds[mode], seconds[other]
+            return {title: quotients(*pair) for title, pair in pairs.items()}
     synchronous = [mode for mode in seconds if mode + " 2N" in seconds]
     plain = {"compute", "communication", *synchronous}
     plain |= {mode + " 2N" for mode in synchronous}
-    pairs: dict[str, tuple[list[float], list[float]]] = {}
     parts = list(zip(seconds["compute"], seconds["communication"], strict=True))
     larger, both = list(map(max, parts)), list(map(sum, parts))
     for mode in synchronous:
@@ -316,13 +328,11 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         pairs[f"{mode} / max(compute, communication)"] = seconds[mode], larger
         for other in ("compute", *synchronous, *(m + " 2N" for m in synchronous)):
             pairs[f"{mode} / {other}"] = seconds[mode], seconds[other]
-    found = {}
-    for name_, (above, below) in pairs.items():
-        found[name_] = spread([a / b for a, b in zip(above, below, strict=True)])
-    return found
+    return {title: quotients(*pair) for title, pair in pairs.items()}
 
 
-def spread(samples: list[float]) -> dict[str, float]:
+def quotients(above: list[float], below: list[float]) -> dict[str, float]:
+    samples = [a / b for a, b in zip(above, below, strict=True)]
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high}
 
@@ -357,7 +367,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     flag("--methods", default="zero1,fused_zero1,acco", help="names of METHODS")
     flag("--repetitions", type=int, metavar="R", help="default 10")
     flag("--microbatches", type=int, metavar="N", help="default 16, quick 8")
-    flag("--shares", default="1,0.5,7", help="communication / computation; of TARGETS")
+    flag(
+        "--shares", default="1,0.5,7,2", help="communication / computation; of TARGETS"
+    )
     flag("--timeout", type=int, metavar="S", help="default 3600, quick 300")
     flag("--worker", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(args)
@@ -396,11 +408,15 @@ def main() -> None:
         known = workers.ask("modes")[0]
         for mode in known:
             workers(mode)  # compiles
-        adapting = ["compute N/4", "communication", "zero1 N/4", "adaptive"]
-        fixed = [m for m in known if m == "communication" or m not in adapting]
+        special = {
+            SLOW: ["compute N/4", "communication", "zero1 N/4", "adaptive"],
+            FEW_BITS: ["compute", "communication", "acco", "acco 8 bits"],
+        }
+        away = {"compute N/4", "zero1 N/4", "adaptive", "acco 8 bits"}
+        fixed = [m for m in known if m not in away]
         mbit = 1000.0
         for share in shares:
-            modes = adapting if share == SLOW else fixed
+            modes = special.get(share, fixed)
             mbit = calibrate(workers, share, mbit)
             repetitions = args.repetitions or (3 if args.quick else 10)
             point = measure(workers, modes, repetitions)

@@ -52,7 +52,7 @@ def test_ratios_are_taken_within_a_repetition(overlap_cpu):
         title
         for share, point in overlap_cpu.TARGETS.items()
         for title in point
-        if share != overlap_cpu.SLOW
+        if share not in (overlap_cpu.SLOW, overlap_cpu.FEW_BITS)
     }
     assert limits <= found.keys()
 
@@ -68,6 +68,18 @@ def test_adaptive_is_compared_at_equal_tokens(overlap_cpu):
     assert found["adaptive / compute N/4"]["median"] == 1.5
     assert found["adaptive / zero1 N/4"]["median"] == pytest.approx(1 / 6)
     assert overlap_cpu.TARGETS[overlap_cpu.SLOW].keys() <= found.keys()
+
+
+def test_few_bits_are_compared_with_all_of_them(overlap_cpu):
+    seconds = {
+        "compute": [1.0, 1.0, 1.0],
+        "communication": [2.0, 2.0, 2.0],
+        "acco": [2.0, 2.0, 2.1],
+        "acco 8 bits": [1.2, 1.0, 1.4],
+    }
+    found = overlap_cpu.ratios(seconds)
+    assert found["acco 8 bits / acco"]["median"] == pytest.approx(0.6)
+    assert overlap_cpu.TARGETS[overlap_cpu.FEW_BITS].keys() <= found.keys()
 
 
 def test_without_the_tools_says_so_in_one_line():
@@ -90,8 +102,9 @@ def test_quick(overlap_cpu, tmp_path):
         return
     assert done.returncode == 0, done.stderr
     points = json.loads(out.read_text())["points"]
-    assert set(points) == {"1.0", "0.5", "7.0"}
-    slow = points.pop("7.0")
+    assert set(points) == {"1.0", "0.5", "7.0", "2.0"}
+    slow, bits = points.pop("7.0"), points.pop("2.0")
+    assert bits["ratios"]["acco 8 bits / acco"]["median"] < 1
     assert {"compute N/4", "zero1 N/4", "adaptive"} <= slow["seconds"].keys()
     assert slow["ratios"]["adaptive / zero1 N/4"]["median"] < 0.5
     for point in points.values():
