@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import Accumulator, Sums
 from acco_jax.layout import Layout, Pending, PyTree
@@ -47,8 +49,10 @@ class AdaptiveStep(TrainStep):
         super().__init__(tx, gradients, "split", options)
         self.minimum, self.half_round = minimum, 0
         self._log = None if log is None else read_counts(log)
-        self._zeros = jax.jit(_none)
-        self._add = jax.jit(_one_more, donate_argnums=1)
+        # the number in one place, or the second microbatch would compile anew
+        homes = (None, NamedSharding(gradients.mesh, P()))
+        self._zeros = jax.jit(_none, out_shardings=homes)
+        self._add = jax.jit(_one_more, donate_argnums=1, out_shardings=homes)
         self._pack = jax.jit(pending_of, static_argnums=0)
 
     def _local(
