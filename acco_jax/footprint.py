@@ -146,10 +146,26 @@ def _collective(op: Any, kind: str) -> list[Collective]:
         pairs = _rows(op.attributes["source_target_pairs"])
         group = 1 + any(a != b for a, b in pairs)
     else:
-        group = len(_rows(op.attributes["replica_groups"])[0])
+        group = _group_size(op)
     values = op.results if kind == "all_gather" else op.operands
     types = [ir.RankedTensorType(v.type) for v in values]
     return [Collective(kind, str(t.element_type), tuple(t.shape), group) for t in types]
+
+
+def _group_size(op: Any) -> int:
+    """How many devices take part together; newer jax names the axes of a mesh."""
+    groups = op.attributes["replica_groups"]
+    if "replica_group_mesh_axes" not in str(groups):
+        return len(_rows(groups)[0])
+    name = re.findall(r"mesh = @([\w.]+)", str(groups))[0]
+    axes = re.findall(r'axis_ref<name = "([^"]+)"', str(groups))
+    module = op.operation
+    while module.name != "builtin.module":
+        module = module.parent.operation
+    operations = module.regions[0].blocks[0].operations
+    mesh = next(o for o in operations if str(o.attributes["sym_name"]) == f'"{name}"')
+    sizes = dict(re.findall(r'"([^"]+)"=(\d+)', str(mesh.attributes["mesh"])))
+    return math.prod(int(sizes[axis]) for axis in axes)
 
 
 def _rows(attribute: Any) -> list[list[int]]:
