@@ -163,8 +163,8 @@ class Program:
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most, places = max(self.counts, default=self.microbatches), len(loops)
-        if most == 1:
-            return dict.fromkeys(loops, 1)
+        if most == 1 or isinstance(self.tx, acco_jax.LocalMethod):
+            return dict.fromkeys(loops, most)  # or an inner step's microbatches
         if places < 2:
             return dict.fromkeys(loops, most - 1 if self.counts else 1)
         spans = (piece(most, k, places) for k in range(places))

@@ -254,7 +254,7 @@ def test_exchanges_hide_behind_inner_steps(method):
     found = schedule.select(groups=program.groups)
     assert [c.kind for c in found] == kinds
     assert [c.dtype for c in found if c.kind == "all-to-all"] == (
-        ["s8"] if "bits" in options else []
+        ["u32"] if "bits" in options else []
     )
     assert schedule.hidden_fraction(groups=program.groups) == 1
     assert program.parameters == gpt_neo.count_params(MODEL)
