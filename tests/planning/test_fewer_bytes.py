@@ -52,4 +52,6 @@ def test_bytes_of_plain_bf16(gather_bits, reduce_bits, share):
     # the later XLA starts it, maybe beside operations that hold no matrix product.
     assert after.exposed <= before.exposed + 0.02 * after.communication
     assert after.computation <= 1.03 * before.computation
-    assert memory.temporaries <= 1.02 * whole.temporaries
+    # at most a byte per parameter more: what arrives in 8 bits, before it is added up
+    assert memory.temporaries <= whole.temporaries + memory.parts["parameters"] / 2
+    assert schedule.hidden_fraction() == 1
