@@ -123,8 +123,8 @@ def test_what_cannot_adapt_is_refused(tmp_path):
 
 
 def test_compiled_once():
+    jax.clear_caches()  # steps share the programs of a function: count none but these
     step, tx = make_step("adaptive")
-    before = step._add._cache_size()  # other steps' programs of the same function
     run(step, tx)
-    assert step._add._cache_size() <= before + 1
+    assert step._add._cache_size() == 1
     assert jax.tree.leaves(step._programs)[0]._cache_size() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ml_collections import ConfigDict, config_dict
 from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
 from acco_jax.transforms import METHODS
+from acco_jax.transforms.base import Options
 
 PyTree = Any
 PLACEHOLDER = config_dict.placeholder
@@ -127,6 +129,8 @@ def validate(config: ConfigDict) -> None:
     _check_fields(config, default_config(), "")
     _one_of("method", config.method, METHODS)
     known = list(inspect.signature(METHODS[config.method]).parameters)
+    if known[-1] == "options":  # **options: what all sharding methods share
+        known[-1:] = [f.name for f in dataclasses.fields(Options)]
     for field in config.method_options:
         _one_of(f"method_options of {config.method}", field, known)
     _one_of("layout", config.layout, ("auto", "packed", "leaf"))

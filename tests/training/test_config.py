@@ -164,3 +164,15 @@ def test_differing_field_names_what_matters():
 def test_dtype_names_the_field():
     assert configs.dtype("x", "float32") == jnp.float32
     assert jax.dtypes.issubdtype(configs.dtype("x", "bfloat16"), jnp.floating)
+
+
+@pytest.mark.parametrize("method", ["acco", "zero1", "dpu", "wp"])
+def test_few_bits_are_an_option_of_every_method_that_has_them(method):
+    config = configs.default_config()
+    config.method, config.method_options.gather_bits = method, 8
+    configs.validate(config)
+    tx = configs.method(config, method, jax.make_mesh((1,), ("data",)), "data")
+    assert tx.wires.gather_quantized
+    config.method_options.bits = 8
+    with pytest.raises(ValueError, match=f"method_options of {method} is 'bits'"):
+        configs.validate(config)
