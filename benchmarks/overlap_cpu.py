@@ -50,8 +50,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from acco_jax.training import network  # noqa: E402
-from acco_jax.training.network import why_not  # noqa: E402
 
+SYNCHRONOUS = ("zero1", "ddp", "fused_zero1")
 HALF_ROUNDS = 2  # of a sample: an estimate and a commit
 # communication / computation -> ratio -> at most
 TARGETS = {
@@ -66,6 +66,16 @@ ALONE = {
     "acco 8 bits": ("acco", "compute"),
 }
 SLOW, FEW_BITS = 7.0, 2.0  # where counts adapt, and where bytes are saved
+FEW_MODES = {
+    SLOW: ["compute N/4", "communication", "zero1 N/4", "adaptive"],
+    FEW_BITS: ["compute", "communication", "acco", "acco 8 bits"],
+}
+
+
+def modes_at(share: float, methods: list[str]) -> list[str]:
+    """What is measured where communication takes `share` of computation."""
+    twice = [f"{m} 2N" for m in methods if m in SYNCHRONOUS]
+    return FEW_MODES.get(share, ["compute", "communication", *methods, *twice])
 
 
 # --------------------------------------------------------------------- the workers
@@ -84,14 +94,10 @@ def work(spec: dict[str, Any]) -> None:
     )
     modes = make_modes(spec)
     for line in sys.stdin:
-        mode = line.strip()
-        if mode == "modes":
-            reply: Any = list(modes)
-        else:
-            start = time.perf_counter()
-            half_rounds = modes[mode]()
-            reply = (time.perf_counter() - start) / half_rounds
-        print(json.dumps(reply), file=answers, flush=True)
+        start = time.perf_counter()
+        half_rounds = modes[line.strip()]()
+        seconds = (time.perf_counter() - start) / half_rounds
+        print(json.dumps(seconds), file=answers, flush=True)
 
 
 def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
@@ -177,16 +183,18 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
         return run
 
-    modes = {"compute": compute(N), "communication": stepper("acco", N, none)}
-    for method in spec["methods"]:
-        modes[method] = stepper(method, N)
-    for method in spec["methods"]:
-        if not METHODS[method](optax.adamw(1e-4), mesh=mesh).delayed:
-            modes[method + " 2N"] = stepper(method, 2 * N, times=1)
-    modes["compute N/4"] = compute(few)
-    modes["zero1 N/4"] = stepper("zero1", few)
-    modes["adaptive"] = stepper("acco", "adaptive")
-    modes["acco 8 bits"] = stepper("acco", N, gather_bits=8, reduce_bits=8)
+    make: dict[str, Callable[[], Callable[[], float]]] = {
+        "compute": lambda: compute(N),
+        "compute N/4": lambda: compute(few),
+        "communication": lambda: stepper("acco", N, none),
+        "zero1 N/4": lambda: stepper("zero1", few),
+        "adaptive": lambda: stepper("acco", "adaptive"),
+        "acco 8 bits": lambda: stepper("acco", N, gather_bits=8, reduce_bits=8),
+    }
+    for method in METHODS:
+        make[method] = functools.partial(stepper, method, N)
+        make[method + " 2N"] = functools.partial(stepper, method, 2 * N, times=1)
+    modes = {name: make[name]() for name in spec["modes"]}
     # A collective over gloo waits 30 s for a process that still compiles.
     multihost.sync_global_processes("compiled", timeout=600, processes=set(range(n)))
     return modes
@@ -218,11 +226,12 @@ class Workers:
             text=True, env={**network.environment(), "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
-    def ask(self, mode: str) -> list[Any]:
+    def __call__(self, mode: str) -> float:
         for p in self.processes:
             p.stdin.write(mode + "\n")
             p.stdin.flush()
-        answers, waiting = [], {p.stdout: i for i, p in enumerate(self.processes)}
+        answers: list[float] = []
+        waiting = {p.stdout: i for i, p in enumerate(self.processes)}
         while waiting:
             for out in connection.wait(list(waiting)):
                 i = waiting.pop(out)
@@ -231,10 +240,7 @@ class Workers:
                     tail = "".join(x.read_text()[-2000:] for x in self.logs)
                     raise SystemExit(f"worker {i} ended during {mode!r}:\n{tail}")
                 answers.append(json.loads(line))
-        return answers
-
-    def __call__(self, mode: str) -> float:
-        return max(self.ask(mode))
+        return max(answers)
 
     def cpu_seconds(self) -> float:
         def of(pid: int) -> int:
@@ -380,9 +386,10 @@ def main() -> None:
     if args.worker:
         return work(args.worker)
     shares = [float(share) for share in args.shares.split(",")]
+    methods = args.methods.split(",")
     if unknown := [share for share in shares if share not in TARGETS]:
         raise SystemExit(f"--shares: {unknown[0]:g} is none of {list(TARGETS)}.")
-    if reason := why_not():
+    if reason := network.why_not():
         raise SystemExit(f"overlap_cpu.py cannot shape a link: {reason}")
     microbatches = args.microbatches or (8 if args.quick else 16)
     width, layers, vocabulary, length, rows = (
@@ -395,7 +402,7 @@ def main() -> None:
         "most": 4 * microbatches,  # that a batch holds
         "rows": rows,  # sequences of a microbatch
         "processes": args.processes,
-        "methods": args.methods.split(","),
+        "modes": list(dict.fromkeys(m for s in shares for m in modes_at(s, methods))),
     }  # fmt: skip
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
@@ -405,21 +412,13 @@ def main() -> None:
     }
     with running(spec) as workers:
         signal.alarm(args.timeout or (300 if args.quick else 3600))
-        known = workers.ask("modes")[0]
-        for mode in known:
+        for mode in spec["modes"]:
             workers(mode)  # compiles
-        special = {
-            SLOW: ["compute N/4", "communication", "zero1 N/4", "adaptive"],
-            FEW_BITS: ["compute", "communication", "acco", "acco 8 bits"],
-        }
-        away = {"compute N/4", "zero1 N/4", "adaptive", "acco 8 bits"}
-        fixed = [m for m in known if m not in away]
         mbit = 1000.0
         for share in shares:
-            modes = special.get(share, fixed)
             mbit = calibrate(workers, share, mbit)
             repetitions = args.repetitions or (3 if args.quick else 10)
-            point = measure(workers, modes, repetitions)
+            point = measure(workers, modes_at(share, methods), repetitions)
             point |= {"rate_mbit": mbit, "ratios": ratios(point["seconds"])}
             report["points"][str(share)] = point
             show(share, point)

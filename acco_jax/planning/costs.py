@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from acco_jax.planning.chips import Chip
@@ -30,6 +30,8 @@ PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
 SMALL = 1 << 16  # bytes: below, NCCL takes a tree and the protocol of low latency,
 SMALL_HOP, SMALL_FAR = 0.6e-6, 5e-6  # seconds per step over NVLink and the network
+FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
+_BITS = {"f32": 32, "bf16": 16, "f16": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +207,38 @@ def synchronous(prediction: Prediction, half_rounds: int) -> float:
     """
     update = prediction.computation - prediction.matrix
     return half_rounds * prediction.matrix + update + prediction.communication
+
+
+def in_few_bits(
+    schedule: Schedule,
+    names: Collection[str],
+    gather_bits: int | None,
+    reduce_bits: int | None,
+    *,
+    hide_reduction: bool,
+) -> Schedule:
+    """The schedule if its collectives carried fewer bits; packing is not counted.
+
+    Args:
+      schedule: of a method that sends plain values.
+      names: of the collectives that carry gradients or parameters.
+      gather_bits: of every parameter; None: as it is.
+      reduce_bits: of every gradient; None: as it is.
+      hide_reduction: whether the chip runs an all-to-all, which a reduction in few bits
+        is, beside computation.
+    """
+
+    def fewer(c: Collective) -> Collective:
+        gathers = c.kind == "all-gather"
+        bits = gather_bits if gathers else reduce_bits
+        if c.name not in names or bits is None or c.dtype not in _BITS:
+            return c
+        hidden = c.asynchronous and (gathers or hide_reduction)
+        size = c.bytes * bits // _BITS[c.dtype]
+        return dataclasses.replace(c, bytes=size, asynchronous=hidden)
+
+    collectives = tuple(map(fewer, schedule.collectives))
+    return dataclasses.replace(schedule, collectives=collectives)
 
 
 class _Walk:

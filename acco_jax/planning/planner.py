@@ -15,6 +15,8 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from acco_jax import LocalMethod
+from acco_jax.layout import PackedLayout
 from acco_jax.models import gpt_neo
 from acco_jax.planning import costs, programs
 from acco_jax.planning.programs import SHARDED, Compiled, DoesNotFit, Program
@@ -82,6 +84,7 @@ class Plan:
     asked: tuple[str, ...]  # methods whose communication must be hidden
     outcomes: tuple[Outcome, ...]
     growth: tuple[dict[str, Any], ...]  # a row per method and number of devices
+    few_bits: tuple[dict[str, Any], ...]  # a row per method and choice of bits
 
     @property
     def topology(self) -> Topology:
@@ -131,7 +134,8 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     described = [programs.describe(config, name, mesh) for name in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
     growth = _growth(outcomes, config, model, machine, numbers)
-    return Plan(config, model, machine, asked, outcomes, growth)
+    few = tuple(row for o in outcomes for row in _few_bits(o, config, machine))
+    return Plan(config, model, machine, asked, outcomes, growth, few)
 
 
 def _check_devices(n: int, machine: costs.Machine) -> None:
@@ -203,6 +207,57 @@ def _largest(
             high = total(b)
     per_row = (high - low) / (b - a)
     return (a + int((room - low) // per_row) if per_row > 0 else a), per_row
+
+
+def _few_bits(
+    o: Outcome, config: ConfigDict, machine: costs.Machine
+) -> list[dict[str, Any]]:
+    """Predictions for gathers and reductions in few bits, of a method that sends all.
+
+    The first row is the method as compiled; () for what cannot, or already does.
+    """
+    tx, layout = o.program.tx, o.program.arguments[1].layout
+    if isinstance(tx, LocalMethod) or tx.wires.gather_quantized:
+        return []
+    if tx.wires.reduce_quantized or not isinstance(layout, PackedLayout):
+        return []
+    names = {c.name for c in o.collectives}
+    rows: list[dict[str, Any]] = []
+    for gather_bits, reduce_bits in ((None, None), *costs.FEW_BITS):
+        other = config.copy_and_resolve_references()
+        with other.unlocked():
+            other.method_options.gather_bits = gather_bits
+            other.method_options.reduce_bits = reduce_bits
+        try:
+            configs.method(other, o.method, tx.mesh, tx.axis)
+        except (ValueError, TypeError):  # the method's refusal
+            continue
+        schedule = costs.in_few_bits(
+            o.compiled.schedule,
+            names,
+            gather_bits,
+            reduce_bits,
+            hide_reduction=machine.topology.platform == "gpu",
+        )
+        p = costs.predict(schedule, machine, machine.topology.devices)
+        sent = sum(c.bytes * c.times for c in schedule.collectives if c.name in names)
+        rows.append(
+            {
+                "method": o.method,
+                "gather_bits": gather_bits,
+                "reduce_bits": reduce_bits,
+                "bytes": o.half_rounds * sent,
+                "communication": o.half_rounds * p.communication,
+                "hidden": p.hidden,
+                "step": o.half_rounds * p.total,
+            }
+        )
+    if len(rows) < 2:
+        return []
+    for row in rows:
+        row["share_of_bytes"] = row["bytes"] / max(rows[0]["bytes"], 1)
+        row["speedup"] = rows[0]["step"] / row["step"]
+    return rows
 
 
 def _growth(

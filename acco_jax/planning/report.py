@@ -24,6 +24,8 @@ def text(plan: Plan) -> str:
     blocks = [_head(plan), _figures(plan)]
     blocks += [_method(plan, o) for o in plan.outcomes]
     blocks += [_comparison(plan)]
+    if plan.few_bits:
+        blocks.append(_few_bits(plan))
     if len(plan.growth) > len(plan.outcomes):
         blocks.append(_growth(plan))
     return "\n\n".join(blocks)
@@ -43,6 +45,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "methods": {o.method: _read_dict(plan, o) for o in plan.outcomes},
         "predicted": list(plan.growth),
+        "few_bits": list(plan.few_bits),
         "exposed": [{"method": m, "name": c.name} for m, c in plan.exposed],
     }
 
@@ -237,6 +240,35 @@ def _comparison(plan: Plan) -> str:
     compiled = plan.growth[0]["zero1_compiled"]
     how = "as compiled" if compiled else "by formula: it was not among the methods"
     return f"PREDICTED side by side (zero1 {how})\n" + _table(rows, "lrrrrr")
+
+
+def _few_bits(plan: Plan) -> str:
+    head = "method gather reduce MiB/step share communication hidden step faster"
+    rows: list[tuple[str, ...]] = [tuple(head.split())]
+
+    def bits(number: int | None) -> str:
+        return f"{number} bits" if number else "all"
+
+    rows += [
+        (
+            r["method"],
+            *(
+                f"{r[b]} bits" if r[b] else "all"
+                for b in ("gather_bits", "reduce_bits")
+            ),
+            f"{r['bytes'] / 2**20:,.1f}",
+            f"{r['share_of_bytes']:.3f}",
+            seconds(r["communication"]),
+            f"{r['hidden']:.0%}",
+            seconds(r["step"]),
+            f"{r['speedup']:.2f}x",
+        )
+        for r in plan.few_bits
+    ]
+    return (
+        "PREDICTED with method_options.gather_bits and reduce_bits (the same schedule, "
+        "its collectives\nscaled; packing not counted)\n" + _table(rows, "lllrrrrrr")
+    )
 
 
 def _growth(plan: Plan) -> str:

@@ -96,7 +96,7 @@ def test_quick(overlap_cpu, tmp_path):
     """A real run, or the one line that says what this machine lacks."""
     out = tmp_path / "out.json"
     done = run("--quick", "--repetitions=2", "--timeout=480", f"--json={out}")
-    if reason := overlap_cpu.why_not():
+    if reason := overlap_cpu.network.why_not():
         assert done.returncode == 1
         assert done.stderr == f"overlap_cpu.py cannot shape a link: {reason}\n"
         return
@@ -118,7 +118,7 @@ def test_quick(overlap_cpu, tmp_path):
 
 def test_ends_in_time_and_leaves_nothing_behind(overlap_cpu):
     done = run("--quick", "--timeout=5")
-    if reason := overlap_cpu.why_not():
+    if reason := overlap_cpu.network.why_not():
         assert done.stderr == f"overlap_cpu.py cannot shape a link: {reason}\n"
         return
     assert done.returncode == 1

@@ -179,6 +179,29 @@ def test_what_does_not_fit_behind_the_computation_is_waited_for():
     assert p.total == pytest.approx(p.communication, rel=0.1)
 
 
+def test_few_bits_gain_what_a_slow_network_costs():
+    m = machine("gpu:h200:2x8", slow_bandwidth=50e6)
+    whole = recorded("gpu_hidden")
+    names = [c.name for c in whole.select()]
+
+    def predicted(*bits, hide=True):
+        schedule = costs.in_few_bits(whole, names, *bits, hide_reduction=hide)
+        return costs.predict(schedule, m, 16)
+
+    plain = costs.predict(whole, m, 16)
+    assert predicted(None, None) == plain
+    latency = 2 * (14 * 3.4e-6 + 14e-6)
+    for bits, share in (((8, None), 0.75), ((4, None), 0.625), ((4, 8), 0.375)):
+        p = predicted(*bits)
+        few = (plain.communication - latency) * share + latency
+        assert p.communication == pytest.approx(few, rel=1e-3)
+        assert p.computation == pytest.approx(plain.computation)
+        assert p.total < (share + 0.1) * plain.total
+    shown, alone = predicted(8, 8), predicted(8, 8, hide=False)
+    assert alone.communication == pytest.approx(shown.communication)
+    assert alone.exposed > shown.exposed
+
+
 def test_a_v5e_collective_goes_on_in_the_fusions_that_carry_it():
     m = machine("tpu:v5e:4x4", fast_bandwidth=2e9)
     schedule = recorded("tpu_v5e_hidden")
@@ -268,6 +291,7 @@ def test_the_whole_report(stand_in, tmp_path, capsys):
         "hidden: 100% of the bytes",
         "hidden: 0% of the bytes",
         "PREDICTED side by side (zero1 as compiled)",
+        "PREDICTED with method_options.gather_bits and reduce_bits",
         "PREDICTED as devices grow (compiled for 8;",
     ):
         assert words in text, words
@@ -292,6 +316,15 @@ def test_the_whole_report(stand_in, tmp_path, capsys):
         assert row["step"] == pytest.approx(row["computation"] + row["exposed"])
         baseline = rows["zero1", row["devices"]]["step"]
         assert row["speedup_over_zero1"] == pytest.approx(baseline / row["step"])
+    for method, before in (("acco", rows["acco", 8]), ("zero1", rows["zero1", 8])):
+        bits = [r for r in data["few_bits"] if r["method"] == method]
+        choices = [(r["gather_bits"], r["reduce_bits"]) for r in bits]
+        assert choices == [(None, None), (8, None), (4, None), (8, 8), (4, 8)]
+        shares = [r["share_of_bytes"] for r in bits]
+        assert shares == [1, 0.75, 0.625, 0.5, 0.375]
+        assert bits[0]["step"] == pytest.approx(before["step"])
+    faster = [r["speedup"] for r in data["few_bits"] if r["method"] == "zero1"]
+    assert 1 == faster[0] < faster[1] < faster[2] < faster[3] < faster[4]
     saved = rows["acco", 8]["memory"] - rows["acco", 64]["memory"]
     assert saved == 40 - 5  # the shard at an eighth
 
