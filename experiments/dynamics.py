@@ -3,7 +3,7 @@
 python -m acco_jax.compare --config=experiments/dynamics.py --seeds=3 \
     --methods=acco,zero1,dpu,wp --workdir=runs/dynamics
 
-1.1M parameters, 8 workers, 4,096 tokens per optimizer step, 2M tokens in all; the batch
+1.1M parameters, 8 workers, 2,048 tokens per optimizer step, 2M tokens in all; the batch
 and the learning rate are zero1's best. Figures: experiments/results/dynamics.md.
 """
 
@@ -13,8 +13,8 @@ from acco_jax.training.config import default_config
 def get_config():
     c = default_config()
     c.devices = 8
-    c.steps = 500
-    c.microbatch_size = 2
+    c.steps = 1000
+    c.microbatch_size = 1
     c.microbatches_per_step = 2
     c.length = 128
     c.model.width = 208
@@ -24,9 +24,9 @@ def get_config():
     c.model.dtype = "float32"
     c.model.param_dtype = "float32"
     c.optimizer.learning_rate = 1e-3
-    c.optimizer.warmup_steps = 50
-    c.eval_every = 50
+    c.optimizer.warmup_steps = 100
+    c.eval_every = 100
     c.eval_batches = 8
-    c.checkpoint_every = 250
+    c.checkpoint_every = 500
     c.keep_checkpoints = 1
     return c

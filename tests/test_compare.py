@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from acco_jax.training import comparison, loop, metrics, network, results
+from acco_jax.training import comparison, loop, metrics, network, preparation, results
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -129,7 +129,7 @@ def test_continues_and_runs_every_method_and_seed(finished, place):
 
 def test_a_run_stopped_and_continued_is_that_of_train(finished, place, tmp_path):
     config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
-    loop.run(loop.prepare(config, tmp_path, jax.devices()[:2]))
+    loop.run(preparation.prepare(config, tmp_path, jax.devices()[:2]))
     assert rows_of(tmp_path) == rows_of(place / "out" / "acco" / "seed-0")
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.training import loop
+from acco_jax.training import preparation
 from acco_jax.training.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -198,7 +198,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
 MANY = r"""
 import json, os, runpy, sys
 import jax
-from acco_jax.training import loop
+from acco_jax.training import loop, preparation
 cases, folder = json.load(sys.stdin)
 for i, case in enumerate(cases):
     if not os.fork():
@@ -385,7 +385,7 @@ def arrays_of(workdir, place, reader):
     """Parameters and state after the last half-round, read on two devices here."""
     config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
     config.data.data_dir = str(place / "data")
-    like = loop._abstract(loop.prepare(config, reader, jax.devices()[:2]))
+    like = preparation.abstract(preparation.prepare(config, reader, jax.devices()[:2]))
     found, _ = Checkpoints(workdir / "checkpoints", 2).restore(13, like)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 

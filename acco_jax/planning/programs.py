@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax.footprint import bytes_held
 from acco_jax.gradients import piece, with_arrays
-from acco_jax.planning import schedules, topologies
+from acco_jax.planning import hlo, schedules, topologies
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
 
@@ -131,11 +131,11 @@ class Program:
         return sum(math.prod(leaf.shape) for leaf in leaves)
 
     @property
-    def groups(self) -> schedules.Groups | None:
+    def groups(self) -> hlo.Groups | None:
         """Devices over which the data axis communicates; None where all do."""
         sizes = dict(self.mesh.shape)
         alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
-        return None if alone else schedules.axis_groups(sizes, *self.tx.axis)
+        return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
 
     def compile(self) -> Compiled:
         """Compiles ahead of time and reads the schedule.

@@ -8,8 +8,8 @@
 the lines is the order of execution. A collective is hidden if it is asynchronous and
 matrix products of the model run between its launch and its completion. What the forms
 of such a pair are was read from schedules of jax 0.10.2 and 0.12 (libtpu 0.0.42.1 and
-0.0.50.1); the grammar is XLA's xla/hlo/parser/hlo_parser.cc. Pure text: JAX is not
-imported. Bytes and FLOPs are those of one device and one execution of the program.
+0.0.50.1). Bytes and FLOPs are those of one device and one execution of the program.
+JAX is not imported.
 """
 
 import dataclasses
@@ -19,7 +19,15 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-Groups = tuple[tuple[int, ...], ...]
+from acco_jax.planning.hlo import (
+    Computation,
+    Groups,
+    Instruction,
+    device_groups,
+    parse,
+    product_flops,
+    size_of,
+)
 
 _KINDS = {
     "reduce-scatter": "reduce-scatter",
@@ -31,7 +39,6 @@ _KINDS = {
     "send": "send-recv",
     "recv": "send-recv",
 }
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
 _FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
 _FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
@@ -192,25 +199,6 @@ def _line(c: Collective) -> str:
     return line + (f" ({', '.join(c.whiles_between)})" if c.whiles_between else "")
 
 
-def axis_groups(sizes: Mapping[str, int], *axes: str) -> Groups:
-    """Groups of devices 0, 1, ... of a row-major mesh that differ only along `axes`.
-
-    Args:
-        sizes: the mesh's axes and their sizes, outermost first.
-        axes: the axes that a collective is over.
-
-    Raises:
-        ValueError: if the mesh has no such axis.
-    """
-    if missing := set(axes) - set(sizes):
-        raise ValueError(f"no axis {min(missing)!r} in the mesh {dict(sizes)}")
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for device, index in enumerate(itertools.product(*map(range, sizes.values()))):
-        kept = tuple(i for i, a in zip(index, sizes, strict=True) if a not in axes)
-        groups.setdefault(kept, []).append(device)
-    return tuple(map(tuple, groups.values()))
-
-
 def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Schedule:
     """Reads `compiled.as_text()`.
 
@@ -239,285 +227,15 @@ def _matches(found: Groups, wanted: int | Collection[Collection[int]] | None) ->
     return bool(found) and {frozenset(g) for g in found} == set(map(frozenset, wanted))
 
 
-# ---------------------------------------------------------------- the text's grammar
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]  # names
-    arguments: str  # the text between the parentheses
-    attributes: str  # what follows them
-    root: bool
-    position: int
-
-    @functools.cached_property
-    def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Data type and dimensions of the result's arrays, tuples flattened."""
-        return tuple(
-            (dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
-            for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", self.shape)
-        )
-
-    @functools.cached_property
-    def dims(self) -> tuple[int, ...]:
-        return self.arrays[0][1] if self.arrays else ()
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Bytes of the result."""
-        return _size(self.arrays)
-
-    @functools.cached_property
-    def called(self) -> tuple[str, ...]:
-        """Computations that run as this instruction; a loop's condition is left out."""
-        found: list[str] = []
-        keys = "calls|body|called_computations|branch_computations|to_apply"
-        keys += "|true_computation|false_computation"
-        attributes = self.attributes.split(", backend_config=")[0]
-        for names in re.findall(rf"\b(?:{keys})=(\{{[^}}]*\}}|%?[\w.\-]+)", attributes):
-            found += re.findall(r"[\w.\-]+", names)
-        return tuple(found)
-
-    def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression found among the attributes."""
-        found = re.search(pattern, self.attributes)
-        return found and found[1]
-
-
-@dataclasses.dataclass
-class _Computation:
-    name: str
-    instructions: list[_Instruction]
-    by_name: dict[str, _Instruction]
-
-    @property
-    def root(self) -> _Instruction:
-        roots = (x for x in self.instructions if x.root)
-        return next(roots, self.instructions[-1])
-
-    def operand(self, x: _Instruction, i: int) -> _Instruction | None:
-        return self.by_name.get(x.operands[i]) if i < len(x.operands) else None
-
-    def operands_of(self, x: _Instruction) -> list[_Instruction]:
-        return [self.by_name[name] for name in x.operands if name in self.by_name]
-
-
-def _size(arrays: Sequence[tuple[str, tuple[int, ...]]]) -> int:
-    return sum(_bits(t) * math.prod(d) for t, d in arrays) // 8
-
-
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    found = re.match(r"[a-z]+(\d+)", dtype)  # bf16, f32, u8, c64, f8e4m3fn
-    return int(found[1]) if found else 0
-
-
-def _closing(text: str, start: int) -> int:
-    """Position after the bracket that closes the one at `start`, strings skipped."""
-    depth = 0
-    for found in re.compile(r'"(?:[^"\\]|\\.)*"|[()]').finditer(text, start):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
-        if depth == 0:
-            return found.end()
-    return len(text)
-
-
-def _instruction(line: str, position: int) -> _Instruction | None:
-    head = re.match(r"\s*(ROOT )?%?([\w.\-]+) = ", line)
-    if head is None:
-        return None
-    start = head.end()
-    end = _closing(line, start) if line[start] == "(" else line.find(" ", start)
-    opcode = re.match(r" ([\w\-]+)(?=\()", line[end:])
-    if opcode is None:
-        return None
-    opened = end + opcode.end()
-    closed = _closing(line, opened)
-    arguments = line[opened + 1 : closed - 1]
-    operands = () if opcode[1] == "constant" else re.findall(r"%([\w.\-]+)", arguments)
-    attributes = re.sub(
-        r', metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", line[closed:]
-    )
-    return _Instruction(
-        name=head[2],
-        shape=line[start:end],
-        opcode=opcode[1],
-        operands=tuple(operands),
-        arguments=arguments,
-        attributes=attributes,
-        root=head[1] is not None,
-        position=position,
-    )
-
-
-def _computations(text: str) -> tuple[dict[str, _Computation], str]:
-    """All computations by name, and the name of ENTRY."""
-    found: dict[str, _Computation] = {}
-    current, entry = None, ""
-    for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if head and not line.startswith("HloModule"):
-            current = _Computation(head[2], [], {})
-            found[head[2]] = current
-            entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            x = _instruction(line, len(current.instructions))
-            if x is not None:
-                current.instructions.append(x)
-                current.by_name[x.name] = x
-    if not entry:
-        raise ValueError("the module's text has no ENTRY computation")
-    return found, entry
-
-
-def _groups(x: _Instruction, devices: int) -> Groups:
-    """Reads replica_groups in its three forms, or a permutation's connected pairs."""
-    text = x.attributes
-    if found := re.search(r"replica_groups=\{\{([\d,{} ]*)\}\}", text):
-        return tuple(
-            tuple(map(int, group.split(",")))
-            for group in re.split(r"\}, ?\{", found[1])
-        )
-    if re.search(r"replica_groups=\{\}", text):
-        return (tuple(range(devices)),)
-    pattern = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if found := re.search(pattern, text):
-        shape, dims = (tuple(map(int, s.split(","))) for s in found.groups()[:2])
-        order = _permuted(dims, found[3])
-        size = shape[-1]
-        return tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
-    pattern = r"replica_groups=mesh\[([^\]]*)\](, device_ids=\(.*?\))? \{([^}]*)\}"
-    if found := re.search(pattern, text):
-        sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        axes = re.findall(r"'([^']+)'(:)?", found[3])
-        if found[2] or any(part for _, part in axes):
-            return ()  # another order of the devices, or a part of an axis
-        return axis_groups(sizes, *(a for a, _ in axes))
-    if found := re.search(r"source_target_pairs=\{\{([\d,{} ]*)\}\}", text):
-        parent: dict[int, int] = {}
-
-        def top(i: int) -> int:
-            while parent.setdefault(i, i) != i:
-                i = parent[i]
-            return i
-
-        for pair in re.findall(r"(\d+), ?(\d+)", found[1]):
-            parent[top(int(pair[0]))] = top(int(pair[1]))
-        chains = {k: [i for i in sorted(parent) if top(i) == k] for k in parent}
-        return tuple(tuple(c) for k, c in chains.items() if top(k) == k)
-    return ()
-
-
-def _permuted(dims: Sequence[int], permutation: str | None) -> list[int]:
-    """range(prod(dims)) reshaped to dims, transposed, flattened."""
-    axes = list(range(len(dims)))
-    if permutation:
-        axes = list(map(int, permutation.split(",")))
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    index = itertools.product(*(range(dims[a]) for a in axes))
-    return [sum(i * strides[a] for i, a in zip(at, axes, strict=True)) for at in index]
-
-
-# ---------------------------------------------------------------- matrix products
-
-
-def _integers(text: str | None) -> list[int]:
-    return [int(d) for d in re.findall(r"-?\d+", text or "")]
-
-
-def _product_flops(x: _Instruction, operands: list[_Instruction]) -> int:
-    """FLOPs of one dot, convolution, cuBLAS or cuDNN attention call, else 0."""
-    if x.opcode == "dot":
-        contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
-    elif x.opcode == "convolution":
-        return _convolution_flops(x, operands)
-    elif x.opcode == "custom-call" and "__cublas$" in x.attributes:
-        pattern = r'lhs_contracting_dimensions\\?":\[([^\]]*)\]'
-        contracted = _integers(x.attribute(pattern))
-    elif x.opcode == "custom-call" and "__cudnn$fmha" in x.attributes:
-        return _attention_flops(x, operands)
-    else:
-        return 0
-    depth = math.prod(operands[0].dims[i] for i in contracted)
-    return 2 * math.prod(x.dims) * depth
-
-
-def _attention_flops(x: _Instruction, operands: list[_Instruction]) -> int:
-    """2 products forward, 5 backward, each batch x heads x T x S x head size.
-
-    The causal half is not taken off, as it is not for attention made of dots.
-    """
-    pattern = r'intermediate_tensor_shape\\?":\{[^}]*?dimensions\\?":\[([^\]]*)\]'
-    products = 5 if "Backward" in (x.attribute(r'target="([^"]*)"') or "") else 2
-    scores = math.prod(_integers(x.attribute(pattern)))
-    return 2 * products * scores * operands[0].dims[-1]
-
-
-def _convolution_flops(x: _Instruction, operands: list[_Instruction]) -> int:
-    """As XLA's HloCostAnalysis: products with padding and holes are not counted.
-
-    TPU writes every dot as a convolution, batch dimensions as dilated windows.
-    """
-    lhs, rhs = operands[:2]
-    labels = x.attribute(r"dim_labels=(\S+?)(?:,|$)") or ""
-    lhs_labels, rhs_labels, out_labels = re.split(r"_|->", labels)
-    window = x.attribute(r"window=\{([^}]*)\}") or ""
-    spatial = [c for c in out_labels if c.isdigit()]
-
-    def each(key: str, default: int) -> list[int]:  # of a pad low_high the low
-        found = re.search(rf"\b{key}=(\S+)", window)
-        if found is None:
-            return [default] * len(spatial)
-        return [int(part.split("_")[0]) for part in found[1].split("x")]
-
-    taps = 1
-    for i, c in enumerate(sorted(spatial)):
-        taps *= _valid_taps(
-            lhs.dims[lhs_labels.index(c)],
-            rhs.dims[rhs_labels.index(c)],
-            x.dims[out_labels.index(c)],
-            each("stride", 1)[i],
-            each("pad", 0)[i],
-            each("lhs_dilate", 1)[i],
-            each("rhs_dilate", 1)[i],
-        )
-    depth = rhs.dims[rhs_labels.index("i")]
-    batch_and_features = x.dims[out_labels.index("b")] * x.dims[out_labels.index("f")]
-    return 2 * batch_and_features * depth * taps
-
-
-@functools.cache
-def _valid_taps(
-    size: int, kernel: int, out: int, stride: int, low: int, hole: int, kernel_hole: int
-) -> int:
-    """Pairs (output, kernel position) of one dimension that meet an input element."""
-    last = (out - 1) * stride + (kernel - 1) * kernel_hole
-    if hole == 1 and low == 0 and last < size:
-        return out * kernel
-    inputs = range(0, (size - 1) * hole + 1, hole)
-    outputs = range(-low, out * stride - low, stride)
-    taps = range(0, kernel * kernel_hole, kernel_hole)
-    return sum(o + k in inputs for o in outputs for k in taps)
-
-
-# ---------------------------------------------------------------- the schedule
-
-
 @dataclasses.dataclass(frozen=True)
 class _Site:
     """A computation whose lines run in order, and how often it runs."""
 
-    computation: _Computation
+    computation: Computation
     times: int
 
 
-_Real = tuple[_Computation, _Instruction]  # a collective and the computation it is in
+_Real = tuple[Computation, Instruction]  # a collective and the computation it is in
 
 
 class _Reader:
@@ -525,7 +243,7 @@ class _Reader:
         header = text.split("\n", 1)[0]
         counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
         self.devices = math.prod(map(int, counts))
-        self.computations, self.entry = _computations(text)
+        self.computations, self.entry = parse(text)
         self.given = trip_counts
         self.flops_in = functools.cache(self._flops_in)
         self.bytes_in = functools.cache(self._bytes_in)
@@ -586,7 +304,7 @@ class _Reader:
         name = site.computation.name
         return "ENTRY" if name == self.entry else name
 
-    def count(self, c: _Computation, x: _Instruction) -> int:
+    def count(self, c: Computation, x: Instruction) -> int:
         """Trips of a loop, an unknown number counted as one."""
         trips = self.trips(c.name, x.name)
         return 1 if trips is None else trips
@@ -598,7 +316,7 @@ class _Reader:
             return known
         return self.given.get(loop) if isinstance(self.given, Mapping) else self.given
 
-    def known_trips(self, c: _Computation, x: _Instruction) -> int | None:
+    def known_trips(self, c: Computation, x: Instruction) -> int | None:
         """From the compiler's note (GPU), else from a condition i < constant (TPU)."""
         noted = x.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if noted is not None:
@@ -623,27 +341,27 @@ class _Reader:
 
     # ---- FLOPs and bytes
 
-    def body_flops(self, x: _Instruction) -> int:
+    def body_flops(self, x: Instruction) -> int:
         return sum(map(self.flops_in, x.called))
 
     def _flops_in(self, name: str) -> int:
         c = self.computations[name]
         return sum(self.flops(c, x) for x in c.instructions)
 
-    def flops(self, c: _Computation, x: _Instruction) -> int:
+    def flops(self, c: Computation, x: Instruction) -> int:
         """FLOPs of matrix products; of a conditional's branches the cheapest counts."""
         if x.opcode == "while":
             return self.count(c, x) * self.body_flops(x)
         inside = [self.flops_in(name) for name in x.called]
         if x.opcode == "conditional":
             return min(inside)
-        return sum(inside) or _product_flops(x, c.operands_of(x))
+        return sum(inside) or product_flops(x, c.operands_of(x))
 
     def _bytes_in(self, name: str) -> int:
         c = self.computations[name]
         return sum(self.accessed(c, x) for x in c.instructions)
 
-    def accessed(self, c: _Computation, x: _Instruction) -> int:
+    def accessed(self, c: Computation, x: Instruction) -> int:
         """Bytes read and written; of a conditional's branches the dearest counts."""
         if x.opcode in _FREE or x.opcode.endswith("-done"):
             return 0
@@ -664,7 +382,7 @@ class _Reader:
             return max(x.size, sum(o.size for o in operands))
         return x.size + sum(o.size for o in operands)
 
-    def fused_bytes(self, x: _Instruction, operands: list[_Instruction]) -> int:
+    def fused_bytes(self, x: Instruction, operands: list[Instruction]) -> int:
         """Bytes of a fusion: only the slices where it reads or updates slices alone."""
         inner = self.computations[x.called[0]]
         total = 0
@@ -694,7 +412,7 @@ class _Reader:
         """The collectives of one computation, in order."""
         c = site.computation
         found: list[Collective] = []
-        transfers: dict[str, list[_Instruction]] = {}
+        transfers: dict[str, list[Instruction]] = {}
         for x in c.instructions:
             kind = x.opcode.removesuffix("-start")
             started = kind != x.opcode
@@ -721,7 +439,7 @@ class _Reader:
                 found += itertools.chain(*map(self.collectives_in, x.called))
         return tuple(found)
 
-    def holds(self, x: _Instruction, target: str) -> bool:
+    def holds(self, x: Instruction, target: str) -> bool:
         """Whether a fusion contains a custom call to `target`."""
         return x.opcode == "fusion" and any(
             f'custom_call_target="{target}"' in y.attributes
@@ -729,14 +447,14 @@ class _Reader:
             for y in self.computations[name].instructions
         )
 
-    def continues(self, x: _Instruction, real: _Instruction) -> bool:
+    def continues(self, x: Instruction, real: Instruction) -> bool:
         """Whether a TPU fusion carries on or ends what another one started."""
         return '"async_collective_fusion_config"' in real.attributes or self.holds(
             x, "AsyncCollectiveDone"
         )
 
     def paired(
-        self, site: _Site, x: _Instruction, real: _Real, started: bool
+        self, site: _Site, x: Instruction, real: _Real, started: bool
     ) -> Collective:
         """A collective that starts and ends in one computation."""
         if not started or _is_sync(x) or _is_sync(real[1]):
@@ -750,7 +468,7 @@ class _Reader:
                 break
         return self.described(site, x, real, launch, done)
 
-    def transferred(self, site: _Site, xs: list[_Instruction]) -> Collective:
+    def transferred(self, site: _Site, xs: list[Instruction]) -> Collective:
         """Sends and receives of one transfer: all launched, none completed."""
         c = site.computation
         done = [
@@ -760,10 +478,10 @@ class _Reader:
             and any(x.name in y.operands for x in xs)
         ]
         first = min(done, key=lambda y: y.position) if len(done) == len(xs) else None
-        largest = max(xs, key=lambda x: _size(x.arrays[:1]))
+        largest = max(xs, key=lambda x: size_of(x.arrays[:1]))
         return self.described(site, xs[0], (c, largest), xs[-1], first)
 
-    def fused(self, site: _Site, x: _Instruction, real: _Real) -> Collective:
+    def fused(self, site: _Site, x: Instruction, real: _Real) -> Collective:
         """A TPU collective that a fusion starts and another, maybe in a loop, ends."""
         c = site.computation
         for y in c.instructions[x.position + 1 :]:
@@ -778,11 +496,11 @@ class _Reader:
 
     def origin(
         self,
-        c: _Computation,
-        inner: _Computation,
-        done: _Instruction,
-        loop: _Instruction,
-    ) -> _Instruction | None:
+        c: Computation,
+        inner: Computation,
+        done: Instruction,
+        loop: Instruction,
+    ) -> Instruction | None:
         """The fusion that started what `done`, in c or in a loop's body, ends."""
         at, index = inner, 0
         x = at.operand(done, 0)
@@ -803,7 +521,7 @@ class _Reader:
                 x = None if alias is None else at.operand(x, int(alias))
         return x
 
-    def carried(self, c: _Computation, x: _Instruction, state: str | None) -> int:
+    def carried(self, c: Computation, x: Instruction, state: str | None) -> int:
         """FLOPs in x of the fusions that carry on the collective `state`."""
         if x.opcode == "while":
             body = self.computations[_body(x)]
@@ -817,11 +535,11 @@ class _Reader:
     def described(
         self,
         site: _Site,
-        x: _Instruction,
+        x: Instruction,
         real: _Real,
-        launch: _Instruction,
-        done: _Instruction | None,
-        inside: tuple[_Computation, Sequence[_Instruction]] | None = None,
+        launch: Instruction,
+        done: Instruction | None,
+        inside: tuple[Computation, Sequence[Instruction]] | None = None,
         asynchronous: bool = True,
     ) -> Collective:
         """Puts together what is known of a collective.
@@ -836,7 +554,7 @@ class _Reader:
             asynchronous: whether other operations can run meanwhile.
         """
         c, (owner, r) = site.computation, real
-        between: list[tuple[_Computation, _Instruction]] = []
+        between: list[tuple[Computation, Instruction]] = []
         if done is not None:
             between = [
                 (c, y) for y in c.instructions[launch.position + 1 : done.position]
@@ -845,11 +563,11 @@ class _Reader:
             between += [(inside[0], y) for y in inside[1]]
         arrays = r.arrays
         if r.opcode in ("send", "recv"):  # (buffer, flags, token)
-            size = _size(arrays[:1])
+            size = size_of(arrays[:1])
         else:
             if r is launch and done is not None:
                 arrays = done.arrays
-            size = max(_size(arrays), sum(o.size for o in owner.operands_of(r)))
+            size = max(size_of(arrays), sum(o.size for o in owner.operands_of(r)))
         carried = None
         if self.holds(x, "AsyncCollectiveStart"):
             carried = sum(self.carried(at, y, _state(r)) for at, y in between)
@@ -864,7 +582,7 @@ class _Reader:
             done=None if done is None else done.position,
             where=self.where(site),
             times=site.times,
-            groups=_groups(r, self.devices),
+            groups=device_groups(r, self.devices),
             flops_between=sum(flops),
             flops_carried=carried,
             whiles_between=tuple(
@@ -875,31 +593,31 @@ class _Reader:
         )
 
 
-def _is_sync(x: _Instruction) -> bool:
+def _is_sync(x: Instruction) -> bool:
     return '"is_sync":true' in x.attributes
 
 
-def _body(loop: _Instruction) -> str:
+def _body(loop: Instruction) -> str:
     return loop.attribute(r"\bbody=%?([\w.\-]+)") or ""
 
 
-def _index(x: _Instruction) -> int:
+def _index(x: Instruction) -> int:
     return int(x.attribute(r"\bindex=(\d+)") or 0)
 
 
-def _state(real: _Instruction) -> str | None:
+def _state(real: Instruction) -> str | None:
     """What the fusions of one TPU collective have in common."""
     chain = real.attribute(r'chain_id="(\d+)"')
     return chain and f"{real.opcode} {chain}"
 
 
-def _transfer(x: _Instruction) -> str:
+def _transfer(x: Instruction) -> str:
     """What the sends and receives of one transfer have in common."""
     meeting = x.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
     return meeting or x.attribute(r"channel_id=(\d+)") or x.name
 
 
-def _source(c: _Computation, name: str) -> _Instruction:
+def _source(c: Computation, name: str) -> Instruction:
     """The instruction that a value comes from, copies left out."""
     x = c.by_name[name]
     while x.opcode in _MOVES and x.operands:
@@ -907,12 +625,12 @@ def _source(c: _Computation, name: str) -> _Instruction:
     return x
 
 
-def _constant(x: _Instruction) -> int | None:
+def _constant(x: Instruction) -> int | None:
     found = re.fullmatch(r"-?\d+", x.arguments) if x.opcode == "constant" else None
     return int(found[0]) if found else None
 
 
-def _step(body: _Computation, index: int) -> int | None:
+def _step(body: Computation, index: int) -> int | None:
     """What a loop's body adds to element `index` of its tuple."""
     if body.root.opcode != "tuple":
         return None

@@ -110,12 +110,12 @@ def check(request: Request) -> None:
     devices.choose_platform(
         total if several else first.get("devices"), several_processes=False
     )
-    from acco_jax.training import loop  # what it imports may touch devices
+    from acco_jax.training import preparation  # what it imports may touch devices
 
     for entry in request.entries:
         folder = request.folder(entry, request.seed_numbers[0])
         try:
-            loop.prepare(commands.config_of(request.flags(entry)), folder)
+            preparation.prepare(commands.config_of(request.flags(entry)), folder)
         except (ValueError, OSError) as error:
             raise ValueError(f"{entry.name}: {error}") from error
 

@@ -454,7 +454,7 @@ def test_a_program_too_large_is_said_with_what_would_fit(stand_in, monkeypatch):
 
 
 def test_the_program_is_that_of_training(stand_in):
-    """The same step, model and microbatches as acco_jax.training.loop.prepare's."""
+    """The same step, model and microbatches as training's preparation has."""
     mesh = programs.data_mesh(None)
     config = default_config()
     config.microbatches_per_step, config.counts = 6, (1, 2, 3, 3, 3, 3, 3, 3)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from acco_jax.planning import schedules
+from acco_jax.planning import hlo, schedules
 
 RECORDED = pathlib.Path(__file__).parents[1] / "data" / "schedules"
 MIB = 2**20
@@ -104,8 +104,8 @@ def test_transfers_between_slices_are_pairs_of_send_and_receive():
 def test_model_axis_is_told_from_data_axis():
     schedule = recorded("gpu_model2")
     sizes = {"data": 4, "model": 2}
-    data = schedules.axis_groups(sizes, "data")
-    model = schedules.axis_groups(sizes, "model")
+    data = hlo.axis_groups(sizes, "data")
+    model = hlo.axis_groups(sizes, "model")
     assert data == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert [c.kind for c in schedule.select(groups=data)] == PAIR
     assert schedule.hidden_fraction(groups=data) == 1
@@ -539,9 +539,9 @@ def test_groups(attribute, groups):
 
 
 def test_axis_groups_name_an_unknown_axis():
-    assert schedules.axis_groups({"a": 2, "b": 2}, "a") == ((0, 2), (1, 3))
+    assert hlo.axis_groups({"a": 2, "b": 2}, "a") == ((0, 2), (1, 3))
     with pytest.raises(ValueError, match="no axis 'c'"):
-        schedules.axis_groups({"a": 2}, "c")
+        hlo.axis_groups({"a": 2}, "c")
 
 
 def test_text_that_is_no_schedule_is_refused():

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from acco_jax.training import config as configs
-from acco_jax.training import loop
+from acco_jax.training import loop, preparation
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def train(tiny):
     """train(workdir, stop_after=None, **changes): a run on two devices."""
 
     def run(workdir, stop_after=None, **changes):
-        experiment = loop.prepare(tiny(**changes), workdir, jax.devices()[:2])
+        experiment = preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
         summary = loop.run(experiment, stop_after=stop_after)
         return experiment, summary
 

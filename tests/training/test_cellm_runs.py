@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import acco_jax
-from acco_jax.training import loop, metrics
+from acco_jax.training import metrics, preparation
 
 CHANGES = {
     "method": "cellm",
@@ -38,7 +38,7 @@ def test_adapters_have_the_ranks_of_their_patterns(whole):
     experiment, summary, _ = whole
     checkpoints = experiment.checkpoints
     (params, state), _ = checkpoints.restore(
-        checkpoints.latest(), loop._abstract(experiment)
+        checkpoints.latest(), preparation.abstract(experiment)
     )
     adapters = acco_jax.committed_params(state, params)
     ranks = {name: ab["a"].shape[-1] for name, ab in adapters.items()}

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 import acco_jax
 from acco_jax import data
 from acco_jax.models import gpt_neo
-from acco_jax.training import loop, metrics
+from acco_jax.training import loop, metrics, preparation
 
 RUNS = {
     "acco": {},
@@ -52,7 +52,7 @@ def rows_of(workdir):
 def arrays_of(experiment):
     """The newest checkpoint's parameters and state, as bytes."""
     checkpoints = experiment.checkpoints
-    like = loop._abstract(experiment)
+    like = preparation.abstract(experiment)
     tree, _ = checkpoints.restore(checkpoints.latest(), like)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
@@ -228,7 +228,7 @@ def manual_loss(experiment, params):
 def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
     experiment, _ = train(tmp_path, stop_after=stop)
     (params, state), _ = experiment.checkpoints.restore(
-        stop, loop._abstract(experiment)
+        stop, preparation.abstract(experiment)
     )
     committed = acco_jax.committed_params(state, params)
     loss, bits = loop.Evaluator(experiment)(committed, None)
@@ -251,7 +251,7 @@ def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
 def test_what_the_loop_reports_is_that_evaluation(acco_run):
     experiment, summary, _, _ = acco_run
     checkpoints = experiment.checkpoints
-    (params, _), _ = checkpoints.restore(13, loop._abstract(experiment))
+    (params, _), _ = checkpoints.restore(13, preparation.abstract(experiment))
     here = jax.device_put(params, jax.devices()[0])
     assert summary["loss"] == pytest.approx(manual_loss(experiment, here), rel=1e-6)
 
@@ -362,7 +362,7 @@ def test_prepare_refuses_in_one_line(tiny, tmp_path, changes, message):
     config.update_from_flattened_dict(changes)
     config.optimizer.options.update(options or {})
     with pytest.raises(ValueError, match=message):
-        loop.prepare(config, tmp_path, jax.devices()[:2])
+        preparation.prepare(config, tmp_path, jax.devices()[:2])
     # what was refused leaves the workdir to whatever comes next
     assert not (tmp_path / "config.json").exists()
 
@@ -372,7 +372,7 @@ def test_text_folder_without_text(tiny, tmp_path):
     (tmp_path / "empty" / "zeros.bin").write_bytes(b"\0" * 100)
     config = tiny(**{"data.folder": str(tmp_path / "empty")})
     with pytest.raises(ValueError, match="has 0 files of UTF-8 text"):
-        loop.prepare(config, tmp_path / "work", jax.devices()[:2])
+        preparation.prepare(config, tmp_path / "work", jax.devices()[:2])
 
 
 @pytest.mark.parametrize(
@@ -390,34 +390,35 @@ def test_text_folder_without_text(tiny, tmp_path):
 def test_refuses_the_workdir_of_another_run(acco_run, tiny, changes, message):
     _, _, workdir, _ = acco_run
     with pytest.raises(ValueError, match=message) as error:
-        loop.prepare(tiny(**changes), workdir, jax.devices()[:2])
+        preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
     assert str(workdir) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_refuses_the_workdir_of_other_workers_or_text(acco_run, tiny, texts, tmp_path):
     _, _, workdir, _ = acco_run
     with pytest.raises(ValueError, match="workers=2, not 1"):
-        loop.prepare(tiny(), workdir, jax.devices()[:1])
+        preparation.prepare(tiny(), workdir, jax.devices()[:1])
     moved = shutil.copytree(texts, tmp_path / "texts")
     first = tmp_path / "work"
-    loop.prepare(tiny(**{"data.folder": str(moved)}), first, jax.devices()[:2])
+    config = tiny(**{"data.folder": str(moved)})
+    preparation.prepare(config, first, jax.devices()[:2])
     for path in moved.iterdir():
         path.write_text(path.read_text() + "more")
     with pytest.raises(ValueError, match=r"corpus\.train_bytes"):
-        loop.prepare(tiny(**{"data.folder": str(moved)}), first, jax.devices()[:2])
+        preparation.prepare(config, first, jax.devices()[:2])
 
 
 def test_what_does_not_change_a_run_may_change(acco_run, tiny):
     _, _, workdir, _ = acco_run
     changes = {"log_every": 5, "eval_every": 3, "checkpoint_every": 1,
                "eval_batches": 1, "keep_checkpoints": 1}  # fmt: skip
-    loop.prepare(tiny(**changes), workdir, jax.devices()[:2])
+    preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
 
 
 def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"steps":')
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
-        loop.prepare(tiny(), tmp_path, jax.devices()[:2])
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
 
 
 # ---- other optimizers, tokenizers, sizes
@@ -442,7 +443,7 @@ def test_trains_and_continues_with(train, tiny, tmp_path, changes, monkeypatch):
         for stop in stops:
             config = tiny(**changes)
             config.optimizer.options.update(options)
-            e = loop.prepare(config, tmp_path / name, jax.devices()[:2])
+            e = preparation.prepare(config, tmp_path / name, jax.devices()[:2])
             ends.append((loop.run(e, stop_after=stop), rows_of(tmp_path / name)))
     (summary, rows), _, (_, resumed) = ends
     assert rows == resumed
@@ -496,7 +497,7 @@ def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
 def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
     config = tiny(method="diloco", method_options={"local_steps": 4})
     with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
-        loop.prepare(config, tmp_path, jax.devices()[:2])
+        preparation.prepare(config, tmp_path, jax.devices()[:2])
 
 
 def test_rows_per_worker_follow_counts(train, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 import acco_jax
 from acco_jax.models import gpt_neo, lora
-from acco_jax.training import loop, metrics
+from acco_jax.training import loop, metrics, preparation
 
 CHANGES = {"lora.rank": 2, "lora.scale": 2.0, "steps": 4}
 CLOCKS = ("seconds", "tokens_per_second")
@@ -37,7 +37,7 @@ def test_evaluates_the_merged_model(whole):
     experiment, summary, _ = whole
     e = experiment
     last = e.checkpoints.latest()
-    (params, state), _ = e.checkpoints.restore(last, loop._abstract(e))
+    (params, state), _ = e.checkpoints.restore(last, preparation.abstract(e))
     adapters = acco_jax.committed_params(state, params)
     assert any(ab["b"].any() for ab in adapters.values())
     base = gpt_neo.init_params(e.model, jax.random.key(e.config.seed))
@@ -70,7 +70,7 @@ def dense_run(train, tmp_path_factory):
 def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
     dense, summary, workdir = dense_run
     (params, state), _ = dense.checkpoints.restore(
-        dense.checkpoints.latest(), loop._abstract(dense)
+        dense.checkpoints.latest(), preparation.abstract(dense)
     )
     trained = acco_jax.committed_params(state, params)
     experiment, _ = train(
@@ -96,7 +96,7 @@ def test_a_base_that_cannot_be_is_refused_in_one_line(
 ):
     config = tiny(**CHANGES, **{"lora.base": str(dense_run[2])} | change)
     with pytest.raises(ValueError, match=message) as error:
-        loop.prepare(config, tmp_path, jax.devices()[:2])
+        preparation.prepare(config, tmp_path, jax.devices()[:2])
     assert "\n" not in str(error.value)
 
 
@@ -113,4 +113,4 @@ def test_sends_and_holds_what_adapters_need(whole, dense_run):
 def test_a_pattern_that_matches_nothing_is_refused(tiny, tmp_path):
     config = tiny(**{"lora.rank": 2, "lora.pattern": "conv"})
     with pytest.raises(ValueError, match="matches no parameter"):
-        loop.prepare(config, tmp_path, jax.devices()[:2])
+        preparation.prepare(config, tmp_path, jax.devices()[:2])

@@ -1,0 +1,277 @@
+"""What a run needs, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+import acco_jax
+from acco_jax import data
+from acco_jax.models import gpt_neo
+from acco_jax.training import config as configs
+from acco_jax.training.checkpoints import Checkpoints
+from acco_jax.training.counts import check_log
+
+PyTree = Any
+DATA = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything a run needs, checked; nothing has been trained yet.
+
+    Attributes:
+      loss_fn: of what is trained: a function, or a Partial that carries a frozen model.
+      init: what is trained, as it starts: jit-compatible.
+      microbatches: of each worker in a half-round.
+    """
+
+    config: ConfigDict
+    workdir: Path
+    mesh: Mesh
+    corpus: data.Corpus
+    model: gpt_neo.GPTNeoConfig
+    tx: acco_jax.Method | acco_jax.LocalMethod
+    step: acco_jax.TrainStep
+    schedule: optax.Schedule
+    microbatches: int  # of each worker in a half-round, or in an inner step of one
+    held: int  # microbatches that its batch holds; more where counts adapt
+    checkpoints: Checkpoints
+    loss_fn: Callable[..., Any]
+    init: Callable[[], PyTree]
+
+    @property
+    def workers(self) -> int:
+        return self.mesh.size
+
+    @property
+    def half_rounds(self) -> int:
+        """Of the whole run: calls of the train step."""
+        return self.tx.calls(self.config.steps)
+
+    @property
+    def rows(self) -> int:
+        """Of a half-round's global batch."""
+        microbatches = self.held * self.tx.steps_per_call
+        return self.workers * microbatches * self.config.microbatch_size
+
+    @property
+    def tokens(self) -> int:
+        """Targets that a half-round counts, but where counts adapt."""
+        computed = self.config.counts or [self.microbatches] * self.workers
+        rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
+        return rows * self.config.length
+
+    def steps_done(self, half_rounds: int) -> int | None:
+        """Optimizer steps after so many half-rounds; None in the middle of one."""
+        return self.tx.steps_done(half_rounds)
+
+
+def prepare(
+    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
+) -> Experiment:
+    """Build an experiment.
+
+    Args:
+      config: of `acco_jax.training.config.default_config`'s form.
+      workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
+      devices: to train on; None: all.
+
+    Raises:
+      ValueError: in one line, what cannot work.
+    """
+    configs.validate(config)
+    devices = jax.devices() if devices is None else list(devices)
+    identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
+    _check_workdir(workdir, identity)
+    mesh = jax.make_mesh(
+        (len(devices),), (DATA,), axis_types=(AxisType.Auto,), devices=devices
+    )
+    tx = configs.method(config, config.method, mesh, DATA)
+    tx.calls(config.steps)  # says now if they are not whole rounds
+    per_step, share = config.microbatches_per_step, tx.half_rounds
+    if per_step % share:
+        raise ValueError(
+            f"microbatches_per_step is {per_step}, which does not divide into the "
+            f"{share} half-rounds of a step of {config.method}: use a multiple."
+        )
+    microbatches = per_step // share
+    _check_counts(tuple(config.counts), mesh.size, microbatches)
+    held = microbatches
+    if config.microbatches != "fixed":
+        held = config.most_microbatches
+        if held < microbatches:
+            raise ValueError(
+                f"most_microbatches is {held}, less than the {microbatches} that "
+                "microbatches_per_step gives a half-round: raise it."
+            )
+        if log := configs.replayed(config):
+            check_log(Path(log), tx.calls(config.steps), mesh.size, held)
+    corpus = data.load_corpus(config.data, workdir=workdir)
+    sizes = ("train_bytes", "train_documents", "validation_bytes")
+    identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
+    _check_workdir(workdir, identity)
+    model = configs.model(config, corpus.tokenizer.vocab_size)
+    loss_fn, init = configs.trained(
+        config, model, lambda make: _frozen(config, make, mesh)
+    )
+    step = acco_jax.make_train_step(
+        loss_fn,
+        tx,
+        mesh=mesh,
+        axis_name=DATA,
+        microbatches=microbatches
+        if config.microbatches == "fixed"
+        else config.microbatches,
+        bounds=(microbatches, held),
+        form=config.form,
+    )
+    schedule = configs.learning_rate(config)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    experiment = Experiment(
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches, held,
+        checkpoints, loss_fn, init,
+    )  # fmt: skip
+    batches(experiment)  # says now if the corpus is too small
+    try:
+        experiment.tx.check(abstract_params(experiment))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {config.optimizer.name} with the options given does not work "
+            f"here: {error}"
+        ) from error
+    if jax.process_index() == 0:
+        _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
+    return experiment
+
+
+def _frozen(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
+    """The model whose adapters are trained: lora.base's, or what `make` returns.
+
+    Raises:
+      ValueError: lora.base holds no run of this model.
+    """
+    if config.lora.base is None:
+        return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
+    folder = Path(config.lora.base).expanduser()
+    try:
+        old = json.loads((folder / "config.json").read_text())
+        fields = ConfigDict({k: old[k] for k in configs.default_config()})
+        base = prepare(fields, folder, list(mesh.devices.flat))
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"lora.base is {folder}, no run to go on from: {error}") from (
+            error
+        )
+    if (latest := base.checkpoints.latest()) is None:
+        raise ValueError(f"lora.base is {folder}, which has no checkpoint: train it.")
+    if jax.eval_shape(base.init) != jax.eval_shape(make):
+        raise ValueError(
+            f"lora.base is {folder}, which holds another model: give the same model.*, "
+            "length and tokenizer."
+        )
+    (params, state), _ = base.checkpoints.restore(latest, abstract(base))
+    return acco_jax.committed_params(state, params)
+
+
+def _check_counts(counts: tuple[int, ...], workers: int, microbatches: int) -> None:
+    fits = len(counts) == workers and set(counts) <= set(range(microbatches + 1))
+    if counts and not fits:
+        raise ValueError(
+            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
+            f"the {workers} workers."
+        )
+
+
+def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
+    """Refuses the workdir of a run with another config, workers or corpus."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    try:
+        old = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: use another workdir.") from error
+    if field := configs.differing_field(old, old | identity):
+        raise ValueError(
+            f"workdir {workdir} belongs to a run with {field}: use another workdir, "
+            "or the same config."
+        )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    os.replace(partial, path)
+
+
+def batches(experiment: Experiment) -> Any:
+    return data.train_iterator(
+        experiment.corpus,
+        length=experiment.config.length,
+        batch_size=experiment.rows,
+        seed=experiment.config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        workers=experiment.workers,
+        skew=experiment.config.data.skew,
+    )
+
+
+def counts_of(experiment: Experiment) -> jax.Array | None:
+    """How many microbatches each worker computes; None: all."""
+    if not experiment.config.counts:
+        return None
+    counts = np.asarray(experiment.config.counts, np.int32)
+    mine = np.split(counts, jax.process_count())[jax.process_index()]
+    return to_devices(mine, experiment.mesh)
+
+
+def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
+    """This process's rows -> global arrays split over the data axis."""
+    sharding = NamedSharding(mesh, P(DATA))
+    with jax.transfer_guard_host_to_device("allow"):  # here it is meant
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
+        )
+
+
+def initial(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Parameters as the train step takes them, and the sharded optimizer state."""
+    replicated = NamedSharding(experiment.mesh, P())
+    make = jax.jit(experiment.init, out_shardings=replicated)
+    return acco_jax.start(experiment.tx, make())
+
+
+def abstract_params(experiment: Experiment) -> PyTree:
+    """Shapes, dtypes and shardings of the parameters that are trained."""
+    replicated = NamedSharding(experiment.mesh, P())
+    return _placed(jax.eval_shape(experiment.init), replicated)
+
+
+def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Shapes, dtypes and shardings of what `initial` returns."""
+    params, tx = abstract_params(experiment), experiment.tx
+    shapes = jax.eval_shape(functools.partial(acco_jax.start, tx), params)
+    return _placed(shapes, acco_jax.start_shardings(tx, params))
+
+
+def _placed(shapes: PyTree, shardings: PyTree) -> PyTree:
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        shardings,
+    )
