@@ -28,7 +28,8 @@ help: ## list the targets
 setup: $(VENV)/.train ## make .venv with what the runner needs
 
 train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORKDIR)
-	$(PY) -m acco_jax.train --config=experiments/quickstart.py --workdir=$(WORKDIR)
+	JAX_PLATFORMS=cpu $(PY) -m acco_jax.train --config=experiments/quickstart.py \
+	  --workdir=$(WORKDIR)
 
 # The library's own tests; the rest (runner, model, planning) runs on one interpreter.
 TESTS   ?=

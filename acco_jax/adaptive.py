@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator, Sums
 from acco_jax.layout import Layout, Pending, PyTree
-from acco_jax.step import TrainStep, pending_of
+from acco_jax.step import TrainStep, pending_of, placed
 from acco_jax.transforms.base import Method
 
 
@@ -48,12 +49,45 @@ class AdaptiveStep(TrainStep):
     ) -> None:
         super().__init__(tx, gradients, "split", options)
         self.minimum, self.half_round = minimum, 0
-        self._log = None if log is None else read_counts(log)
+        self._log = None
+        if log is not None:
+            self._log = read_counts(log)
+            check_counts(self._log, log, gradients.workers, gradients.microbatches)
         # the number in one place, or the second microbatch would compile anew
         homes = (None, NamedSharding(gradients.mesh, P()))
         self._zeros = jax.jit(_none, out_shardings=homes)
         self._add = jax.jit(_one_more, donate_argnums=1, out_shardings=homes)
         self._pack = jax.jit(pending_of, static_argnums=0)
+
+    def compile(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+    ) -> None:
+        """Compiles what the calls will run; see `TrainStep.compile`."""
+        params, state, batch, counts, rng = self._place(
+            params, state, batch, counts, rng
+        )
+        gradients, overlaps = self._gradients, self._overlaps(state)
+        if counts is None and self._log is not None:
+            counts = gradients.counts_here([0] * gradients.workers)
+        with naming_unknown_options():
+            work: tuple[Any, ...] = (gradients, params, batch, rng)
+            zeros = self._zeros.lower(*work).compile()
+            sums, i = placed(zeros, self._zeros, *work)
+            work = (gradients, sums, i, params, batch, rng, counts)
+            added = self._add.lower(*work).compile()
+            sums, _ = placed(added, self._add, *work)
+            packed = self._pack.lower(state.layout, sums).compile()
+            now, _ = placed(packed, self._pack, state.layout, sums)
+            if overlaps:
+                now, state = state.pending, state._replace(pending=None)
+            for wire in dict.fromkeys(self._tx.wires.all):
+                program = self._program(state, overlaps, wire)
+                program.lower(now, state, params).compile()
 
     def _local(
         self,
@@ -76,7 +110,8 @@ class AdaptiveStep(TrainStep):
         sums, i = self._zeros(gradients, params, batch, rng)
         mine = None
         if counts is not None:
-            mine = max(int(s.data[0]) for s in counts.addressable_shards)
+            held = jax.device_get([s.data for s in counts.addressable_shards])
+            mine = max(int(c[0]) for c in held)
         done = 0
         while done < self._gradients.microbatches:
             finished = communication is None or communication.done()
@@ -113,6 +148,17 @@ def _one_more(
         return i, i + 1 if counts is None else i + (count > i).astype(i.dtype)
 
     return gradients.add(sums, params, batch, rng, counts, span), i + 1
+
+
+def check_counts(rows: list[list[int]], log: Path, workers: int, most: int) -> None:
+    """Raises a ValueError unless every row has a count from 0 to `most` per worker."""
+    for number, row in enumerate(rows, 1):
+        if len(row) != workers or not 0 <= min(row) <= max(row) <= most:
+            raise ValueError(
+                f"line {number} of {log} is {row}: this run needs one count from 0 to "
+                f"{most}, the most that a batch holds, for each of its {workers} "
+                "workers."
+            )
 
 
 def read_counts(log: Path) -> list[list[int]]:

@@ -190,8 +190,12 @@ class Accumulator:
     def place_counts(self, counts: Any) -> jax.Array | None:
         """(n,) int32 microbatch counts, on their workers.
 
+        Those of a jax.Array would have to be waited for: they are not read, but clipped
+        to 0 ... `microbatches`.
+
         Raises:
-          ValueError: wrong shape, or a count that is negative or above `microbatches`.
+          ValueError: wrong shape or dtype, or a count that can be read and is negative
+            or above `microbatches`.
         """
         if counts is None:
             return None
@@ -200,17 +204,19 @@ class Accumulator:
                 f"counts has shape {np.shape(counts)}: give one count per worker, "
                 f"shape ({self.workers},)."
             )
-        if not isinstance(counts, jax.Array):  # that would have to be waited for
-            counts = np.asarray(counts)
-            if counts.dtype.kind not in "iu":
-                raise ValueError(f"counts {counts.tolist()} must be integers.")
-            if counts.min() < 0 or counts.max() > self.microbatches:
-                raise ValueError(
-                    f"counts {counts.tolist()} must lie between 0 and microbatches = "
-                    f"{self.microbatches}."
-                )
+        known = None if isinstance(counts, jax.Array) else np.asarray(counts)
+        held = counts if known is None else known
+        if not jnp.issubdtype(held.dtype, jnp.integer):
+            raise ValueError(f"counts are {held.dtype}: they must be integers.")
+        if known is None:
+            held = _clipped(counts, self.microbatches)
+        elif known.min() < 0 or known.max() > self.microbatches:
+            raise ValueError(
+                f"counts {known.tolist()} must lie between 0 and microbatches = "
+                f"{self.microbatches}."
+            )
         return jax.device_put(
-            jnp.asarray(counts, jnp.int32), NamedSharding(self.mesh, self.rows)
+            jnp.asarray(held, jnp.int32), NamedSharding(self.mesh, self.rows)
         )
 
     def counts_here(self, counts: Sequence[int]) -> jax.Array:
@@ -428,7 +434,18 @@ class Accumulator:
         self, microbatch: PyTree, rng: Any, params: PyTree
     ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
         loss, weight, aux = parts_of_loss(self.loss_fn(params, microbatch, rng))
-        return loss, (jnp.asarray(weight), jax.tree.map(jnp.asarray, aux))
+        loss, weight = jnp.asarray(loss), jnp.asarray(weight)
+        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}:"
+                " return a floating-point scalar, the mean or the sum over the rows."
+            )
+        if weight.shape:
+            raise ValueError(
+                f"loss_fn returned a weight of shape {weight.shape}: return a scalar, "
+                "the number of targets."
+            )
+        return loss, (weight, jax.tree.map(jnp.asarray, aux))
 
     def _empty(self, params: PyTree, microbatch: PyTree, rng: Any) -> Sums:
         out = jax.eval_shape(self._gradient, params, microbatch, rng)
@@ -447,8 +464,15 @@ class Accumulator:
             ),
             at_least_32(sums.loss),
             at_least_32(sums.weight),
-            sums.aux,
+            jax.tree.map(_summable, sums.aux),
         )
+
+
+def _summable(x: jax.Array) -> jax.Array:
+    """In at least 32 bits, where booleans are counted and small floats do not stick."""
+    if jnp.issubdtype(x.dtype, jnp.bool_) or jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.promote_types(x.dtype, jnp.int32))
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
@@ -465,6 +489,11 @@ def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
         return count - (count - before) * (parts - k) // middle
 
     return bound(k), bound(k + 1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _clipped(counts: jax.Array, most: int) -> jax.Array:
+    return jnp.clip(counts.astype(jnp.int32), 0, most)
 
 
 def _microbatch(batch: PyTree, microbatches: int, i: Any) -> PyTree:

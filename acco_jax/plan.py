@@ -12,11 +12,11 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from acco_jax.planning import topologies
+from acco_jax.training import commands
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment to plan.")
+_CONFIG = commands.config_flag()
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE."
 )
@@ -85,4 +85,4 @@ def _whole(text: str) -> int:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "topology"])
-    app.run(main)
+    app.run(main, flags_parser=commands.parser(_CONFIG))

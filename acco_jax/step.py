@@ -63,7 +63,10 @@ class TrainStep:
         """Whether this half-round communicates the last one's gradients."""
         if not (self._tx.delayed and self._tx.warmup):
             return self._tx.delayed
-        return state.steps is self._warmed or int(state.steps) >= self._tx.warmup
+        return (
+            state.steps is self._warmed
+            or int(jax.device_get(state.steps)) >= self._tx.warmup
+        )
 
     def _wire(self, state: Any) -> Wire:
         """What this half-round communicates; reads a count once, to know it from then.
@@ -74,7 +77,7 @@ class TrainStep:
             return self._tx.wires.all[0]
         held = state.wire.half_rounds
         seen, count = self._counted
-        count = count if held is seen else int(held)
+        count = count if held is seen else int(jax.device_get(held))
         self._counted = held, count
         return self._tx.wires.at(count)
 
@@ -188,11 +191,7 @@ class TrainStep:
             now, rest = state.pending, state._replace(pending=None)
         else:
             # where a method of its own leaves them, only its program knows
-            now = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                jax.eval_shape(self._accumulate, *work)[0],
-                accumulate.compile().output_shardings[0],
-            )
+            now = placed(accumulate.compile(), self._accumulate, *work)[0]
         communicate = self._program(rest, overlaps, wire)
         return accumulate, communicate.lower(now, rest, params)
 
@@ -231,12 +230,7 @@ class TrainStep:
                 "the state is wrapped, but make_train_step runs a method's own stages: "
                 "give it the state of tx.init for the tx it was built with."
             )
-        if self._tx.delayed != hasattr(state, "pending"):
-            raise ValueError(
-                f"the state is {type(state).__name__}, of another method than tx: give "
-                "the state of tx.init for the tx the step was built with."
-            )
-        self._tx.wires.check(state)
+        self._tx.check_state(state)
         check_params(layout, params)
         return (
             jax.device_put(params, layout.params_shardings),
@@ -404,7 +398,7 @@ def _metrics(
     """Means over the microbatches of this half-round; see `make_train_step`."""
     weight = sums.weight.sum()
     metrics = {
-        "loss": sums.loss.sum() / jnp.where(weight > 0, weight, 1),
+        "loss": sums.loss.sum() / jnp.where(weight != 0, weight, 1),
         "weight": weight,
         "grad_norm": norm,
         "step": steps,
@@ -518,3 +512,12 @@ def _adaptive(microbatches: int | str) -> tuple[bool, Path | None]:
     if isinstance(microbatches, str) and microbatches.startswith("replay:"):
         return True, Path(microbatches.removeprefix("replay:"))
     return microbatches == "adaptive", None
+
+
+def placed(compiled: Any, program: Any, *args: Any) -> Any:
+    """The abstract result of a compiled program, where it leaves it."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(program, *args),
+        compiled.output_shardings,
+    )

@@ -68,7 +68,7 @@ class Wire:
 
         def left_out(own: jax.Array, sent: jax.Array, before: jax.Array) -> jax.Array:
             left = jnp.where(jnp.isfinite(sent), own - sent, 0).astype(before.dtype)
-            return jnp.where(weight > 0, left, before)  # without weight nothing counts
+            return jnp.where(weight != 0, left, before)  # without weight nothing counts
 
         error = tuple(map(left_out, own, arrives, before))
         return state._replace(wire=state.wire._replace(error=LeftOut(error))), low

@@ -122,6 +122,29 @@ def test_what_cannot_adapt_is_refused(tmp_path):
         run(*make_step(f"replay:{short}"))
 
 
+@pytest.mark.parametrize("row", [[1, 2, 3], [MAXIMUM + 1, 0], [-1, 1]])
+def test_a_log_of_another_run_is_refused_before_it_starts(tmp_path, row):
+    log = tmp_path / "counts.jsonl"
+    log.write_text(f"[1, 2]\n{row}\n")
+    with pytest.raises(ValueError, match=r"line 2 of .* one count from 0 to 5, the"):
+        make_step(f"replay:{log}")
+
+
+@pytest.mark.parametrize("counts", [None, [1, 2]])
+def test_compiled_ahead_is_not_compiled_again(counts, caplog):
+    step, tx = make_step("adaptive")
+    params = {"w": jnp.ones((WIDTH, WIDTH))}
+    state = tx.init(params)
+    params = jax.device_put(params, state.layout.params_shardings)
+    batch = np.ones((WORKERS * MAXIMUM * ROWS, WIDTH), np.float32)
+    step.compile(params, state, batch, counts)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        step(params, state, batch, counts)
+    ours = ("_none", "_one_more", "pending_of", "_communicate")
+    done = [m for m in caplog.messages if "Finished XLA compilation" in m]
+    assert not [m for m in done if any(name in m for name in ours)]
+
+
 def test_compiled_once():
     jax.clear_caches()  # steps share the programs of a function: count none but these
     step, tx = make_step("adaptive")

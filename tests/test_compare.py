@@ -15,7 +15,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from acco_jax.training import comparison, loop, metrics, network, preparation, results
+from acco_jax.training import (
+    commands,
+    comparison,
+    loop,
+    metrics,
+    network,
+    preparation,
+    results,
+)
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -32,6 +40,7 @@ def get_config():
     c.data.data_dir = {data!r}
     return c
 """
+QUICKSTART = ROOT / "experiments" / "quickstart.py"
 RATE = "config.optimizer.learning_rate=0.002"
 METHODS = f"acco,zero1({RATE})"
 CLOCKS = ("seconds", "tokens_per_second")
@@ -175,10 +184,19 @@ def test_methods_and_their_options():
     )
 
 
+def test_an_option_may_be_a_pair():
+    plain, pair = comparison.parse("acco,acco(gather_bits=(8,4),reduce_bits=8)")
+    assert plain.name == "acco"
+    assert pair.name == "acco(gather_bits=(8,4),reduce_bits=8)"
+    config = commands.config_of([f"--config={QUICKSTART}", *pair.flags])
+    assert config.method_options.to_dict() == {"gather_bits": (8, 4), "reduce_bits": 8}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "''"),
+        ("acco(gather_bits=(8,4)", "option=value"),
         ("acco,,zero1", "''"),
         ("acco(", r"'acco\('"),
         ("acco()", r"'acco\(\)'"),

@@ -227,6 +227,45 @@ def test_a_step_on_a_wrapped_method_is_refused():
         make(loss, method(), mesh=make_mesh(4), microbatches=1)
 
 
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [("dpu", "acco"), ("acco", "dpu"), ("zero1", "ddp"), ("ddp", "zero1")],
+)
+def test_an_update_of_another_methods_state_is_refused(mine, other):
+    theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 1, 0)
+    state = method(other).init(theta)
+    with pytest.raises(ValueError, match="of another method than tx"):
+        method(mine).update(gradients[0], state, theta)
+
+
+@pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "wp"])
+def test_a_weight_that_is_no_number_is_not_taken_for_none(name):
+    """A skipped step could go unnoticed for a whole run; parameters of NaN cannot."""
+    theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 2, 0)
+    tx, params = method(name), theta
+    state = tx.init(theta)
+    for g in gradients:
+        weight = jnp.array([jnp.nan, 1.0])
+        updates, state = tx.update(g, state, params, weight=weight)
+        params = optax.apply_updates(params, updates)
+    assert not any(jnp.isfinite(x).any() for x in jax.tree.leaves(params))
+    with pytest.raises(ValueError, match=r"weight \[-1.0, 2.0\] has one below 0"):
+        tx.update(gradients[0], tx.init(theta), theta, weight=[-1.0, 2.0])
+
+
+def test_dtypes_that_cannot_hold_gradients_are_refused():
+    make = acco_jax.acco
+    for name in ("comm_dtype", "accumulate_dtype"):
+        with pytest.raises(ValueError, match=f"{name} is int8: give a floating-point"):
+            make(ADAMW, mesh=make_mesh(2), **{name: jnp.int8})
+
+
+def test_steps_of_a_method_that_warms_up():
+    tx = acco_jax.dpu(ADAMW, mesh=make_mesh(2), warmup_steps=3)
+    assert [tx.steps_done(calls) for calls in range(7)] == [0, 1, 2, 3, 3, 4, 5]
+    assert [tx.calls(steps) for steps in (2, 3, 4, 10)] == [2, 3, 5, 11]
+
+
 def test_nothing_depends_on_who_built_the_transformation():
     """A state made by one acco(...) is continued by another of the same arguments."""
     theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 4, 0)

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import acco_jax
@@ -231,3 +232,57 @@ def test_pieces_cover_all_microbatches_once(count, parts):
     sizes = [end - first for first, end in spans]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[parts // 2] == max(sizes)  # beside the slowest network
+
+
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, b, r: (b @ p) ** 2, r"a loss of shape \(2, 3\)"),
+        (lambda p, b, r: jnp.int32(1), "dtype int32"),
+        (lambda p, b, r: (jnp.sum(p), jnp.ones(2), None), r"a weight of shape \(2,\)"),
+    ],
+)
+@pytest.mark.parametrize("whole", ["local_gradients", "make_train_step"])
+def test_a_loss_that_is_no_scalar_is_refused(N, loss, message, whole):
+    """Not differentiated as its sum, with the weight of a mean."""
+    mesh = make_mesh(1)
+    batch, params = np.ones((2 * N, 4)), jnp.ones((4, 3))
+    with pytest.raises(ValueError, match=message):
+        if whole == "local_gradients":
+            made = acco_jax.local_gradients(loss, mesh=mesh, microbatches=N)
+            made(params, batch)
+        else:
+            tx = acco_jax.acco(optax.sgd(0.1), mesh=mesh)
+            step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=N)
+            step(params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_aux_is_summed_in_32_bits(microbatches):
+    """Booleans are counted, and a sum in bfloat16 would stay at 256."""
+
+    def loss(params, batch, rng):
+        aux = {
+            "right": batch[0, 0] > 0,
+            "many": jnp.bfloat16(255),
+            "few": jnp.int8(100),
+        }
+        return jnp.sum(params), aux
+
+    made = acco_jax.local_gradients(loss, mesh=make_mesh(2), microbatches=microbatches)
+    _, _, aux = made(jnp.ones(2), np.ones((2 * microbatches, 1)))
+    n = 2 * microbatches
+    assert {k: float(v) for k, v in aux.items()} == {
+        "right": n, "many": 255 * n, "few": 100 * n
+    }  # fmt: skip
+
+
+def test_counts_on_the_devices_are_clipped_and_integers():
+    mesh = make_mesh(2)
+    made = acco_jax.local_gradients(loss_mean, mesh=mesh, microbatches=N)
+    wide = made(THETA, data(2), counts=jnp.array([7, -3]))
+    chex.assert_trees_all_equal(wide, made(THETA, data(2), counts=[N, 0]))
+    for counts in ([1.0, 2.0], jnp.array([1.9, 0.5])):
+        with pytest.raises(ValueError, match=r"counts are float.*: they must be integ"):
+            made(THETA, data(2), counts=counts)

@@ -17,7 +17,7 @@ node without leaves, so that whoever holds the state can interpret it.
 
 from acco_jax.layout.base import Layout, LeftOut, Pending
 from acco_jax.layout.leaf import SMALL, LeafLayout, leaf_layout
-from acco_jax.layout.leaves import Leaf, PyTree, describe, path_names
+from acco_jax.layout.leaves import Leaf, PyTree, check_floating, describe, path_names
 from acco_jax.layout.packed import ROW_MULTIPLE, WIDTHS, PackedLayout, packed_layout
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "PackedLayout",
     "Pending",
     "PyTree",
+    "check_floating",
     "describe",
     "leaf_layout",
     "packed_layout",

@@ -58,6 +58,15 @@ def path_names(path: Sequence[Any]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
+def check_floating(name: str, dtype: Any) -> None:
+    """Raises a ValueError for an argument that is neither None nor floating point."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{name} is {np.dtype(dtype)}: give a floating-point dtype. To send few "
+            "bits there are gather_bits and reduce_bits."
+        )
+
+
 def describe(
     params: PyTree,
     *,
@@ -80,6 +89,7 @@ def describe(
       ValueError: a parameter is not floating point, a spec names a data axis or does
         not divide the shape, or specs are needed and missing.
     """
+    check_floating("comm_dtype", comm_dtype)
     others = [a for a in mesh.axis_names if a not in axis and mesh.shape[a] > 1]
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)

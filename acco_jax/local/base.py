@@ -126,7 +126,7 @@ class InnerSteps:
         params = cast(work.theta, like)
         sums = gradients.nothing(params, batch, rng, held)
         sums = gradients.sum_here(sums, params, batch, rng, held, start, start + count)
-        valid = sums.weight > 0
+        valid = sums.weight != 0
         weight = jnp.where(valid, sums.weight, 1)
         mean = jax.tree.map(
             lambda g, x: jnp.where(

@@ -229,7 +229,7 @@ class SparseRound(Round):
             buffers = _to_rows_of_256(layout, jax.tree.leaves(u))
             for buffer, wire in zip(buffers, wires, strict=True):
                 places, values = largest(buffer, self.k)
-                sent = jnp.where(weight[0] > 0, values, 0).astype(wire)
+                sent = jnp.where(weight[0] != 0, values, 0).astype(wire)
                 parcel += [places, sent]
                 kept.append(add_at(buffer, places, -sent.astype(buffer.dtype)))
             left = [e[None] for e in _to_leaves(layout, kept)]
@@ -284,7 +284,7 @@ class SparseRound(Round):
         self, total: jax.Array, sums: PyTree, x: PyTree, outer: PyTree
     ) -> tuple[PyTree, PyTree]:
         """The outer step; none where nobody has weight."""
-        valid = total > 0
+        valid = total != 0
         weight = jnp.where(valid, total, 1)
         mean = jax.tree.map(lambda s: s / weight.astype(s.dtype), sums)
         updates, new = self.outer.update(mean, outer, x)

@@ -128,7 +128,7 @@ def differences(
 
 def counted(weight: jax.Array, weighted: bool) -> jax.Array:
     """(n,) weights of an outer mean: as they are, or 1 for everyone who has any."""
-    return weight if weighted else (weight > 0).astype(weight.dtype)
+    return weight if weighted else (weight != 0).astype(weight.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator
 from acco_jax.layout import Layout
 from acco_jax.local.base import LocalMethod, Round, Work
-from acco_jax.step import TrainStep, _metrics
+from acco_jax.step import TrainStep, _metrics, placed
 from acco_jax.transforms.base import check_grads, find_state
 
 PyTree = Any
@@ -59,7 +59,7 @@ class LocalStep(TrainStep):
             return 0
         array, steps = self._seen
         if state.steps is not array:
-            steps = int(state.steps)
+            steps = int(jax.device_get(state.steps))
             self._seen = state.steps, steps
         return steps // self._tx.steps_per_call % self._tx.phases
 
@@ -138,7 +138,7 @@ class LocalStep(TrainStep):
         send, hops, steps, finish = self._split_programs(state, phase)
         acc = self._gradients
         first = send.lower(params, state)
-        moving = _placed(first.compile(), send, params, state)
+        moving = placed(first.compile(), send, params, state)
         second = hops.lower(moving)
         work = (acc, params, state, batch, counts, rng)
         third = steps.lower(*work)
@@ -146,8 +146,8 @@ class LocalStep(TrainStep):
             acc,
             params,
             state,
-            _placed(third.compile(), steps, *work),
-            _placed(second.compile(), hops, moving),
+            placed(third.compile(), steps, *work),
+            placed(second.compile(), hops, moving),
             batch,
             counts,
             rng,
@@ -315,13 +315,4 @@ def _split_programs(round: Round, state: Any) -> tuple[Any, ...]:
         jax.jit(hops),
         jax.jit(steps),
         jax.jit(functools.partial(_end, round), out_shardings=homes),
-    )
-
-
-def _placed(compiled: Any, program: Any, *args: Any) -> Any:
-    """The abstract result of a compiled program, where it leaves it."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(program, *args),
-        compiled.output_shardings,
     )

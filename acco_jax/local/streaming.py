@@ -225,12 +225,12 @@ class StreamingRound(Round):
         def local(
             total: jax.Array, weight: jax.Array, theta: PyTree, anchor: PyTree
         ) -> PyTree:
-            keeps = (weight[0] > 0) & self.overlaps
+            keeps = (weight[0] != 0) & self.overlaps
 
             def one(x: jax.Array, common: jax.Array) -> jax.Array:
                 common = common.astype(x.dtype)
                 mixed = self.mixing * x + (1 - self.mixing) * common
-                return jnp.where(total > 0, jnp.where(keeps, mixed, common), x)
+                return jnp.where(total != 0, jnp.where(keeps, mixed, common), x)
 
             return jax.tree.map(one, theta, anchor)
 

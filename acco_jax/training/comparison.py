@@ -75,7 +75,7 @@ def parse(text: str) -> tuple[Entry, ...]:
     Raises:
       ValueError: in one line, what is wrong.
     """
-    names = [n.strip() for n in re.split(r",(?![^()]*\))", text.replace(" ", ""))]
+    names = _split(text.replace(" ", ""))
     entries = tuple(map(_entry, names))
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
@@ -83,10 +83,23 @@ def parse(text: str) -> tuple[Entry, ...]:
     return entries
 
 
+def _split(text: str) -> list[str]:
+    """At the commas outside of parentheses."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
 def _entry(name: str) -> Entry:
-    found = re.fullmatch(r"(\w+)(?:\(([^()/]+)\))?", name)
-    options = found[2].split(",") if found and found[2] else []
-    if not found or not all(re.fullmatch(r"[\w.]+=[^=]+", o) for o in options):
+    found = re.fullmatch(r"(\w+)(?:\(([^/]+)\))?", name)
+    options = _split(found[2]) if found and found[2] else []
+    option = r"[\w.]+=([^=()]+|\([^=()]+\))"
+    if not found or not all(re.fullmatch(option, o) for o in options):
         raise ValueError(
             f"--methods has {name!r}: write NAME or NAME(option=value,...), separated "
             "by commas."

@@ -26,6 +26,9 @@ PLACEHOLDER = config_dict.placeholder
 # What an optimizer is given where optimizer.options does not say otherwise.
 DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 
+# Arguments of a method that are not method_options: the config has fields for them.
+GIVEN = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype", "layout")
+
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints"}
@@ -40,6 +43,9 @@ def default_config() -> ConfigDict:
     """
     c = ConfigDict()
     c.seed = 0  # of the initialization and of the data's order
+    # Workdir of a finished run of this model, on as many devices, from whose parameters
+    # this one starts, or which its adapters adapt; None: from the initialization.
+    c.base = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
 
@@ -108,9 +114,6 @@ def default_config() -> ConfigDict:
     # Instead of both: pairs (pattern, rank), of which the first that matches counts.
     c.lora.ranks = ()
     c.lora.scale = 1.0  # W + scale * a @ b
-    # Workdir of a finished run, on as many devices, whose model is adapted; None: one
-    # as initialized.
-    c.lora.base = PLACEHOLDER(str)
 
     c.log_every = 10  # half-rounds
     c.eval_every = 100  # optimizer steps
@@ -131,6 +134,7 @@ def validate(config: ConfigDict) -> None:
     known = list(inspect.signature(METHODS[config.method]).parameters)
     if known[-1] == "options":  # **options: what all sharding methods share
         known[-1:] = [f.name for f in dataclasses.fields(Options)]
+    known = [name for name in known if name not in GIVEN]
     for field in config.method_options:
         _one_of(f"method_options of {config.method}", field, known)
     _one_of("layout", config.layout, ("auto", "packed", "leaf"))
@@ -147,6 +151,11 @@ def validate(config: ConfigDict) -> None:
     for name in positive:
         if config[name] < 1:
             raise ValueError(f"{name} is {config[name]}: it must be at least 1.")
+    for name in ("clip", "warmup_steps"):
+        if not config.optimizer[name] >= 0:
+            raise ValueError(
+                f"optimizer.{name} is {config.optimizer[name]}: give 0 for none."
+            )
     if config.lora.rank < 0:
         raise ValueError(f"lora.rank is {config.lora.rank}: give 0 for no adapters.")
     if config.microbatches not in ("fixed", "adaptive") and not replayed(config):

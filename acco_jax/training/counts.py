@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from acco_jax.adaptive import read_counts
+from acco_jax.adaptive import check_counts, read_counts
 
 FILE = "counts.jsonl"
 
@@ -73,9 +73,4 @@ def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
             f"{log} has {len(rows)} half-rounds, but the run takes {half_rounds}: "
             "lower steps."
         )
-    for number, row in enumerate(rows, 1):
-        if len(row) != workers or not 0 <= min(row) <= max(row) <= most:
-            raise ValueError(
-                f"line {number} of {log} is {row}: this run needs one count from 0 to "
-                f"most_microbatches = {most} for each of its {workers} workers."
-            )
+    check_counts(rows, log, workers, most)

@@ -29,11 +29,10 @@ def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None
     if not platforms and not has_accelerator():
         platforms = "cpu"
         jax.config.update("jax_platforms", "cpu")
-    if platforms == "cpu":
-        if cpu_devices:
-            jax.config.update("jax_num_cpu_devices", cpu_devices)
-        if several_processes:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if cpu_devices:  # without effect on another backend
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if platforms == "cpu" and several_processes:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
 def launched_by_a_cluster() -> bool:

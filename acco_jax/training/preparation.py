@@ -15,10 +15,12 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
+from acco_jax.gradients import with_arrays
 from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
 from acco_jax.training.checkpoints import Checkpoints
@@ -125,8 +127,10 @@ def prepare(
     _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
     loss_fn, init = configs.trained(
-        config, model, lambda make: _frozen(config, make, mesh)
+        config, model, lambda make: _start(config, make, mesh)
     )
+    if config.base and not (config.lora.rank or config.lora.ranks):
+        init = Partial(_as_it_is, _start(config, init, mesh))
     step = acco_jax.make_train_step(
         loss_fn,
         tx,
@@ -157,32 +161,36 @@ def prepare(
     return experiment
 
 
-def _frozen(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
-    """The model whose adapters are trained: lora.base's, or what `make` returns.
+def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
+    """The parameters that a run starts from: those of `base`, or what `make` returns.
 
     Raises:
-      ValueError: lora.base holds no run of this model.
+      ValueError: `base` holds no finished run of this model.
     """
-    if config.lora.base is None:
+    if config.base is None:
         return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
-    folder = Path(config.lora.base).expanduser()
+    folder = Path(config.base).expanduser()
     try:
         old = json.loads((folder / "config.json").read_text())
         fields = ConfigDict({k: old[k] for k in configs.default_config()})
         base = prepare(fields, folder, list(mesh.devices.flat))
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"lora.base is {folder}, no run to go on from: {error}") from (
+        raise ValueError(f"base is {folder}, no run to go on from: {error}") from (
             error
         )
     if (latest := base.checkpoints.latest()) is None:
-        raise ValueError(f"lora.base is {folder}, which has no checkpoint: train it.")
+        raise ValueError(f"base is {folder}, which has no checkpoint: train it.")
     if jax.eval_shape(base.init) != jax.eval_shape(make):
         raise ValueError(
-            f"lora.base is {folder}, which holds another model: give the same model.*, "
+            f"base is {folder}, which holds another model: give the same model.*, "
             "length and tokenizer."
         )
     (params, state), _ = base.checkpoints.restore(latest, abstract(base))
     return acco_jax.committed_params(state, params)
+
+
+def _as_it_is(params: PyTree) -> PyTree:
+    return params
 
 
 def _check_counts(counts: tuple[int, ...], workers: int, microbatches: int) -> None:
@@ -250,8 +258,8 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
     """Parameters as the train step takes them, and the sharded optimizer state."""
     replicated = NamedSharding(experiment.mesh, P())
-    make = jax.jit(experiment.init, out_shardings=replicated)
-    return acco_jax.start(experiment.tx, make())
+    make = jax.jit(lambda init: init(), out_shardings=replicated)
+    return acco_jax.start(experiment.tx, make(with_arrays(experiment.init)))
 
 
 def abstract_params(experiment: Experiment) -> PyTree:

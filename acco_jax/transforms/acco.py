@@ -115,7 +115,7 @@ def acco(
     ) -> tuple[AccoState, Point]:
         commit = state.stage == COMMIT
         # what weighs nothing must not count, not even a NaN
-        gradient = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), gradient)
+        gradient = jax.tree.map(lambda g: jnp.where(weight != 0, g, 0), gradient)
         total = weight + jnp.where(commit, state.carry_weight, 0)
         both = jax.tree.map(
             lambda g, c: g + jnp.where(commit, c, 0), gradient, state.carry
@@ -123,7 +123,7 @@ def acco(
         theta, inner_state, norm = step(both, total, state.inner, state.master)
         state = state._replace(
             stage=ESTIMATE + COMMIT - state.stage,
-            steps=state.steps + (commit & (total > 0)),
+            steps=state.steps + (commit & (total != 0)),
             master=choose(commit, theta, state.master),
             inner=choose(commit, inner_state, state.inner),
             carry=gradient,
@@ -143,5 +143,11 @@ def acco(
         resync_every,
     )
     return make_method(
-        inner, options, start=start, advance=advance, delayed=True, half_rounds=2
+        inner,
+        options,
+        state=AccoState,
+        start=start,
+        advance=advance,
+        delayed=True,
+        half_rounds=2,
     )

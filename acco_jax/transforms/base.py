@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names
-from acco_jax.layout import Layout, Pending
+from acco_jax.layout import Layout, LeafLayout, PackedLayout, Pending
 from acco_jax.packable import why_not_packed
 from acco_jax.wire import Wire, Wires
 from acco_jax.wire import wires as make_wires
@@ -56,6 +56,7 @@ class Method(optax.GradientTransformationExtraArgs):
       wires: what is communicated, and how, in each half-round.
       advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
         the reduced gradient sums and their total weight.
+      check_state: raises a ValueError for a state of another method.
     """
 
     mesh: Mesh
@@ -67,6 +68,7 @@ class Method(optax.GradientTransformationExtraArgs):
     accumulate: Callable[..., Any] | None
     wires: Wires
     advance: Callable[..., Any]
+    check_state: Callable[[Any], None]
 
     steps_per_call = 1  # of the optimizer, that a call's batch holds
 
@@ -86,11 +88,11 @@ class Method(optax.GradientTransformationExtraArgs):
 
     def calls(self, steps: int) -> int:
         """Half-rounds of so many steps; a delayed method's first one only primes."""
-        return int(self.delayed) + steps * self.half_rounds
+        return int(self.delayed and steps > self.warmup) + steps * self.half_rounds
 
     def steps_done(self, calls: int) -> int | None:
         """Steps after so many half-rounds; None in the middle of one."""
-        done = calls - int(self.delayed)
+        done = calls - int(self.delayed and calls > self.warmup)
         return None if done % self.half_rounds else done // self.half_rounds
 
     def check(self, params: PyTree) -> None:
@@ -115,11 +117,16 @@ class Options:
     reduce_bits: int | None = None
     resync_every: int = 0
 
+    def __post_init__(self) -> None:
+        layouts.check_floating("comm_dtype", self.comm_dtype)
+        layouts.check_floating("accumulate_dtype", self.accumulate_dtype)
+
 
 def make_method(
     inner: optax.GradientTransformation,
     options: Options,
     *,
+    state: type,
     start: Callable[[Layout, PyTree, Any], Any],
     advance: Callable[..., Any],
     delayed: bool,
@@ -132,7 +139,8 @@ def make_method(
     Args:
       inner: the optimizer that runs on the shards.
       options: mesh, dtypes and layout.
-      start: (layout, master, inner_state) -> the method's initial NamedTuple state,
+      state: the NamedTuple that is the method's state.
+      start: (layout, master, inner_state) -> the initial one,
         whose field `pending` is a `Pending` where the method is delayed and whose field
         `wire` is left to this function.
       advance: (state, gradient shards, weight, step) -> (state, Point), where
@@ -179,6 +187,19 @@ def make_method(
         params = jax.device_put(params, layout.params_shardings)
         return jax.jit(make, out_shardings=layout.state_shardings(shapes))(params)
 
+    kind, ours = state, (PackedLayout, LeafLayout)
+
+    def check_state(state: Any) -> None:
+        layout = type(getattr(state, "layout", None))
+        if type(state) is not kind or (
+            layout is not options.layout if own else layout not in ours
+        ):
+            raise ValueError(
+                f"the state is {type(state).__name__} in {layout.__name__}, of another "
+                "method than tx: give the state of tx.init for the same tx."
+            )
+        wires.check(state)
+
     def advance_(state: Any, gradient: PyTree, weight: jax.Array, extra: dict) -> Any:
         layout = state.layout
         # the optimizer's region need not carry through what it does not read
@@ -209,8 +230,8 @@ def make_method(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, Any]:
+        check_state(state)
         layout = state.layout
-        wires.check(state)
         check_params(layout, params)
         check_grads(layout, grads)
         _check_extra(inner, extra)
@@ -260,6 +281,7 @@ def make_method(
         "accumulate": None,
         "wires": wires,
         "advance": advance_,
+        "check_state": check_state,
     }
     return Method(
         init,
@@ -297,7 +319,7 @@ def guarded_step(
     Returns:
       The new shards, the new inner state and the norm of G / W.
     """
-    valid = weight > 0
+    valid = weight != 0
     mean = jax.tree.map(
         lambda g: jnp.where(valid, g / jnp.where(valid, weight, 1).astype(g.dtype), 0),
         gradient,
@@ -417,6 +439,8 @@ def place_weight(layout: Layout, weight: Any) -> jax.Array:
     n = layout.workers
     if weight is None:
         weight = jnp.ones(n)
+    elif not isinstance(weight, jax.Array) and np.any(np.less(weight, 0)):
+        raise ValueError(f"weight {np.asarray(weight).tolist()} has one below 0.")
     if np.shape(weight) != (n,):
         raise ValueError(
             f"weight has shape {np.shape(weight)}: give one weight per worker, ({n},)."

@@ -47,13 +47,14 @@ def _delayed(
     ) -> tuple[DelayedState, Point]:
         theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
         at = step(gradient, weight, inner_state, theta)[0] if predict else theta
-        steps = state.steps + (weight > 0)
+        steps = state.steps + (weight != 0)
         state = state._replace(steps=steps, master=theta, inner=inner_state)
         return state, Point(at, norm)
 
     return make_method(
         inner,
         Options(**options),
+        state=DelayedState,
         start=_start,
         advance=advance,
         delayed=True,

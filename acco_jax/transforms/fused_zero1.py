@@ -34,7 +34,7 @@ from acco_jax.layout import (
     Pending,
 )
 from acco_jax.transforms.base import Method, Options, make_method
-from acco_jax.transforms.zero1 import advance, start
+from acco_jax.transforms.zero1 import Zero1State, advance, start
 from acco_jax.wire import Wire, Wires
 
 PyTree = Any
@@ -226,6 +226,7 @@ def fused_zero1(
     return make_method(
         inner,
         options,
+        state=Zero1State,
         start=start,
         advance=advance,
         delayed=False,

@@ -42,7 +42,7 @@ def advance(
 ) -> tuple[Zero1State, Point]:
     theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
     state = state._replace(
-        steps=state.steps + (weight > 0), master=theta, inner=inner_state
+        steps=state.steps + (weight != 0), master=theta, inner=inner_state
     )
     return state, Point(theta, norm)
 
@@ -82,7 +82,13 @@ def zero1(
         resync_every,
     )
     return make_method(
-        inner, options, start=start, advance=advance, delayed=False, half_rounds=1
+        inner,
+        options,
+        state=Zero1State,
+        start=start,
+        advance=advance,
+        delayed=False,
+        half_rounds=1,
     )
 
 
@@ -129,5 +135,11 @@ def ddp(
         mesh, axis_name, comm_dtype, accumulate_dtype, ReplicatedLayout, param_specs
     )
     return make_method(
-        inner, options, start=start, advance=advance, delayed=False, half_rounds=1
+        inner,
+        options,
+        state=Zero1State,
+        start=start,
+        advance=advance,
+        delayed=False,
+        half_rounds=1,
     )

@@ -77,7 +77,7 @@ def test_what_cannot_adapt_says_so(train, tmp_path, changes, message):
     [
         ("[1, 2]\n", "has 1 half-rounds, but the run takes 2: lower steps"),
         ("[1, 2]\n[1]\n", r"line 2 of .* is \[1\]: this run needs one count from 0 to"),
-        ("[1, 2]\n[4, 1]\n", r"line 2 of .* is \[4, 1\]: .* most_microbatches = 3"),
+        ("[1, 2]\n[4, 1]\n", r"line 2 of .* is \[4, 1\]: .* 0 to 3, the most"),
     ],
 )
 def test_a_log_of_another_run_is_refused(tmp_path, text, message):

@@ -79,6 +79,21 @@ def test_refuses_a_value_of_another_type_and_a_missing_field():
         configs.validate(config)
 
 
+@pytest.mark.parametrize("field", ["clip", "warmup_steps"])
+def test_refuses_a_negative_field_of_the_optimizer(field):
+    config = configs.default_config()
+    config.optimizer[field] = -1
+    with pytest.raises(ValueError, match=f"optimizer.{field} is -1.*: give 0 for none"):
+        configs.validate(config)
+
+
+def test_what_the_config_has_fields_for_is_no_method_option():
+    config = configs.default_config()
+    config.method_options.comm_dtype = "bfloat16"
+    with pytest.raises(ValueError, match="method_options of acco is 'comm_dtype'"):
+        configs.validate(config)
+
+
 def test_the_default_is_valid_and_starts_no_backend():
     configs.validate(configs.default_config())
 

@@ -73,9 +73,7 @@ def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
         dense.checkpoints.latest(), preparation.abstract(dense)
     )
     trained = acco_jax.committed_params(state, params)
-    experiment, _ = train(
-        tmp_path, **CHANGES, stop_after=1, **{"lora.base": str(workdir)}
-    )
+    experiment, _ = train(tmp_path, **CHANGES, stop_after=1, base=str(workdir))
     frozen = jax.tree.leaves(experiment.loss_fn)
     for found, expected in zip(frozen, jax.tree.leaves(trained), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -84,17 +82,27 @@ def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
     assert loss == pytest.approx(summary["loss"], rel=1e-6)
 
 
+def test_goes_on_from_the_parameters_of_another_run(dense_run, train, tmp_path):
+    _, summary, workdir = dense_run
+    experiment, _ = train(tmp_path, base=str(workdir), method="zero1", stop_after=1)
+    start, _ = loop.initial(experiment)
+    loss, _ = loop.Evaluator(experiment)(start, None)
+    assert loss == pytest.approx(summary["loss"], rel=1e-6)
+    _, ended = train(tmp_path, base=str(workdir), method="zero1")  # resumed
+    assert ended["loss"] < summary["loss"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lora.base": "/nowhere"}, "no run to go on from"),
+        ({"base": "/nowhere"}, "no run to go on from"),
         ({"model.width": 32}, "which holds another model"),
     ],
 )
 def test_a_base_that_cannot_be_is_refused_in_one_line(
     dense_run, tiny, tmp_path, change, message
 ):
-    config = tiny(**CHANGES, **{"lora.base": str(dense_run[2])} | change)
+    config = tiny(**CHANGES, **{"base": str(dense_run[2])} | change)
     with pytest.raises(ValueError, match=message) as error:
         preparation.prepare(config, tmp_path, jax.devices()[:2])
     assert "\n" not in str(error.value)
