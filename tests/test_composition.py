@@ -15,11 +15,11 @@ from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, paramete
 
 pytestmark = pytest.mark.usefixtures("x64")
 SHAPES = {"b": (7,), "w": (4, 6)}
-METHODS = {"acco": acco_jax.acco, "zero1": acco_jax.zero1}
+METHODS = ("acco", "zero1")
 
 
 def method(name="acco", inner=None, types=AUTO, **kwargs):
-    return METHODS[name](
+    return getattr(acco_jax, name)(
         inner or optax.adamw(1e-1), mesh=make_mesh(2, types=types), **kwargs
     )
 
@@ -141,7 +141,7 @@ def test_inject_hyperparams_around_a_factory(name, types):
 
     @optax.inject_hyperparams
     def factory(learning_rate):
-        return METHODS[name](optax.adamw(learning_rate), mesh=mesh)
+        return getattr(acco_jax, name)(optax.adamw(learning_rate), mesh=mesh)
 
     tx = factory(learning_rate=lambda count: 0.1 / (1 + count // 100))
     state = check(tx, ADAMW, name=name)

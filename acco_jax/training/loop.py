@@ -169,7 +169,7 @@ class _Run:
             params = acco_jax.committed_params(self.state, self.params)
             loss, bits = self._evaluate(params, limit)
             row = {
-                "kind": "validation",
+                "kind": "validation" if limit else "final",
                 "half_round": self.done,
                 "step": e.steps_done(self.done),
                 "tokens": self.tokens,
@@ -232,11 +232,10 @@ def run(
         while going.done < last and not stopped(going.done):
             going.half_round()
             crossed = functools.partial(_crossed, experiment, going.done)
-            if going.done < total:
-                if crossed(config.eval_every):
-                    going.validate(config.eval_batches)
-                if crossed(config.checkpoint_every):
-                    going.save()
+            if crossed(config.eval_every) or going.done == total:
+                going.validate(config.eval_batches)
+            if crossed(config.checkpoint_every) and going.done < total:
+                going.save()
         going.save()
         row = going.validate(None) if going.done == total else None
     if row is not None:

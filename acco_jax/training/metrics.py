@@ -47,7 +47,7 @@ class Recorder:
             return
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / FILE
-        kept = [r for r in read(workdir) if _precedes(r, done, total)]
+        kept = [r for r in read(workdir) if _precedes(r, done)]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(partial, path)
@@ -103,10 +103,11 @@ class Recorder:
         if not self._writes:
             return
         self._write(row)
+        which = "of all documents " if row["kind"] == "final" else ""
         with tqdm.tqdm.external_write_mode(file=sys.stderr):
             logging.info(
-                "step %d: held-out loss %.4f, %.4f bits per byte",
-                row["step"], row["loss"], row["bits_per_byte"],
+                "step %d: held-out loss %s%.4f, %.4f bits per byte",
+                row["step"], which, row["loss"], row["bits_per_byte"],
             )  # fmt: skip
 
     def close(self) -> None:
@@ -164,11 +165,9 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _precedes(row: dict[str, Any], done: int, total: int) -> bool:
+def _precedes(row: dict[str, Any], done: int) -> bool:
     """Whether a run that continues after `done` half-rounds will not write it again.
 
-    Evaluations come before a checkpoint, but for the last one.
+    Evaluations come before a checkpoint, but for the final one.
     """
-    if row["kind"] == "validation" and row["half_round"] == total:
-        return False
-    return row["half_round"] <= done
+    return row["kind"] != "final" and row["half_round"] <= done

@@ -39,12 +39,18 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
             [r["bits_per_byte"] for r in held_out],
             color="C0", lw=2, marker="o", ms=3, label="held out",
         )  # fmt: skip
+        ax.plot(
+            [r[x] / unit for r in rows if r["kind"] == "final"],
+            [r["bits_per_byte"] for r in rows if r["kind"] == "final"],
+            color="C0", ls="", marker="D", ms=5, mfc="none",
+            label="held out, all documents",
+        )  # fmt: skip
         ax.axhline(bigram, color="C3", ls="--", lw=1, label="smoothed bigram")
         ax.set_xlabel(label)
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     # The training loss starts far above what is of interest: cut it, nothing else.
-    shown = [bigram, *(r["bits_per_byte"] for r in held_out)]
+    shown = [bigram, *(r["bits_per_byte"] for r in rows if r["kind"] != "train")]
     axes[0].set_ylim(0.95 * min(shown), max(1.5 * bigram, 1.05 * max(shown)))
     axes[0].set_ylabel("loss (bits per byte)")
     axes[0].legend(frameon=False)

@@ -160,11 +160,12 @@ def curve(results: list[Result]) -> Curve:
     losses = [[e["loss"] for e in row] for row in at]
     sent = [r.bytes_sent_per_worker for r in results]
     mean = lambda key: [statistics.fmean(e[key] for e in row) for row in at]  # noqa: E731
+    tokens = mean("tokens")
     return Curve(
-        mean("tokens"),
+        tokens,
         mean("seconds"),
         # every half-round sends the same
-        None if sent[0] is None else [sent[0] * h / common[-1] for h in common],
+        None if sent[0] is None else [sent[0] * t / results[0].tokens for t in tokens],
         [statistics.fmean(x) for x in losses],
         [min(x) for x in losses],
         [max(x) for x in losses],

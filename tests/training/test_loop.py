@@ -152,7 +152,9 @@ def test_metrics_rows(acco_run):
     assert [(r["half_round"], r["step"]) for r in held_out] == [(5, 2), (9, 4), (13, 6)]
     assert set(held_out[0]) == {"kind", "half_round", "step", "tokens", "seconds",
                                 "loss", "bits_per_byte"}  # fmt: skip
-    assert held_out[-1]["loss"] == summary["loss"] < held_out[0]["loss"]
+    assert held_out[-1]["loss"] < held_out[0]["loss"]
+    assert rows[-1]["kind"] == "final" and rows[-1]["half_round"] == 13
+    assert rows[-1]["loss"] == summary["loss"]
 
 
 def test_summary_and_picture(acco_run):

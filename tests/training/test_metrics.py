@@ -22,8 +22,8 @@ def record(workdir, start, stop, total=6, losses=None):
     return recorder
 
 
-def evaluation(h, loss=1.0):
-    return {"kind": "validation", "half_round": h, "step": h, "tokens": 10 * h,
+def evaluation(h, loss=1.0, kind="validation"):
+    return {"kind": kind, "half_round": h, "step": h, "tokens": 10 * h,
             "seconds": 1.0, "loss": loss, "bits_per_byte": loss}  # fmt: skip
 
 
@@ -93,14 +93,16 @@ def test_continues_without_duplicates(tmp_path):
     # its checkpoint was of half-round 3: what comes later is written again
     recorder = record(tmp_path, 3, 6)
     with recorder.pause(60):
-        recorder.evaluation(evaluation(6, loss=2.0))
+        recorder.evaluation(evaluation(6))
+        recorder.evaluation(evaluation(6, loss=2.0, kind="final"))
     recorder.close()
-    assert written(tmp_path) == [*(("t", h) for h in range(1, 7)), ("v", 6)]
-    # finished: it is only evaluated again
+    expected = [*(("t", h) for h in range(1, 7)), ("v", 6), ("f", 6)]
+    assert written(tmp_path) == expected
+    # finished: only the final evaluation comes again
     recorder = record(tmp_path, 6, 6)
-    recorder.evaluation(evaluation(6, loss=3.0))
+    recorder.evaluation(evaluation(6, loss=3.0, kind="final"))
     recorder.close()
-    assert written(tmp_path) == [*(("t", h) for h in range(1, 7)), ("v", 6)]
+    assert written(tmp_path) == expected
     assert metrics.read(tmp_path)[-1]["loss"] == 3
 
 
