@@ -113,8 +113,8 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     from orbax.checkpoint import multihost
 
     import acco_jax
+    from acco_jax.methods import METHODS
     from acco_jax.models import gpt_neo
-    from acco_jax.transforms import METHODS
 
     model = gpt_neo.GPTNeoConfig(**spec["model"], dtype="float32")
     loss = gpt_neo.loss_fn(model)

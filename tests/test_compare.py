@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -188,7 +189,9 @@ def test_an_option_may_be_a_pair():
     plain, pair = comparison.parse("acco,acco(gather_bits=(8,4),reduce_bits=8)")
     assert plain.name == "acco"
     assert pair.name == "acco(gather_bits=(8,4),reduce_bits=8)"
-    config = commands.config_of([f"--config={QUICKSTART}", *pair.flags])
+    with warnings.catch_warnings():  # how ml_collections 1.1.0 loads a file
+        warnings.filterwarnings("ignore", r"the load_module\(\) method")
+        config = commands.config_of([f"--config={QUICKSTART}", *pair.flags])
     assert config.method_options.to_dict() == {"gather_bits": (8, 4), "reduce_bits": 8}
 
 

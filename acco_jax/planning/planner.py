@@ -17,13 +17,13 @@ from ml_collections import ConfigDict
 
 from acco_jax import LocalMethod
 from acco_jax.layout import PackedLayout
+from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo
 from acco_jax.planning import costs, programs
 from acco_jax.planning.programs import SHARDED, Compiled, DoesNotFit, Program
 from acco_jax.planning.schedules import Collective
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
-from acco_jax.transforms import METHODS
 
 BASELINE = "zero1"
 USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network library's

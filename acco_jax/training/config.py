@@ -15,9 +15,9 @@ import optax.contrib
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_dict
 
+from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
-from acco_jax.transforms import METHODS
 from acco_jax.transforms.base import Options
 
 PyTree = Any
@@ -49,7 +49,7 @@ def default_config() -> ConfigDict:
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
 
-    c.method = "acco"  # a key of acco_jax.transforms.METHODS
+    c.method = "acco"  # a key of acco_jax.methods.METHODS
     c.method_options = ConfigDict(
         type_safe=False
     )  # further keyword arguments of the method

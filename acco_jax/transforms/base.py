@@ -25,7 +25,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names
 from acco_jax.layout import Layout, LeafLayout, PackedLayout, Pending
-from acco_jax.packable import why_not_packed
 from acco_jax.wire import Wire, Wires
 from acco_jax.wire import wires as make_wires
 
@@ -416,6 +415,8 @@ def choose_layout(
         return options.layout(options.mesh, axis, *args)
     reason = "layout='leaf' was asked for"
     if options.layout != "leaf":
+        from acco_jax.packable import why_not_packed  # jax.extend is slow to import
+
         packed = layouts.packed_layout(*args, options.mesh, axis)
         found = why_not_packed(inner, packed)
         if found is None:
@@ -500,6 +501,8 @@ def _check_packed_with(
 ) -> None:
     """Raises a ValueError if these extra arguments need the leaf layout."""
     if extra and isinstance(layout, layouts.PackedLayout):
+        from acco_jax.packable import why_not_packed  # jax.extend is slow to import
+
         reason = why_not_packed(inner, layout, extra)
         if reason is not None:
             raise ValueError(

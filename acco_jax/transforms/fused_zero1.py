@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import Accumulator, Sums
-from acco_jax.layerwise import Reduction, reduced_gradients
 from acco_jax.layout import (
     ROW_MULTIPLE,
     SMALL,
@@ -297,6 +296,8 @@ def _reduced(
 
     wire = _Wire(layout, gradients.dtype)
     dims = [layout._dims[leaf][0] for leaf in layout.leaves]
+    from acco_jax.layerwise import Reduction, reduced_gradients  # as slow to import
+
     reduction = Reduction(
         wire.pack,
         wire.scatter,

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import acco_jax
+from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo, lora
-from acco_jax.transforms import METHODS
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -16,9 +16,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo
 from acco_jax.planning import programs, topologies
-from acco_jax.transforms import METHODS
 
 MODEL = gpt_neo.GPTNeoConfig(
     vocab_size=50304,
