@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator, Sums
 from acco_jax.layout import Layout, Pending, PyTree
 from acco_jax.step import TrainStep, pending_of, placed
@@ -59,35 +58,25 @@ class AdaptiveStep(TrainStep):
         self._add = jax.jit(_one_more, donate_argnums=1, out_shardings=homes)
         self._pack = jax.jit(pending_of, static_argnums=0)
 
-    def compile(
-        self,
-        params: PyTree,
-        state: Any,
-        batch: PyTree,
-        counts: Any = None,
-        rng: Any = None,
+    def _compile(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> None:
-        """Compiles what the calls will run; see `TrainStep.compile`."""
-        params, state, batch, counts, rng = self._place(
-            params, state, batch, counts, rng
-        )
         gradients, overlaps = self._gradients, self._overlaps(state)
         if counts is None and self._log is not None:
             counts = gradients.counts_here([0] * gradients.workers)
-        with naming_unknown_options():
-            work: tuple[Any, ...] = (gradients, params, batch, rng)
-            zeros = self._zeros.lower(*work).compile()
-            sums, i = placed(zeros, self._zeros, *work)
-            work = (gradients, sums, i, params, batch, rng, counts)
-            added = self._add.lower(*work).compile()
-            sums, _ = placed(added, self._add, *work)
-            packed = self._pack.lower(state.layout, sums).compile()
-            now, _ = placed(packed, self._pack, state.layout, sums)
-            if overlaps:
-                now, state = state.pending, state._replace(pending=None)
-            for wire in dict.fromkeys(self._tx.wires.all):
-                program = self._program(state, overlaps, wire)
-                program.lower(now, state, params).compile()
+        work: tuple[Any, ...] = (gradients, params, batch, rng)
+        zeros = self._zeros.lower(*work).compile()
+        sums, i = placed(zeros, self._zeros, *work)
+        work = (gradients, sums, i, params, batch, rng, counts)
+        added = self._add.lower(*work).compile()
+        sums, _ = placed(added, self._add, *work)
+        packed = self._pack.lower(state.layout, sums).compile()
+        now, _ = placed(packed, self._pack, state.layout, sums)
+        if overlaps:
+            now, state = state.pending, state._replace(pending=None)
+        for wire in dict.fromkeys(self._tx.wires.all):
+            program = self._program(state, overlaps, wire)
+            program.lower(now, state, params).compile()
 
     def _local(
         self,

@@ -208,17 +208,19 @@ class TrainStep:
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling.
         """
-        params, state, batch, counts, rng = self._place(
-            params, state, batch, counts, rng
-        )
-        overlaps = self._overlaps(state)
-        wires = dict.fromkeys(self._tx.wires.all)
+        args = self._place(params, state, batch, counts, rng)
         with naming_unknown_options():
-            for wire in wires:
-                for p in self.lowered(
-                    params, state, batch, counts, rng, overlaps=overlaps, wire=wire
-                ):
-                    p.compile()
+            self._compile(*args)
+
+    def _compile(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+    ) -> None:
+        overlaps = self._overlaps(state)
+        for wire in dict.fromkeys(self._tx.wires.all):
+            for p in self.lowered(
+                params, state, batch, counts, rng, overlaps=overlaps, wire=wire
+            ):
+                p.compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any

@@ -284,9 +284,9 @@ def busy_seconds() -> float:
 def calibrate(workers: Workers, share: float, mbit: float) -> float:
     """The rate at which communication takes `share` of the time of computation."""
     mode = "compute N/4" if share == SLOW else "compute"
-    for _ in range(4):
+    for _ in range(8):
         workers.set_rate(mbit)
-        compute = statistics.median(workers(mode) for _ in range(3))
+        compute = statistics.median(workers(mode) for _ in range(5))
         took = statistics.median(workers("communication") for _ in range(3))
         if abs(took / (share * compute) - 1) < 0.02:
             break

@@ -154,19 +154,12 @@ class LocalStep(TrainStep):
         )
         return first, second, third, last
 
-    def compile(
-        self,
-        params: PyTree,
-        state: Any,
-        batch: PyTree,
-        counts: Any = None,
-        rng: Any = None,
+    def _compile(
+        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> None:
-        """Compiles what the first call would; nothing runs and nothing is donated."""
-        args = self._place(params, state, batch, counts, rng)
-        with naming_unknown_options():
-            for program in self.lowered(*args, half_round=self._phase(state)):
-                program.compile()
+        args = (params, state, batch, counts, rng)
+        for program in self.lowered(*args, half_round=self._phase(state)):
+            program.compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any

@@ -226,11 +226,13 @@ def _few_bits(
     for gather_bits, reduce_bits in ((None, None), *costs.FEW_BITS):
         other = config.copy_and_resolve_references()
         with other.unlocked():
+            other.method = o.method
             other.method_options.gather_bits = gather_bits
             other.method_options.reduce_bits = reduce_bits
         try:
+            configs.validate(other)  # whether the method has such options
             configs.method(other, o.method, tx.mesh, tx.axis)
-        except (ValueError, TypeError):  # the method's refusal
+        except ValueError:  # of several data axes, for example
             continue
         schedule = costs.in_few_bits(
             o.compiled.schedule,

@@ -32,8 +32,8 @@ from acco_jax.layout import (
     LeafLayout,
     Pending,
 )
-from acco_jax.transforms.base import Method, Options, make_method
-from acco_jax.transforms.zero1 import Zero1State, advance, start
+from acco_jax.transforms.base import Method, Options
+from acco_jax.transforms.zero1 import synchronous
 from acco_jax.wire import Wire, Wires
 
 PyTree = Any
@@ -222,14 +222,9 @@ def fused_zero1(
     options = Options(
         mesh, axis_name, comm_dtype, accumulate_dtype, LayeredLayout, param_specs
     )
-    return make_method(
+    return synchronous(
         inner,
         options,
-        state=Zero1State,
-        start=start,
-        advance=advance,
-        delayed=False,
-        half_rounds=1,
         accumulate=functools.partial(_accumulate, pipelined),
         wires=Wires((_Reduced(),)),
     )
@@ -284,6 +279,9 @@ def _reduced(
       earlier: sums of this worker's other gradients, None if there are none.
       valid: [] whether the microbatch counts, None: it does.
     """
+    # imports jax.extend, which takes its time
+    from acco_jax.layerwise import Reduction, reduced_gradients
+
     n, whole = layout.workers, jax.tree.leaves(params)
     held = [None] * len(whole) if earlier is None else jax.tree.leaves(earlier)
 
@@ -296,8 +294,6 @@ def _reduced(
 
     wire = _Wire(layout, gradients.dtype)
     dims = [layout._dims[leaf][0] for leaf in layout.leaves]
-    from acco_jax.layerwise import Reduction, reduced_gradients  # as slow to import
-
     reduction = Reduction(
         wire.pack,
         wire.scatter,

@@ -47,6 +47,16 @@ def advance(
     return state, Point(theta, norm)
 
 
+synchronous = functools.partial(
+    make_method,
+    state=Zero1State,
+    start=start,
+    advance=advance,
+    delayed=False,
+    half_rounds=1,
+)
+
+
 def zero1(
     inner: optax.GradientTransformation,
     *,
@@ -81,15 +91,7 @@ def zero1(
         reduce_bits,
         resync_every,
     )
-    return make_method(
-        inner,
-        options,
-        state=Zero1State,
-        start=start,
-        advance=advance,
-        delayed=False,
-        half_rounds=1,
-    )
+    return synchronous(inner, options)
 
 
 @jax.tree_util.register_static
@@ -134,12 +136,4 @@ def ddp(
     options = Options(
         mesh, axis_name, comm_dtype, accumulate_dtype, ReplicatedLayout, param_specs
     )
-    return make_method(
-        inner,
-        options,
-        state=Zero1State,
-        start=start,
-        advance=advance,
-        delayed=False,
-        half_rounds=1,
-    )
+    return synchronous(inner, options)
