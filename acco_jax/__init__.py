@@ -14,13 +14,13 @@ from acco_jax.step import TrainStep as TrainStep
 from acco_jax.step import make_train_step as make_train_step
 from acco_jax.transforms.acco import acco as acco
 from acco_jax.transforms.base import Method as Method
-from acco_jax.transforms.base import committed_params as committed_params
-from acco_jax.transforms.base import start as start
-from acco_jax.transforms.base import start_shardings as start_shardings
-from acco_jax.transforms.base import state_shardings as state_shardings
 from acco_jax.transforms.delayed import dpu as dpu
 from acco_jax.transforms.delayed import wp as wp
 from acco_jax.transforms.fused_zero1 import fused_zero1 as fused_zero1
+from acco_jax.transforms.state import committed_params as committed_params
+from acco_jax.transforms.state import start as start
+from acco_jax.transforms.state import start_shardings as start_shardings
+from acco_jax.transforms.state import state_shardings as state_shardings
 from acco_jax.transforms.zero1 import ddp as ddp
 from acco_jax.transforms.zero1 import zero1 as zero1
 

@@ -61,7 +61,7 @@ class AdaptiveStep(TrainStep):
     def _compile(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> None:
-        gradients, overlaps = self._gradients, self._overlaps(state)
+        gradients = self._gradients
         if counts is None and self._log is not None:
             counts = gradients.counts_here([0] * gradients.workers)
         work: tuple[Any, ...] = (gradients, params, batch, rng)
@@ -72,11 +72,13 @@ class AdaptiveStep(TrainStep):
         sums, _ = placed(added, self._add, *work)
         packed = self._pack.lower(state.layout, sums).compile()
         now, _ = placed(packed, self._pack, state.layout, sums)
-        if overlaps:
-            now, state = state.pending, state._replace(pending=None)
-        for wire in dict.fromkeys(self._tx.wires.all):
-            program = self._program(state, overlaps, wire)
-            program.lower(now, state, params).compile()
+        for overlaps in self._forms(state):
+            moving, rest = now, state
+            if overlaps:
+                moving, rest = state.pending, state._replace(pending=None)
+            for wire in dict.fromkeys(self._tx.wires.all):
+                program = self._program(rest, overlaps, wire)
+                program.lower(moving, rest, params).compile()
 
     def _local(
         self,
@@ -150,14 +152,20 @@ def check_counts(rows: list[list[int]], log: Path, workers: int, most: int) -> N
             )
 
 
-def read_counts(log: Path) -> list[list[int]]:
+def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
     """The counts of a logged run: one JSON list of n integers per half-round.
+
+    Args:
+      log: the file.
+      first: read only so many lines; a killed run may have left the last one cut.
 
     Raises:
       ValueError: there is no such file, or a line is something else.
     """
+    if first == 0:
+        return []
     try:
-        lines = log.read_text().splitlines()
+        lines = log.read_text().splitlines()[:first]
     except OSError as error:
         raise ValueError(
             f"no log of counts at {log}: give the file that the run wrote."

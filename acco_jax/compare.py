@@ -49,6 +49,8 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.INFO)
     try:
+        if flags.FLAGS["processes"].present and not _NETWORK.value:
+            raise ValueError("--processes is for --network: give both, or neither.")
         request = comparison.Request(
             config=tuple(commands.config_arguments()),
             entries=comparison.parse(str(_METHODS.value)),

@@ -144,7 +144,7 @@ class Accumulator:
     def rows(self) -> P:
         return P(self.axis)
 
-    def _opaque(self, end: Any) -> Any:
+    def opaque(self, end: Any) -> Any:
         """A loop's end, on GPU as a number that the compiler cannot know.
 
         XLA:GPU inlines a loop of one trip, then puts only as much of it behind a
@@ -157,7 +157,7 @@ class Accumulator:
         """fn as one piece of a GPU's program: a loop that runs once."""
 
         def run(*args):  # type: ignore[no-untyped-def]
-            end = self._opaque(1)
+            end = self.opaque(1)
             if isinstance(end, int):
                 return fn(*args)
             shapes = jax.eval_shape(fn, *args)
@@ -388,7 +388,7 @@ class Accumulator:
                     count = jnp.clip(counts[0], 0, held)
                 start, end = span(count)
                 if isinstance(end, int) and end - start == 1:
-                    end = self._opaque(end)
+                    end = self.opaque(end)
                 sums = self.sum_here(sums, params, batch, rng, held, start, end)
             return jax.tree.map(lambda x: x[None], sums)
 

@@ -32,7 +32,9 @@ _OUT = flags.DEFINE_string("out", "plan", "Folder for the pictures.")
 _JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
 _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text.")
 _REQUIRE_HIDDEN = flags.DEFINE_bool(
-    "require-hidden", False, "Exit with 3 if a collective over 1 MiB is exposed."
+    "require-hidden",
+    False,
+    "Exit with 3 if --method (or the config's) exposes a collective over 1 MiB.",
 )
 EXPOSED = 3
 
@@ -56,7 +58,8 @@ def main(argv: list[str]) -> None:
     except (ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     print(report.text(plan))
-    for line in report.write(plan, Path(_OUT.value), _JSON.value, _DUMP_HLO.value):
+    folder = Path(_OUT.value).expanduser()
+    for line in report.write(plan, folder, _path(_JSON), _path(_DUMP_HLO)):
         print(line)
     if _REQUIRE_HIDDEN.value and plan.exposed:
         names = ", ".join(
@@ -64,6 +67,10 @@ def main(argv: list[str]) -> None:
         )
         print(f"--require-hidden: exposed: {names}", file=sys.stderr)
         sys.exit(EXPOSED)
+
+
+def _path(flag: flags.FlagHolder) -> Path | None:
+    return None if flag.value is None else Path(flag.value).expanduser()
 
 
 def _number(text: str, flag: str) -> tuple[str, float]:

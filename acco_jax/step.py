@@ -27,7 +27,9 @@ from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Layout, Pending
 from acco_jax.local.base import LocalMethod
-from acco_jax.transforms.base import Method, check_params, find_state
+from acco_jax.transforms.base import Method
+from acco_jax.transforms.checks import check_params
+from acco_jax.transforms.state import find_state
 from acco_jax.wire import Wire
 
 PyTree = Any
@@ -215,12 +217,15 @@ class TrainStep:
     def _compile(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> None:
-        overlaps = self._overlaps(state)
-        for wire in dict.fromkeys(self._tx.wires.all):
-            for p in self.lowered(
-                params, state, batch, counts, rng, overlaps=overlaps, wire=wire
-            ):
-                p.compile()
+        args = (params, state, batch, counts, rng)
+        for overlaps in self._forms(state):
+            for wire in dict.fromkeys(self._tx.wires.all):
+                for p in self.lowered(*args, overlaps=overlaps, wire=wire):
+                    p.compile()
+
+    def _forms(self, state: Any) -> set[bool]:
+        """Whether half-rounds from this one on overlap: both, while a dpu warms up."""
+        return {self._overlaps(state), self._tx.delayed}
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
@@ -447,7 +452,7 @@ def make_train_step(
       microbatch means, or of targets where loss_fn gives a weight), "weight" [],
       "grad_norm" [] (of the mean gradient that the optimizer was given; where each
       worker has its own, the mean over workers and steps), "step" [] (steps of the
-      inner optimizer so far), "aux" (sums),
+      inner optimizer so far; of local methods all, computed or not), "aux" (sums),
       and "counts" (n,) if given or found.
 
     Raises:

@@ -30,6 +30,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import statistics
 import sys
 import time
@@ -203,7 +204,7 @@ def schedule(config: gpt_neo.GPTNeoConfig, microbatches: int, rows: int) -> str:
 def peak_flops(device: jax.Device) -> float | None:
     """Dense bfloat16 FLOP/s of the device, None if it is not in the table."""
     kind = device.device_kind.lower()
-    names = (compiler.generation(kind), *kind.split())
+    names = (compiler.generation(kind), *re.split(r"[\s-]+", kind))
     return next((chips.CHIPS[n].flops for n in names if n in chips.CHIPS), None)
 
 
@@ -240,7 +241,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     flag("--rows", type=int, metavar="B", help="sequences of a microbatch")
     flag("--attention", choices=("xla", "cudnn"), help="default: what JAX chooses")
     flag("--schedule", type=int, metavar="N", help="of N mocked processes; no timing")
-    return parser.parse_args(args)
+    found = parser.parse_args(args)
+    if found.repetitions is not None and found.repetitions < 2:
+        parser.error("--repetitions: quartiles need at least 2")
+    return found
 
 
 def model(accelerator: bool, quick: bool) -> tuple[gpt_neo.GPTNeoConfig, int]:

@@ -291,6 +291,8 @@ def calibrate(workers: Workers, share: float, mbit: float) -> float:
         if abs(took / (share * compute) - 1) < 0.02:
             break
         mbit *= took / (share * compute)
+    else:
+        print(f"no rate gave communication = {share:g} x computation within 2 %")
     workers.set_rate(mbit)
     return mbit
 
@@ -378,7 +380,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     )
     flag("--timeout", type=int, metavar="S", help="default 3600, quick 300")
     flag("--worker", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args(args)
+    found = parser.parse_args(args)
+    if found.repetitions is not None and found.repetitions < 2:
+        parser.error("--repetitions: quartiles need at least 2")
+    return found
 
 
 def main() -> None:

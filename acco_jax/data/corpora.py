@@ -228,7 +228,7 @@ def _rows(
     if not set(parts) <= set(splits):
         raise ValueError(
             f"data set {name!r} has no split {split!r}: name one of {splits} "
-            "(validation_split=None holds out documents of train_split)"
+            "(where there is no split 'validation', that name holds out documents)"
         )
     kinds = builder.info.features.items()
     texts = [key for key, k in kinds if k.shape == () and k.np_dtype == np.object_]

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -39,6 +40,7 @@ class Corpus:
       validation_bytes: size of the held-out documents' text in UTF-8.
       train_documents: number of training documents.
       validation_documents: number of held-out documents.
+      checksum: CRC-32 of all tokens, training's first.
     """
 
     tokenizer: Tokenizer
@@ -48,6 +50,7 @@ class Corpus:
     validation_bytes: int
     train_documents: int
     validation_documents: int
+    checksum: int
 
 
 def load_corpus(
@@ -70,6 +73,8 @@ def load_corpus(
     _check(config)
     data_dir = config.data_dir or os.environ.get("ACCO_DATA_DIR")
     data_dir = Path(data_dir or "~/.cache/acco_jax").expanduser().absolute()
+    if config.name == "text_folder" and config.folder:
+        _check_apart(Path(config.folder), data_dir, Path(workdir))
     data_dir.mkdir(parents=True, exist_ok=True)
     with _lock(data_dir / "lock"):
         source = corpora.open_source(config, data_dir)
@@ -78,12 +83,25 @@ def load_corpus(
         if not folder.is_dir():
             _write_tokens(folder, source, tokenizer)
     counts = json.loads((folder / "counts.json").read_text())
+    if "checksum" not in counts:  # of an earlier version
+        counts["checksum"] = _checksum(folder)
     dtype = np.dtype(counts.pop("dtype"))
     train, validation = (
         np.memmap(folder / f"{split}.bin", dtype, mode="r")
         for split in ("train", "validation")
     )
     return Corpus(tokenizer, train, validation, **counts)
+
+
+def _check_apart(folder: Path, *ours: Path) -> None:
+    """Refuse a folder of text in which our own files would become text."""
+    folder = folder.expanduser().resolve()
+    for path in ours:
+        if path.expanduser().resolve().is_relative_to(folder):
+            raise ValueError(
+                f"folder {folder} holds {path}, which training writes to: its files "
+                "would become text; use a workdir and a data_dir outside"
+            )
 
 
 def train_iterator(
@@ -396,8 +414,19 @@ def _write_tokens(folder: Path, source: corpora.Source, tokenizer: Tokenizer) ->
                 f"{split}_split or held_out"
             )
         counts |= {f"{split}_documents": documents, f"{split}_bytes": size}
+    counts["checksum"] = _checksum(partial)
     (partial / "counts.json").write_text(json.dumps(counts, indent=2))
     os.replace(partial, folder)
+
+
+def _checksum(folder: Path) -> int:
+    """CRC-32 of the tokens in a folder."""
+    found = 0
+    for split in ("train", "validation"):
+        with open(folder / f"{split}.bin", "rb") as file:
+            while part := file.read(2**24):
+                found = zlib.crc32(part, found)
+    return found
 
 
 def _pack(

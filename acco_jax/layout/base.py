@@ -106,12 +106,32 @@ class Layout(abc.ABC):
 
         A moment of parameter `a/b` lies at `.../mu/a/b` and has the shard's shape.
         """
+        return self._mirrored(path, shape, self.shard_shape)
+
+    def _mirrored(
+        self,
+        path: Sequence[Any],
+        shape: tuple[int, ...],
+        shape_of: Callable[[Leaf], tuple[int, ...]],
+    ) -> Leaf | None:
         names = path_names(path)
         for start in range(len(names) + 1):
             leaf = self._by_path.get(names[start:])
-            if leaf is not None and self.shard_shape(leaf) == tuple(shape):
+            if leaf is not None and shape_of(leaf) == tuple(shape):
                 return leaf
         return None
+
+    def row_shardings(self, rows: PyTree) -> PyTree:
+        """NamedShardings of rows (n, ...); those of a parameter are split as it is."""
+
+        def shape_of(leaf: Leaf) -> tuple[int, ...]:
+            return self.workers, *leaf.shape
+
+        def of(path: Sequence[Any], x: Any) -> NamedSharding:
+            leaf = self._mirrored(path, x.shape, shape_of)
+            return self.sharding(self.axis, *(leaf.spec if leaf else ()))
+
+        return jax.tree_util.tree_map_with_path(of, rows)
 
     def state_shardings(self, state: PyTree) -> PyTree:
         """A NamedSharding for every array of a (possibly abstract) method state."""

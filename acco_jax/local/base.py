@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import Accumulator, Sums, over_data
-from acco_jax.layout import Layout
+from acco_jax.layout import Layout, check_floating
 from acco_jax.transforms.base import Method, choose
 
 PyTree = Any
@@ -103,7 +103,10 @@ class InnerSteps:
             if counts is not None:
                 count = jnp.clip(counts[0], 0, gradients.microbatches)
             body = functools.partial(one_step, batch, rng, count)
-            work = lax.fori_loop(*span, body, first(work))
+            start, end = span
+            if end - start == 1:
+                end = gradients.opaque(end)
+            work = lax.fori_loop(start, end, body, first(work))
             return jax.tree.map(lambda x: x[None], work)
 
         rows = gradients.rows
@@ -207,7 +210,9 @@ def shardings(state: Any, rows: tuple[str, ...]) -> Any:
     layout = state.layout
 
     def of(field: str, value: Any) -> Any:
-        home = layout.sharding(layout.axis) if field in rows else layout.sharding()
+        if field in rows:
+            return layout.row_shardings(value)
+        home = layout.sharding()
         is_method = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
         return jax.tree.map(
             lambda x: x.layout.state_shardings(x) if is_method(x) else home,
@@ -288,6 +293,7 @@ class LocalMethod:
       accumulate_dtype: of the gradient accumulator; None: each parameter's own.
       init: parameters -> state.
       round: phase -> what a call does.
+      check_state: raises a ValueError for a state of another method.
       phases: how many kinds of calls take turns.
       delayed: whether communication runs beside inner steps.
     """
@@ -299,6 +305,7 @@ class LocalMethod:
     accumulate_dtype: Any
     init: Callable[[PyTree], Any]
     round: Callable[[int], Round]
+    check_state: Callable[[Any], None]
     phases: int
     delayed: bool
     half_rounds: int = 1  # calls that share the microbatches of a step
@@ -356,19 +363,39 @@ def local_method(
     accumulate_dtype: Any,
     init: Callable[[PyTree], Any],
     round: Callable[[int], Round],
+    state: type,
     delayed: bool,
     phases: int = 1,
+    check_parts: Callable[[Any], None] = lambda state: None,
 ) -> LocalMethod:
     """A LocalMethod, its common arguments checked.
 
+    Args:
+      inner, mesh, axis, steps_per_call, accumulate_dtype, init, round, delayed, phases:
+        see `LocalMethod`.
+      state: the NamedTuple that is the method's state.
+      check_parts: raises a ValueError for one whose parts are another method's.
+
     Raises:
-      ValueError: `inner` is no optax transformation, or is itself sharded.
+      ValueError: `inner` is no optax transformation, or is itself sharded, or
+        accumulate_dtype is no floating type.
     """
+    check_floating("accumulate_dtype", accumulate_dtype)
+    kind = state
     if isinstance(inner, Method) or not isinstance(inner, optax.GradientTransformation):
         raise ValueError(
             f"inner is a {type(inner).__name__}: give a plain optax optimizer, because "
             "workers that go their own ways cannot share shards of a state."
         )
+
+    def check_state(state: Any) -> None:
+        if type(state) is not kind:
+            raise ValueError(
+                f"the state is {type(state).__name__}, of another method than tx: give "
+                "the state of acco_jax.start(tx, params) for the same tx."
+            )
+        check_parts(state)
+
     return LocalMethod(
         mesh,
         axis,
@@ -377,9 +404,22 @@ def local_method(
         accumulate_dtype,
         init,
         round,
+        check_state,
         phases,
         delayed,
     )
+
+
+def check_wire(layout: Layout, weighted: bool) -> None:
+    """Raises a ValueError where weighted differences would not fit into the wire.
+
+    A weight is a number of targets: times a difference it passes float16's 65,504.
+    """
+    if weighted and any(leaf.wire == jnp.float16 for leaf in layout.leaves):
+        raise ValueError(
+            "what is sent is float16, in which weighted differences overflow: use "
+            "comm_dtype='bfloat16' or weighted=False."
+        )
 
 
 def check_steps(name: str, value: Any) -> int:

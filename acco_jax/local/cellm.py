@@ -46,6 +46,7 @@ from acco_jax.local.base import (
     Work,
     cast,
     check_steps,
+    check_wire,
     dtypes_of,
     init_rows,
     local_method,
@@ -389,12 +390,13 @@ def cellm(
             error = to_rows(shape, jax.tree.map(jnp.zeros_like, master))
             return master, outer.init(master), init_rows(shape, inner, params), error
 
-        everywhere, rows = shape.sharding(), shape.sharding(axis)
+        check_wire(shape, weighted)
+        everywhere = shape.sharding()
         _, outer_like, inner_like, _ = jax.eval_shape(make, params)
         homes = (
             shape.params_shardings,
             jax.tree.map(lambda _: everywhere, outer_like),
-            jax.tree.map(lambda _: rows, inner_like),
+            shape.row_shardings(inner_like),
             shape.grads_shardings,
         )
         params = jax.device_put(params, shape.params_shardings)
@@ -409,6 +411,7 @@ def cellm(
         accumulate_dtype=accumulate_dtype,
         init=init,
         round=lambda phase: SparseRound(steps, outer, k, weighted),
+        state=CellmState,
         delayed=False,
     )
 

@@ -21,7 +21,8 @@ Only the difference that mixing makes is computed from rounded values,
 
     x_i(t+1) = x_i(t) + u_i(t) + (sum_j W_ij r(x_j) - r(x_i)),  r rounds to the wire,
 
-so that the mean over the workers is kept exactly in 16 bits too.
+so that the mean over the workers is kept exactly in 16 bits too; but for the complete
+graph, whose all-reduce adds up in the wire's dtype.
 """
 
 from __future__ import annotations
@@ -287,8 +288,8 @@ def gossip(
                 shape, cast(params, masters_of(shape))
             ) if narrow else None
 
-        rows = shape.sharding(axis)
-        homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
+        homes = shape.row_shardings(jax.eval_shape(make, params)[0])
+        homes = homes, shape.grads_shardings if narrow else None
         params = jax.device_put(params, shape.params_shardings)
         made, master = jax.jit(make, out_shardings=homes)(params)
         return GossipState(shape, zeros(shape, (), jnp.int32), made, master)
@@ -304,6 +305,7 @@ def gossip(
         accumulate_dtype=accumulate_dtype,
         init=init,
         round=round_of,
+        state=GossipState,
         phases=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
         delayed=True,
     )

@@ -34,6 +34,7 @@ from acco_jax.local.base import (
     Work,
     cast,
     check_steps,
+    check_wire,
     init_rows,
     local_method,
     masters_of,
@@ -41,7 +42,8 @@ from acco_jax.local.base import (
     to_rows,
     zeros,
 )
-from acco_jax.transforms.base import Method, gather_exact
+from acco_jax.transforms.base import Method
+from acco_jax.transforms.state import gather_exact
 
 PyTree = Any
 barrier = lax.optimization_barrier
@@ -233,12 +235,12 @@ def local_rounds(
     def init(params: PyTree) -> RoundState:
         state = outer.init(params)
         layout = state.layout
+        check_wire(layout, weighted)
 
         def make(params: PyTree) -> PyTree:
             return init_rows(layout, inner, params)
 
-        rows = layout.sharding(layout.axis)
-        homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
+        homes = layout.row_shardings(jax.eval_shape(make, params))
         params = jax.device_put(params, layout.params_shardings)
         state_rows = jax.jit(make, out_shardings=homes)(params)
         return RoundState(layout, zeros(layout, (), jnp.int32), state, state_rows)
@@ -251,5 +253,7 @@ def local_rounds(
         accumulate_dtype=accumulate_dtype,
         init=init,
         round=lambda phase: OuterRound(steps, outer, weighted),
+        state=RoundState,
+        check_parts=lambda state: outer.check_state(state.outer),
         delayed=outer.delayed,
     )

@@ -48,15 +48,19 @@ def slow_momentum(
     ) -> tuple[PyTree, SlowMomentumState]:
         del params
         rate = gamma(state.rounds)
-        # at the end of a schedule that reaches 0, nothing can be told from Delta
-        safe = jnp.where(rate > 0, rate, 1)
+        # where a warm-up starts at 0, Delta says nothing of the momentum: plain average
+        known, safe = rate > 0, jnp.where(rate > 0, rate, 1)
         u = jax.tree.map(
-            lambda m, g: (beta * m + g / safe.astype(g.dtype)).astype(m.dtype),
+            lambda m, g: jnp.where(
+                known, beta * m + g / safe.astype(g.dtype), m
+            ).astype(m.dtype),
             state.u,
             updates,
         )
-        scale = slow_learning_rate * jnp.where(rate > 0, rate, 0)
-        moved = jax.tree.map(lambda m: -scale.astype(m.dtype) * m, u)
+        scale = slow_learning_rate * safe
+        moved = jax.tree.map(
+            lambda m, g: -scale.astype(m.dtype) * jnp.where(known, m, g), u, updates
+        )
         return moved, SlowMomentumState(state.rounds + 1, u)
 
     return optax.GradientTransformation(init, update)

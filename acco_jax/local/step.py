@@ -20,7 +20,8 @@ from acco_jax.gradients import Accumulator
 from acco_jax.layout import Layout
 from acco_jax.local.base import LocalMethod, Round, Work
 from acco_jax.step import TrainStep, _metrics, placed
-from acco_jax.transforms.base import check_grads, find_state
+from acco_jax.transforms.checks import check_grads
+from acco_jax.transforms.state import find_state
 
 PyTree = Any
 barrier = lax.optimization_barrier
@@ -51,7 +52,7 @@ class LocalStep(TrainStep):
             None,
             0,
         )  # a step count, on the host
-        self._parts: dict[int, tuple[Any, ...]] = {}
+        self._parts: dict[tuple[Layout, int], tuple[Any, ...]] = {}
 
     def _phase(self, state: Any) -> int:
         """Which kind of call comes next; waits for the device only after a restore."""
@@ -158,8 +159,9 @@ class LocalStep(TrainStep):
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
     ) -> None:
         args = (params, state, batch, counts, rng)
-        for program in self.lowered(*args, half_round=self._phase(state)):
-            program.compile()
+        for phase in self.turns():
+            for program in self.lowered(*args, half_round=phase):
+                program.compile()
 
     def _place(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
@@ -171,6 +173,7 @@ class LocalStep(TrainStep):
                 f"the state is {found}, wrapped or of another method: give the state "
                 "of acco_jax.start(tx, params) for the tx the step was built with."
             )
+        self._tx.check_state(state)
         try:
             check_grads(layout, params)
         except ValueError:
@@ -188,9 +191,10 @@ class LocalStep(TrainStep):
 
     def _split_programs(self, state: Any, phase: int) -> tuple[Any, ...]:
         """What is sent, the hops, the steps beside them, and what comes after both."""
-        if phase not in self._parts:
-            self._parts[phase] = _split_programs(self._tx.round(phase), state)
-        return self._parts[phase]
+        key = (state.layout, phase)
+        if key not in self._parts:
+            self._parts[key] = _split_programs(self._tx.round(phase), state)
+        return self._parts[key]
 
     def _apart(
         self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any

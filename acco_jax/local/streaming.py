@@ -40,6 +40,7 @@ from acco_jax.local.base import (
     Work,
     cast,
     check_steps,
+    check_wire,
     dtypes_of,
     init_rows,
     local_method,
@@ -49,8 +50,9 @@ from acco_jax.local.base import (
     zeros,
 )
 from acco_jax.local.rounds import counted, differences, outer_hops, outer_send
-from acco_jax.transforms.base import Method, gather_exact
+from acco_jax.transforms.base import Method, choose
 from acco_jax.transforms.delayed import dpu
+from acco_jax.transforms.state import gather_exact
 from acco_jax.transforms.zero1 import zero1
 from acco_jax.wire import Wire, Wires, quantized
 
@@ -250,17 +252,20 @@ class StreamingRound(Round):
     ) -> Any:
         p, q, layout = self.phase, self.arriving, state.layout
         outer, anchor = list(state.outer), list(state.anchor)
-        outer[q], anchor[q] = moved[0], self._arrived(moved)
+        # nothing arrives of a fragment that nobody has sent yet
+        arrived = choose(moved[1] != 0, self._arrived(moved), anchor[q])
+        outer[q], anchor[q] = moved[0], arrived
         if self.overlaps:
             # read no more before it is written again
             outer[q] = outer[q]._replace(pending=state.outer[q].pending)
             leaving = self._leaving(state, work, anchor[p])
             outer[p] = outer[p]._replace(pending=leaving)
+        weights = self._weights(state, work)
         state = state._replace(
             steps=state.steps + self.steps.steps,
             outer=tuple(outer),
             anchor=tuple(anchor),
-            weights=self._weights(state, work).at[:, p].set(0),
+            weights=weights.at[:, p].set(0).astype(state.weights.dtype),
             inner=work.inner,
             master=None if state.master is None else work.theta,
         )
@@ -332,6 +337,10 @@ def streaming_diloco(
         momentum = outer_momentum or None
         outer = optax.sgd(outer_learning_rate, momentum, nesterov=momentum is not None)
     axis = axis_names(mesh, axis_name)
+    if bits and len(axis) > 1:
+        raise ValueError(
+            f"bits is {bits}, for one data axis, but there are {axis}: leave it out."
+        )
     steps = InnerSteps(inner, interval)
     members = functools.partial(_members, count=fragments)
 
@@ -355,6 +364,7 @@ def streaming_diloco(
             params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
         )
         whole = layouts.leaf_layout(*described, mesh, axis)
+        check_wire(whole, weighted and not bits)
         narrow = any(leaf.dtype != leaf.master for leaf in whole.leaves)
         params = jax.device_put(params, whole.params_shardings)
         parts = tuple(take(whole, part, params) for part in members(whole))
@@ -369,10 +379,8 @@ def streaming_diloco(
             rows = to_rows(whole, master) if narrow else None
             return init_rows(whole, inner, params), rows
 
-        rows = whole.sharding(axis)
-        homes = jax.tree.map(lambda _: rows, jax.eval_shape(make, params))
-        if narrow:
-            homes = (homes[0], whole.grads_shardings)
+        homes = whole.row_shardings(jax.eval_shape(make, params)[0])
+        homes = homes, whole.grads_shardings if narrow else None
         made, master = jax.jit(make, out_shardings=homes)(params)
         shape = (whole.workers, fragments)
         # copies: a train step is given the parameters and the state to keep
@@ -387,11 +395,22 @@ def streaming_diloco(
             master=master,
         )
 
+    one = outer_method(None)
+
     def round_of(phase: int) -> StreamingRound:
-        methods = (outer_method(None),) * fragments
+        methods = (one,) * fragments
         return StreamingRound(
             steps, methods, members, phase, overlap_steps, mixing, weighted
         )
+
+    def check_parts(state: StreamingState) -> None:
+        if len(state.outer) != fragments:
+            raise ValueError(
+                f"the state has {len(state.outer)} fragments and tx {fragments}: give "
+                "the state of acco_jax.start(tx, params) for the same tx."
+            )
+        for part in state.outer:
+            one.check_state(part)
 
     return local_method(
         inner,
@@ -401,6 +420,8 @@ def streaming_diloco(
         accumulate_dtype=accumulate_dtype,
         init=init,
         round=round_of,
+        state=StreamingState,
+        check_parts=check_parts,
         phases=fragments,
         delayed=overlap_steps > 0,
     )
@@ -414,6 +435,8 @@ def _interval(local_steps: int, fragments: int, overlap_steps: int) -> int:
     """H / P, checked."""
     check_steps("local_steps", local_steps)
     check_steps("fragments", fragments)
+    if not isinstance(overlap_steps, int):
+        raise ValueError(f"overlap_steps is {overlap_steps!r}: give an integer.")
     if local_steps % fragments:
         raise ValueError(
             f"local_steps is {local_steps}, no multiple of the {fragments} fragments "

@@ -174,6 +174,8 @@ class Block(nnx.Module):
 class GPTNeo(nnx.Module):
     """Map tokens (B, T) int32 to next-token logits (B, T, V) float32.
 
+    Like all products they are computed in `dtype`, and then widened.
+
     Every leaf of `h` has a leading axis over the repetitions of the pattern, which
     the forward pass scans. Raises ValueError when T exceeds `max_length`.
     """

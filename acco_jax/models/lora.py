@@ -92,6 +92,9 @@ def merge(params: PyTree, adapters: Adapters, scale: float) -> PyTree:
 def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
     """The loss of the merged model, as a function of the adapters alone.
 
+    Kernels are merged in float32 and rounded to the base's dtype: of a base in bfloat16
+    the loss does not see a change below half of a weight's last place.
+
     Args:
       loss_fn: (params, microbatch, rng) -> loss, (loss, aux) or (loss, weight, aux).
       base: the model's parameters, frozen: neither differentiated nor in any state.
@@ -135,7 +138,7 @@ def _ranks(
             )
         for name in found:
             shape = leaves[name].shape
-            if len(shape) < 2:
+            if len(shape) < 2 or name.rpartition("/")[2] in ("bias", "scale"):
                 raise ValueError(
                     f"LoRA's pattern {expression!r} matches {name} of shape {shape}: "
                     "an adapter needs a kernel of two dimensions or more."

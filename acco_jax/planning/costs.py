@@ -7,8 +7,10 @@ between their launch and completion.
 
 Sources of the formulas: rings as in NCCL's src/graph/tuning.cc (n - 1 steps, of which
 hosts - 1 cross the network; every GPU of a host drives its own adapter), and its trees
-for what is small; on TPU along all links of a torus at once, between slices a second
-stage over the data-centre network (jax-ml.github.io/scaling-book, "Sharded matrices").
+for what is small; an all-to-all through each device's own links, without the ring's
+advantage that only hosts - 1 steps cross the network; on TPU along all links of a torus
+at once, between slices a second stage over the data-centre network
+(jax-ml.github.io/scaling-book, "Sharded matrices").
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from acco_jax.planning.chips import Chip
@@ -134,17 +136,27 @@ class Machine:
             return size / slow + far
         rounds = 2 if kind == "all-reduce" else 1
         domains = -(-devices // domain)
+        outside = (devices - domain) / devices  # of a device's blocks, for all-to-all
         if self.topology.platform == "gpu" and size < SMALL:
             return 2 * ((domain - 1) * SMALL_HOP + math.log2(domains) * SMALL_FAR)
+        if kind == "collective-permute":  # to one neighbour
+            return size / fast + hop if domains == 1 else size / slow + far
         if self.topology.platform == "gpu":
-            link = fast if domains == 1 else min(fast, domain * slow)
             latency = (devices - domains) * hop + (domains - 1) * far
+            if kind == "all-to-all":  # through a device's own links, both at once
+                inside = (domain - 1) / devices
+                return size * max(inside / fast, outside / slow) + latency
+            link = fast if domains == 1 else min(fast, domain * slow)
             return rounds * (size * (devices - 1) / devices / link + latency)
-        within = size * (domain - 1) / domain / fast
         sides = self.topology.chip.dimensions
-        within += sides * (domain ** (1 / sides) - 1) * hop
-        between = size / domain * (domains - 1) / domains / slow + (domains - 1) * far
-        return rounds * (within + between)
+        side = domain ** (1 / sides)
+        latency = sides * (side - 1) * hop + (domains - 1) * far
+        if kind == "all-to-all":  # a block crosses side / 4 links of each dimension
+            within = size * (1 - outside) * sides * side / 4 / fast
+            return within + size * outside / slow + latency
+        within = size * (domain - 1) / domain / fast
+        between = size / domain * (domains - 1) / domains / slow
+        return rounds * (within + between + latency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +223,7 @@ def synchronous(prediction: Prediction, half_rounds: int) -> float:
 
 def in_few_bits(
     schedule: Schedule,
-    names: Collection[str],
+    names: Sequence[str],
     gather_bits: int | None,
     reduce_bits: int | None,
     *,
@@ -228,14 +240,20 @@ def in_few_bits(
         is, beside computation.
     """
 
+    # the gradients' way comes first, whatever a compiler made of its collectives
+    reduces = set(list(names)[: len(names) // 2])
+
     def fewer(c: Collective) -> Collective:
-        gathers = c.kind == "all-gather"
-        bits = gather_bits if gathers else reduce_bits
+        bits = reduce_bits if c.name in reduces else gather_bits
         if c.name not in names or bits is None or c.dtype not in _BITS:
             return c
-        hidden = c.asynchronous and (gathers or hide_reduction)
         size = c.bytes * bits // _BITS[c.dtype]
-        return dataclasses.replace(c, bytes=size, asynchronous=hidden)
+        if c.name not in reduces:
+            return dataclasses.replace(c, bytes=size)
+        hidden = c.asynchronous and hide_reduction
+        return dataclasses.replace(
+            c, bytes=size, asynchronous=hidden, kind="all-to-all"
+        )
 
     collectives = tuple(map(fewer, schedule.collectives))
     return dataclasses.replace(schedule, collectives=collectives)
@@ -332,13 +350,14 @@ class _Walk:
         self.network_free = max(finished, self.network_free)
 
     def inside(self, c: Collective) -> None:
-        """A collective in a loop's body: of another axis than the data's."""
-        seconds = self.seconds(c) * c.times
-        self.communication += seconds
-        if not c.hidden:
-            self.add("waiting", c.kind, self.clock, self.clock + seconds)
-            self.clock += seconds
-            self.exposed += seconds
+        """A collective in a loop's body, once per trip: what outlasts the products."""
+        seconds, value = self.seconds(c), self.machine.value
+        beside = c.flops_between / (value("flops") * value("compute_efficiency"))
+        waits = c.times * max(0.0, seconds - (beside if c.hidden else 0.0))
+        self.communication += c.times * seconds
+        self.add("waiting", c.kind, self.clock, self.clock + waits)
+        self.clock += waits
+        self.exposed += waits
 
     def add(self, track: str, name: str, start: float, end: float) -> None:
         last = self.spans[-1] if self.spans else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def scaling(
     methods = list(dict.fromkeys(r["method"] for r in rows))
     longest = max(max(r["computation"], r["communication"]) for r in rows)
     unit, scale = ("s", 1) if longest > 2 else ("ms", 1e3)
-    for method, color in zip(methods, _METHOD_COLORS, strict=False):
+    for method, color in zip(methods, itertools.cycle(_METHOD_COLORS)):
         mine = sorted(
             (r for r in rows if r["method"] == method), key=lambda r: r["devices"]
         )

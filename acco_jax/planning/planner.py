@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from acco_jax import LocalMethod
+import acco_jax
 from acco_jax.layout import PackedLayout
 from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo
 from acco_jax.planning import costs, programs
-from acco_jax.planning.programs import SHARDED, Compiled, DoesNotFit, Program
+from acco_jax.planning.programs import Compiled, DoesNotFit, Program
 from acco_jax.planning.schedules import Collective
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
@@ -46,6 +45,13 @@ class Request:
     fit: bool = True
 
 
+class Line(NamedTuple):
+    """How a microbatch's rows fill the memory."""
+
+    largest: int  # rows that fit
+    per_row: float  # bytes that one more takes
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """One method's program, what its compiler made of it, and what that may cost."""
@@ -53,16 +59,16 @@ class Outcome:
     program: Program
     compiled: Compiled
     prediction: costs.Prediction
-    largest_microbatch: int | None  # rows; None if it was not looked for
-    bytes_per_row: float | None  # memory that one more row takes
+    line: Line | None  # None if it was not looked for, or not found
 
     @property
     def method(self) -> str:
         return self.program.method
 
     @property
-    def half_rounds(self) -> int:
-        return self.program.tx.half_rounds
+    def half_rounds(self) -> float:
+        """Of an optimizer step; below 1 where a call takes several (inner) steps."""
+        return self.program.tx.half_rounds / self.program.tx.steps_per_call
 
     @property
     def collectives(self) -> list[Collective]:
@@ -131,11 +137,21 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
         _check_devices(n, machine)
     model = configs.model(config, programs.vocab_size(config))
     mesh = programs.data_mesh(topology)
-    described = [programs.describe(config, name, mesh) for name in methods]
+    described = [programs.describe(of_method(config, m), mesh) for m in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
     growth = _growth(outcomes, config, model, machine, numbers)
     few = tuple(row for o in outcomes for row in _few_bits(o, config, machine))
     return Plan(config, model, machine, asked, outcomes, growth, few)
+
+
+def of_method(config: ConfigDict, method: str) -> ConfigDict:
+    """The experiment under a method: `method_options` are the config's own method's."""
+    other = config.copy_and_resolve_references()
+    with other.unlocked():
+        if method != config.method:
+            other.method_options = ConfigDict(type_safe=False)
+        other.method = method
+    return other
 
 
 def _check_devices(n: int, machine: costs.Machine) -> None:
@@ -151,62 +167,78 @@ def _check_devices(n: int, machine: costs.Machine) -> None:
 def _outcome(
     program: Program, config: ConfigDict, machine: costs.Machine, fit: bool
 ) -> Outcome:
-    method, mesh, size = program.method, program.mesh, config.microbatch_size
+    method, size = program.method, config.microbatch_size
     logging.info("compiling %s for %s", method, machine.topology)
     try:
-        compiled = program.compile()
+        compiled = _compile(program, machine)
     except DoesNotFit as error:
         advice = "lower it"
-        if fit and size > 1:
-            try:
-                largest, _ = _largest(config, method, mesh, machine, None)
-                advice = f"at most about {largest} would fit"
-            except DoesNotFit:
-                advice = "nor does a microbatch of 1: set model.remat, or more devices"
+        if size == 1:
+            advice = "set model.remat, or take more devices"
+        elif fit:
+            line = _line(config, program, machine, 1, None)
+            fits = line is not None and line.largest
+            advice = f"at most about {fits} would fit" if fits else "nor does 1"
         raise ValueError(
             f"{method} with microbatch_size {size} does not fit into the memory of a "
             f"{machine.topology.chip.title}: {error}; {advice}."
         ) from None
-    found = _largest(config, method, mesh, machine, compiled) if fit else (None, None)
+    line = _line(config, program, machine, size, compiled) if fit else None
     prediction = costs.predict(compiled.schedule, machine, machine.topology.devices)
-    return Outcome(program, compiled, prediction, *found)
+    return Outcome(program, compiled, prediction, line)
 
 
-def _largest(
+def _compile(program: Program, machine: costs.Machine) -> Compiled:
+    """Compiles, and refuses what a GPU's compiler does not."""
+    compiled, memory = program.compile(), machine.value("memory_bytes")
+    if compiled.memory.total > memory:
+        need = f"{compiled.memory.total / 2**30:.1f}G of {memory / 2**30:.1f}G"
+        raise DoesNotFit(f"it needs {need} of memory")
+    return compiled
+
+
+def _line(
     config: ConfigDict,
-    method: str,
-    mesh: Mesh,
+    program: Program,
     machine: costs.Machine,
+    rows: int,
     compiled: Compiled | None,
-) -> tuple[int, float]:
-    """The largest microbatch that fits, and bytes per row.
+) -> Line | None:
+    """Memory by the microbatch's rows, from two compiles; None if only one fits.
 
-    On a line through two compiles: the experiment's, and one near the limit (or, if
-    that does not fit, a small one).
+    Args:
+      config: the experiment.
+      program: its method's.
+      machine: whose memory it is.
+      rows: of one of the two microbatches.
+      compiled: with so many, if that is known.
     """
 
     def total(size: int) -> int:
-        other = config.copy_and_resolve_references()
+        other = of_method(config, program.method)
         other.microbatch_size = size
-        logging.info("compiling %s with microbatches of %d rows", method, size)
-        return programs.describe(other, method, mesh).compile().memory.total
+        logging.info("compiling %s with microbatches of %d", program.method, size)
+        return _compile(programs.describe(other, program.mesh), machine).memory.total
 
     room = machine.value("memory_bytes") * USABLE
-    if compiled is None:
-        a, b = 1, 2
-        low, high = total(a), total(b)
-    else:
-        a, low = config.microbatch_size, compiled.memory.total
+    try:
+        low = compiled.memory.total if compiled else total(rows)
+    except DoesNotFit:
+        return None
+    sizes = [rows // 2, 2 * rows]  # of the second; the best one lies near the limit
+    if compiled and compiled.memory.temporaries > 0:
         free = room - sum(compiled.memory.parts.values())
-        b = int(0.7 * a * free / compiled.memory.temporaries)
-        b = b if b > a else max(1, b) if b < a else a + 1
+        sizes.append(int(0.7 * rows * free / compiled.memory.temporaries))
+    for size in reversed(sizes):
+        if size < 1 or size == rows:
+            continue
         try:
-            high = total(b)
+            per_row = (total(size) - low) / (size - rows)
         except DoesNotFit:
-            b = a // 2 or 2
-            high = total(b)
-    per_row = (high - low) / (b - a)
-    return (a + int((room - low) // per_row) if per_row > 0 else a), per_row
+            continue
+        most = rows + int((room - low) // per_row) if per_row > 0 else rows
+        return Line(max(most, 0), per_row)
+    return None
 
 
 def _few_bits(
@@ -217,16 +249,15 @@ def _few_bits(
     The first row is the method as compiled; () for what cannot, or already does.
     """
     tx, layout = o.program.tx, o.program.arguments[1].layout
-    if isinstance(tx, LocalMethod) or tx.wires.gather_quantized:
+    if isinstance(tx, acco_jax.LocalMethod) or tx.wires.gather_quantized:
         return []
     if tx.wires.reduce_quantized or not isinstance(layout, PackedLayout):
         return []
-    names = {c.name for c in o.collectives}
+    names = [c.name for c in o.collectives]
     rows: list[dict[str, Any]] = []
     for gather_bits, reduce_bits in ((None, None), *costs.FEW_BITS):
-        other = config.copy_and_resolve_references()
+        other = of_method(config, o.method)
         with other.unlocked():
-            other.method = o.method
             other.method_options.gather_bits = gather_bits
             other.method_options.reduce_bits = reduce_bits
         try:
@@ -274,14 +305,16 @@ def _growth(
     rows: list[dict[str, Any]] = []
     for n in numbers:
         times: dict[str, float] = {}
+        formulas: dict[str, float] = {}
         for o in outcomes:
             p = costs.predict(o.compiled.schedule, machine, n)
             h = o.half_rounds
             tokens = h * o.program.computed * n / here
             tokens *= config.microbatch_size * config.length
             memory = o.compiled.memory
-            sharded = sum(memory.parts.get(name, 0) for name in SHARDED)
             times[o.method] = h * p.total
+            if isinstance(o.program.tx, acco_jax.Method):  # it communicates each step's
+                formulas[o.method] = costs.synchronous(p, o.program.tx.half_rounds)
             model_flops = gpt_neo.flops_per_token(model, config.length) * tokens
             rows.append(
                 {
@@ -296,13 +329,11 @@ def _growth(
                     "tokens_per_second": tokens / (h * p.total),
                     "model_flops_utilization": model_flops
                     / (h * p.total * n * machine.value("flops")),
-                    "memory": int(memory.total + sharded * (here / n - 1)),
-                    "zero1_step": costs.synchronous(p, h),
+                    "memory": int(memory.total + memory.shards * (here / n - 1)),
                 }
             )
         for row in rows[-len(outcomes) :]:
-            baseline = times.get(BASELINE, row.pop("zero1_step"))
-            row.pop("zero1_step", None)
-            row["speedup_over_zero1"] = baseline / row["step"]
+            baseline = times.get(BASELINE, formulas.get(row["method"]))
+            row["speedup_over_zero1"] = baseline and baseline / row["step"]
             row["zero1_compiled"] = BASELINE in times
     return tuple(rows)

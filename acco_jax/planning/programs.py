@@ -1,7 +1,7 @@
 """The train step of an experiment for devices that are only described, and compiled.
 
 mesh = programs.data_mesh(topologies.parse("gpu:h200:2x8"))
-program = programs.describe(config, "acco", mesh)  # nothing is compiled yet
+program = programs.describe(config, mesh)  # nothing is compiled yet
 compiled = program.compile()  # its schedule, memory and text
 """
 
@@ -31,15 +31,15 @@ from acco_jax.training import config as configs
 PyTree = Any
 BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
 
-# Fields of the methods' states; the shards become smaller with more devices.
+# Fields of the methods' states.
 _NAMES = {
-    "master": "master copy (shard)",
-    "inner": "optimizer state (shard)",
+    "master": "master copy",
+    "inner": "optimizer state",
+    "outer": "outer optimizer's state",
     "pending": "pending gradients",
-    "carry": "carried gradient (shard)",
+    "carry": "carried gradient",
     "wire": "kept to quantize",
 }
-SHARDED = tuple(name for name in _NAMES.values() if "shard" in name)
 
 
 class DoesNotFit(Exception):
@@ -68,10 +68,12 @@ class Memory:
     Attributes:
       parts: what is kept from one half-round to the next, and the batch, by name.
       total: peak of the compiled program, by its memory analysis.
+      shards: those of the parts of which a device holds the less the more there are.
     """
 
     parts: dict[str, int]
     total: int
+    shards: int = 0
 
     @property
     def temporaries(self) -> int:
@@ -163,7 +165,7 @@ class Program:
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most, places = max(self.counts, default=self.microbatches), len(loops)
-        if most == 1 or isinstance(self.tx, acco_jax.LocalMethod):
+        if self.microbatches == 1 or isinstance(self.tx, acco_jax.LocalMethod):
             return dict.fromkeys(loops, most)  # or an inner step's microbatches
         if places < 2:
             return dict.fromkeys(loops, most - 1 if self.counts else 1)
@@ -172,18 +174,28 @@ class Program:
 
     def _memory(self, compiled: Any) -> Memory:
         params, state, batch, counts = self.arguments
-        parts = {"parameters": bytes_held(params)}
+        parts, shards = {"parameters": bytes_held(params)}, 0
+        fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
+        if isinstance(self.tx, acco_jax.Method):
+            fields = ("master", "inner", "carry")
         for field, value in zip(state._fields, state, strict=True):
-            size = bytes_held(value)
+            size, name = bytes_held(value), _NAMES.get(field, field)
+            split = [
+                x
+                for x in jax.tree.leaves(value if field in fields else ())
+                if not x.sharding.is_fully_replicated
+            ]
+            if split:
+                shards, name = shards + bytes_held(split), f"{name} (shard)"
             if size > 64:  # not the counters
-                parts[_NAMES.get(field, field)] = size
+                parts[name] = size
         if self.frozen:
             parts["frozen model"] = self.frozen
         parts["batch"] = bytes_held((batch, counts))
         m = compiled.memory_analysis()
         total = m.argument_size_in_bytes + m.output_size_in_bytes
         total += m.temp_size_in_bytes - m.alias_size_in_bytes
-        return Memory(parts, total)
+        return Memory(parts, total, shards)
 
 
 def data_mesh(topology: Topology) -> Mesh:
@@ -218,18 +230,17 @@ def vocab_size(config: ConfigDict) -> int:
     return int(size)
 
 
-def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
-    """The half-round of an experiment under `method`.
+def describe(config: ConfigDict, mesh: Mesh) -> Program:
+    """The half-round of an experiment.
 
     Args:
       config: of `acco_jax.training.config.default_config`'s form, valid.
-      method: a key of METHODS; what the config says is replaced.
       mesh: of described devices, all along data axes.
 
     Raises:
       ValueError: in one line, what cannot work.
     """
-    axes = data_axes(mesh)
+    axes, method = data_axes(mesh), config.method
     tx = configs.method(config, method, mesh, axes)
     share = tx.half_rounds
     per_step = config.microbatches_per_step
@@ -248,6 +259,11 @@ def describe(config: ConfigDict, method: str, mesh: Mesh) -> Program:
         )
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
+    if config.microbatches != "fixed":
+        raise ValueError(
+            f"microbatches is {config.microbatches!r}, found while a run communicates: "
+            "plan needs 'fixed'."
+        )
     model = configs.model(config, vocab_size(config))
     replicated = NamedSharding(mesh, P())
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+import acco_jax
 from acco_jax.planning import pictures
 from acco_jax.planning.costs import Figure
 from acco_jax.planning.planner import Outcome, Plan
@@ -51,7 +53,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def write(
-    plan: Plan, folder: Path, json_file: str | None, hlo_folder: str | None
+    plan: Plan, folder: Path, json_file: Path | None, hlo_folder: Path | None
 ) -> list[str]:
     """Writes pictures, JSON and programs; returns a line about each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,14 +67,13 @@ def write(
         pictures.scaling(plan.growth, path, title, plan.topology.devices)
         lines.append(f"picture  {path}")
     if json_file:
-        path = Path(json_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(as_dict(plan), indent=2) + "\n")
-        lines.append(f"JSON     {path}")
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(as_dict(plan), indent=2) + "\n")
+        lines.append(f"JSON     {json_file}")
     if hlo_folder:
-        Path(hlo_folder).mkdir(parents=True, exist_ok=True)
+        hlo_folder.mkdir(parents=True, exist_ok=True)
         for o in plan.outcomes:
-            path = Path(hlo_folder) / f"{o.method}.hlo.txt"
+            path = hlo_folder / f"{o.method}.hlo.txt"
             path.write_text(o.compiled.text)
             lines.append(f"program  {path}")
     return lines
@@ -107,9 +108,9 @@ def _read_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
             **memory.parts,
             "temporaries": memory.temporaries,
             "total": memory.total,
-            "of": plan.topology.chip.memory_bytes,
+            "of": plan.machine.value("memory_bytes"),
         },
-        "largest_microbatch": o.largest_microbatch,
+        "largest_microbatch": o.line and o.line.largest,
     }
 
 
@@ -138,13 +139,19 @@ def _head(plan: Plan) -> str:
 
 def _figures(plan: Plan) -> str:
     rows = [(name, quantity(f), f.source) for name, f in plan.machine.figures.items()]
-    return "figures (per device; --set=NAME=VALUE changes one)\n" + _table(rows, "lrl")
+    lines = ["figures (per device; --set=NAME=VALUE changes one)", _table(rows, "lrl")]
+    if plan.model.dtype != jnp.bfloat16:
+        lines.append(
+            f"note: model.dtype is {plan.config.model.dtype}, but products are timed "
+            "at the peak above: set flops to what this dtype reaches"
+        )
+    return "\n".join(lines)
 
 
 def _method(plan: Plan, o: Outcome) -> str:
     p, row = o.prediction, plan.row(o.method)
     lines = [
-        f"{o.method}: {_many(o.half_rounds, 'half-round')} per step, "
+        f"{o.method}: {_calls(o)}, "
         f"{_many(o.program.microbatches, 'microbatch', 'es')} in each",
         f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s), "
         "collectives of the data axis of at least 1 MiB:",
@@ -153,13 +160,13 @@ def _method(plan: Plan, o: Outcome) -> str:
         *(f"    {note}" for note in _notes(plan, o)),
         f"    hidden: {_hidden(o):.0%} of the bytes",
         f"  READ from the memory analysis, GiB per device of "
-        f"{plan.topology.chip.memory_bytes / GIB:.1f}:",
+        f"{plan.machine.value('memory_bytes') / GIB:.1f}:",
         _table(_memory(o), "lr", indent=4),
     ]
-    if o.largest_microbatch is not None:
+    if o.line is not None:
         lines.append(
-            f"    largest microbatch that fits: about {o.largest_microbatch} rows "
-            f"({(o.bytes_per_row or 0) / 2**20:,.0f} MiB per row, from two compiles)"
+            f"    largest microbatch that fits: about {o.line.largest} rows "
+            f"({o.line.per_row / 2**20:,.0f} MiB per row, from two compiles)"
         )
     lines += [
         "  PREDICTED:",
@@ -171,6 +178,14 @@ def _method(plan: Plan, o: Outcome) -> str:
         f"{row['model_flops_utilization']:.0%} of peak FLOP/s",
     ]
     return "\n".join(lines)
+
+
+def _calls(o: Outcome) -> str:
+    """How half-rounds make a step, or (inner) steps a call."""
+    tx = o.program.tx
+    if tx.steps_per_call > 1:
+        return f"{tx.steps_per_call} inner steps per half-round"
+    return f"{_many(tx.half_rounds, 'half-round')} per step"
 
 
 def _many(number: int, noun: str, ending: str = "s") -> str:
@@ -199,16 +214,23 @@ def _collective(c: Collective) -> tuple[str, ...]:
 
 
 def _notes(plan: Plan, o: Outcome) -> list[str]:
-    """What the compiler did otherwise than it was told."""
+    """What the table of collectives does not say of itself."""
+    notes = []
+    if len(o.program.step.turns()) > 1:
+        notes.append(
+            "note: its half-rounds differ; this is one of them, and stands for all"
+        )
     reduces = [c for c in o.collectives if c.kind == "all-reduce"]
-    if not reduces:
-        return []
+    asked = o.method == "ddp" or isinstance(o.program.tx, acco_jax.LocalMethod)
+    if not reduces or asked:
+        return notes
     kinds = {c.kind for c in o.collectives}
     gone = "reduce-scatter" if "reduce-scatter" not in kinds else "all-gather"
-    return [
+    notes.append(
         f"note: {plan.topology.chip.title}'s compiler turned the {gone} into an "
         "all-reduce, which moves twice the bytes"
-    ]
+    )
+    return notes
 
 
 def _memory(o: Outcome) -> list[tuple[str, str]]:
@@ -234,7 +256,7 @@ def _comparison(plan: Plan) -> str:
                 f"{row['tokens_per_second']:,.0f}",
                 f"{_hidden(o):.0%}",
                 f"{row['hidden']:.0%}",
-                f"{row['speedup_over_zero1']:.2f}x",
+                _times(row["speedup_over_zero1"]),
             )
         )
     compiled = plan.growth[0]["zero1_compiled"]
@@ -245,9 +267,6 @@ def _comparison(plan: Plan) -> str:
 def _few_bits(plan: Plan) -> str:
     head = "method gather reduce MiB/step share communication hidden step faster"
     rows: list[tuple[str, ...]] = [tuple(head.split())]
-
-    def bits(number: int | None) -> str:
-        return f"{number} bits" if number else "all"
 
     rows += [
         (
@@ -282,7 +301,7 @@ def _growth(plan: Plan) -> str:
             seconds(r["step"]),
             f"{r['tokens_per_second']:,.0f}",
             f"{r['hidden']:.0%}",
-            f"{r['speedup_over_zero1']:.2f}x",
+            _times(r["speedup_over_zero1"]),
             f"{r['memory'] / GIB:,.2f}",
         )
         for r in plan.growth
@@ -306,6 +325,10 @@ def _table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
         )
         lines.append((" " * indent + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def seconds(value: float) -> str:

@@ -29,7 +29,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder.absolute()
+        self._folder, self._keep = folder.absolute(), keep
         self._folder.mkdir(parents=True, exist_ok=True)
         sound = self._set_aside_damaged() if jax.process_index() == 0 else True
         if jax.process_count() > 1:
@@ -42,7 +42,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                max_to_keep=None,  # `save` removes those that are too many
                 enable_async_checkpointing=False,
                 cleanup_tmp_directories=True,  # of a process killed while writing
             ),
@@ -74,11 +74,13 @@ class Checkpoints:
             partial = target.with_suffix(".partial")
             partial.write_text(json.dumps(sums))
             os.replace(partial, target)
-            for file in self._folder.glob("*.checksums"):
-                if not (self._folder / file.stem).exists():
-                    file.unlink()
         if jax.process_count() > 1:  # or the others wait in a collective that times out
             multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
+        # only now: a process killed before the checksums leaves the last sound one
+        for step in sorted(self._manager.all_steps())[: -self._keep]:
+            self._manager.delete(step)
+            if jax.process_index() == 0:
+                self._sums(step).unlink(missing_ok=True)
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Reads a checkpoint.

@@ -37,7 +37,7 @@ class CountsLog:
           ValueError: the log is damaged, or of fewer half-rounds.
         """
         path = workdir / FILE
-        rows = read_counts(path)[:done] if done else []
+        rows = read_counts(path, done)
         if len(rows) < done:
             raise ValueError(
                 f"{path} has {len(rows)} half-rounds, but the checkpoint is of {done}: "

@@ -123,6 +123,7 @@ class _Run:
             done=self.done,
             tokens=self.tokens,
             seconds=seconds,
+            late=e.step.form != "split",  # which waits for what it has sent
         )
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             batch = to_devices(next(batches(e)), e.mesh)
@@ -300,14 +301,14 @@ def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
     """Seconds of all workers per token, for local gradients at `params` alone."""
     e = experiment
     batch, counts = to_devices(next(batches(e)), e.mesh), counts_of(e)
-    dtype = e.config.accumulate_dtype
+    steps, dtype = e.tx.steps_per_call, e.config.accumulate_dtype
     seconds = timing.gradient_seconds(
         e.loss_fn,
         e.mesh,
         params,
         batch,
-        counts,
-        microbatches=e.held,
+        None if counts is None else counts * steps,
+        microbatches=e.held * steps,
         accumulate_dtype=dtype and configs.dtype("accumulate_dtype", dtype),
     )
     return seconds / (e.tokens * e.held // e.microbatches)

@@ -24,11 +24,19 @@ class Recorder:
     """Writes metrics one logging interval late, so that fetching never waits.
 
     Every process looks at its losses, process 0 alone writes them. Times are those at
-    which an interval was fetched: by then the device has just finished it.
+    which an interval was fetched: by then the device has just finished it. Where the
+    step itself waits for the device they are written at once.
     """
 
     def __init__(
-        self, workdir: Path, *, total: int, done: int, tokens: int, seconds: float
+        self,
+        workdir: Path,
+        *,
+        total: int,
+        done: int,
+        tokens: int,
+        seconds: float,
+        late: bool = True,
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
 
@@ -38,7 +46,9 @@ class Recorder:
           done: half-rounds so far.
           tokens: targets so far.
           seconds: of training so far.
+          late: whether to write an interval late; False for steps that wait.
         """
+        self._late = late
         self._held: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
@@ -80,6 +90,8 @@ class Recorder:
         """
         held, self._held = self._held, (known, device)
         self._write_train(held)
+        if not self._late:
+            self.flush()
 
     def flush(self) -> None:
         """Writes what is held back; raises as `train` does."""

@@ -98,7 +98,8 @@ class Network:
         names = f"{self.address(process)} {platform.node()}\n127.0.0.1 localhost\n"
         hosts.write_text(names)
         mount = f'mount --bind {hosts} /etc/hosts; exec "$@"'
-        core = str(process % (os.cpu_count() or 1))
+        cores = sorted(os.sched_getaffinity(0))
+        core = str(cores[process % len(cores)])
         return ["ip", "netns", "exec", _name(process), "sh", "-ec", mount, "sh",
                 "taskset", "-c", core, *arguments]  # fmt: skip
 

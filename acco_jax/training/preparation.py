@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -25,6 +25,7 @@ from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
 from acco_jax.training.checkpoints import Checkpoints
 from acco_jax.training.counts import check_log
+from acco_jax.training.reports import write_whole
 
 PyTree = Any
 DATA = "data"
@@ -122,7 +123,9 @@ def prepare(
         if log := configs.replayed(config):
             check_log(Path(log), tx.calls(config.steps), mesh.size, held)
     corpus = data.load_corpus(config.data, workdir=workdir)
-    sizes = ("train_bytes", "train_documents", "validation_bytes")
+    if jax.process_count() > 1:
+        _check_same_text(corpus.checksum)
+    sizes = ("train_bytes", "train_documents", "validation_bytes", "checksum")
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
     model = configs.model(config, corpus.tokenizer.vocab_size)
@@ -157,7 +160,7 @@ def prepare(
             f"here: {error}"
         ) from error
     if jax.process_index() == 0:
-        _write_whole(workdir / "config.json", json.dumps(identity, indent=2))
+        write_whole(workdir / "config.json", json.dumps(identity, indent=2))
     return experiment
 
 
@@ -218,10 +221,15 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
         )
 
 
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n")
-    os.replace(partial, path)
+def _check_same_text(checksum: int) -> None:
+    """Refuses processes that read different text, each in the same line."""
+    found = multihost_utils.process_allgather(np.uint32(checksum))
+    if other := sorted(set(found.tolist()) - {int(found[0])}):
+        process = found.tolist().index(other[0])
+        raise ValueError(
+            f"process {process} has other text than process 0 (data set and tokenizer "
+            "make other tokens): give all of them the same files and versions."
+        )
 
 
 def batches(experiment: Experiment) -> Any:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all, however the process ends."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    os.replace(partial, path)
 
 
 def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> None:
@@ -60,7 +68,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
 
 def summarize(summary: dict[str, Any], workdir: Path) -> str:
     """Writes summary.json and returns the lines to show."""
-    (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(workdir / "summary.json", json.dumps(summary, indent=2))
     sent = summary["bytes_sent_per_worker"]
     sent = "an unknown number of" if sent is None else f"{sent:,}"
     ratio = summary["bits_per_byte"] / summary["bigram_bits_per_byte"]

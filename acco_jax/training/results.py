@@ -165,7 +165,7 @@ def curve(results: list[Result]) -> Curve:
         tokens,
         mean("seconds"),
         # every half-round sends the same
-        None if sent[0] is None else [sent[0] * t / results[0].tokens for t in tokens],
+        None if sent[0] is None else [sent[0] * h / common[-1] for h in common],
         [statistics.fmean(x) for x in losses],
         [min(x) for x in losses],
         [max(x) for x in losses],
@@ -205,6 +205,7 @@ def draw(found: list[Result], path: Path) -> None:
     ends = [c.bytes_sent[-1] for c in curves.values() if c.bytes_sent]
     if ends and min(ends) > 0 and max(ends) > 5 * min(ends):
         axes[2].set_xscale("log")
+        axes[2].autoscale(axis="x")  # the limit of 0 would stay, off the scale
         axes[2].xaxis.set_major_formatter(EngFormatter("B"))
     axes[0].set_ylim(*_shown(curves.values()))
     axes[0].set_ylabel("held-out loss (nats per token)")

@@ -11,20 +11,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
 from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names
 from acco_jax.layout import Layout, LeafLayout, PackedLayout, Pending
+from acco_jax.transforms.checks import (
+    check_extra,
+    check_grads,
+    check_packed_with,
+    check_params,
+    place_weight,
+    refuse_wrappers,
+)
+from acco_jax.transforms.state import find_state, state_shardings
 from acco_jax.wire import Wire, Wires
 from acco_jax.wire import wires as make_wires
 
@@ -161,13 +168,14 @@ def make_method(
         raise ValueError(
             f"layout is {options.layout!r}: choose 'auto', 'packed' or 'leaf'."
         )
-    if not isinstance(inner, optax.GradientTransformation):
+    if isinstance(inner, Method) or not isinstance(inner, optax.GradientTransformation):
         raise ValueError(
-            f"inner is {type(inner).__name__}: give an optax.GradientTransformation."
+            f"the optimizer is {type(inner).__name__}: give an "
+            "optax.GradientTransformation that is not sharded itself."
         )
 
     def init(params: PyTree) -> Any:
-        _refuse_wrappers()
+        refuse_wrappers()
         layout = choose_layout(inner, params, options)
 
         def make(params: PyTree) -> Any:
@@ -233,7 +241,7 @@ def make_method(
         layout = state.layout
         check_params(layout, params)
         check_grads(layout, grads)
-        _check_extra(inner, extra)
+        check_extra(inner, extra)
         grads = jax.device_put(grads, layout.grads_shardings)
         params = jax.device_put(params, layout.params_shardings)
         return run_update(grads, state, params, place_weight(layout, weight), extra)
@@ -241,7 +249,7 @@ def make_method(
     @jax.jit
     def run_update(grads, state, params, weight, extra):  # type: ignore[no-untyped-def]
         layout = state.layout
-        _check_packed_with(inner, layout, extra)
+        check_packed_with(inner, layout, extra)
         new = Pending(layout.pack(grads), weight)
         now = new
         if delayed:
@@ -435,234 +443,5 @@ def choose_layout(
     return layouts.leaf_layout(*args, options.mesh, axis)
 
 
-def place_weight(layout: Layout, weight: Any) -> jax.Array:
-    """(n,) weights on their workers; None means 1 each."""
-    n = layout.workers
-    if weight is None:
-        weight = jnp.ones(n)
-    elif not isinstance(weight, jax.Array) and np.any(np.less(weight, 0)):
-        raise ValueError(f"weight {np.asarray(weight).tolist()} has one below 0.")
-    if np.shape(weight) != (n,):
-        raise ValueError(
-            f"weight has shape {np.shape(weight)}: give one weight per worker, ({n},)."
-        )
-    weight = jnp.asarray(weight, layout.scalar)
-    return jax.device_put(weight, layout.sharding(layout.axis))
-
-
-def check_params(layout: Layout, params: PyTree | None) -> None:
-    """Raises a ValueError unless params are what `layout` was made for."""
-    if params is None:
-        raise ValueError(
-            "update needs the current params: tx.update(grads, state, params)."
-        )
-    _check_structure("params", layout, params)
-    for leaf, p in zip(layout.leaves, jax.tree.leaves(params), strict=True):
-        if jnp.shape(p) != leaf.shape:
-            raise ValueError(
-                f"params {leaf} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
-            )
-
-
-def check_grads(layout: Layout, grads: PyTree) -> None:
-    """Raises a ValueError unless grads are rows of what `layout` was made for."""
-    _check_structure("grads", layout, grads)
-    n = layout.workers
-    for leaf, g in zip(layout.leaves, jax.tree.leaves(grads), strict=True):
-        if jnp.shape(g) != (n, *leaf.shape):
-            raise ValueError(
-                f"grads {leaf} has shape {jnp.shape(g)} instead of "
-                f"{(n, *leaf.shape)}: give one row per worker, the sum of its own "
-                "microbatch gradients (see acco_jax.local_gradients)."
-            )
-
-
-def _check_structure(what: str, layout: Layout, tree: PyTree) -> None:
-    if jax.tree.structure(tree) != layout.treedef:
-        raise ValueError(
-            f"{what} has another tree structure than the parameters given to init."
-        )
-
-
-def _check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
-    names = ", ".join(sorted(extra))
-    if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
-        raise ValueError(f"inner takes no extra arguments, but update got {names}.")
-    for name, value in extra.items():
-        if any(callable(x) for x in jax.tree.leaves(value)):
-            raise ValueError(
-                f"update got {name}, a function: inner works on shards, of which no "
-                "function of whole parameters can be computed."
-            )
-
-
-def _check_packed_with(
-    inner: optax.GradientTransformation, layout: Layout, extra: dict[str, Any]
-) -> None:
-    """Raises a ValueError if these extra arguments need the leaf layout."""
-    if extra and isinstance(layout, layouts.PackedLayout):
-        from acco_jax.packable import why_not_packed  # jax.extend is slow to import
-
-        reason = why_not_packed(inner, layout, extra)
-        if reason is not None:
-            raise ValueError(
-                f"with {', '.join(sorted(extra))}, inner could tell packed shards from "
-                f"whole leaves: {reason}. Use layout='leaf'."
-            )
-
-
 def _abstract(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-# --------------------------------------------- what a method may and may not stand in
-
-# A sharding method must see every parameter and have the last word on the updates.
-# These optax functions call a member's init and leave both intact (a chain only if
-# nothing follows); every other wrapper would add per-worker rows to parameters.
-_HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_support"}
-# chain: tuple(fn(params) for fn in init_fns); named_chain: for name, tx in transforms.
-_LOOPS = {"chain": ("fn", "init_fns"), "named_chain": ("tx", "transforms")}
-
-
-def _refuse_wrappers() -> None:
-    """Raises a ValueError when an optax wrapper that would break it calls `init`.
-
-    A member of a chain is not told what follows it, so the calling frames are asked.
-    """
-    frame: types.FrameType | None = sys._getframe(2)
-    called: types.FrameType | None = None
-    while frame is not None:
-        module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if module.startswith("optax.") and not module.endswith("_test"):
-            wrapper = code.co_qualname.split(".")[0]
-            if wrapper not in _HARMLESS:
-                raise ValueError(
-                    f"this method cannot stand inside optax.{wrapper}: put {wrapper} "
-                    "inside, around its inner optimizer."
-                )
-            if wrapper in _LOOPS and code.co_name != "<genexpr>":
-                _refuse_followers(wrapper, frame, called)
-        frame, called = frame.f_back, frame
-
-
-def _refuse_followers(
-    wrapper: str, frame: types.FrameType, called: types.FrameType | None
-) -> None:
-    names = dict(frame.f_locals)
-    if called is not None and called.f_code.co_name == "<genexpr>":
-        names |= called.f_locals
-    member, members = (names.get(name) for name in _LOOPS[wrapper])
-    last: Any = members[-1] if members else None
-    if member is None or member is not (last[1] if wrapper == "named_chain" else last):
-        raise ValueError(
-            f"this method must be the last member of optax.{wrapper}: what stands "
-            "after it would change the parameters behind its back; put it inside, "
-            "into inner."
-        )
-
-
-def find_state(state: PyTree) -> Any:
-    """The state of the one sharding method in an optimizer state, wrapped or not.
-
-    Raises:
-      ValueError: there is none, or more than one.
-    """
-    is_ours = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
-    if len(found) != 1:
-        raise ValueError(
-            f"the state holds {len(found)} states of sharding methods instead of one: "
-            "pass what tx.init or tx.update returned."
-        )
-    return found[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def gather_exact(layout: Layout, master: PyTree) -> PyTree:
-    return layout.gather_exact(master)
-
-
-def committed_params(state: PyTree, params: PyTree) -> PyTree:
-    """Return theta, the committed parameters: to evaluate, export and checkpoint.
-
-    Args:
-      state: the optimizer state, also inside optax.chain or inject_hyperparams.
-      params: the parameters of the loop (theta, theta~ or rows); for their structure.
-
-    Returns:
-      The master copy, gathered and rounded to each parameter's own dtype (whatever
-      dtype communication uses); replicated over the data axis. Of a method without a
-      common copy (gossip): the mean over the workers.
-
-    Raises:
-      ValueError: `state` holds no sharding method's state, or `params` is of another
-        structure.
-    """
-    ours = find_state(state)
-    if jax.tree.structure(params) != ours.layout.treedef:
-        raise ValueError(
-            "params has another tree structure than the optimizer state's."
-        )
-    if hasattr(ours, "committed"):  # of a local method
-        return ours.committed(params)
-    return gather_exact(ours.layout, ours.master)
-
-
-def start(tx: Any, params: PyTree) -> tuple[PyTree, Any]:
-    """Return what a train step starts from.
-
-    Args:
-      tx: a method of this library.
-      params: arrays.
-
-    Returns:
-      (params, state). Where each worker keeps parameters of its own they are rows,
-      (n, *param.shape), row i on worker i and all equal; else `params` as they are.
-    """
-    return tx.start(params)
-
-
-def start_shardings(tx: Any, abstract_params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return a NamedSharding for every array of what `start` returns.
-
-    Args:
-      tx: a method of this library.
-      abstract_params: arrays or ShapeDtypeStructs, without rows.
-    """
-    return tx.start_shardings(abstract_params)
-
-
-def state_shardings(
-    tx: optax.GradientTransformation, abstract_params: PyTree
-) -> PyTree:
-    """Return a NamedSharding for every array of tx's state.
-
-    Args:
-      tx: a sharding method, or an optax transformation around one.
-      abstract_params: arrays or ShapeDtypeStructs.
-
-    Returns:
-      The state's tree with NamedShardings: for jit, restore and planning.
-    """
-    shapes = jax.eval_shape(tx.init, abstract_params)
-    ours = find_state(shapes)
-    replicated = ours.layout.sharding()
-    is_ours = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
-
-    def of(x: Any) -> PyTree:
-        if hasattr(x, "shardings"):  # of a local method
-            return x.shardings()
-        return x.layout.state_shardings(x) if is_ours(x) else replicated
-
-    return jax.tree.map(of, shapes, is_leaf=is_ours)
-
-
-__all__ = [
-    "Method",
-    "NamedSharding",
-    "committed_params",
-    "start",
-    "start_shardings",
-    "state_shardings",
-]

@@ -28,6 +28,7 @@ def make_corpus(train, validation, vocab_size):
         validation_bytes=3 * len(validation),
         train_documents=1,
         validation_documents=1,
+        checksum=0,
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pathlib
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ def make_corpus(train=1000, validation=100):
         validation_bytes=max(validation, 1),
         train_documents=1,
         validation_documents=1,
+        checksum=0,
     )
 
 
@@ -123,6 +125,31 @@ def test_load_corpus(config, tmp_path, tokenizer, vocab_size):
         assert tokens.dtype == np.uint16
         assert np.sum(tokens == end) == documents + 1
         assert len(corpus.tokenizer.decode(tokens).encode()) == size
+
+
+def test_our_own_files_are_no_text(config, tmp_path):
+    folder = config.folder
+    for field, workdir in ((None, f"{folder}/runs/x"), ("data_dir", tmp_path / "work")):
+        with config.unlocked():
+            if field:
+                config[field] = f"{folder}/cache"
+        with pytest.raises(ValueError, match="which training writes to") as error:
+            data.load_corpus(config, workdir=workdir)
+        assert "\n" not in str(error.value)
+
+
+def test_a_checksum_tells_texts_of_one_size_apart(config, tmp_path):
+    before = data.load_corpus(config, workdir=tmp_path / "work")
+    assert (
+        data.load_corpus(config, workdir=tmp_path / "work").checksum == before.checksum
+    )
+    path = pathlib.Path(config.folder) / "7.txt"
+    path.write_text(path.read_text().replace("cat", "dog"))
+    after = data.load_corpus(config, workdir=tmp_path / "work")
+    assert after.train_bytes + after.validation_bytes == (
+        before.train_bytes + before.validation_bytes
+    )
+    assert after.checksum != before.checksum
 
 
 def test_second_start_reads_the_cache(config, tmp_path, monkeypatch):

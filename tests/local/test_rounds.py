@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from tests.local import problem
@@ -36,12 +37,13 @@ def diloco(theta, batches, counts, workers, *, weighted=True, eta=ETA, mu=MU):
     return points
 
 
-def run(tx, theta, batches, counts, form="fused", held=HELD):
+def run(tx, theta, batches, counts, form="fused", held=HELD, axis_name="data"):
     """(rows, committed parameters, metrics) after each call."""
     params, state = acco_jax.start(tx, problem.device(theta))
     step = acco_jax.make_train_step(
-        problem.loss_fn, tx, mesh=tx.mesh, microbatches=held, form=form
-    )
+        problem.loss_fn, tx, mesh=tx.mesh, axis_name=axis_name, microbatches=held,
+        form=form,
+    )  # fmt: skip
     points = []
     for batch, count in zip(batches, counts, strict=True):
         params, state, metrics = step(params, state, batch, count)
@@ -248,6 +250,100 @@ def test_start_shardings_are_where_things_are():
         )
     again = acco_jax.state_shardings(tx, problem.device(theta))
     assert jax.tree.leaves(again) == jax.tree.leaves(homes[1])
+
+
+MODEL = {"b": P(), "w": P(None, "model")}
+
+
+def test_a_split_model_s_optimizer_state_is_split_too():
+    mesh = make_mesh(2, 2)
+    params = {"b": np.zeros(4, np.float32), "w": np.zeros((6, 4), np.float32)}
+    for make in (
+        acco_jax.diloco,
+        acco_jax.gossip,
+        functools.partial(acco_jax.streaming_diloco, fragments=1, overlap_steps=1),
+        acco_jax.cellm,
+    ):
+        tx = make(problem.adamw(), mesh=mesh, local_steps=2, param_specs=MODEL)
+        _, state = acco_jax.start(tx, params)
+        _, homes = acco_jax.start_shardings(tx, params)
+        jax.tree.map(
+            lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(str(s)),
+            state,
+            homes,
+        )
+        moments = state.inner[0].mu
+        assert moments["w"].sharding.shard_shape((2, 6, 4)) == (1, 6, 2)
+        assert moments["b"].sharding.shard_shape((2, 4)) == (1, 4)
+
+
+def test_two_data_axes_are_one():
+    drawn = problem.draw(4, STEPS, HELD, 3)
+    flat = acco_jax.diloco(problem.adamw(), mesh=make_mesh(4), local_steps=STEPS)
+    names = ("slice", "chip")
+    mesh = make_mesh(2, 2, names=names)
+    both = acco_jax.diloco(
+        problem.adamw(), mesh=mesh, axis_name=names, local_steps=STEPS
+    )
+    expected, found = (run(tx, *drawn, axis_name=tx.axis) for tx in (flat, both))
+    for (_, a, _), (_, b, _) in zip(found, expected, strict=True):
+        problem.assert_close(a, b, atol=1e-12)
+
+
+def test_what_does_not_fit_the_outer_method_is_refused():
+    mesh = make_mesh(2)
+    outer = acco_jax.zero1(optax.sgd(1.0), mesh=mesh)
+    with pytest.raises(ValueError, match="the optimizer is Method"):
+        acco_jax.diloco(optax.sgd(1.0), mesh=mesh, outer=outer)
+    half = acco_jax.diloco(optax.sgd(1.0), mesh=mesh, comm_dtype=jnp.float16)
+    params = {"w": np.zeros(4, np.float32)}
+    with pytest.raises(ValueError, match="weighted differences overflow"):
+        acco_jax.start(half, params)
+    with pytest.raises(ValueError, match="accumulate_dtype"):
+        acco_jax.diloco(optax.sgd(1.0), mesh=mesh, accumulate_dtype=jnp.int8)
+
+
+def test_another_method_s_state_is_refused():
+    mesh = make_mesh(2)
+    theta, (batch,), (count,) = problem.draw(2, 2, HELD, 1)
+    sgd, same = optax.sgd(1.0), {"outer_learning_rate": 0.5, "outer_momentum": 0.5}
+    diloco = acco_jax.diloco(sgd, mesh=mesh, local_steps=2, **same)
+    late = acco_jax.local_rounds(
+        sgd, acco_jax.dpu(optax.sgd(0.5, 0.5, nesterov=True), mesh=mesh), local_steps=2
+    )
+    gossip = acco_jax.gossip(sgd, mesh=mesh, local_steps=2)
+    two, one = (
+        acco_jax.streaming_diloco(
+            sgd, mesh=mesh, local_steps=2 * f, fragments=f, overlap_steps=0, **same
+        )
+        for f in (2, 1)
+    )
+    for tx, other, message in (
+        (diloco, late, "the state is DelayedState"),
+        (late, diloco, "the state is Zero1State"),
+        (diloco, gossip, "the state is GossipState"),
+        (two, one, "the state has 1 fragments and tx 2"),
+    ):
+        step = acco_jax.make_train_step(
+            problem.loss_fn, tx, mesh=mesh, microbatches=HELD
+        )
+        params, state = acco_jax.start(other, problem.device(theta))
+        with pytest.raises(ValueError, match=message) as error:
+            step(params, state, batch, count)
+        assert "\n" not in str(error.value)
+
+
+def test_all_phases_are_compiled_ahead():
+    tx = acco_jax.gossip(optax.sgd(1.0), mesh=make_mesh(4), local_steps=2)
+    theta, (batch,), (count,) = problem.draw(4, 2, HELD, 1)
+    params, state = acco_jax.start(tx, problem.device(theta))
+    for form in ("fused", "split"):
+        step = acco_jax.make_train_step(
+            problem.loss_fn, tx, mesh=tx.mesh, microbatches=HELD, form=form
+        )
+        step.compile(params, state, batch, count)
+        ready = step._programs if form == "fused" else step._parts
+        assert sorted(phase for _, phase in ready) == [0, 1]
 
 
 def test_a_round_sends_what_a_step_of_zero1_sends():

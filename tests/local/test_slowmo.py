@@ -75,11 +75,19 @@ def test_without_momentum_it_is_averaging():
         problem.assert_close(a, b, atol=1e-14)
 
 
-def test_a_rate_of_zero_moves_nothing():
-    tx = acco_jax.slowmo(
-        problem.adamw(), mesh=make_mesh(2), local_steps=STEPS,
+def test_a_round_whose_first_rate_is_zero_is_averaged():
+    """A warm-up from 0: nothing is lost, and the momentum learns nothing."""
+    mesh = make_mesh(2)
+    slow = acco_jax.slowmo(
+        problem.adamw(), mesh=mesh, local_steps=STEPS,
         inner_learning_rate=lambda step: 0.0 * step,
     )  # fmt: skip
-    theta, batches, counts = problem.draw(2, STEPS, HELD, 1)
-    _, committed, _ = run(tx, theta, batches, counts)[0]
-    problem.assert_close(committed, theta, atol=0)
+    plain = acco_jax.diloco(
+        problem.adamw(), mesh=mesh, local_steps=STEPS, outer_learning_rate=1.0,
+        outer_momentum=0.0,
+    )  # fmt: skip
+    theta, batches, counts = problem.draw(2, STEPS, HELD, 2)
+    found = run(slow, theta, batches, counts)
+    expected = run(plain, theta, batches, counts)
+    for (_, a, _), (_, b, _) in zip(found, expected, strict=True):
+        problem.assert_close(a, b, atol=1e-12)

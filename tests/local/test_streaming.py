@@ -217,7 +217,36 @@ REFUSED = [
     ({"bits": 3}, "bits is 3: choose 8, 4 or None"),
     ({"bits": 8, "layout": "leaf"}, "layout is 'leaf', but bits needs"),
     ({"fragments": 0}, "fragments is 0: it must be an integer"),
+    ({"overlap_steps": 2.5}, "overlap_steps is 2.5: give an integer"),
 ]
+
+
+def test_bits_over_two_data_axes_are_refused():
+    names = ("slice", "chip")
+    mesh = make_mesh(2, 2, names=names)
+    with pytest.raises(ValueError, match="bits is 8, for one data axis"):
+        acco_jax.streaming_diloco(
+            optax.sgd(1.0), mesh=mesh, axis_name=names, overlap_steps=1, bits=8
+        )
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_before_the_first_arrival_the_anchors_are_exact(fragments):
+    """A rounded one would be taken for a difference that the workers made."""
+    tx = acco_jax.streaming_diloco(
+        optax.sgd(1e-3), mesh=make_mesh(2), local_steps=2 * fragments,
+        fragments=fragments, overlap_steps=1, comm_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    theta, (batch,), (count,) = problem.draw(2, 2, HELD, 1)
+    params = {k: jnp.asarray(x, jnp.float32) for k, x in theta.items()}
+    rows, state = acco_jax.start(tx, params)
+    step = acco_jax.make_train_step(
+        problem.loss_fn, tx, mesh=tx.mesh, microbatches=HELD
+    )
+    _, state, _ = step(rows, state, batch, count)
+    for part in state.anchor:
+        for name, x in part.items():
+            np.testing.assert_array_equal(x, theta[name].astype(np.float32))
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)

@@ -93,6 +93,8 @@ def test_a_log_goes_on_where_the_checkpoint_is(tmp_path):
     for row in ([1, 2], [3, 1], [2, 2]):
         log.add(row)
     log.close()
+    with (tmp_path / FILE).open("a") as file:
+        file.write("[1, ")  # cut by a kill
     again = CountsLog(tmp_path, 2)  # the third came after the checkpoint
     assert (again.total, again.last) == (7, [3, 1])
     again.add(np.int32([1, 1]))

@@ -71,6 +71,24 @@ def test_keeps_the_newest_and_their_checksums(folder):
     assert names == {"3", "5", "3.checksums", "5.checksums"}
 
 
+def test_a_kill_before_the_checksums_leaves_the_last_one(tree, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    first = Checkpoints(folder, keep=1)
+    first.save(1, tree, {})
+
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("acco_jax.training.checkpoints._checksums", killed)
+        first.save(3, tree, {})
+    again = Checkpoints(folder, keep=1)
+    assert again.latest() == 1
+    again.save(3, tree, {})
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"3", "3.checksums", "3.damaged"}
+
+
 def data_file(folder, step):
     files = [p for p in (folder / str(step)).rglob("*") if p.is_file()]
     return max(files, key=lambda p: p.stat().st_size)

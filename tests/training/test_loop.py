@@ -406,7 +406,7 @@ def test_refuses_the_workdir_of_other_workers_or_text(acco_run, tiny, texts, tmp
     preparation.prepare(config, first, jax.devices()[:2])
     for path in moved.iterdir():
         path.write_text(path.read_text() + "more")
-    with pytest.raises(ValueError, match=r"corpus\.train_bytes"):
+    with pytest.raises(ValueError, match=r"corpus\.checksum"):
         preparation.prepare(config, first, jax.devices()[:2])
 
 
@@ -415,6 +415,13 @@ def test_what_does_not_change_a_run_may_change(acco_run, tiny):
     changes = {"log_every": 5, "eval_every": 3, "checkpoint_every": 1,
                "eval_batches": 1, "keep_checkpoints": 1}  # fmt: skip
     preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
+
+
+def test_processes_with_other_text_are_refused(monkeypatch):
+    gathered = lambda x: np.uint32([7, 7, 9, 7])  # noqa: E731
+    monkeypatch.setattr(preparation.multihost_utils, "process_allgather", gathered)
+    with pytest.raises(ValueError, match="process 2 has other text than process 0"):
+        preparation._check_same_text(7)
 
 
 def test_a_damaged_config_file_is_one_line(tiny, tmp_path):

@@ -85,6 +85,25 @@ def test_a_pause_does_not_slow_the_rate(tmp_path, monkeypatch):
     assert metrics.read(tmp_path)[-1]["seconds"] == 1006
 
 
+def test_a_step_that_waits_is_written_at_once(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    recorder = metrics.Recorder(
+        tmp_path, total=9, done=0, tokens=0, seconds=0.0, late=False
+    )
+    for h in range(1, 7):
+        now[0] += 2
+        known = {"kind": "train", "half_round": h, "tokens": 10 * h}
+        recorder.train(known, {"loss": jnp.float32(1)})
+        assert written(tmp_path)[-1] == ("t", h)
+        if h % 2 == 0:
+            with recorder.pause(10 * h):
+                now[0] += 1000
+    recorder.close()
+    rates = [row["tokens_per_second"] for row in metrics.read(tmp_path)]
+    assert rates == [5] * 6
+
+
 def test_continues_without_duplicates(tmp_path):
     recorder = record(tmp_path, 0, 5)
     recorder.flush()

@@ -1,0 +1,139 @@
+"""What a method refuses: arguments that do not fit, and places it cannot stand in."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from acco_jax.layout import Layout, PackedLayout
+
+PyTree = Any
+
+
+def place_weight(layout: Layout, weight: Any) -> jax.Array:
+    """(n,) weights on their workers; None means 1 each."""
+    n = layout.workers
+    if weight is None:
+        weight = jnp.ones(n)
+    elif not isinstance(weight, jax.Array) and np.any(np.less(weight, 0)):
+        raise ValueError(f"weight {np.asarray(weight).tolist()} has one below 0.")
+    if np.shape(weight) != (n,):
+        raise ValueError(
+            f"weight has shape {np.shape(weight)}: give one weight per worker, ({n},)."
+        )
+    weight = jnp.asarray(weight, layout.scalar)
+    return jax.device_put(weight, layout.sharding(layout.axis))
+
+
+def check_params(layout: Layout, params: PyTree | None) -> None:
+    """Raises a ValueError unless params are what `layout` was made for."""
+    if params is None:
+        raise ValueError(
+            "update needs the current params: tx.update(grads, state, params)."
+        )
+    _check_structure("params", layout, params)
+    for leaf, p in zip(layout.leaves, jax.tree.leaves(params), strict=True):
+        if jnp.shape(p) != leaf.shape:
+            raise ValueError(
+                f"params {leaf} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
+            )
+
+
+def check_grads(layout: Layout, grads: PyTree) -> None:
+    """Raises a ValueError unless grads are rows of what `layout` was made for."""
+    _check_structure("grads", layout, grads)
+    n = layout.workers
+    for leaf, g in zip(layout.leaves, jax.tree.leaves(grads), strict=True):
+        if jnp.shape(g) != (n, *leaf.shape):
+            raise ValueError(
+                f"grads {leaf} has shape {jnp.shape(g)} instead of "
+                f"{(n, *leaf.shape)}: give one row per worker, the sum of its own "
+                "microbatch gradients (see acco_jax.local_gradients)."
+            )
+
+
+def _check_structure(what: str, layout: Layout, tree: PyTree) -> None:
+    if jax.tree.structure(tree) != layout.treedef:
+        raise ValueError(
+            f"{what} has another tree structure than the parameters given to init."
+        )
+
+
+def check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
+    names = ", ".join(sorted(extra))
+    if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
+        raise ValueError(f"inner takes no extra arguments, but update got {names}.")
+    for name, value in extra.items():
+        if any(callable(x) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                f"update got {name}, a function: inner works on shards, of which no "
+                "function of whole parameters can be computed."
+            )
+
+
+def check_packed_with(
+    inner: optax.GradientTransformation, layout: Layout, extra: dict[str, Any]
+) -> None:
+    """Raises a ValueError if these extra arguments need the leaf layout."""
+    if extra and isinstance(layout, PackedLayout):
+        from acco_jax.packable import why_not_packed  # jax.extend is slow to import
+
+        reason = why_not_packed(inner, layout, extra)
+        if reason is not None:
+            raise ValueError(
+                f"with {', '.join(sorted(extra))}, inner could tell packed shards from "
+                f"whole leaves: {reason}. Use layout='leaf'."
+            )
+
+
+# --------------------------------------------- what a method may and may not stand in
+
+# A sharding method must see every parameter and have the last word on the updates.
+# These optax functions call a member's init and leave both intact (a chain only if
+# nothing follows); every other wrapper would add per-worker rows to parameters.
+_HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_support"}
+# chain: tuple(fn(params) for fn in init_fns); named_chain: for name, tx in transforms.
+_LOOPS = {"chain": ("fn", "init_fns"), "named_chain": ("tx", "transforms")}
+
+
+def refuse_wrappers() -> None:
+    """Raises a ValueError when an optax wrapper that would break it calls `init`.
+
+    A member of a chain is not told what follows it, so the calling frames are asked.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    called: types.FrameType | None = None
+    while frame is not None:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if module.startswith("optax.") and not module.endswith("_test"):
+            wrapper = code.co_qualname.split(".")[0]
+            if wrapper not in _HARMLESS:
+                raise ValueError(
+                    f"this method cannot stand inside optax.{wrapper}: put {wrapper} "
+                    "inside, around its inner optimizer."
+                )
+            if wrapper in _LOOPS and code.co_name != "<genexpr>":
+                _refuse_followers(wrapper, frame, called)
+        frame, called = frame.f_back, frame
+
+
+def _refuse_followers(
+    wrapper: str, frame: types.FrameType, called: types.FrameType | None
+) -> None:
+    names = dict(frame.f_locals)
+    if called is not None and called.f_code.co_name == "<genexpr>":
+        names |= called.f_locals
+    member, members = (names.get(name) for name in _LOOPS[wrapper])
+    last: Any = members[-1] if members else None
+    if member is None or member is not (last[1] if wrapper == "named_chain" else last):
+        raise ValueError(
+            f"this method must be the last member of optax.{wrapper}: what stands "
+            "after it would change the parameters behind its back; put it inside, "
+            "into inner."
+        )
