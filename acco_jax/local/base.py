@@ -410,6 +410,12 @@ def local_method(
     )
 
 
+def nesterov(learning_rate: float, momentum: float) -> optax.GradientTransformation:
+    """The outer optimizer of the papers: eta (Delta + mu m), m = mu m + Delta."""
+    # with mu = 0 no m is kept
+    return optax.sgd(learning_rate, momentum or None, nesterov=bool(momentum))
+
+
 def check_wire(layout: Layout, weighted: bool) -> None:
     """Raises a ValueError where weighted differences would not fit into the wire.
 

@@ -51,6 +51,7 @@ from acco_jax.local.base import (
     init_rows,
     local_method,
     masters_of,
+    nesterov,
     shardings,
     to_rows,
     zeros,
@@ -367,9 +368,7 @@ def cellm(
             f"layout is {layout!r}, but cellm shards nothing, because every worker "
             "applies the sparse updates of all itself: use 'auto'."
         )
-    if outer is None:
-        momentum = outer_momentum or None
-        outer = optax.sgd(outer_learning_rate, momentum, nesterov=momentum is not None)
+    outer = outer or nesterov(outer_learning_rate, outer_momentum)
     if isinstance(outer, Method) or not isinstance(outer, optax.GradientTransformation):
         raise ValueError(
             f"outer is a {type(outer).__name__}: give a plain optax optimizer, because "

@@ -15,7 +15,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.local.base import LocalMethod
+from acco_jax.local.base import LocalMethod, nesterov
 from acco_jax.local.rounds import local_rounds
 from acco_jax.transforms.zero1 import zero1
 
@@ -63,9 +63,7 @@ def diloco(
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
       Models (https://arxiv.org/abs/2311.08105), algorithm 1
     """
-    if outer is None:
-        momentum = outer_momentum or None
-        outer = optax.sgd(outer_learning_rate, momentum, nesterov=momentum is not None)
+    outer = outer or nesterov(outer_learning_rate, outer_momentum)
     method = zero1(
         outer,
         mesh=mesh,

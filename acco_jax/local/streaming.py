@@ -45,6 +45,7 @@ from acco_jax.local.base import (
     init_rows,
     local_method,
     masters_of,
+    nesterov,
     shardings,
     to_rows,
     zeros,
@@ -333,9 +334,7 @@ def streaming_diloco(
         raise ValueError(
             "layout is 'leaf', but bits needs rows of packed buffers: use 'auto'."
         )
-    if outer is None:
-        momentum = outer_momentum or None
-        outer = optax.sgd(outer_learning_rate, momentum, nesterov=momentum is not None)
+    outer = outer or nesterov(outer_learning_rate, outer_momentum)
     axis = axis_names(mesh, axis_name)
     if bits and len(axis) > 1:
         raise ValueError(

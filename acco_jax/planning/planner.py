@@ -68,7 +68,8 @@ class Outcome:
     @property
     def half_rounds(self) -> float:
         """Of an optimizer step; below 1 where a call takes several (inner) steps."""
-        return self.program.tx.half_rounds / self.program.tx.steps_per_call
+        tx = self.program.tx
+        return tx.half_rounds if tx.steps_per_call == 1 else 1 / tx.steps_per_call
 
     @property
     def collectives(self) -> list[Collective]:
