@@ -181,7 +181,7 @@ def draw(found: list[Result], path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     curves = {name: curve(rs) for name, rs in by_method(found).items()}
     figure = Figure(figsize=(13, 4.6), layout="constrained", dpi=120)
@@ -199,6 +199,7 @@ def draw(found: list[Result], path: Path) -> None:
             ax.fill_between(x, c.low, c.high, color=style["color"], alpha=0.2, lw=0)
         ax.set_xlabel(label)
         ax.set_xlim(left=0)
+        ax.xaxis.set_major_locator(MaxNLocator(6))
         ax.xaxis.set_major_formatter(EngFormatter(unit))
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
