@@ -49,7 +49,7 @@ class Line(NamedTuple):
     """How a microbatch's rows fill the memory."""
 
     largest: int  # rows that fit
-    per_row: float  # bytes that one more takes
+    per_row: float | None  # bytes that one more takes; None: no second one fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _line(
     rows: int,
     compiled: Compiled | None,
 ) -> Line | None:
-    """Memory by the microbatch's rows, from two compiles; None if only one fits.
+    """Memory by the microbatch's rows, from two compiles; None if none fits.
 
     Args:
       config: the experiment.
@@ -239,7 +239,7 @@ def _line(
             continue
         most = rows + int((room - low) // per_row) if per_row > 0 else rows
         return Line(max(most, 0), per_row)
-    return None
+    return Line(rows, None)
 
 
 def _few_bits(

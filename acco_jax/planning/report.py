@@ -165,8 +165,12 @@ def _method(plan: Plan, o: Outcome) -> str:
     ]
     if o.line is not None:
         lines.append(
-            f"    largest microbatch that fits: about {o.line.largest} rows "
-            f"({o.line.per_row / 2**20:,.0f} MiB per row, from two compiles)"
+            f"    largest microbatch that fits: about {o.line.largest} rows"
+            + (
+                f" ({o.line.per_row / 2**20:,.0f} MiB per row, from two compiles)"
+                if o.line.per_row is not None
+                else ""
+            )
         )
     lines += [
         "  PREDICTED:",
