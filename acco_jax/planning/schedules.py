@@ -565,7 +565,10 @@ class _Reader:
         if r.opcode in ("send", "recv"):  # (buffer, flags, token)
             size = size_of(arrays[:1])
         else:
-            if r is launch and done is not None:
+            if r is launch and done is launch and r.opcode.endswith("-start"):
+                # that waits right there; its result repeats the operands
+                arrays = arrays[len(r.operands) :] or arrays
+            elif r is launch and done is not None:
                 arrays = done.arrays
             size = max(size_of(arrays), sum(o.size for o in owner.operands_of(r)))
         carried = None

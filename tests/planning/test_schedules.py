@@ -457,6 +457,29 @@ def test_collective_inside_an_asynchronous_computation():
     assert (found.start, found.done, found.flops_between) == (2, 4, ONE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "operand", "result", "shape"),
+    [
+        ("reduce-scatter", "bf16[4096,1024]", "bf16[512,1024]", "(({}), {})"),
+        ("all-gather", "bf16[512,1024]", "bf16[4096,1024]", "({}, {})"),
+        ("all-reduce", "bf16[4096,1024]", "bf16[4096,1024]", "{1}"),
+    ],
+)
+def test_what_waits_where_it_starts_is_no_larger(kind, operand, result, shape):
+    """Its start's result repeats the operand."""
+    text = module(
+        f"""
+        %p = {operand}{{1,0}} parameter(0)
+        %s = {shape.format(operand, result)} {kind}-start(%p), \
+          replica_groups=[1,8]<=[8], backend_config={{"is_sync":true}}
+        %d = {result}{{1,0}} {kind}-done(%s)
+        """
+    )
+    (found,) = schedules.read(text).select()
+    assert (found.kind, found.bytes, found.dtype) == (kind, 8 * MIB, "bf16")
+    assert not found.asynchronous and found.start == found.done == 1
+
+
 def test_end_inside_a_loop_counts_what_runs_before_it():
     state = "(f32[1024,1024]{1,0}, s32[])"
     config = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
