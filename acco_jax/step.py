@@ -318,9 +318,9 @@ def _overlapped(
     weight = state.pending.weight.sum()
     weight, buffers, params = barrier((weight, state.pending.buffers, params))
 
-    state, raw = wire.send(layout, state, buffers, weight)
-    work = None
+    raw, work = buffers, None
     for k, axis in enumerate(layout.order):
+        state, raw = wire.send(layout, state, raw, axis, weight)
         raw = wire.reduce(layout, raw, axis)
         work = compute(k, work, params)
         raw, work, params = barrier((raw, work, params))
@@ -381,9 +381,9 @@ def _communicate(
 ) -> tuple[PyTree, Any, jax.Array]:
     """Reduce, advance, gather: the parameters of the next half-round."""
     layout = state.layout
-    weight, buffers = barrier((now.weight.sum(), now.buffers))
-    state, raw = wire.send(layout, state, buffers, weight)
+    weight, raw = barrier((now.weight.sum(), now.buffers))
     for axis in layout.order:
+        state, raw = wire.send(layout, state, raw, axis, weight)
         raw = barrier(wire.reduce(layout, raw, axis))
     state, point = tx.advance(state, wire.receive(layout, raw), weight, {})
     state, full = wire.join(layout, state, point.shards)

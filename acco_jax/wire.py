@@ -1,7 +1,7 @@
 """What crosses the network in a half-round, and what each end does with it.
 
-    gradients --(send)--> reduce, one data axis at a time --(receive)--> shards
-    shards    --(join)--> gather, one data axis at a time --(unpack)---> parameters
+    gradients --(send, reduce)--> of each data axis in turn --(receive)--> shards
+    shards    --(join)--> gather, one data axis at a time --(unpack)-----> parameters
 
 Plain communication sends the layout's buffers. Quantized, with Q of
 `acco_jax.quantize` and every replica of the parameters holding the same r:
@@ -12,8 +12,12 @@ Plain communication sends the layout's buffers. Quantized, with Q of
     reduce  worker i sends Q(g_i + e_i) and keeps e_i' = g_i + e_i - Q(g_i + e_i) for
             its next gradient; the owner adds up what arrives, in float32
 
+Of several data axes only the last to be reduced, the slowest network, is crossed in few
+bits: what is rounded there is the sum g_i of a host's (or slice's) workers.
+
 Both round to nearest. The reduction is an all-to-all, which GPUs run beside computation
-and the compilers of TPUs (v5e, v5p, v6e, tpu7x) do not; all gather asynchronously.
+and the compilers of TPUs (v5e, v5p, v6e, tpu7x) do not within a slice, between slices
+they do; all gather asynchronously.
 
 Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340); error
 feedback, Karimireddy et al. (arXiv 1901.09847).
@@ -39,7 +43,7 @@ class Held(NamedTuple):
 
     half_rounds: jax.Array  # int32 []: gathers so far
     replica: PyTree  # r: shards of the parameters as all hold them; None: exact
-    error: LeftOut | None  # e: every worker's own; None: exact
+    error: LeftOut | None  # e: each worker's, of what it sends; None: exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +59,24 @@ class Wire:
     reduce_bits: int | None = None
 
     def send(
-        self, layout: Layout, state: Any, buffers: Any, weight: jax.Array
+        self, layout: Layout, state: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
-        """(state, what `reduce` communicates) of local gradients of total `weight`."""
-        if self.reduce_bits is None:
+        """(state, what `reduce` communicates over an axis) of what came so far.
+
+        Args:
+          layout: of the state.
+          state: the method's.
+          buffers: local gradients, reduced over the data axes before this one.
+          axis: the data axis.
+          weight: [] of the gradients in all.
+        """
+        if (bits := self._bits(layout, axis)) is None:
             return state, buffers
         assert isinstance(layout, PackedLayout)
         before = state.wire.error.buffers
         own = tuple(_wide(g) + _wide(e) for g, e in zip(buffers, before, strict=True))
-        low = quantized(layout, own, self.reduce_bits)
-        arrives = layout.on_buffers(_values(self.reduce_bits))(low)
+        low = quantized(layout, own, bits)
+        arrives = layout.on_buffers(_values(bits))(low)
 
         def left_out(own: jax.Array, sent: jax.Array, before: jax.Array) -> jax.Array:
             left = jnp.where(jnp.isfinite(sent), own - sent, 0).astype(before.dtype)
@@ -75,10 +87,14 @@ class Wire:
 
     def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
         """The collective over one data axis."""
-        if self.reduce_bits is None:
+        if self._bits(layout, axis) is None:
             return layout.reduce_scatter(buffers, axis)
         assert isinstance(layout, PackedLayout)
         return layout.all_to_all(buffers, axis)
+
+    def _bits(self, layout: Layout, axis: str) -> int | None:
+        """Of gradients over a data axis: few over the slowest one alone."""
+        return self.reduce_bits if axis == layout.order[-1] else None
 
     def receive(self, layout: Layout, raw: Any) -> PyTree:
         """The tree of shards of the sums over workers, in the master copy's dtype."""
@@ -88,8 +104,8 @@ class Wire:
 
         def add_up(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             values = _values(self.reduce_bits)(buffers)
-            n = layout.workers
-            return tuple(x.reshape(n, -1, x.shape[1]).sum(0) for x in values)
+            senders = layout.mesh.shape[layout.order[-1]]
+            return tuple(x.reshape(senders, -1, x.shape[1]).sum(0) for x in values)
 
         return layout.split(layout.on_buffers(add_up)(raw))
 
@@ -247,7 +263,7 @@ class Wires:
         return Held(
             jnp.int32(0),
             replica if self.gather_quantized else None,
-            LeftOut(layout.zeros()) if self.reduce_quantized else None,
+            LeftOut(_crossing(layout)) if self.reduce_quantized else None,
         )
 
     def check(self, state: Any) -> None:
@@ -262,13 +278,23 @@ class Wires:
             )
 
 
+def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
+    """Zeros in the shape of what crosses the slowest data axis: `Held.error`'s."""
+    assert isinstance(layout, PackedLayout)
+    before = layout.workers // layout.mesh.shape[layout.order[-1]]
+
+    def part(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x[: x.shape[0] // before] for x in buffers)
+
+    return layout.on_buffers(part)(layout.zeros())
+
+
 def wires(
     gather_bits: Any,
     reduce_bits: int | None,
     resync_every: int,
     *,
     half_rounds: int,
-    axis: tuple[str, ...],
 ) -> Wires:
     """The wires for a method's arguments; see `acco_jax.acco`.
 
@@ -289,11 +315,6 @@ def wires(
         raise ValueError(f"gather_bits is {gather_bits!r}: choose None, 8 or 4.")
     if reduce_bits not in (None, 8):
         raise ValueError(f"reduce_bits is {reduce_bits!r}: choose None or 8.")
-    if reduce_bits and len(axis) > 1:
-        raise ValueError(
-            f"reduce_bits is for one data axis, but there are {axis}: sums over the "
-            "first would be rounded again for the second; leave it out."
-        )
     if not isinstance(resync_every, int) or resync_every < 0:
         raise ValueError(
             f"resync_every is {resync_every!r}: give a number of half-rounds, 0 for "

@@ -105,7 +105,7 @@ def parameters(shapes, seed=0, dtypes=None):
 
 def quantization_step(x, bits):
     """The scale of each row [rows, 1]: the smallest bfloat16 that is not below."""
-    least = np.abs(x).max(1, keepdims=True) / np.float32(2 ** (bits - 1) - 1)
+    least = np.abs(x).max(1, keepdims=True) * np.float32(1 / (2 ** (bits - 1) - 1))
     mantissa, exponent = np.frexp(least)
     scale = np.ldexp(np.ceil(mantissa * 2**8) / 2**8, exponent).astype(np.float32)
     return np.where(least > 0, np.maximum(scale, np.float32(2.0**-126)), 0)

@@ -97,8 +97,8 @@ def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
 
 def outer_send(outer: Method, state: Any, now: Pending) -> Any:
     """What is moving before an outer method's first hop."""
-    wire, weight = outer.wires.all[0], now.weight.sum()
-    state, raw = wire.send(state.layout, state, now.buffers, weight)
+    wire, weight, first = outer.wires.all[0], now.weight.sum(), outer.axis[-1]
+    state, raw = wire.send(state.layout, state, now.buffers, first, weight)
     return state, weight, raw
 
 

@@ -146,7 +146,7 @@ class FewBits(Wire):
     """Outer gradients in few bits, as the paper has them: no error is remembered."""
 
     def send(
-        self, layout: Layout, state: Any, buffers: Any, weight: jax.Array
+        self, layout: Layout, state: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
         assert isinstance(layout, PackedLayout) and self.reduce_bits
         return state, quantized(layout, buffers, self.reduce_bits)

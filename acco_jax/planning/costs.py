@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from acco_jax.planning.chips import Chip
@@ -116,6 +116,12 @@ class Machine:
         if self.topology.platform == "tpu" and self.topology.slices == 1:
             largest = LARGEST_SLICE[self.topology.chip.name]
         return min(devices, largest)
+
+    def domains(self, c: Collective) -> int:
+        """How many domains of the topology a collective's first group lies in."""
+        if c.kind == "send-recv" or not c.groups:
+            return self.topology.devices // self.topology.fast_domain
+        return len({device // self.topology.fast_domain for device in c.groups[0]})
 
     def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
         """Time of one collective.
@@ -228,6 +234,7 @@ def in_few_bits(
     reduce_bits: int | None,
     *,
     hide_reduction: bool,
+    within: Collection[str] = (),
 ) -> Schedule:
     """The schedule if its collectives carried fewer bits; packing is not counted.
 
@@ -238,6 +245,8 @@ def in_few_bits(
       reduce_bits: of every gradient; None: as it is.
       hide_reduction: whether the chip runs an all-to-all, which a reduction in few bits
         is, beside computation.
+      within: names of those that a first data axis has to itself; gradients cross it
+        as they are.
     """
 
     # the gradients' way comes first, whatever a compiler made of its collectives
@@ -245,10 +254,12 @@ def in_few_bits(
 
     def fewer(c: Collective) -> Collective:
         bits = reduce_bits if c.name in reduces else gather_bits
+        if c.name in reduces and c.name in within:
+            bits = None
         if c.name not in names or bits is None or c.dtype not in _BITS:
             return c
         size = c.bytes * bits // _BITS[c.dtype]
-        if c.name not in reduces:
+        if c.name not in reduces or c.kind == "send-recv":
             return dataclasses.replace(c, bytes=size)
         hidden = c.asynchronous and hide_reduction
         return dataclasses.replace(
@@ -322,9 +333,12 @@ class _Walk:
         if (c.group_size or topology.devices) == topology.devices:  # everyone
             domain = machine.domain(self.devices)
             return machine.seconds(c.kind, c.bytes, self.devices, domain)
-        domains = {device // topology.fast_domain for device in c.groups[0]}
-        size = len(c.groups[0])
-        return machine.seconds(c.kind, c.bytes, size, size // len(domains))
+        size, domains = len(c.groups[0]), machine.domains(c)
+        here = topology.devices // topology.fast_domain
+        if here > 1 and domains == here:  # across all of them, however many there are
+            domains = max(1, self.devices // topology.fast_domain)
+            size = size // here * domains
+        return machine.seconds(c.kind, c.bytes, size, size // domains)
 
     def begin(self, c: Collective) -> None:
         self.begun[c.name] = max(self.clock, self.network_free)

@@ -137,7 +137,7 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     for n in numbers:
         _check_devices(n, machine)
     model = configs.model(config, programs.vocab_size(config))
-    mesh = programs.data_mesh(topology)
+    mesh = programs.data_mesh(topology, config.domains)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
     growth = _growth(outcomes, config, model, machine, numbers)
@@ -255,6 +255,7 @@ def _few_bits(
     if tx.wires.reduce_quantized or not isinstance(layout, PackedLayout):
         return []
     names = [c.name for c in o.collectives]
+    within = [c.name for c in o.collectives if machine.domains(c) == 1]
     rows: list[dict[str, Any]] = []
     for gather_bits, reduce_bits in ((None, None), *costs.FEW_BITS):
         other = of_method(config, o.method)
@@ -264,7 +265,7 @@ def _few_bits(
         try:
             configs.validate(other)  # whether the method has such options
             configs.method(other, o.method, tx.mesh, tx.axis)
-        except ValueError:  # of several data axes, for example
+        except ValueError:
             continue
         schedule = costs.in_few_bits(
             o.compiled.schedule,
@@ -272,6 +273,7 @@ def _few_bits(
             gather_bits,
             reduce_bits,
             hide_reduction=machine.topology.platform == "gpu",
+            within=within if len(tx.axis) > 1 else (),
         )
         p = costs.predict(schedule, machine, machine.topology.devices)
         sent = sum(c.bytes * c.times for c in schedule.collectives if c.name in names)

@@ -198,15 +198,29 @@ class Program:
         return Memory(parts, total, shards)
 
 
-def data_mesh(topology: Topology) -> Mesh:
+def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
     """All devices of a topology along the data axes, as training has them.
+
+    Args:
+      topology: the devices.
+      domains: 1 for one data axis, or the number of hosts or slices for two; None: two
+        for slices.
 
     Raises:
       RuntimeError: the compiler is not installed; says how to install it.
-      ValueError: the compiler does not know the topology.
+      ValueError: another number of domains; the compiler does not know the topology.
     """
-    mesh = topologies.mesh(topology)
-    return Mesh(mesh.devices[..., 0], mesh.axis_names[:-1])
+    there = topology.devices // topology.fast_domain
+    domains = topology.slices if domains is None else domains
+    if domains not in (1, there):
+        name = "hosts" if topology.platform == "gpu" else "slices"
+        raise ValueError(
+            f"domains is {domains}, but {topology} has {there} {name}: give that or 1."
+        )
+    devices = topologies.mesh(topology).devices.reshape(domains, -1)
+    if domains == 1:
+        return Mesh(devices[0], ("data",))
+    return Mesh(devices, ("domain", "data"))
 
 
 def data_axes(mesh: Mesh, model_axis: str = "model") -> tuple[str, ...]:

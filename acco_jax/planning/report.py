@@ -123,10 +123,12 @@ def _hidden(o: Outcome) -> float:
 def _head(plan: Plan) -> str:
     program, config = plan.outcomes[0].program, plan.config
     counts = f", computed: {list(config.counts)}" if config.counts else ""
+    sizes = " x ".join(map(str, program.mesh.devices.shape))
+    axes = f"; two data axes, {sizes}" if program.mesh.devices.ndim > 1 else ""
     return "\n".join(
         (
             f"{plan.topology}: {plan.topology.devices} x {plan.topology.chip.title}, "
-            "none of them here",
+            f"none of them here{axes}",
             f"{program.parameters / 1e6:,.1f}M parameters in "
             f"{config.model.param_dtype}; per optimizer step and worker "
             f"{config.microbatches_per_step} microbatches of "
@@ -288,10 +290,18 @@ def _few_bits(plan: Plan) -> str:
         )
         for r in plan.few_bits
     ]
-    return (
+    table = (
         "PREDICTED with method_options.gather_bits and reduce_bits (the same schedule, "
         "its collectives\nscaled; packing not counted)\n" + _table(rows, "lllrrrrrr")
     )
+    topology, flat = plan.topology, plan.outcomes[0].program.mesh.devices.ndim == 1
+    hosts = topology.devices // topology.fast_domain
+    if topology.platform == "gpu" and flat and 1 < hosts < topology.devices:
+        table += (
+            f"\n  note: with config.domains={hosts} gradients are summed within a host "
+            "first, and reduce_bits\n  is for the network between hosts alone"
+        )
+    return table
 
 
 def _growth(plan: Plan) -> str:

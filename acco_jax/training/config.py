@@ -48,6 +48,11 @@ def default_config() -> ConfigDict:
     c.base = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
+    # Groups of devices, one after the other, on a fast network each (hosts of GPUs,
+    # slices of TPUs). Several make two data axes: what is reduced within a domain first
+    # is smaller when it crosses to others, and reduce_bits is for that crossing alone.
+    # None: the slices that TPUs are in, otherwise one.
+    c.domains = PLACEHOLDER(int)
 
     c.method = "acco"  # a key of acco_jax.methods.METHODS
     c.method_options = ConfigDict(

@@ -27,7 +27,6 @@ from acco_jax.training import config as configs
 from acco_jax.training import metrics, reports, timing
 from acco_jax.training.counts import CountsLog
 from acco_jax.training.preparation import (
-    DATA,
     Experiment,
     abstract,
     batches,
@@ -45,7 +44,7 @@ class Evaluator:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = e = experiment
-        self._loss_fn, rows = with_arrays(e.loss_fn), P(DATA)
+        self._loss_fn, rows = with_arrays(e.loss_fn), P(e.mesh.axis_names)
         no_rng: Any = None
 
         def add(

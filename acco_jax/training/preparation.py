@@ -28,7 +28,6 @@ from acco_jax.training.counts import check_log
 from acco_jax.training.reports import write_whole
 
 PyTree = Any
-DATA = "data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +81,44 @@ class Experiment:
         return self.tx.steps_done(half_rounds)
 
 
+def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
+    """The devices along a data axis, or two where they form several domains.
+
+    Args:
+      devices: domain after domain.
+      domains: how many of equal size share a fast network (hosts of GPUs, slices of
+        TPUs); None: the slices that TPUs are in, else one.
+
+    Returns:
+      A mesh ("data",), or ("domain", "data").
+
+    Raises:
+      ValueError: the devices do not divide into so many, or a domain spans slices.
+    """
+    slices = [getattr(d, "slice_index", 0) for d in devices]
+    domains = len(set(slices)) if domains is None else domains
+    if domains < 1 or len(devices) % domains:
+        raise ValueError(
+            f"domains is {domains}, but there are {len(devices)} devices: give a "
+            "number that divides them."
+        )
+    size = len(devices) // domains
+    starts = range(0, len(devices), size)
+    if domains > 1 and any(len(set(slices[i : i + size])) > 1 for i in starts):
+        raise ValueError(
+            f"domains is {domains}, but the devices are in {len(set(slices))} slices: "
+            "give that number, or a multiple."
+        )
+    auto = (AxisType.Auto,)
+    rows = [
+        jax.make_mesh((size,), ("data",), auto, devices=devices[i : i + size]).devices
+        for i in starts
+    ]
+    if domains == 1:
+        return Mesh(rows[0], ("data",), auto)
+    return Mesh(np.stack(rows), ("domain", "data"), 2 * auto)
+
+
 def prepare(
     config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
 ) -> Experiment:
@@ -99,10 +136,8 @@ def prepare(
     devices = jax.devices() if devices is None else list(devices)
     identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
     _check_workdir(workdir, identity)
-    mesh = jax.make_mesh(
-        (len(devices),), (DATA,), axis_types=(AxisType.Auto,), devices=devices
-    )
-    tx = configs.method(config, config.method, mesh, DATA)
+    mesh = data_mesh(devices, config.domains)
+    tx = configs.method(config, config.method, mesh, mesh.axis_names)
     tx.calls(config.steps)  # says now if they are not whole rounds
     per_step, share = config.microbatches_per_step, tx.half_rounds
     if per_step % share:
@@ -138,7 +173,7 @@ def prepare(
         loss_fn,
         tx,
         mesh=mesh,
-        axis_name=DATA,
+        axis_name=mesh.axis_names,
         microbatches=microbatches
         if config.microbatches == "fixed"
         else config.microbatches,
@@ -255,8 +290,8 @@ def counts_of(experiment: Experiment) -> jax.Array | None:
 
 
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
-    """This process's rows -> global arrays split over the data axis."""
-    sharding = NamedSharding(mesh, P(DATA))
+    """This process's rows -> global arrays split over the data axes."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
     with jax.transfer_guard_host_to_device("allow"):  # here it is meant
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x), batch

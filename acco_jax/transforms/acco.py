@@ -80,8 +80,11 @@ def acco(
         copy stays exact. Needs the packed layout; adds a shard of the parameters.
       reduce_bits: 8 sends gradients in 8 bits to the shards' owners, which add them in
         float32; what rounding left out is added to each worker's next gradient. Needs
-        the packed layout and one data axis; adds a buffer as large as the gradients.
-        Not hidden on TPUs, whose all-to-all is synchronous.
+        the packed layout; adds a buffer as large as what is rounded, with one data axis
+        all of a worker's gradients. Of several only the first named, the slowest, is
+        crossed in 8 bits: of hosts of GPUs, where an all-to-all of all workers crosses
+        the network more often than a ring does, name one axis for the hosts and one for
+        a host's GPUs. Not hidden within a TPU slice: its all-to-all is synchronous.
       resync_every: with gather_bits, the first of so many half-rounds gathers values.
 
     Returns:

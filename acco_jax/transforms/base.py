@@ -162,7 +162,7 @@ def make_method(
     """
     axis = axis_names(options.mesh, options.axis_name)
     bits = options.gather_bits, options.reduce_bits, options.resync_every
-    wires = make_wires(*bits, half_rounds=half_rounds, axis=axis)
+    wires = make_wires(*bits, half_rounds=half_rounds)
     own = isinstance(options.layout, type)
     if not own and options.layout not in ("auto", "packed", "leaf"):
         raise ValueError(
@@ -259,8 +259,9 @@ def make_method(
             state = state._replace(pending=held)
         total = now.weight.sum()
         wire = wires.all[0]  # all reduce alike
-        state, raw = wire.send(layout, state, now.buffers, total)
+        raw = now.buffers
         for axis in layout.order:
+            state, raw = wire.send(layout, state, raw, axis, total)
             raw = wire.reduce(layout, raw, axis)
         state, point = advance_(state, wire.receive(layout, raw), total, extra)
 

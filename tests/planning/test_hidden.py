@@ -155,15 +155,45 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     assert one == pytest.approx(want, rel=0.1)
 
 
+FEW = {"gather_bits": 8, "reduce_bits": 8}
+DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all bytes
+    "slices": (
+        "tpu:v6e:2x2",
+        2,
+        {},
+        ["reduce-scatter bf16", "send-recv bf16", "send-recv bf16", "all-gather bf16"],
+        [1, 1 / 4, 1 / 4, 1],
+    ),
+    "slices in few bits": (
+        "tpu:v6e:2x2",
+        2,
+        FEW,
+        ["reduce-scatter bf16", "send-recv u32", "send-recv u32", "all-gather u32"],
+        [1, 1 / 8, 1 / 8, 1 / 2],
+    ),
+    "hosts in few bits": (
+        "gpu:h200:2x8",
+        1,
+        FEW,
+        ["reduce-scatter bf16", "all-to-all u32", "all-gather u32", "all-gather u32"],
+        [1, 1 / 16, 1 / 16, 1 / 2],
+    ),
+}
+
+
 @slow
-def test_two_slices():
+@pytest.mark.parametrize("name", DOMAINS)
+def test_two_data_axes(name):
     """Each network has its own collectives, and each of the four its own products."""
-    topology = topologies.parse("tpu:v6e:2x2", slices=2)
-    mesh = programs.data_mesh(topology)
+    machine, slices, options, kinds, parts = DOMAINS[name]
+    topology = topologies.parse(machine, slices=slices)
+    mesh = programs.data_mesh(topology, domains=2)
     params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
     program = programs.assemble(
         "acco",
-        METHODS["acco"](optax.adamw(1e-3), mesh=mesh, axis_name=mesh.axis_names),
+        METHODS["acco"](
+            optax.adamw(1e-3), mesh=mesh, axis_name=mesh.axis_names, **options
+        ),
         gpt_neo.loss_fn(MODEL),
         params,
         microbatches=8,
@@ -172,8 +202,11 @@ def test_two_slices():
     schedule = program.compile().schedule
     print(f"\n{schedule.summary()}")
     found = schedule.select(groups=program.groups)
-    kinds = [c.kind for c in found]
-    assert kinds == ["reduce-scatter", "send-recv", "send-recv", "all-gather"]
+    assert [f"{c.kind} {c.dtype}" for c in found] == kinds
+    whole = 2 * program.parameters
+    shares = [c.bytes / whole for c in found]
+    # a transfer between two slices is of the half that the other one needs
+    assert shares == pytest.approx(parts, rel=0.02)
     assert schedule.hidden_fraction(groups=program.groups) == 1.0
     assert all(c.flops_between >= 0.2 * schedule.flops for c in found)
 

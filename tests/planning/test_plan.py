@@ -1,5 +1,6 @@
 """The plan command on recorded schedules; nothing is compiled here."""
 
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -246,6 +247,34 @@ def test_a_transfer_between_slices_belongs_to_the_way_it_lies_on():
     assert [sizes[c.name] / c.bytes for c in chosen] == [1, 1, 0.5, 0.5]
 
 
+def test_a_reduction_in_few_bits_is_for_the_slower_network():
+    """Within a slice gradients stay as they are, between slices they are halved."""
+    whole, m = recorded("tpu_v5e_slices"), machine("tpu:v5e:4x4", 2)
+    chosen = whole.select()
+    assert [m.domains(c) for c in chosen] == [1, 2, 2, 1]
+    names = [c.name for c in chosen]
+    few = costs.in_few_bits(
+        whole, names, 8, 8, hide_reduction=False, within=[names[0], names[-1]]
+    )
+    found = {c.name: c for c in few.collectives}
+    now = [found[name] for name in names]
+    shares = [a.bytes / b.bytes for a, b in zip(now, chosen, strict=True)]
+    assert shares == [1, 0.5, 0.5, 0.5]
+    assert [c.kind for c in now] == [c.kind for c in chosen]
+    assert [c.asynchronous for c in now] == [c.asynchronous for c in chosen]
+
+
+def test_a_collective_between_hosts_grows_with_their_number():
+    m, whole = machine("gpu:h200:4x8"), recorded("gpu_hidden")
+    gather = dataclasses.replace(whole.select()[1], groups=((0, 8, 16, 24),))
+    alone = dataclasses.replace(whole, collectives=(gather,))
+    for hosts in (1, 4, 64):
+        p = costs.predict(alone, m, 8 * hosts)
+        want = m.seconds("all-gather", gather.bytes, hosts, 1)
+        assert p.communication == pytest.approx(want)
+        assert p.communication >= BUFFER * (1 - 1 / hosts) / m.value("slow_bandwidth")
+
+
 def test_a_v5e_collective_goes_on_in_the_fusions_that_carry_it():
     m = machine("tpu:v5e:4x4", fast_bandwidth=2e9)
     schedule = recorded("tpu_v5e_hidden")
@@ -298,7 +327,7 @@ def stand_in(monkeypatch):
         memory = programs.Memory(parts, 10**9 + 10**6 * rows, shards=40)
         return programs.Compiled(text_of(name), recorded(name), memory, 1.0)
 
-    def mesh(topology):
+    def mesh(topology, domains=None):
         return Mesh(np.array(jax.devices()[:8]), ("data",))
 
     monkeypatch.setattr(programs.Program, "compile", compile_)
