@@ -562,6 +562,26 @@ def test_a_method_is_not_given_another_s_options(stand_in, tmp_path, capsys):
     assert not stand_in[1].tx.wires.gather_quantized
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_domains_are_advised_where_there_are_hosts(stand_in, tmp_path, capsys, hosts):
+    run("--nofit", "--method=acco", f"--out={tmp_path}", topology=f"gpu:h200:{hosts}x8")
+    advised = "with config.domains=2 gradients are summed" in capsys.readouterr().out
+    assert advised == (hosts == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "domains", "said"),
+    [
+        ("gpu:h200:2x8", 1, 4, "domains is 4, but gpu:h200:2x8 has 2 hosts: give that"),
+        ("tpu:v5e:4x4", 2, 3, "has 2 slices: give that or 1"),
+        ("gpu:h200:2x8", 1, 0, "domains is 0"),
+    ],
+)
+def test_domains_are_hosts_or_slices(name, slices, domains, said):
+    with pytest.raises(ValueError, match=said):
+        programs.data_mesh(topologies.parse(name, slices), domains)
+
+
 def test_a_local_method_is_timed_per_inner_step(
     stand_in, monkeypatch, tmp_path, capsys
 ):
