@@ -328,7 +328,9 @@ def _overlapped(
     state = state._replace(pending=None)
     state, point = tx.advance(state, wire.receive(layout, raw), weight, {})
     state, full = wire.join(layout, state, point.shards)
-    state, full, work, params = barrier((state, full, work, params))
+    # the norm too, which is a small all-reduce where only the metrics ask for it
+    norm = point.grad_norm
+    state, full, norm, work, params = barrier((state, full, norm, work, params))
 
     for k, axis in enumerate(reversed(layout.order), len(layout.order)):
         full = wire.gather(layout, full, axis)
@@ -339,7 +341,7 @@ def _overlapped(
     params = wire.unpack(layout, state, full, params)
     pending, sums = pending_of(layout, work)
     state = state._replace(pending=pending)
-    return params, state, _metrics(sums, counts, point.grad_norm, state.steps)
+    return params, state, _metrics(sums, counts, norm, state.steps)
 
 
 def _synchronous(

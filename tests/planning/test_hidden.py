@@ -171,6 +171,13 @@ DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all byt
         ["reduce-scatter bf16", "send-recv u32", "send-recv u32", "all-gather u32"],
         [1, 1 / 8, 1 / 8, 1 / 2],
     ),
+    "hosts": (
+        "gpu:h200:2x8",
+        1,
+        {},
+        ["reduce-scatter bf16", "reduce-scatter bf16"] + 2 * ["all-gather bf16"],
+        [1, 1 / 8, 1 / 8, 1],
+    ),
     "hosts in few bits": (
         "gpu:h200:2x8",
         1,
