@@ -11,6 +11,7 @@ travel four or eight to a 32-bit word: TPUs gather words asynchronously, bytes n
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,13 +84,46 @@ def dequantize(q: jax.Array, bits: int) -> jax.Array:
     Returns:
       float32 [rows, width].
     """
+    return _integers(q, bits) * _scales(q)
+
+
+def dequantized_sum(q: jax.Array, bits: int, senders: int) -> jax.Array:
+    """The sum over senders of what they quantized, added in their order.
+
+    One reduction over the senders XLA:CPU does not vectorize: it takes some twenty
+    times as long as these additions.
+
+    Args:
+      q: uint32 [senders * rows, width * bits / 32].
+      bits: as given to `quantize`.
+      senders: how many.
+
+    Returns:
+      float32 [rows, width].
+    """
+
+    def add(total: jax.Array, sent: Any) -> tuple[jax.Array, None]:
+        low, scales = sent
+        return total + _integers(low, bits) * scales, None
+
+    sent = [x.reshape(senders, -1, x.shape[1]) for x in (q, _scales(q))]
+    start = jnp.zeros_like(_integers(sent[0][0], bits))
+    return lax.scan(add, start, sent, unroll=min(senders, 8))[0]
+
+
+def _scales(q: jax.Array) -> jax.Array:
+    """float32 [rows, 1], from the lowest bits of the first values."""
     place = lax.broadcasted_iota(jnp.uint32, (1, SCALE_BITS), 1)
     lowest = q[:, :SCALE_BITS] & 1
-    scale = _scale(jnp.sum(lowest << place, 1, keepdims=True, dtype=jnp.uint32))
-    # up to the highest bits, then down with their sign
+    return _scale(jnp.sum(lowest << place, 1, keepdims=True, dtype=jnp.uint32))
+
+
+def _integers(q: jax.Array, bits: int) -> jax.Array:
+    """float32 [rows, width], without their scales."""
     q = lax.bitcast_convert_type(q, jnp.int32)
+    # up to the highest bits, then down with their sign
     parts = [q << 32 - bits - up >> 32 - bits for up in range(0, 32, bits)]
-    return jnp.concatenate(parts, 1).astype(jnp.float32) * scale
+    return jnp.concatenate(parts, 1).astype(jnp.float32)
 
 
 def _scale_above(least: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from acco_jax.layout import Layout, Leaf, LeftOut, PackedLayout, PyTree
-from acco_jax.quantize import BITS, dequantize, quantize
+from acco_jax.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
 class Held(NamedTuple):
@@ -101,11 +101,10 @@ class Wire:
         if self.reduce_bits is None:
             return layout.split(raw)
         assert isinstance(layout, PackedLayout)
-
-        senders = layout.mesh.shape[layout.order[-1]]
+        bits, senders = self.reduce_bits, layout.mesh.shape[layout.order[-1]]
 
         def add_up(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return tuple(_sum(x, self.reduce_bits, senders) for x in buffers)
+            return tuple(dequantized_sum(x, bits, senders) for x in buffers)
 
         return layout.split(layout.on_buffers(add_up)(raw))
 
@@ -166,19 +165,6 @@ def _wide(x: jax.Array) -> jax.Array:
 def _values(bits: int | None) -> Callable[[tuple[jax.Array, ...]], Any]:
     assert bits is not None
     return lambda buffers: tuple(dequantize(q, bits) for q in buffers)
-
-
-def _sum(q: jax.Array, bits: int | None, senders: int) -> jax.Array:
-    """float32 [rows / senders, width]: what `senders` sent, added in their order.
-
-    One reduction over the axis XLA:CPU does not vectorize: it takes some twenty times
-    as long as these additions.
-    """
-    assert bits is not None
-    add = lambda total, part: (total + dequantize(part, bits), None)  # noqa: E731
-    parts = q.reshape(senders, -1, q.shape[1])
-    start = jnp.zeros_like(dequantize(parts[0], bits))
-    return lax.scan(add, start, parts, unroll=min(senders, 8))[0]
 
 
 # What a replica and the shard's owner compute alike, on a leaf's elements.

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acco_jax.quantize import dequantize, quantize
+from acco_jax.quantize import dequantize, dequantized_sum, quantize
 from tests.reference import make_mesh, quantization_step, quantized
 
 ROWS, WIDTH = 6, 128
@@ -46,6 +47,18 @@ def test_off_by_half_a_quantization_step(x, bits):
         whole = np.where(scale > 0, y.astype(np.float64) / scale, 0)
     assert np.all(whole == np.rint(whole))
     assert np.abs(whole).max() <= 2 ** (bits - 1) - 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("senders", [1, 2, 8, 21])
+def test_a_sum_is_of_one_sender_after_the_other(senders, bits):
+    x = np.random.default_rng(senders).normal(size=(senders * ROWS, WIDTH))
+    q = encode(x.astype(np.float32), bits)
+    want = np.zeros((ROWS, WIDTH), np.float32)
+    for sent in np.asarray(decode(q, bits)).reshape(senders, ROWS, WIDTH):
+        want += sent
+    got = jax.jit(dequantized_sum, static_argnums=(1, 2))(q, bits, senders)
+    chex.assert_trees_all_equal(np.asarray(got), want)
 
 
 def test_largest_values_and_every_integer_come_back():
