@@ -79,7 +79,7 @@ def read(folder: Path, method: str, seed: int) -> Result:
 def write(found: list[Result], folder: Path) -> str:
     """Writes table.md, results.csv and loss.png into a folder; returns the table."""
     text = table(found)
-    (folder / "table.md").write_text(text + "\n")
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
     with (folder / "results.csv").open("w", newline="") as stream:
         writer = csv.writer(stream)
@@ -98,10 +98,12 @@ def by_method(found: Iterable[Result]) -> dict[str, list[Result]]:
 
 def table(found: list[Result]) -> str:
     """A Markdown table with a row per method: means over its seeds."""
+    first, *others = by_method(found)
     columns: dict[str, Callable[[list[Result]], str]] = {
         "method": lambda rs: rs[0].method,
         "seeds": lambda rs: str(len(rs)),
         "final loss": lambda rs: _spread([r.final_loss for r in rs]),
+        **({f"against {first}": _against(by_method(found)[first])} if others else {}),
         "best loss": lambda rs: _spread([r.best_loss for r in rs]),
         "tokens/s": _mean("tokens_per_second", "{:,.0f}".format),
         "seconds": _mean("seconds", "{:,.1f}".format),
@@ -123,6 +125,29 @@ def _mean(field: str, show: Callable[[float], str]) -> Callable[[list[Result]], 
     def cell(results: list[Result]) -> str:
         values = [getattr(r, field) for r in results]
         return "n/a" if None in values else show(statistics.fmean(values))
+
+    return cell
+
+
+def _against(first: list[Result]) -> Callable[[list[Result]], str]:
+    """How far final losses lie above a method's, seed by seed, in percent of its own.
+
+    The mean of the seeds that both have, and where there are several, its standard
+    error.
+    """
+    losses = {r.seed: r.final_loss for r in first}
+
+    def cell(results: list[Result]) -> str:
+        if results[0].method == first[0].method:
+            return ""
+        both = [r for r in results if r.seed in losses]
+        changes = [100 * (r.final_loss / losses[r.seed] - 1) for r in both]
+        if not changes:
+            return "n/a"
+        mean = f"{statistics.fmean(changes):+.2f}"
+        if len(changes) == 1:
+            return f"{mean} %"
+        return f"{mean} ± {statistics.stdev(changes) / len(changes) ** 0.5:.2f} %"
 
     return cell
 

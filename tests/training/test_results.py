@@ -78,14 +78,31 @@ def test_the_table_says_means_spreads_and_what_is_not_known(found, tmp_path):
     assert len({len(line) for line in text.splitlines()}) == 1
     expected = {
         "method": "acco", "seeds": "2", "final loss": "2.1250 (0.2500)",
+        "against acco": "",
         "best loss": "1.6250 (0.2500)", "tokens/s": "1,000", "seconds": "256.0",
         "sent per worker": "4 MB", "state per device": "1.235 MB",
         "microbatches": "4,000", "exposed ms/step": "51.2",
     }  # fmt: skip
     assert rows["acco"] == expected
     assert rows["zero1"]["final loss"] == "3.0000 (0.0000)"
+    assert rows["zero1"]["against acco"] == "+50.00 %"  # 3 and 2, of seed 0
     assert rows["zero1"]["sent per worker"] == "n/a"
     assert rows["zero1"]["exposed ms/step"] == "n/a"
+
+
+def test_methods_are_compared_with_the_first_seed_by_seed(found, tmp_path):
+    acco = found[:2]  # 2 and 2.25
+    wp = [
+        results.read(make_run(tmp_path / f"w{s}", loss=loss), "wp", s)
+        for s, loss in ((0, 2.02), (1, 2.25 * 1.03), (2, 9.0))
+    ]
+    rows = cells(results.table([*acco, *wp]))
+    # 1 and 3 %: standard deviation 2 ** .5, of two; the third seed has no partner
+    assert rows["wp"]["against acco"] == "+2.00 ± 1.00 %"
+    assert rows["wp"]["seeds"] == "3"
+    assert cells(results.table([*wp, *acco]))["acco"]["against wp"] == "-1.95 ± 0.96 %"
+    assert cells(results.table([*acco, wp[2]]))["wp"]["against acco"] == "n/a"
+    assert not any(c.startswith("against") for c in cells(results.table(acco))["acco"])
 
 
 def test_the_file_has_a_row_per_run(found, tmp_path):
