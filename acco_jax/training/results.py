@@ -98,12 +98,13 @@ def by_method(found: Iterable[Result]) -> dict[str, list[Result]]:
 
 def table(found: list[Result]) -> str:
     """A Markdown table with a row per method: means over its seeds."""
-    first, *others = by_method(found)
+    groups = by_method(found)
+    first, *others = groups
     columns: dict[str, Callable[[list[Result]], str]] = {
         "method": lambda rs: rs[0].method,
         "seeds": lambda rs: str(len(rs)),
         "final loss": lambda rs: _spread([r.final_loss for r in rs]),
-        **({f"against {first}": _against(by_method(found)[first])} if others else {}),
+        **({f"against {first}": _against(groups[first])} if others else {}),
         "best loss": lambda rs: _spread([r.best_loss for r in rs]),
         "tokens/s": _mean("tokens_per_second", "{:,.0f}".format),
         "seconds": _mean("seconds", "{:,.1f}".format),
@@ -112,7 +113,7 @@ def table(found: list[Result]) -> str:
         "microbatches": _mean("microbatches", "{:,.0f}".format),
         "exposed ms/step": _mean("exposed_ms_per_step", "{:,.1f}".format),
     }
-    rows = [[cell(rs) for cell in columns.values()] for rs in by_method(found).values()]
+    rows = [[cell(rs) for cell in columns.values()] for rs in groups.values()]
     widths = [max(map(len, c)) for c in zip(columns, *rows, strict=True)]
     lines = [list(columns), ["-" * w for w in widths], *rows]
     return "\n".join(
