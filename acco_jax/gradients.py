@@ -312,7 +312,7 @@ class Accumulator:
                 for i, x in zip(pull.params, residuals, strict=True)
             ]
             (grads,) = jax.tree.unflatten(pull.treedef, leaves)(jnp.ones_like(loss))
-            sums = self._widened(Sums(grads, loss, weight, aux), params)
+            sums = self._widened(_counted(Sums(grads, loss, weight, aux)), params)
             if counts is not None:
                 zero = lambda x: jnp.where(counts[0] > 0, x, jnp.zeros_like(x))  # noqa: E731
                 sums = jax.tree.map(zero, sums)
@@ -368,6 +368,7 @@ class Accumulator:
             if valid is not None:
                 zero = lambda x: jnp.where(valid, x, jnp.zeros_like(x))  # noqa: E731
                 one = jax.tree.map(zero, one)
+            one = _counted(one)
             one = one if sums is None else _add(sums._replace(grads=None), one)
             return out, jax.tree.map(lambda x: x[None], one)
 
@@ -505,7 +506,16 @@ def _microbatch(batch: PyTree, microbatches: int, i: Any) -> PyTree:
 
 
 def _add(sums: Sums, one: Sums) -> Sums:
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, one)
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, _counted(one))
+
+
+def _counted(one: Sums) -> Sums:
+    """What has no weight counts for nothing, not even a NaN."""
+    counts = one.weight != 0
+    grads, loss = jax.tree.map(
+        lambda x: jnp.where(counts, x, jnp.zeros_like(x)), (one.grads, one.loss)
+    )
+    return one._replace(grads=grads, loss=loss)
 
 
 def local_gradients(

@@ -314,19 +314,22 @@ def _overlapped(
     def compute(k: int, begun: PyTree, params: PyTree) -> PyTree:
         return gradients.part(k, places, begun, params, batch, rng, counts)
 
-    # Scalars first: a small all-reduce later would take the one asynchronous slot.
-    weight = state.pending.weight.sum()
-    weight, buffers, params = barrier((weight, state.pending.buffers, params))
+    # What is small first: an all-reduce later would take the one asynchronous slot.
+    totals, whole = layout.sum_small(state.pending)
+    totals, whole, reduced, params = barrier(
+        (totals, whole, state.pending.buffers, params)
+    )
 
-    raw, work = buffers, None
+    work: Any = None
     for k, axis in enumerate(layout.order):
-        state, raw = wire.send(layout, state, raw, axis, weight)
-        raw = wire.reduce(layout, raw, axis)
+        state, reduced = wire.send(layout, state, reduced, axis, totals.weight)
+        reduced = wire.reduce(layout, reduced, axis)
         work = compute(k, work, params)
-        raw, work, params = barrier((raw, work, params))
+        reduced, work, params = barrier((reduced, work, params))
 
     state = state._replace(pending=None)
-    state, point = tx.advance(state, wire.receive(layout, raw), weight, {})
+    gradient = wire.receive(layout, reduced, whole)
+    state, point = tx.advance(state, gradient, totals, {}, losses=True)
     state, full = wire.join(layout, state, point.shards)
     # the norm too, which is a small all-reduce where only the metrics ask for it
     norm = point.grad_norm
@@ -383,11 +386,13 @@ def _communicate(
 ) -> tuple[PyTree, Any, jax.Array]:
     """Reduce, advance, gather: the parameters of the next half-round."""
     layout = state.layout
-    weight, raw = barrier((now.weight.sum(), now.buffers))
+    totals, whole = layout.sum_small(now)
+    totals, whole, reduced = barrier((totals, whole, now.buffers))
     for axis in layout.order:
-        state, raw = wire.send(layout, state, raw, axis, weight)
-        raw = barrier(wire.reduce(layout, raw, axis))
-    state, point = tx.advance(state, wire.receive(layout, raw), weight, {})
+        state, reduced = wire.send(layout, state, reduced, axis, totals.weight)
+        reduced = barrier(wire.reduce(layout, reduced, axis))
+    gradient = wire.receive(layout, reduced, whole)
+    state, point = tx.advance(state, gradient, totals, {}, losses=True)
     state, full = wire.join(layout, state, point.shards)
     full = barrier(full)
     for axis in reversed(layout.order):
@@ -397,7 +402,7 @@ def _communicate(
 
 def pending_of(layout: Layout, sums: Sums) -> tuple[Pending, Sums]:
     """Local gradients as they will be communicated, and the rest of the sums."""
-    pending = Pending(layout.pack(sums.grads), sums.weight.astype(layout.scalar))
+    pending = layout.pack(sums.grads, sums.weight, sums.loss)
     return pending, sums._replace(grads=None)
 
 

@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from acco_jax.layout import Layout, Leaf, LeftOut, PackedLayout, PyTree
+from acco_jax.layout import Arrays, Layout, Leaf, LeftOut, Outgoing, PyTree
 from acco_jax.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
@@ -72,7 +71,6 @@ class Wire:
         """
         if (bits := self._bits(layout, axis)) is None:
             return state, buffers
-        assert isinstance(layout, PackedLayout)
         before = state.wire.error.buffers
         own = tuple(_wide(g) + _wide(e) for g, e in zip(buffers, before, strict=True))
         low = quantized(layout, own, bits)
@@ -89,63 +87,66 @@ class Wire:
         """The collective over one data axis."""
         if self._bits(layout, axis) is None:
             return layout.reduce_scatter(buffers, axis)
-        assert isinstance(layout, PackedLayout)
         return layout.all_to_all(buffers, axis)
 
     def _bits(self, layout: Layout, axis: str) -> int | None:
         """Of gradients over a data axis: few over the slowest one alone."""
         return self.reduce_bits if axis == layout.order[-1] else None
 
-    def receive(self, layout: Layout, raw: Any) -> PyTree:
-        """The tree of shards of the sums over workers, in the master copy's dtype."""
-        if self.reduce_bits is None:
-            return layout.split(raw)
-        assert isinstance(layout, PackedLayout)
+    def receive(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
+        """The shards of the sums over workers, in the master copy's dtype."""
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.order[-1]]
+        if bits is not None:
 
-        def add_up(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return tuple(dequantized_sum(x, bits, senders) for x in buffers)
+            def add_up(buffers: Arrays) -> Arrays:
+                return tuple(dequantized_sum(x, bits, senders) for x in buffers)
 
-        return layout.split(layout.on_buffers(add_up)(raw))
+            reduced = layout.on_buffers(add_up)(reduced)
+        return layout.split(reduced, whole)
 
-    def join(self, layout: Layout, state: Any, point: PyTree) -> tuple[Any, Any]:
+    def join(self, layout: Layout, state: Any, point: PyTree) -> tuple[Any, Outgoing]:
         """(state, what `gather` communicates) of the shards of a new point."""
-        held = state.wire
+        held, whole = state.wire, layout.whole(point)
         if held is None:
-            return state, layout.join(point)
+            return state, Outgoing(layout.join(point), whole)
         held = held._replace(half_rounds=held.half_rounds + 1)
         if self.gather_bits is None:
-            low = layout.join(point)
+            buffers = layout.join(point)
             if held.replica is not None:
-                new = _each(layout, _on_wire, point)
-                held = held._replace(replica=_each(layout, _moved, held.replica, new))
+                new = layout.map(lambda f, x: x if f.whole else f.on_wire(x), point)
+                held = held._replace(replica=layout.map(_moved, held.replica, new))
         else:
-            assert isinstance(layout, PackedLayout)
-            away = _each(layout, _difference, point, held.replica)
-            low = quantized(layout, layout.join(away, jnp.float32), self.gather_bits)
-            step = layout.split(layout.on_buffers(_values(self.gather_bits))(low))
-            replica = _each(layout, _stepped, held.replica, step)
+            away = layout.map(_difference, point, held.replica)
+            buffers = quantized(
+                layout, layout.join(away, jnp.float32), self.gather_bits
+            )
+            step = layout.split(layout.on_buffers(_values(self.gather_bits))(buffers))
+            replica = layout.map(_arrived, held.replica, step, point)
             held = held._replace(replica=replica)
-        return state._replace(wire=held), low
+        return state._replace(wire=held), Outgoing(buffers, whole)
 
-    def gather(self, layout: Layout, low: Any, axis: str) -> Any:
+    def gather(self, layout: Layout, outgoing: Outgoing, axis: str) -> Outgoing:
         """The collective over one data axis."""
-        return layout.all_gather(low, axis)
+        return layout.all_gather(outgoing, axis)
 
-    def unpack(self, layout: Layout, state: Any, full: Any, params: PyTree) -> PyTree:
+    def unpack(
+        self, layout: Layout, state: Any, gathered: Outgoing, params: PyTree
+    ) -> PyTree:
         """The new parameters, of what was gathered and the parameters so far."""
         if self.gather_bits is None:
-            new = layout.unpack(full)
+            new = layout.unpack(gathered)
             if state.wire is None or state.wire.replica is None:
                 return new
-            return _each(layout, _moved, params, new)
-        assert isinstance(layout, PackedLayout)
-        values = layout.on_buffers(_values(self.gather_bits), gathered=True)(full)
-        return _each(layout, _stepped, params, layout.unpack(values, jnp.float32))
+            return layout.map(_moved, params, new)
+        values = layout.on_buffers(_values(self.gather_bits), gathered=True)
+        step = layout.unpack(
+            gathered._replace(buffers=values(gathered.buffers)), jnp.float32
+        )
+        return layout.map(_arrived, params, step, step)
 
 
 def quantized(
-    layout: PackedLayout, buffers: tuple[jax.Array, ...], bits: int
+    layout: Layout, buffers: tuple[jax.Array, ...], bits: int
 ) -> tuple[jax.Array, ...]:
     """Packed buffers in few bits.
 
@@ -170,30 +171,18 @@ def _values(bits: int | None) -> Callable[[tuple[jax.Array, ...]], Any]:
 # What a replica and the shard's owner compute alike, on a leaf's elements.
 
 
-def _each(layout: Layout, fn: Callable[..., jax.Array], *trees: PyTree) -> PyTree:
-    return jax.tree.map(fn, layout.tree(lambda leaf: leaf), *trees)
-
-
-def _on_wire(leaf: Leaf, x: jax.Array) -> jax.Array:
-    """x, in the master dtype, as the wire and the parameter can hold it.
-
-    A cast there and back would not do: compilers take the pair away.
-    """
-    x = x.astype(leaf.master)
-    for dtype in (leaf.wire, leaf.dtype):
-        if jnp.finfo(dtype).nmant < jnp.finfo(leaf.master).nmant:
-            x = lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-    return x
-
-
 def _difference(leaf: Leaf, point: jax.Array, replica: jax.Array) -> jax.Array:
-    return point - _on_wire(leaf, replica)
+    return point - leaf.on_wire(replica)
 
 
-def _stepped(leaf: Leaf, old: jax.Array, step: jax.Array) -> jax.Array:
-    """What holds `old` after a step arrived, in the parameter's dtype."""
-    new = _on_wire(leaf, old) + step.astype(leaf.master)
-    return _moved(leaf, old, _on_wire(leaf, new))
+def _arrived(
+    leaf: Leaf, old: jax.Array, step: jax.Array, point: jax.Array
+) -> jax.Array:
+    """What holds `old` once a step has arrived; of whole leaves the point itself."""
+    if leaf.whole:
+        return _moved(leaf, old, point)
+    new = leaf.on_wire(old) + step.astype(leaf.master)
+    return _moved(leaf, old, leaf.on_wire(new))
 
 
 def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -258,7 +247,7 @@ class Wires:
         if not (self.gather_quantized or self.reduce_quantized):
             return None
         cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
-        replica = _each(layout, cast, layout.shard(params))
+        replica = layout.map(cast, layout.shard(params))
         return Held(
             jnp.int32(0),
             replica if self.gather_quantized else None,
@@ -279,13 +268,12 @@ class Wires:
 
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
     """Zeros in the shape of what crosses the slowest data axis: `Held.error`'s."""
-    assert isinstance(layout, PackedLayout)
     before = layout.workers // layout.mesh.shape[layout.order[-1]]
 
     def part(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(x[: x.shape[0] // before] for x in buffers)
 
-    return layout.on_buffers(part)(layout.zeros())
+    return layout.on_buffers(part)(layout.zeros().buffers)
 
 
 def wires(

@@ -41,8 +41,10 @@ class Unsharded:
         return theta, self.init(theta)
 
     def total(self, gradient, weight):
-        sums = jax.tree.map(lambda g: np.asarray(g, self.dtype).sum(0), gradient)
-        return sums, np.asarray(weight, self.dtype).sum()
+        weight = np.asarray(weight, self.dtype)
+        rows = weight != 0  # the gradients of a worker without weight do not count
+        sums = jax.tree.map(lambda g: np.asarray(g, self.dtype)[rows].sum(0), gradient)
+        return sums, weight.sum()
 
     def acco(self, params, gradients, weights, extra=None):
         """[(what the parameters become, theta)] after each half-round."""

@@ -35,10 +35,10 @@ def loss_fn(params, batch, rng):
 
 
 @functools.cache
-def build(n, layout, mixed=False, method="acco"):
+def build(n, mixed=False, method="acco"):
     mesh = make_mesh(n)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    tx = getattr(acco_jax, method)(inner, mesh=mesh, layout=layout)
+    tx = getattr(acco_jax, method)(inner, mesh=mesh)
     params = shapes(jnp.bfloat16)
     if mixed:
         params["layer0"] = shapes(jnp.float32)["layer0"]
@@ -100,8 +100,8 @@ def sizes(params):
     ("n", "mixed", "method"),
     [(4, False, "acco"), (8, False, "acco"), (4, True, "acco"), (4, False, "zero1")],
 )
-def test_packed_one_collective_each_way_and_dtype(n, mixed, method):
-    _, params, _, lowered = build(n, "packed", mixed, method)
+def test_one_collective_each_way_and_dtype(n, mixed, method):
+    _, params, _, lowered = build(n, mixed, method)
     short = {"bfloat16": "bf16", "float32": "f32"}
     expected = sizes(params)
     found = collectives(lowered)
@@ -117,23 +117,10 @@ def test_packed_one_collective_each_way_and_dtype(n, mixed, method):
     assert names == sorted(["all-gather", "reduce-scatter"] * len(expected)), executable
 
 
-def test_leaf_one_collective_each_way_per_leaf(record_property):
-    _, params, _, lowered = build(4, "leaf")
-    leaves = len(jax.tree.leaves(params))
-    found = [op for op, _, _ in collectives(lowered)]
-    assert found.count("reduce_scatter") == found.count("all_gather") == leaves
-    assert len(found) == 2 * leaves
-    executable = in_the_executable(lowered)
-    assert not [x for x in executable if x[0] == "all-reduce"], executable
-    counts = {op: sum(o == op for o, _ in executable) for op, _ in executable}
-    record_property("collectives", counts)
-    print(counts)
-
-
 @pytest.mark.parametrize("n", [4, 8])
 def test_bytes_per_device(n):
     """K = 12 for AdamW in float32: master copy and two moments."""
-    tx, params, state, lowered = build(n, "packed")
+    tx, params, state, lowered = build(n)
     psi = sum(x.size for x in jax.tree.leaves(params))
     expected = (12 + 4) * psi / n + 2 * psi
     homes = acco_jax.state_shardings(tx, params)

@@ -30,9 +30,7 @@ def loss_fn(params, batch, rng):
 def step_of(method, n, form="fused", comm_dtype=None):
     """A train step and abstract arguments for it."""
     mesh = make_mesh(n)
-    tx = getattr(acco_jax, method)(
-        optax.adamw(1e-3), mesh=mesh, comm_dtype=comm_dtype, layout="packed"
-    )
+    tx = getattr(acco_jax, method)(optax.adamw(1e-3), mesh=mesh, comm_dtype=comm_dtype)
     params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in PARAMS.items()}
     state = jax.eval_shape(tx.init, params)
     put = lambda tree, to: jax.tree.map(  # noqa: E731

@@ -20,11 +20,11 @@ def loss_fn(params, microbatch, rng):
     return jnp.mean((hidden * params["scale"] - y) ** 2)
 
 
-def trajectory(sizes, names, *, layout, form, microbatches=MICROBATCHES):
+def trajectory(sizes, names, *, form, microbatches=MICROBATCHES):
     mesh = make_mesh(*sizes, names=names)
     rng = np.random.default_rng(0)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = acco_jax.acco(inner, mesh=mesh, axis_name=names, layout=layout)
+    tx = acco_jax.acco(inner, mesh=mesh, axis_name=names)
     step = acco_jax.make_train_step(
         loss_fn, tx, mesh=mesh, axis_name=names, microbatches=microbatches, form=form
     )
@@ -47,9 +47,8 @@ def trajectory(sizes, names, *, layout, form, microbatches=MICROBATCHES):
 
 
 @pytest.mark.parametrize("microbatches", [MICROBATCHES, 1])
-@pytest.mark.parametrize("layout", ["packed", "leaf"])
-def test_two_axes_are_one_to_the_arithmetic(layout, microbatches):
-    options = {"layout": layout, "microbatches": microbatches}
+def test_two_axes_are_one_to_the_arithmetic(microbatches):
+    options = {"microbatches": microbatches}
     expected = trajectory((4,), ("data",), form="fused", **options)
     fused = trajectory((2, 2), ("slice", "chip"), form="fused", **options)
     split = trajectory((2, 2), ("slice", "chip"), form="split", **options)

@@ -29,10 +29,10 @@ def loss_fn(params, batch, rng):
 class Setup:
     """One method, its step in every form, and the plain update; compiled once."""
 
-    def __init__(self, name, n, types, layout, N):
+    def __init__(self, name, n, types, N):
         self.mesh, self.N, self.n = make_mesh(n, types=types), N, n
         inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-        self.tx = METHODS[name](inner, mesh=self.mesh, layout=layout)
+        self.tx = METHODS[name](inner, mesh=self.mesh)
         make = functools.partial(
             acco_jax.make_train_step, loss_fn, self.tx, mesh=self.mesh, microbatches=N
         )
@@ -76,15 +76,14 @@ class Setup:
 
 setup = functools.cache(Setup)
 CASES = [
-    ("acco", 4, AUTO, "packed", 3),
-    ("acco", 8, AUTO, "packed", 2),
-    ("acco", 4, EXPLICIT, "packed", 3),
-    ("acco", 4, AUTO, "leaf", 2),
-    ("acco", 4, EXPLICIT, "leaf", 1),
-    ("acco", 1, AUTO, "packed", 2),
-    ("acco", 2, AUTO, "packed", 1),
-    ("zero1", 4, AUTO, "packed", 3),
-    ("zero1", 2, EXPLICIT, "leaf", 1),
+    ("acco", 4, AUTO, 3),
+    ("acco", 8, AUTO, 2),
+    ("acco", 4, EXPLICIT, 3),
+    ("acco", 4, EXPLICIT, 1),
+    ("acco", 1, AUTO, 2),
+    ("acco", 2, AUTO, 1),
+    ("zero1", 4, AUTO, 3),
+    ("zero1", 2, EXPLICIT, 1),
 ]
 
 
@@ -113,7 +112,7 @@ def test_all_forms_agree(case):
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_one_compilation_per_program(name, form, caplog):
-    made = setup(name, 4, AUTO, "packed", 3)
+    made = setup(name, 4, AUTO, 3)
     step = acco_jax.make_train_step(
         loss_fn, made.tx, mesh=made.mesh, microbatches=made.N, form=form
     )
@@ -132,7 +131,7 @@ def test_one_compilation_per_program(name, form, caplog):
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_metrics(name, form):
-    made = setup(name, 4, AUTO, "packed", 3)
+    made = setup(name, 4, AUTO, 3)
     params, state = made.start()
     losses = jax.jit(loss_fn)
     counts = np.array([3, 1, 0, 2])
@@ -156,7 +155,7 @@ def test_metrics(name, form):
 
 
 def test_gradient_norm_is_that_of_the_mean_gradient():
-    made = setup("zero1", 4, AUTO, "packed", 3)
+    made = setup("zero1", 4, AUTO, 3)
     params, state = made.start()
     grads, weight, _ = made.gradients(params, made.batch(0))
     mean = jax.tree.map(lambda g: g.sum(0) / weight.sum(), grads)
@@ -166,7 +165,7 @@ def test_gradient_norm_is_that_of_the_mean_gradient():
 
 
 def test_the_key_matters_and_only_it():
-    made = setup("acco", 4, AUTO, "packed", 3)
+    made = setup("acco", 4, AUTO, 3)
     outs = []
     for seed in (0, 0, 1):
         params, state = made.start()
@@ -181,7 +180,7 @@ def test_the_key_matters_and_only_it():
 
 @pytest.mark.parametrize("form", ["fused", "split"])
 def test_state_is_donated_and_nothing_else(form):
-    made = setup("acco", 4, AUTO, "packed", 3)
+    made = setup("acco", 4, AUTO, 3)
     params, state = made.start()
     params, state, _ = made.steps[form](params, state, made.batch(0))
     batch = jax.device_put(made.batch(1)[0]), jax.device_put(made.batch(1)[1])
@@ -197,7 +196,7 @@ def test_state_is_donated_and_nothing_else(form):
 
 
 def test_all_counts_zero_is_an_idle_half_round():
-    made = setup("acco", 4, AUTO, "packed", 3)
+    made = setup("acco", 4, AUTO, 3)
     params, state = made.start()
     first = jax.tree.map(np.asarray, params)
     for h in range(3):
@@ -210,7 +209,7 @@ def test_all_counts_zero_is_an_idle_half_round():
 
 
 def test_what_does_not_fit_is_refused_in_one_line():
-    made = setup("acco", 4, AUTO, "packed", 3)
+    made = setup("acco", 4, AUTO, 3)
     params, state = made.start()
     step, make = made.steps["fused"], acco_jax.make_train_step
     cases = [

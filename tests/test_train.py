@@ -253,7 +253,6 @@ WRONG = {
     "method": (["--config.method=aco"], "did you mean 'acco'"),
     "optimizer": (["--config.optimizer.name=adamv"], "did you mean 'adam"),
     "dtype": (["--config.model.dtype=float61"], "give a floating dtype"),
-    "layout": (["--config.layout=pack"], "layout is 'pack'"),
     "form": (["--config.form=fuse"], "did you mean 'fused'"),
     "size": (["--config.model.size=x"], "'x' is unknown: use one of gpt-neo"),
     "heads": (["--config.model.heads=3"], "not divisible by heads=3"),

@@ -1,39 +1,33 @@
-"""How each parameter is split over the data axis, and what crosses the network.
+"""How each parameter is split over the workers, and packed for the network.
 
-Two layouts, one interface:
+    params --(shard)--> shards    worker i's part of each leaf
+    grads  --(pack)---> Pending --(reduce_scatter)--> reduced --(split)--> shards
+    shards --(join)---> outgoing --(all_gather)-----> gathered --(unpack)-> params
 
-    params --(shard)--> shards       worker i's 1/n of each leaf: the optimizer's view
-    grads  --(pack)---> buffers --(reduce_scatter)--> raw --(split)--> shards
-    shards --(join)---> low     --(all_gather)------> full --(unpack)-> params
-
+The optimizer sees every leaf in its own global shape (`view`), split over the workers
+along one dimension; along two where no single one divides and the leaf is large. So it
+computes what it would compute on one device, whatever it looks at. Between the
+optimizer and the network the workers' parts are packed into one buffer per dtype:
 `reduce_scatter` and `all_gather` are the collectives and nothing else, so that a step
-can put computation beside them. `PackedLayout` moves one buffer per dtype: worker i's
-block of it holds 1/n of every leaf. `LeafLayout` keeps whole leaf shapes, split along
-one dimension, for optimizers that look at shapes (adafactor, muon, centralize).
+can put computation beside them. A small leaf that no dimension splits evenly stays
+whole, with its state, on every worker; its gradient is summed with the weights.
 
 A layout is static (hashable, no arrays): it lives in the optimizer state as a pytree
 node without leaves, so that whoever holds the state can interpret it.
 """
 
-from acco_jax.layout.base import Layout, LeftOut, Pending
-from acco_jax.layout.leaf import SMALL, LeafLayout, leaf_layout
-from acco_jax.layout.leaves import Leaf, PyTree, check_floating, describe, path_names
-from acco_jax.layout.packed import ROW_MULTIPLE, WIDTHS, PackedLayout, packed_layout
+from acco_jax.layout.base import Arrays, Layout, LeftOut, Outgoing, Pending, Totals
+from acco_jax.layout.leaves import Leaf, PyTree, check_floating, path_names
 
 __all__ = [
-    "ROW_MULTIPLE",
-    "SMALL",
-    "WIDTHS",
+    "Arrays",
     "Layout",
     "Leaf",
-    "LeafLayout",
     "LeftOut",
-    "PackedLayout",
+    "Outgoing",
     "Pending",
     "PyTree",
+    "Totals",
     "check_floating",
-    "describe",
-    "leaf_layout",
-    "packed_layout",
     "path_names",
 ]

@@ -1,15 +1,16 @@
-"""What a layout has to know of each parameter, and what is wrong with some."""
+"""What a layout has to know of each parameter, and how it is cut into parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +27,9 @@ class Leaf:
     wire: np.dtype  # what communication carries
     spec: P  # over the mesh's other axes; the data axes never appear
     local: tuple[int, ...]  # shape on one device, split over the other axes alone
+    # Into how many parts the workers cut each dimension of `local`, n in all; None:
+    # every worker has the leaf whole.
+    parts: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -46,6 +50,171 @@ class Leaf:
     @property
     def master(self) -> np.dtype:
         return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every worker has all of it."""
+        return self.parts is None
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of one worker's part, on one device."""
+        return part_of(self.local, self.parts or (1,) * len(self.local))
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions that the workers split."""
+        return tuple(d for d, k in enumerate(self.parts or ()) if k > 1)
+
+    @property
+    def padded(self) -> bool:
+        """Whether its parts hold more elements than it has."""
+        parts = self.parts or (1,) * len(self.local)
+        return any(s % k for s, k in zip(self.local, parts, strict=True))
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether shards are stored as blocks (n, *part): no spec could split them so.
+
+        Those of other leaves have the leaf's own shape, one dimension of it padded.
+        """
+        return len(self.dims) > 1 or (
+            self.padded and self.local[self.dims[0]] != self.shape[self.dims[0]]
+        )
+
+    def on_wire(self, x: jax.Array) -> jax.Array:
+        """x, in the master dtype, as the wire and the parameter can hold it.
+
+        A cast there and back would not do: compilers take the pair away.
+        """
+        x = x.astype(self.master)
+        for dtype in (self.wire, self.dtype):
+            info = jnp.finfo(dtype)
+            if info.nmant < jnp.finfo(self.master).nmant:
+                x = lax.reduce_precision(x, info.nexp, info.nmant)
+        return x
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """Of shape `local` -> (n, *part)."""
+        assert self.parts is not None
+        return _cut(x, self.parts, (1,) * x.ndim)
+
+    def assemble(self, blocks: jax.Array) -> jax.Array:
+        """(n, *part) -> of shape `local`."""
+        assert self.parts is not None
+        return _assemble(blocks, self.parts, (1,) * len(self.local), self.local)
+
+    def view(self, x: jax.Array) -> jax.Array:
+        """A stored shard, as one array over the mesh -> of the leaf's own shape."""
+        if self.whole or not (self.padded or self.in_blocks):
+            return x
+        if not self.in_blocks:
+            return x[tuple(map(slice, self.shape))]
+        assert self.parts is not None
+        return _assemble(x, self.parts, self._split, self.local)
+
+    def store(self, x: jax.Array) -> jax.Array:
+        """The inverse of `view`; padding is zeros."""
+        if self.whole or not (self.padded or self.in_blocks):
+            return x
+        if not self.in_blocks:
+            return jnp.pad(x, list(_paddings(self.shape, self.stored)))
+        assert self.parts is not None
+        return _cut(x, self.parts, self._split)
+
+    @property
+    def _split(self) -> tuple[int, ...]:
+        """How often the mesh's other axes split each dimension."""
+        return tuple(
+            s // k if k else 1 for s, k in zip(self.shape, self.local, strict=True)
+        )
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Global shape of its shards: of the master copy and of moments."""
+        if self.parts is None:
+            return self.shape
+        whole = zip(self.part, self._split, strict=True)
+        if self.in_blocks:
+            return math.prod(self.parts), *(p * k for p, k in whole)
+        return tuple(p * k * j for (p, k), j in zip(whole, self.parts, strict=True))
+
+    def stored_spec(self, axes: tuple[str, ...]) -> P:
+        """How shards are split over the data axes, in the order of the parts."""
+        if self.parts is None:
+            return self.spec
+        if self.in_blocks:
+            return P(axes, *self.spec)
+        spec = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        for d in self.dims:
+            spec[d] = (*axes_in(spec[d]), *axes)
+        return P(*spec)
+
+
+def part_of(shape: Sequence[int], parts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-s // k) for s, k in zip(shape, parts, strict=True))
+
+
+def _paddings(shape: Sequence[int], to: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((0, b - a) for a, b in zip(shape, to, strict=True))
+
+
+def _cut(x: jax.Array, parts: Sequence[int], split: Sequence[int]) -> jax.Array:
+    """The inverse of `_assemble`: -> (n, *(split * part))."""
+    local = [s // k for s, k in zip(x.shape, split, strict=True)]
+    part = part_of(local, parts)
+    padded = [p * j for p, j in zip(part, parts, strict=True)]
+    if padded != local:
+        x = x.reshape(_woven(split, local))
+        x = jnp.pad(x, list(_paddings(x.shape, _woven(split, padded))))
+    x = x.reshape(_woven(split, parts, part))
+    rank = x.ndim // 3
+    grid = [3 * d + 1 for d in range(rank)]
+    rest = [a for d in range(rank) for a in (3 * d, 3 * d + 2)]
+    x = _transposed(x, grid + rest)
+    held = (k * p for k, p in zip(split, part, strict=True))
+    return x.reshape(math.prod(parts), *held)
+
+
+def _assemble(
+    blocks: jax.Array,
+    parts: Sequence[int],
+    split: Sequence[int],
+    local: Sequence[int],
+) -> jax.Array:
+    """Puts an array together from its parts.
+
+    Args:
+      blocks: (n, *(split * part)); block i is part i, in the order of the parts' grid.
+      parts: into how many each dimension is cut.
+      split: how often it had been split before, by other axes.
+      local: the shape of each of the pieces of that split.
+
+    Returns:
+      An array of shape split * local, without padding.
+    """
+    part, rank = part_of(local, parts), len(local)
+    x = blocks.reshape(*parts, *_woven(split, part))
+    order = (a for d in range(rank) for a in (rank + 2 * d, d, rank + 2 * d + 1))
+    x = _transposed(x, list(order))
+    padded = [p * j for p, j in zip(part, parts, strict=True)]
+    if padded != list(local):
+        x = x.reshape(_woven(split, padded))
+        x = x[tuple(map(slice, _woven(split, local)))]
+    return x.reshape([k * s for k, s in zip(split, local, strict=True)])
+
+
+def _woven(*factors: Sequence[int]) -> list[int]:
+    """The factors of each dimension, one after the other."""
+    return [v for each in zip(*factors, strict=True) for v in each]
+
+
+def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """x.transpose(order), of the dimensions that are larger than 1 alone."""
+    shape = [x.shape[a] for a in order]
+    large = [a for a, s in enumerate(x.shape) if s != 1]
+    kept = [large.index(a) for a in order if x.shape[a] != 1]
+    return x.reshape([x.shape[a] for a in large]).transpose(kept).reshape(shape)
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:

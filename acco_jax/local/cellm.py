@@ -36,7 +36,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names, over_data
 from acco_jax.layout import Layout
 from acco_jax.local.base import (
@@ -321,7 +320,6 @@ def cellm(
     weighted: bool = True,
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> LocalMethod:
     """Average the largest changes of H local steps; the rest waits for its turn.
@@ -346,7 +344,6 @@ def cellm(
         equally, those that computed any.
       comm_dtype: of the values sent; None means each parameter's own dtype.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      layout: only 'auto': nothing is sharded.
       param_specs: as for `acco_jax.acco`.
 
     Returns:
@@ -363,11 +360,6 @@ def cellm(
     """
     check_steps("local_steps", local_steps)
     k = _entries(keep)
-    if layout != "auto":
-        raise ValueError(
-            f"layout is {layout!r}, but cellm shards nothing, because every worker "
-            "applies the sparse updates of all itself: use 'auto'."
-        )
     outer = outer or nesterov(outer_learning_rate, outer_momentum)
     if isinstance(outer, Method) or not isinstance(outer, optax.GradientTransformation):
         raise ValueError(
@@ -378,10 +370,9 @@ def cellm(
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> CellmState:
-        described = layouts.describe(
+        shape = Layout.of(
             params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
         )
-        shape = layouts.leaf_layout(*described, mesh, axis)
 
         def make(params: PyTree) -> tuple[PyTree, ...]:
             # a copy: a train step is given the parameters and the state to keep

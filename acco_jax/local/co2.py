@@ -75,7 +75,6 @@ def co2(
     weighted: bool = True,
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> LocalMethod:
     """Take local steps while the round before crosses the network.
@@ -94,7 +93,7 @@ def co2(
       staleness_penalty: Lambda, at least 1 to dampen what is stale.
       clip: phi, in units of parameters; None: no clipping.
       weighted: see `local_rounds`.
-      comm_dtype, accumulate_dtype, layout, param_specs: as for `acco_jax.diloco`.
+      comm_dtype, accumulate_dtype, param_specs: as for `acco_jax.diloco`.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -113,7 +112,6 @@ def co2(
         mesh=mesh,
         axis_name=axis_name,
         comm_dtype=comm_dtype,
-        layout=layout,
         param_specs=param_specs,
     )
     return local_rounds(

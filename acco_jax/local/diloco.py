@@ -34,7 +34,6 @@ def diloco(
     weighted: bool = True,
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> LocalMethod:
     """Average what H local steps moved and take one outer step with momentum.
@@ -53,7 +52,6 @@ def diloco(
       weighted: see `local_rounds`; the paper weighs by the workers' amounts of data.
       comm_dtype: what both collectives carry; None means each parameter's own dtype.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      layout: of the outer optimizer's shards, as for `acco_jax.acco`.
       param_specs: as for `acco_jax.acco`.
 
     Raises:
@@ -69,7 +67,6 @@ def diloco(
         mesh=mesh,
         axis_name=axis_name,
         comm_dtype=comm_dtype,
-        layout=layout,
         param_specs=param_specs,
     )
     return local_rounds(

@@ -40,7 +40,6 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names
 from acco_jax.layout import Layout
 from acco_jax.local.base import (
@@ -228,7 +227,6 @@ def gossip(
     seed: int = 0,
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> LocalMethod:
     """Average with neighbours beside the local steps, without a common copy.
@@ -247,7 +245,6 @@ def gossip(
       seed: of the random pairs; the same on every worker.
       comm_dtype: what the exchange carries; None means each parameter's own dtype.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      layout: only 'auto': nothing is sharded.
       param_specs: as for `acco_jax.acco`.
 
     Returns:
@@ -266,20 +263,14 @@ def gossip(
         raise ValueError(
             f"topology is {topology!r}: choose one of {', '.join(TOPOLOGIES)}."
         )
-    if layout != "auto":
-        raise ValueError(
-            f"layout is {layout!r}, but gossip shards nothing, because workers without "
-            "a common copy cannot hold parts of it for each other: use 'auto'."
-        )
     axis = axis_names(mesh, axis_name)
     n = workers_of(mesh, axis)
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> GossipState:
-        described = layouts.describe(
+        shape = Layout.of(
             params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
         )
-        shape = layouts.leaf_layout(*described, mesh, axis)
         narrow = any(leaf.dtype != leaf.master for leaf in shape.leaves)
 
         def make(params: PyTree) -> tuple[PyTree, PyTree]:

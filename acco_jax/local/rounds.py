@@ -68,25 +68,26 @@ class RoundState(NamedTuple):
 def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
     """An outer method's collectives and its step between them, one hop each.
 
-    Moving: (state, total weight, buffers): packed before the first, gathered after the
-    last.
+    Moving: (state, totals, whole leaves, buffers): packed before the first; (state,
+    totals, gathered) after the last.
     """
     order, wire = outer.axis[::-1], outer.wires.all[0]
 
     def reduce(axis: str, moving: Any) -> Any:
-        state, weight, buffers = moving
-        return state, weight, wire.reduce(state.layout, buffers, axis)
+        state, totals, whole, buffers = moving
+        state, buffers = wire.send(state.layout, state, buffers, axis, totals.weight)
+        return state, totals, whole, wire.reduce(state.layout, buffers, axis)
 
     def gather(axis: str, moving: Any) -> Any:
-        state, weight, full = moving
-        return state, weight, wire.gather(state.layout, full, axis)
+        state, totals, full = moving
+        return state, totals, wire.gather(state.layout, full, axis)
 
     def advance_and_gather(moving: Any) -> Any:
-        state, weight, raw = moving
-        shards = wire.receive(state.layout, raw)
-        state, point = outer.advance(state, shards, weight, {})
+        state, totals, whole, reduced = moving
+        shards = wire.receive(state.layout, reduced, whole)
+        state, point = outer.advance(state, shards, totals, {}, losses=False)
         state, full = wire.join(state.layout, state, point.shards)
-        return gather(order[-1], barrier((state, weight, full)))
+        return gather(order[-1], barrier((state, totals, full)))
 
     return (
         *(functools.partial(reduce, axis) for axis in order),
@@ -95,11 +96,10 @@ def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
     )
 
 
-def outer_send(outer: Method, state: Any, now: Pending) -> Any:
+def outer_send(state: Any, now: Pending) -> Any:
     """What is moving before an outer method's first hop."""
-    wire, weight, first = outer.wires.all[0], now.weight.sum(), outer.axis[-1]
-    state, raw = wire.send(state.layout, state, now.buffers, first, weight)
-    return state, weight, raw
+    totals, whole = state.layout.sum_small(now)
+    return state, totals, whole, now.buffers
 
 
 def differences(
@@ -124,8 +124,7 @@ def differences(
     rows = P(layout.axis)
     in_specs = (rows, origin_spec, rows)
     run = over_data(local, layout.mesh, layout.axis, in_specs, rows)
-    buffers = layout.pack(run(weight, origin, theta))
-    return Pending(buffers, weight.astype(layout.scalar))
+    return layout.pack(run(weight, origin, theta), weight)
 
 
 def counted(weight: jax.Array, weighted: bool) -> jax.Array:
@@ -166,7 +165,7 @@ class OuterRound(Round):
             now = self._moved(rows, work, state.layout)
         else:
             now, outer = outer.pending, outer._replace(pending=None)
-        return outer_send(self.outer, outer, now)
+        return outer_send(outer, now)
 
     def finish(self, rows: PyTree, state: RoundState, work: Work, moved: Any) -> Any:
         outer, _, full = moved

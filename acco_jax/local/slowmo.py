@@ -78,7 +78,6 @@ def slowmo(
     weighted: bool = True,
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> LocalMethod:
     """Average what local steps moved and take a step of slow momentum.
@@ -96,7 +95,7 @@ def slowmo(
       inner_learning_rate: gamma; the schedule of `inner`, counted in inner steps, or a
         number, which cancels. The runner gives the config's schedule.
       weighted: see `local_rounds`.
-      comm_dtype, accumulate_dtype, layout, param_specs: as for `acco_jax.diloco`.
+      comm_dtype, accumulate_dtype, param_specs: as for `acco_jax.diloco`.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -115,7 +114,6 @@ def slowmo(
         mesh=mesh,
         axis_name=axis_name,
         comm_dtype=comm_dtype,
-        layout=layout,
         param_specs=param_specs,
     )
     return local_rounds(

@@ -30,9 +30,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names, over_data
-from acco_jax.layout import Layout, Leaf, PackedLayout, Pending
+from acco_jax.layout import Layout, Leaf, Pending
 from acco_jax.local.base import (
     InnerSteps,
     LocalMethod,
@@ -148,7 +147,7 @@ class FewBits(Wire):
     def send(
         self, layout: Layout, state: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
-        assert isinstance(layout, PackedLayout) and self.reduce_bits
+        assert self.reduce_bits
         return state, quantized(layout, buffers, self.reduce_bits)
 
 
@@ -214,7 +213,7 @@ class StreamingRound(Round):
             now = self._leaving(state, work, state.anchor[self.phase])
         else:
             now, outer = outer.pending, outer._replace(pending=None)
-        return outer_send(self.outer[self.arriving], outer, now)
+        return outer_send(outer, now)
 
     def merge(
         self, rows: PyTree, state: StreamingState, work: Work, moved: Any
@@ -241,7 +240,7 @@ class StreamingRound(Round):
         row = P(layout.axis)
         in_specs = (P(), row, row, P())
         run = over_data(local, layout.mesh, layout.axis, in_specs, row)
-        merged = run(moved[1], weight, theta, self._arrived(moved))
+        merged = run(moved[1].weight, weight, theta, self._arrived(moved))
         return work._replace(theta=put(layout, work.theta, merged))
 
     def _arrived(self, moved: Any) -> Fragment:
@@ -254,7 +253,7 @@ class StreamingRound(Round):
         p, q, layout = self.phase, self.arriving, state.layout
         outer, anchor = list(state.outer), list(state.anchor)
         # nothing arrives of a fragment that nobody has sent yet
-        arrived = choose(moved[1] != 0, self._arrived(moved), anchor[q])
+        arrived = choose(moved[1].weight != 0, self._arrived(moved), anchor[q])
         outer[q], anchor[q] = moved[0], arrived
         if self.overlaps:
             # read no more before it is written again
@@ -289,7 +288,6 @@ def streaming_diloco(
     weighted: bool = True,
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> LocalMethod:
     """DiLoCo a fragment at a time, its exchange hidden behind inner steps.
@@ -313,7 +311,7 @@ def streaming_diloco(
       outer_learning_rate, outer_momentum, outer: as for `acco_jax.diloco`; every
         fragment has an optimizer of its own, which sees {name: leaf}.
       weighted: see `local_rounds`.
-      comm_dtype, accumulate_dtype, layout, param_specs: as for `acco_jax.diloco`.
+      comm_dtype, accumulate_dtype, param_specs: as for `acco_jax.diloco`.
 
     Returns:
       A `LocalMethod`; one call of its train step is H / P inner steps.
@@ -330,10 +328,6 @@ def streaming_diloco(
         raise ValueError(f"mixing is {mixing}: it must lie from 0 to below 1.")
     if bits not in (None, 8, 4):
         raise ValueError(f"bits is {bits!r}: choose 8, 4 or None.")
-    if bits and layout == "leaf":
-        raise ValueError(
-            "layout is 'leaf', but bits needs rows of packed buffers: use 'auto'."
-        )
     outer = outer or nesterov(outer_learning_rate, outer_momentum)
     axis = axis_names(mesh, axis_name)
     if bits and len(axis) > 1:
@@ -350,7 +344,6 @@ def streaming_diloco(
             mesh=mesh,
             axis_name=axis_name,
             comm_dtype=comm_dtype,
-            layout="packed" if bits else layout,
             param_specs=specs,
         )
         if bits is None:
@@ -359,10 +352,9 @@ def streaming_diloco(
         return Method(method.init, method.update, **stages)
 
     def init(params: PyTree) -> StreamingState:
-        described = layouts.describe(
+        whole = Layout.of(
             params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
         )
-        whole = layouts.leaf_layout(*described, mesh, axis)
         check_wire(whole, weighted and not bits)
         narrow = any(leaf.dtype != leaf.master for leaf in whole.leaves)
         params = jax.device_put(params, whole.params_shardings)

@@ -15,7 +15,6 @@ from absl import logging
 from ml_collections import ConfigDict
 
 import acco_jax
-from acco_jax.layout import PackedLayout
 from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo
 from acco_jax.planning import costs, programs
@@ -249,10 +248,10 @@ def _few_bits(
 
     The first row is the method as compiled; () for what cannot, or already does.
     """
-    tx, layout = o.program.tx, o.program.arguments[1].layout
-    if isinstance(tx, acco_jax.LocalMethod) or tx.wires.gather_quantized:
+    tx = o.program.tx
+    if isinstance(tx, acco_jax.LocalMethod):
         return []
-    if tx.wires.reduce_quantized or not isinstance(layout, PackedLayout):
+    if tx.wires.gather_quantized or tx.wires.reduce_quantized:
         return []
     names = [c.name for c in o.collectives]
     within = [c.name for c in o.collectives if machine.domains(c) == 1]

@@ -27,7 +27,7 @@ PLACEHOLDER = config_dict.placeholder
 DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 
 # Arguments of a method that are not method_options: the config has fields for them.
-GIVEN = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype", "layout")
+GIVEN = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype")
 
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
@@ -60,7 +60,6 @@ def default_config() -> ConfigDict:
     )  # further keyword arguments of the method
     c.comm_dtype = PLACEHOLDER(str)  # None: each parameter's own
     c.accumulate_dtype = PLACEHOLDER(str)  # None: each parameter's own
-    c.layout = "auto"  # 'packed', 'leaf'
     c.form = "auto"  # 'fused', 'split'
 
     # Rows of one microbatch, and how many of them each worker adds up for one optimizer
@@ -142,7 +141,6 @@ def validate(config: ConfigDict) -> None:
     known = [name for name in known if name not in GIVEN]
     for field in config.method_options:
         _one_of(f"method_options of {config.method}", field, known)
-    _one_of("layout", config.layout, ("auto", "packed", "leaf"))
     _one_of("form", config.form, FORMS)
     _one_of("optimizer.schedule", config.optimizer.schedule, ("cosine", "constant"))
     for field in ("comm_dtype", "accumulate_dtype"):
@@ -287,7 +285,6 @@ def method(
         axis_name=axis_name,
         comm_dtype=_maybe_dtype(config, "comm_dtype"),
         accumulate_dtype=_maybe_dtype(config, "accumulate_dtype"),
-        layout=config.layout,
         **options,
     )
 

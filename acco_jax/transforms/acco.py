@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.layout import Layout, Pending
+from acco_jax.layout import Layout, Pending, Totals
 from acco_jax.transforms.base import Method, Options, Point, choose, make_method
 
 PyTree = Any
@@ -38,7 +38,7 @@ class AccoState(NamedTuple):
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     pending: Pending  # g, w of the last half-round: every worker's own, wire dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
-    carry_weight: jax.Array  # W(t-1) []
+    carried: Totals  # W(t-1), and the sum of its losses
     wire: Any = None  # `acco_jax.wire.Held`, if communication is quantized
 
 
@@ -49,7 +49,6 @@ def acco(
     axis_name: str | tuple[str, ...] = "data",
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
     gather_bits: int | tuple[int | None, int | None] | None = None,
     reduce_bits: int | None = None,
@@ -62,26 +61,23 @@ def acco(
     `inner`, so its schedules count commits. The first update only primes.
 
     Args:
-      inner: any optax transformation; sees mean gradients, the float32 master copy and
-        trees of shards. Clipping, masks and schedules belong in it.
+      inner: any optax transformation; sees mean gradients and the float32 master copy,
+        every leaf in its own shape. Clipping, masks and schedules belong in it.
       mesh: the devices.
       axis_name: the mesh axis (or axes) of the n data-parallel workers.
       comm_dtype: what both collectives carry; None means each parameter's own dtype.
         With float32 parameters and bfloat16 here, the model sees the gathered, rounded
         values (held in float32); `committed_params` gives the master copy.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      layout: 'packed' (one collective each way per dtype; refused if `inner` could tell
-        shards from whole leaves), 'leaf' (whole leaf shapes, one collective per leaf),
-        or 'auto' (packed where it is exact).
       param_specs: PartitionSpecs of the parameters over the mesh's other axes; needed
         where such an axis is Auto.
       gather_bits: 8 or 4 gathers differences to what the workers hold, in so many bits
         with a scale per row, not values; or a pair for (estimate, commit). The master
-        copy stays exact. Needs the packed layout; adds a shard of the parameters.
+        copy stays exact. Adds a shard of the parameters.
       reduce_bits: 8 sends gradients in 8 bits to the shards' owners, which add them in
-        float32; what rounding left out is added to each worker's next gradient. Needs
-        the packed layout; adds a buffer as large as what is rounded, with one data axis
-        all of a worker's gradients. Of several only the first named, the slowest, is
+        float32; what rounding left out is added to each worker's next gradient. Adds a
+        buffer as large as what is rounded, with one data axis all of a worker's
+        gradients. Of several only the first named, the slowest, is
         crossed in 8 bits: of hosts of GPUs, where an all-to-all of all workers crosses
         the network more often than a ring does, name one axis for the hosts and one for
         a host's GPUs. Not hidden within a TPU slice: its all-to-all is synchronous.
@@ -108,29 +104,30 @@ def acco(
             steps=jnp.int32(0),
             master=master,
             inner=inner_state,
-            pending=Pending(layout.zeros(), jnp.zeros(layout.workers, layout.scalar)),
+            pending=layout.zeros(),
             carry=jax.tree.map(jnp.zeros_like, master),
-            carry_weight=jnp.zeros((), layout.scalar),
+            carried=Totals(*2 * (jnp.zeros((), layout.scalar),)),
         )
 
     def advance(
-        state: AccoState, gradient: PyTree, weight: jax.Array, step: Any
+        state: AccoState, gradient: PyTree, totals: Totals, step: Any
     ) -> tuple[AccoState, Point]:
         commit = state.stage == COMMIT
-        # what weighs nothing must not count, not even a NaN
-        gradient = jax.tree.map(lambda g: jnp.where(weight != 0, g, 0), gradient)
-        total = weight + jnp.where(commit, state.carry_weight, 0)
-        both = jax.tree.map(
-            lambda g, c: g + jnp.where(commit, c, 0), gradient, state.carry
+        # without weight nothing counts, not even what few bits had left out
+        gradient = jax.tree.map(lambda g: jnp.where(totals.weight != 0, g, 0), gradient)
+        both, total = jax.tree.map(
+            lambda g, c: g + jnp.where(commit, c, 0),
+            (gradient, totals),
+            (state.carry, state.carried),
         )
         theta, inner_state, norm = step(both, total, state.inner, state.master)
         state = state._replace(
             stage=ESTIMATE + COMMIT - state.stage,
-            steps=state.steps + (commit & (total != 0)),
+            steps=state.steps + (commit & (total.weight != 0)),
             master=choose(commit, theta, state.master),
             inner=choose(commit, inner_state, state.inner),
             carry=gradient,
-            carry_weight=weight,
+            carried=totals,
         )
         return state, Point(theta, norm)
 
@@ -139,7 +136,6 @@ def acco(
         axis_name,
         comm_dtype,
         accumulate_dtype,
-        layout,
         param_specs,
         gather_bits,
         reduce_bits,

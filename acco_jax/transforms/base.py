@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from acco_jax import layout as layouts
 from acco_jax.gradients import axis_names
-from acco_jax.layout import Layout, LeafLayout, PackedLayout, Pending
+from acco_jax.layout import Layout, Totals, check_floating
 from acco_jax.transforms.checks import (
     check_extra,
     check_grads,
-    check_packed_with,
     check_params,
     place_weight,
     refuse_wrappers,
@@ -36,6 +32,14 @@ from acco_jax.wire import Wire, Wires
 from acco_jax.wire import wires as make_wires
 
 PyTree = Any
+
+
+@jax.tree_util.register_static
+class _MeanLoss:
+    """Stands among an optimizer's extra arguments for a value that is yet to come."""
+
+
+MEAN_LOSS = _MeanLoss()
 
 
 class Point(NamedTuple):
@@ -60,8 +64,9 @@ class Method(optax.GradientTransformationExtraArgs):
         local gradients, ready for `reduce`; None: what `acco_jax.step` does itself. A
         method that communicates while it computes them returns raw buffers here.
       wires: what is communicated, and how, in each half-round.
-      advance: (state, shards, weight, extra) -> (state, Point): the optimizer step on
-        the reduced gradient sums and their total weight.
+      advance: (state, shards, totals, extra, losses) -> (state, Point): the optimizer
+        step on the reduced gradient sums; with `losses` it is given their mean loss as
+        `value`, if it takes extra arguments.
       check_state: raises a ValueError for a state of another method.
     """
 
@@ -117,15 +122,14 @@ class Options:
     axis_name: str | tuple[str, ...] = "data"
     comm_dtype: Any = None
     accumulate_dtype: Any = None
-    layout: str | type[Layout] = "auto"  # a class: the method's own layout
     param_specs: PyTree | None = None
     gather_bits: int | tuple[int | None, int | None] | None = None
     reduce_bits: int | None = None
     resync_every: int = 0
 
     def __post_init__(self) -> None:
-        layouts.check_floating("comm_dtype", self.comm_dtype)
-        layouts.check_floating("accumulate_dtype", self.accumulate_dtype)
+        check_floating("comm_dtype", self.comm_dtype)
+        check_floating("accumulate_dtype", self.accumulate_dtype)
 
 
 def make_method(
@@ -138,36 +142,33 @@ def make_method(
     delayed: bool,
     half_rounds: int,
     warmup: int = 0,
+    layout: type[Layout] = Layout,
     **stages: Any,
 ) -> Method:
     """Build a method from how its state starts and how it advances.
 
     Args:
       inner: the optimizer that runs on the shards.
-      options: mesh, dtypes and layout.
+      options: mesh and dtypes.
       state: the NamedTuple that is the method's state.
       start: (layout, master, inner_state) -> the initial one,
         whose field `pending` is a `Pending` where the method is delayed and whose field
         `wire` is left to this function.
-      advance: (state, gradient shards, weight, step) -> (state, Point), where
-        step(gradient, weight, inner_state, master) -> (master, inner_state, norm)
+      advance: (state, gradient shards, totals, step) -> (state, Point), where
+        step(gradient, totals, inner_state, master) -> (master, inner_state, norm)
         is a guarded optimizer step on the mean gradient.
       delayed: see `Method`.
       half_rounds: see `Method`.
       warmup: see `Method`.
+      layout: how the method's shards lie.
       **stages: others than the usual ones; see `Method`.
 
     Raises:
-      ValueError: the mesh lacks the axis, or `layout` or the bits are unknown.
+      ValueError: the mesh lacks the axis, or the bits are unknown.
     """
     axis = axis_names(options.mesh, options.axis_name)
     bits = options.gather_bits, options.reduce_bits, options.resync_every
     wires = make_wires(*bits, half_rounds=half_rounds)
-    own = isinstance(options.layout, type)
-    if not own and options.layout not in ("auto", "packed", "leaf"):
-        raise ValueError(
-            f"layout is {options.layout!r}: choose 'auto', 'packed' or 'leaf'."
-        )
     if isinstance(inner, Method) or not isinstance(inner, optax.GradientTransformation):
         raise ValueError(
             f"the optimizer is {type(inner).__name__}: give an "
@@ -176,57 +177,62 @@ def make_method(
 
     def init(params: PyTree) -> Any:
         refuse_wrappers()
-        layout = choose_layout(inner, params, options)
+        whole = kind_of_layout.of(
+            params,
+            mesh=options.mesh,
+            axis=axis,
+            comm_dtype=options.comm_dtype,
+            param_specs=options.param_specs,
+        )
+        seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
+        layout = whole.mirroring(inner, jax.eval_shape(inner.init, seen))
 
         def make(params: PyTree) -> Any:
-            params = jax.device_put(params, layout.params_shardings)
             master = layout.shard(params)
 
             def begin(master: PyTree) -> PyTree:
-                return layout.inner_store(inner.init(layout.inner_view(master)))
+                return layout.store_state(inner.init(layout.view(master)))
 
             shapes = jax.eval_shape(begin, _abstract(layout.shards))
-            inner_state = in_auto(begin, layout, layout.state_shardings(shapes))(master)
-            state = start(layout, master, inner_state)
+            homes = layout.inner_shardings(shapes)
+            state = start(layout, master, in_auto(begin, layout, homes)(master))
             return state._replace(wire=wires.start(layout, params))
 
-        shapes = jax.eval_shape(make, _abstract(params))
         params = jax.device_put(params, layout.params_shardings)
+        shapes = jax.eval_shape(make, params)
         return jax.jit(make, out_shardings=layout.state_shardings(shapes))(params)
 
-    kind, ours = state, (PackedLayout, LeafLayout)
+    kind, kind_of_layout = state, layout
 
     def check_state(state: Any) -> None:
         layout = type(getattr(state, "layout", None))
-        if type(state) is not kind or (
-            layout is not options.layout if own else layout not in ours
-        ):
+        if type(state) is not kind or layout is not kind_of_layout:
             raise ValueError(
                 f"the state is {type(state).__name__} in {layout.__name__}, of another "
                 "method than tx: give the state of tx.init for the same tx."
             )
         wires.check(state)
 
-    def advance_(state: Any, gradient: PyTree, weight: jax.Array, extra: dict) -> Any:
+    def advance_(
+        state: Any, gradient: PyTree, totals: Totals, extra: dict, losses: bool
+    ) -> Any:
         layout = state.layout
+        if losses and isinstance(inner, optax.GradientTransformationExtraArgs):
+            extra = {"value": MEAN_LOSS} | extra
         # the optimizer's region need not carry through what it does not read
         aside = {f: getattr(state, f) for f in ("pending", "wire") if hasattr(state, f)}
         state = state._replace(**dict.fromkeys(aside))
 
-        captured: dict[int, jax.Array] = {}
-        map_captured(lambda x: captured.setdefault(id(x), x), inner)
+        def run(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
+            step = functools.partial(guarded_step, inner, layout, extra)
+            return advance(state, gradient, totals, step)
 
-        def run(state, gradient, weight, extra, captured):  # type: ignore[no-untyped-def]
-            own = map_captured(lambda x: captured[id(x)], inner)
-            step = functools.partial(guarded_step, own, layout, extra)
-            return advance(state, gradient, weight, step)
-
-        args = (state, gradient, weight, extra, captured)
-        state_sharding = layout.state_shardings(jax.eval_shape(lambda s: s, state))
+        args = (state, gradient, totals, extra)
+        homes = layout.state_shardings(state)
         point = Point(
             jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
         )
-        state, point = in_auto(run, layout, (state_sharding, point))(*args)
+        state, point = in_auto(run, layout, (homes, point))(*args)
         return state._replace(**aside), point
 
     def update(
@@ -249,27 +255,27 @@ def make_method(
     @jax.jit
     def run_update(grads, state, params, weight, extra):  # type: ignore[no-untyped-def]
         layout = state.layout
-        check_packed_with(inner, layout, extra)
-        new = Pending(layout.pack(grads), weight)
+        new = layout.pack(grads, weight, check=True)
         now = new
         if delayed:
             warming = state.steps < warmup
             now = choose(warming, new, state.pending) if warmup else state.pending
             held = choose(warming, state.pending, new) if warmup else new
             state = state._replace(pending=held)
-        total = now.weight.sum()
+        totals, whole = layout.sum_small(now)
         wire = wires.all[0]  # all reduce alike
-        raw = now.buffers
+        reduced = now.buffers
         for axis in layout.order:
-            state, raw = wire.send(layout, state, raw, axis, total)
-            raw = wire.reduce(layout, raw, axis)
-        state, point = advance_(state, wire.receive(layout, raw), total, extra)
+            state, reduced = wire.send(layout, state, reduced, axis, totals.weight)
+            reduced = wire.reduce(layout, reduced, axis)
+        gradient = wire.receive(layout, reduced, whole)
+        state, point = advance_(state, gradient, totals, extra, losses=False)
 
         def move(wire: Wire, state: Any) -> tuple[Any, PyTree]:
-            state, full = wire.join(layout, state, point.shards)
+            state, gathered = wire.join(layout, state, point.shards)
             for axis in reversed(layout.order):
-                full = wire.gather(layout, full, axis)
-            return state.wire, wire.unpack(layout, state, full, params)
+                gathered = wire.gather(layout, gathered, axis)
+            return state.wire, wire.unpack(layout, state, gathered, params)
 
         if wires.differ:
             number = wires.turn(state.wire.half_rounds)
@@ -309,7 +315,7 @@ def guarded_step(
     layout: Layout,
     extra: dict[str, Any],
     gradient: PyTree,
-    weight: jax.Array,
+    totals: Totals,
     inner_state: PyTree,
     master: PyTree,
 ) -> tuple[PyTree, PyTree, jax.Array]:
@@ -318,28 +324,29 @@ def guarded_step(
     Args:
       inner: the optimizer.
       layout: of the shards.
-      extra: keyword arguments for inner.update.
+      extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss of
+        exactly these gradients.
       gradient: G, summed over microbatches and workers; shards in the master dtype.
-      weight: W [], the sum of the weights.
+      totals: W, and the sum of the losses.
       inner_state: of the committed point.
       master: theta, the committed point; shards.
 
     Returns:
       The new shards, the new inner state and the norm of G / W.
     """
-    valid = weight != 0
+    valid = totals.weight != 0
+    weight = jnp.where(valid, totals.weight, 1)
     mean = jax.tree.map(
-        lambda g: jnp.where(valid, g / jnp.where(valid, weight, 1).astype(g.dtype), 0),
-        gradient,
+        lambda g: jnp.where(valid, g / weight.astype(g.dtype), 0), gradient
     )
-    mean, view = layout.inner_view(mean), layout.inner_view(inner_state)
-    at = layout.inner_view(master)
+    given = {k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()}
+    mean, at = layout.view(mean), layout.view(master)
     update = optax.with_extra_args_support(inner).update
-    updates, stepped = update(mean, view, at, **extra)
-    moved = layout.inner_store(optax.apply_updates(at, updates))
+    updates, stepped = update(mean, layout.view_state(inner_state), at, **given)
+    moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),
-        choose(valid, layout.inner_store(stepped), inner_state),
+        choose(valid, layout.store_state(stepped), inner_state),
         optax.tree.norm(mean),
     )
 
@@ -359,14 +366,32 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
     explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
 
     def constrained(*args: Any) -> Any:
-        out = fn(*args)
-        if not explicit:
-            out = jax.lax.with_sharding_constraint(out, out_shardings)
-        return out
+        return jax.lax.with_sharding_constraint(fn(*args), out_shardings)
 
-    if not explicit:
-        return constrained
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings)
+    def made_auto(*args: Any) -> Any:
+        run, captured = with_captured(fn, *args)
+        return jax.sharding.auto_axes(run, axes=explicit, out_sharding=out_shardings)(
+            captured, *args
+        )
+
+    return made_auto if explicit else constrained
+
+
+def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
+    """fn as a function of (captured, *args), and the arrays that it captures.
+
+    optax.inject_hyperparams leaves traced values in closures of what it builds. Their
+    axes are of the outer program's types: arguments can be cast, closures cannot.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+
+    def run(captured: list[Any], *args: Any) -> Any:
+        leaves = jax.core.eval_jaxpr(closed.jaxpr, captured, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+    return run, closed.consts
 
 
 def in_place(layout: Layout, state: Any) -> Any:
@@ -374,74 +399,6 @@ def in_place(layout: Layout, state: Any) -> Any:
     if AxisType.Explicit in layout.mesh.axis_types:
         return state  # as its types say
     return jax.lax.with_sharding_constraint(state, layout.state_shardings(state))
-
-
-def map_captured(fn: Callable[[jax.Array], Any], x: Any) -> Any:
-    """x (functions, alone or in containers) with fn applied to arrays they close over.
-
-    optax.inject_hyperparams leaves traced values in closures of what it builds, where
-    neither a change of axis types nor anything else that looks at arguments finds them.
-    """
-    if isinstance(x, jax.Array):
-        return fn(x)
-    if isinstance(x, tuple | list | dict) and x:
-        parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
-        new = [map_captured(fn, part) for part in parts]
-        same = all(a is b for a, b in zip(parts, new, strict=True))
-        return x if same else jax.tree.unflatten(treedef, new)
-    if isinstance(x, types.FunctionType) and x.__closure__:
-        cells = [c.cell_contents for c in x.__closure__ if c != types.CellType()]
-        new = [map_captured(fn, c) for c in cells if c is not x]
-        if len(new) < len(x.__closure__) or all(map(operator.is_, cells, new)):
-            return x  # nothing to change, or recursive
-        closure = tuple(map(types.CellType, new))
-        made = types.FunctionType(
-            x.__code__, x.__globals__, x.__name__, x.__defaults__, closure
-        )
-        made.__kwdefaults__ = x.__kwdefaults__
-        return made
-    return x
-
-
-def choose_layout(
-    inner: optax.GradientTransformation, params: PyTree, options: Options
-) -> Layout:
-    """The layout for these parameters, as `options.layout` demands.
-
-    Raises:
-      ValueError: 'packed' was demanded, or fewer bits, and inner would notice; names
-        leaf and why.
-    """
-    axis = axis_names(options.mesh, options.axis_name)
-    args = layouts.describe(
-        params,
-        mesh=options.mesh,
-        axis=axis,
-        comm_dtype=options.comm_dtype,
-        param_specs=options.param_specs,
-    )
-    if isinstance(options.layout, type):
-        return options.layout(options.mesh, axis, *args)
-    reason = "layout='leaf' was asked for"
-    if options.layout != "leaf":
-        from acco_jax.packable import why_not_packed  # jax.extend is slow to import
-
-        packed = layouts.packed_layout(*args, options.mesh, axis)
-        found = why_not_packed(inner, packed)
-        if found is None:
-            return packed
-        reason = f"that would change what inner does: {found}"
-        if options.layout == "packed":
-            raise ValueError(
-                f"layout='packed' would change what inner does: {found}. Use "
-                "layout='auto' or 'leaf'."
-            )
-    for name in ("gather_bits", "reduce_bits"):
-        if getattr(options, name):
-            raise ValueError(
-                f"{name} needs layout='packed', but {reason}. Leave {name} out."
-            )
-    return layouts.leaf_layout(*args, options.mesh, axis)
 
 
 def _abstract(tree: PyTree) -> PyTree:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from acco_jax.layout import Layout, PackedLayout
+from acco_jax.layout import Layout
 
 PyTree = Any
 
@@ -74,21 +74,6 @@ def check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> N
             raise ValueError(
                 f"update got {name}, a function: inner works on shards, of which no "
                 "function of whole parameters can be computed."
-            )
-
-
-def check_packed_with(
-    inner: optax.GradientTransformation, layout: Layout, extra: dict[str, Any]
-) -> None:
-    """Raises a ValueError if these extra arguments need the leaf layout."""
-    if extra and isinstance(layout, PackedLayout):
-        from acco_jax.packable import why_not_packed  # jax.extend is slow to import
-
-        reason = why_not_packed(inner, layout, extra)
-        if reason is not None:
-            raise ValueError(
-                f"with {', '.join(sorted(extra))}, inner could tell packed shards from "
-                f"whole leaves: {reason}. Use layout='leaf'."
             )
 
 

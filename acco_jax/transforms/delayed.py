@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from acco_jax.layout import Layout, Pending, PyTree
+from acco_jax.layout import Layout, Pending, PyTree, Totals
 from acco_jax.transforms.base import Method, Options, Point, make_method
 
 
@@ -31,8 +31,7 @@ class DelayedState(NamedTuple):
 
 
 def _start(layout: Layout, master: PyTree, inner_state: PyTree) -> DelayedState:
-    nothing = Pending(layout.zeros(), jnp.zeros(layout.workers, layout.scalar))
-    return DelayedState(layout, jnp.int32(0), master, inner_state, nothing)
+    return DelayedState(layout, jnp.int32(0), master, inner_state, layout.zeros())
 
 
 def _delayed(
@@ -43,11 +42,11 @@ def _delayed(
     warmup: int = 0,
 ) -> Method:
     def advance(
-        state: DelayedState, gradient: PyTree, weight: jax.Array, step: Any
+        state: DelayedState, gradient: PyTree, totals: Totals, step: Any
     ) -> tuple[DelayedState, Point]:
-        theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
-        at = step(gradient, weight, inner_state, theta)[0] if predict else theta
-        steps = state.steps + (weight != 0)
+        theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
+        at = step(gradient, totals, inner_state, theta)[0] if predict else theta
+        steps = state.steps + (totals.weight != 0)
         state = state._replace(steps=steps, master=theta, inner=inner_state)
         return state, Point(at, norm)
 
@@ -71,7 +70,7 @@ def dpu(
     Args:
       inner: any optax transformation.
       warmup_steps: so many first steps are synchronous, as in `zero1`.
-      **options: mesh, axis_name, comm_dtype, accumulate_dtype, layout, param_specs,
+      **options: mesh, axis_name, comm_dtype, accumulate_dtype, param_specs,
         gather_bits, reduce_bits and resync_every, as for `acco_jax.acco`.
 
     References:

@@ -8,7 +8,6 @@ the same step with the state replicated and one all-reduce of each gradient.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.layout import Layout, Leaf, LeafLayout
+from acco_jax.layout import Layout, Leaf, Totals
 from acco_jax.transforms.base import Method, Options, Point, make_method
 
 PyTree = Any
@@ -38,12 +37,11 @@ def start(layout: Layout, master: PyTree, inner_state: PyTree) -> Zero1State:
 
 
 def advance(
-    state: Zero1State, gradient: PyTree, weight: jax.Array, step: Any
+    state: Zero1State, gradient: PyTree, totals: Totals, step: Any
 ) -> tuple[Zero1State, Point]:
-    theta, inner_state, norm = step(gradient, weight, state.inner, state.master)
-    state = state._replace(
-        steps=state.steps + (weight != 0), master=theta, inner=inner_state
-    )
+    theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
+    steps = state.steps + (totals.weight != 0)
+    state = state._replace(steps=steps, master=theta, inner=inner_state)
     return state, Point(theta, norm)
 
 
@@ -64,7 +62,6 @@ def zero1(
     axis_name: str | tuple[str, ...] = "data",
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
     gather_bits: int | None = None,
     reduce_bits: int | None = None,
@@ -85,7 +82,6 @@ def zero1(
         axis_name,
         comm_dtype,
         accumulate_dtype,
-        layout,
         param_specs,
         gather_bits,
         reduce_bits,
@@ -95,17 +91,14 @@ def zero1(
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class ReplicatedLayout(LeafLayout):
+class ReplicatedLayout(Layout):
     """Every worker has all of everything; nothing is gathered, hence nor rounded."""
 
-    @functools.cached_property
-    def _dims(self) -> dict[Leaf, tuple[int | None, int]]:
-        return dict.fromkeys(self.leaves, (None, 0))
+    together = 0
 
-    def join(self, shards: PyTree) -> tuple[jax.Array, ...]:
-        leaves = zip(self.leaves, jax.tree.leaves(shards), strict=True)
-        return tuple(x.astype(leaf.dtype) for leaf, x in leaves)
+    @staticmethod
+    def parts_of(leaf: Leaf, n: int) -> None:
+        return None
 
 
 def ddp(
@@ -115,7 +108,6 @@ def ddp(
     axis_name: str | tuple[str, ...] = "data",
     comm_dtype: Any = None,
     accumulate_dtype: Any = None,
-    layout: str = "auto",
     param_specs: PyTree | None = None,
 ) -> Method:
     """All-reduce gradients and take the same step on every worker.
@@ -123,17 +115,8 @@ def ddp(
     Arguments, shapes and errors are those of `zero1`, and so are the numbers; every
     worker holds the whole optimizer state, and sends as many bytes as with `zero1`.
 
-    Raises:
-      ValueError: also for layout='packed', which is one of shards.
-
     References:
       Li et al., PyTorch Distributed (https://arxiv.org/abs/2006.15704)
     """
-    if layout not in ("auto", "leaf"):
-        raise ValueError(
-            f"layout is {layout!r}, but ddp shards nothing: leave it out, or use zero1."
-        )
-    options = Options(
-        mesh, axis_name, comm_dtype, accumulate_dtype, ReplicatedLayout, param_specs
-    )
-    return synchronous(inner, options)
+    options = Options(mesh, axis_name, comm_dtype, accumulate_dtype, param_specs)
+    return synchronous(inner, options, layout=ReplicatedLayout)

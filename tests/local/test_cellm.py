@@ -295,7 +295,6 @@ REFUSED = [
     ({"keep": 257}, "keep is 257: give the part"),
     ({"keep": 1.5}, "keep is 1.5: give the part"),
     ({"keep": True}, "keep is True: give the part"),
-    ({"layout": "packed"}, "cellm shards nothing"),
     ({"local_steps": 0}, "local_steps is 0"),
     ({"outer": "adam"}, "outer is a str: give a plain optax optimizer"),
 ]

@@ -175,7 +175,6 @@ def test_what_it_sends(topology):
 
 REFUSED = [
     ({"topology": "star"}, "topology is 'star': choose one of ring"),
-    ({"layout": "packed"}, "gossip shards nothing"),
     ({"local_steps": 0}, "local_steps is 0"),
 ]
 

@@ -29,7 +29,6 @@ WRONG = [
     ("entirely_different", 1, r"no field entirely_different\."),
     ("method", "aco", r"method is 'aco': did you mean 'acco'\? Known: acco, "),
     ("method_options.warmup", 1, r"method_options of acco is 'warmup': Known: "),
-    ("layout", "pakced", r"layout is 'pakced': did you mean 'packed'\?"),
     ("form", "fussed", r"form is 'fussed': did you mean 'fused'\?"),
     ("optimizer.name", "adamv", r"optax does not have: did you mean 'adam"),
     ("optimizer.name", "clip", r"'clip', which takes no learning_rate"),

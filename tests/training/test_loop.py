@@ -354,7 +354,6 @@ REFUSED = [
     ({"length": 30000}, "less than a batch of"),
     ({"optimizer.name": "lbfgs"}, "optimizer lbfgs .* does not work here: .*value"),
     ({"optimizer.options": {"b1": "much"}}, "optimizer"),
-    ({"optimizer.name": "muon", "layout": "packed"}, "layout=.packed. would change"),
 ]
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from acco_jax.layout import LeafLayout, PackedLayout
 from tests.reference import (
     AUTO,
     EXPLICIT,
@@ -117,7 +116,7 @@ def numpy_acco(opt, theta, data):
 
 
 @functools.cache
-def mlp_run(n, N, kind, opt, hp, layout="auto"):
+def mlp_run(n, N, kind, opt, hp):
     """Functions of the public contract, compiled once per case of that shape."""
     hp = dict(hp)
     if opt == "adamw":
@@ -127,7 +126,7 @@ def mlp_run(n, N, kind, opt, hp, layout="auto"):
     else:
         inner = optax.sgd(hp["lr"], momentum=hp.get("momentum"))
     mesh = make_mesh(n, types=KINDS[kind])
-    tx = acco_jax.acco(inner, mesh=mesh, comm_dtype=jnp.float64, layout=layout)
+    tx = acco_jax.acco(inner, mesh=mesh, comm_dtype=jnp.float64)
     gradients = acco_jax.local_gradients(mlp_loss, mesh=mesh, microbatches=N)
     return tx, gradients, jax.jit(tx.update)
 
@@ -171,12 +170,11 @@ ADAMW = (("lr", 0.03), ("b1", 0.9), ("b2", 0.95), ("eps", 1e-8), ("wd", 0.1))
 SGD = (("lr", 0.05), ("momentum", 0.9))
 
 
-@pytest.mark.parametrize("layout", ["auto", "leaf"])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize(("opt", "hp"), [("adamw", ADAMW), ("sgd", SGD)])
-def test_more_cases_of_the_same_kind(n, opt, hp, layout):
+def test_more_cases_of_the_same_kind(n, opt, hp):
     N, shapes = 3, [(4, 6), (6,), (6, 3), (3,)]
-    run = mlp_run(n, N, "auto", opt, hp, layout)
+    run = mlp_run(n, N, "auto", opt, hp)
     for seed in range(2):
         rng = np.random.default_rng(seed)
         theta = [rng.normal(size=s) for s in shapes]
@@ -236,46 +234,40 @@ def partition(param_labels):
 LABELS = {"b": "frozen", "s": "vector", "t": "matrix", "w": "matrix"}
 schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-2, 2, 6)
 clip = optax.clip_by_global_norm
-INNER = {  # inner, tree, packed qualifies
-    "adamw": (optax.adamw(1e-2), "odd", True),
-    "lion": (optax.lion(1e-2), "odd", True),
-    "sgd": (optax.sgd(0.1, momentum=0.9, nesterov=True), "odd", True),
-    "lamb": (optax.lamb(1e-2), "even", True),
-    "lamb on odd sizes": (optax.lamb(1e-2), "odd", False),
-    "global norm": (optax.chain(clip(0.5), optax.adamw(1e-2)), "odd", True),
-    "global norm, padded": (optax.chain(clip(0.5), optax.adamw(1e-2)), "line", True),
+INNER = {  # inner, tree
+    "adamw": (optax.adamw(1e-2), "odd"),
+    "lion": (optax.lion(1e-2), "odd"),
+    "sgd": (optax.sgd(0.1, momentum=0.9, nesterov=True), "odd"),
+    "lamb": (optax.lamb(1e-2), "even"),
+    "lamb on odd sizes": (optax.lamb(1e-2), "odd"),
+    "global norm": (optax.chain(clip(0.5), optax.adamw(1e-2)), "odd"),
+    "global norm, padded": (optax.chain(clip(0.5), optax.adamw(1e-2)), "line"),
     "block rms": (
-        optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)), "odd", False),
+        optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)), "odd"),
     "block rms, even": (
-        optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)), "even", True),
+        optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)), "even"),
     "adaptive clip": (
-        optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "even", False),
-    "centralize": (optax.chain(optax.centralize(), optax.sgd(0.1)), "odd", False),
-    "noise": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "odd", False),
-    "mask tree": (optax.adamw(1e-2, weight_decay=0.5, mask=mask("odd")), "odd", True),
-    "mask callable": (optax.adamw(1e-2, weight_decay=0.5, mask=ndim_mask), "odd", True),
-    "labels tree": (partition(LABELS), "odd", True),
-    "labels callable": (partition(labels), "odd", True),
-    "schedule": (optax.adamw(schedule), "odd", True),
-    "adafactor": (optax.adafactor(1e-2), "large", False),
-    "muon": (optax.contrib.muon(1e-2), "large", False),
+        optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "even"),
+    "centralize": (optax.chain(optax.centralize(), optax.sgd(0.1)), "odd"),
+    "noise": (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "odd"),
+    "mask tree": (optax.adamw(1e-2, weight_decay=0.5, mask=mask("odd")), "odd"),
+    "mask callable": (optax.adamw(1e-2, weight_decay=0.5, mask=ndim_mask), "odd"),
+    "labels tree": (partition(LABELS), "odd"),
+    "labels callable": (partition(labels), "odd"),
+    "schedule": (optax.adamw(schedule), "odd"),
+    "adafactor": (optax.adafactor(1e-2), "large"),
+    "muon": (optax.contrib.muon(1e-2), "large"),
     "moments, padded": (
-        optax.chain(optax.centralize(), optax.adamw(1e-2)), "large", False),
-    "apply_if_finite": (optax.apply_if_finite(optax.adamw(1e-2), 3), "odd", True),
+        optax.chain(optax.centralize(), optax.adamw(1e-2)), "large"),
+    "apply_if_finite": (optax.apply_if_finite(optax.adamw(1e-2), 3), "odd"),
     "inject_hyperparams": (
-        optax.inject_hyperparams(optax.adamw)(learning_rate=schedule), "odd", True),
+        optax.inject_hyperparams(optax.adamw)(learning_rate=schedule), "odd"),
     "MultiSteps": (
-        optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), "odd", True),
-    "schedule free": (optax.contrib.schedule_free_adamw(1e-2), "odd", True),
+        optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), "odd"),
+    "schedule free": (optax.contrib.schedule_free_adamw(1e-2), "odd"),
 }  # fmt: skip
-EXACT = ("lamb on odd sizes", "block rms")  # pack where there is no padding
 EIGHT = ("adamw", "global norm", "centralize")
-RUNS = [
-    (name, n, layout)
-    for name, (_, _, packs) in INNER.items()
-    for n, layout in ((1, "auto"), (2, "auto"), (4, "auto"), (4, "leaf"), (8, "auto"))
-    if (n < 8 or name in EIGHT) and (layout == "auto" or packs)
-]
+RUNS = [(name, n) for name in INNER for n in (1, 2, 4, 8) if n < 8 or name in EIGHT]
 HALF_ROUNDS = 7
 
 
@@ -285,15 +277,11 @@ def unsharded(name):
 
 
 @functools.cache
-def compiled(name, n, layout):
-    inner, tree, packs = INNER[name]
-    tx = acco_jax.acco(inner, mesh=make_mesh(n), layout=layout)
+def compiled(name, n):
+    inner, tree = INNER[name]
+    tx = acco_jax.acco(inner, mesh=make_mesh(n))
     theta = parameters(TREES[tree])
-    state = tx.init(theta)
-    packs = packs or (n == 1 and name in EXACT)
-    expected = PackedLayout if packs and layout == "auto" else LeafLayout
-    assert type(state.layout) is expected
-    return theta, state, jax.jit(tx.update)
+    return theta, tx.init(theta), jax.jit(tx.update)
 
 
 def weights(n):
@@ -305,9 +293,9 @@ def weights(n):
     )
 
 
-@pytest.mark.parametrize(("name", "n", "layout"), RUNS)
-def test_inner_behaves_as_unsharded(name, n, layout):
-    theta, start, update = compiled(name, n, layout)
+@pytest.mark.parametrize(("name", "n"), RUNS)
+def test_inner_behaves_as_unsharded(name, n):
+    theta, start, update = compiled(name, n)
     tree = INNER[name][1]
 
     @settings(max_examples=2 if tree in ("large", "line") else 4)
@@ -326,29 +314,6 @@ def test_inner_behaves_as_unsharded(name, n, layout):
     check()
     # NumPy parameters first, arrays after that; keys have an entry of their own
     assert update._cache_size() <= 2 + (name == "noise")
-
-
-@pytest.mark.parametrize(
-    ("name", "leaf", "operation"),
-    [
-        ("centralize", "t", "div"),
-        ("noise", "", "random_bits"),
-        ("adaptive clip", "", ""),
-        ("block rms", "b", "77"),
-        ("adafactor", "f", "v_row"),
-        ("muon", "", ""),
-    ],
-)
-def test_packed_refuses_by_leaf_and_operation(name, leaf, operation):
-    inner, tree, _ = INNER[name]
-    tx = acco_jax.acco(inner, mesh=make_mesh(4), layout="packed")
-    with pytest.raises(ValueError, match=r"layout='packed'") as error:
-        tx.init(parameters(TREES[tree]))
-    message = str(error.value)
-    assert "\n" not in message
-    names = [leaf] if leaf else TREES[tree]
-    assert any(f" {k} " in message or f"/{k} " in message for k in names), message
-    assert operation in message
 
 
 def test_zero1_and_acco_take_the_same_state_shapes():
@@ -370,21 +335,20 @@ MIXED = {"b": jnp.bfloat16, "s": jnp.float32, "t": jnp.float32, "w": jnp.bfloat1
 
 
 @functools.cache
-def mixed(layout, comm_dtype=None):
+def mixed():
     inner = optax.chain(clip(0.5), optax.adamw(1e-2))
-    tx = acco_jax.acco(inner, mesh=make_mesh(4), layout=layout, comm_dtype=comm_dtype)
+    tx = acco_jax.acco(inner, mesh=make_mesh(4))
     theta = parameters(TREES["odd"], dtypes=MIXED)
     return tx, Unsharded(inner, np.float32), theta, jax.jit(tx.update)
 
 
-@pytest.mark.parametrize("layout", ["packed", "leaf"])
-def test_sixteen_bit_parameters(layout):
-    tx, reference, theta, update = mixed(layout)
+def test_sixteen_bit_parameters():
+    tx, reference, theta, update = mixed()
     state = tx.init(theta)
     assert {x.dtype for x in jax.tree.leaves(state.master)} == {np.dtype("float32")}
-    if layout == "packed":
-        wires = [b.dtype for b in state.pending.buffers]
-        assert sorted(map(str, wires)) == ["bfloat16", "float32"]
+    pending = state.pending
+    wires = {str(x.dtype) for x in (*pending.buffers, *pending.whole)}
+    assert wires == {"bfloat16", "float32"}
     gradients = draw(TREES["odd"], 4, HALF_ROUNDS, 0, MIXED)
     weight = np.random.default_rng(0).integers(0, 3, (HALF_ROUNDS, 4))
     params = theta
@@ -423,10 +387,9 @@ def _relabel(layout, fn):
     return dataclasses.replace(layout, leaves=tuple(map(fn, layout.leaves)))
 
 
-@pytest.mark.parametrize("layout", ["packed", "leaf"])
-def test_p_plus_u_is_new_whatever_params_were(layout):
+def test_p_plus_u_is_new_whatever_params_were():
     """Errors never accumulate: the update is relative to the params passed in."""
-    tx, _, theta, update = mixed(layout)
+    tx, _, theta, update = mixed()
     state = tx.init(theta)
     (g,) = draw(TREES["odd"], 4, 1, 3, MIXED)
     for _ in range(2):  # priming, estimate
@@ -448,11 +411,8 @@ def test_p_plus_u_is_new_whatever_params_were(layout):
     )
 
 
-@pytest.mark.parametrize("layout", ["packed", "leaf"])
-def test_float32_parameters_over_a_16_bit_wire(layout):
-    tx = acco_jax.acco(
-        optax.sgd(0.1), mesh=make_mesh(4), comm_dtype=jnp.bfloat16, layout=layout
-    )
+def test_float32_parameters_over_a_16_bit_wire():
+    tx = acco_jax.acco(optax.sgd(0.1), mesh=make_mesh(4), comm_dtype=jnp.bfloat16)
     theta = jax.tree.map(
         lambda s: np.full(s, 1 + 2**-12, np.float32), TREES["even"], is_leaf=_is_shape
     )
@@ -461,8 +421,13 @@ def test_float32_parameters_over_a_16_bit_wire(layout):
     zero = jax.tree.map(lambda p: np.zeros((4, *p.shape), np.float32), theta)
     updates, state = update(zero, state, theta)
     params = optax.apply_updates(theta, updates)
-    # the model sees what was gathered, the master copy keeps every bit
-    assert all((p == 1).all() and p.dtype == np.float32 for p in params.values())
+    # the model sees what was gathered, the master copy keeps every bit; what every
+    # worker has whole is not gathered
+    for leaf in state.layout.leaves:
+        p = params[leaf.name]
+        assert p.dtype == np.float32
+        assert (p == (theta[leaf.name] if leaf.whole else 1)).all()
+    assert not all(leaf.whole for leaf in state.layout.leaves)
     held = acco_jax.committed_params(state, params)
     chex.assert_trees_all_equal(held, theta)
 
@@ -471,12 +436,9 @@ def _is_shape(s):
     return isinstance(s, tuple)
 
 
-@pytest.mark.parametrize("layout", ["packed", "leaf"])
-def test_a_wider_wire(layout):
+def test_a_wider_wire():
     """Sums that float32 would round cross the network in float64."""
-    tx = acco_jax.acco(
-        optax.sgd(1.0), mesh=make_mesh(4), comm_dtype=jnp.float64, layout=layout
-    )
+    tx = acco_jax.acco(optax.sgd(1.0), mesh=make_mesh(4), comm_dtype=jnp.float64)
     theta = {"w": np.zeros((16, 8), np.float32)}
     state, update = tx.init(theta), jax.jit(tx.update)
     row = np.array([1, 2.0**-30, -1, 2.0**-31]).reshape(4, 1, 1)
@@ -491,9 +453,9 @@ def test_a_wider_wire(layout):
 
 
 @functools.cache
-def small(layout="auto", n=2):
+def small(n=2):
     inner = optax.chain(clip(1.0), optax.adamw(1e-1))
-    tx = acco_jax.acco(inner, mesh=make_mesh(n), layout=layout)
+    tx = acco_jax.acco(inner, mesh=make_mesh(n))
     theta = parameters({"b": (7,), "w": (4, 6)})
     return tx, Unsharded(inner), theta, jax.jit(tx.update)
 
@@ -526,13 +488,12 @@ def test_priming_keeps_everything():
     )
 
 
-@pytest.mark.parametrize("layout", ["auto", "leaf"])
 @pytest.mark.parametrize(
     "idle", [(), (0,), (1,), (0, 1), (2,), (2, 3), (1, 2), (0, 1, 2, 3, 4), (3, 4, 5)]
 )
-def test_half_rounds_without_weight(idle, layout):
+def test_half_rounds_without_weight(idle):
     """Half-rounds of weight 0, their gradients NaN: as if nothing had been sent."""
-    tx, reference, theta, update = small(layout)
+    tx, reference, theta, update = small()
     state, params = tx.init(theta), theta
     gradients = [nan_rows() if h in idle else rows(h) for h in range(9)]
     weight = [[0, 0] if h in idle else [1, h % 3] for h in range(9)]
@@ -609,7 +570,6 @@ def test_bad_input_is_refused_in_one_line():
     refuses(
         "no axis of the mesh", acco_jax.acco, optax.sgd(1), mesh=mesh, axis_name="x"
     )
-    refuses("choose 'auto'", acco_jax.acco, optax.sgd(1), mesh=mesh, layout="rows")
     refuses("give an optax", acco_jax.acco, 1e-3, mesh=mesh)
     refuses("no arrays", tx.init, {})
     refuses("floating-point", tx.init, {"w": np.ones(3, np.int32)})
@@ -649,7 +609,7 @@ def test_extra_arguments_as_unsharded():
     )
 
 
-def test_an_extra_tree_of_parameters_needs_the_leaf_layout():
+def test_an_extra_tree_of_parameters():
     def update(g, state, params=None, *, scales=None, **extra):
         if scales is not None:
             g = jax.tree.map(jnp.multiply, g, scales)
@@ -658,16 +618,12 @@ def test_an_extra_tree_of_parameters_needs_the_leaf_layout():
     inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
     theta = parameters({"b": (7,), "w": (4, 6)})
     scales = jax.tree.map(lambda p: 0.1 * p, theta)
-    packed = acco_jax.acco(inner, mesh=make_mesh(2))
-    state = packed.init(theta)
-    assert isinstance(state.layout, PackedLayout)
-    refuses("layout='leaf'", packed.update, rows(0), state, theta, scales=scales)
-    leaf = acco_jax.acco(inner, mesh=make_mesh(2), layout="leaf")
-    state, params = leaf.init(theta), theta
+    tx = acco_jax.acco(inner, mesh=make_mesh(2))
+    state, params = tx.init(theta), theta
     expected = Unsharded(inner).acco(
         theta, [rows(h) for h in range(3)], [[1, 1]] * 3, {"scales": scales}
     )
     for h, (here, _) in enumerate(expected):
-        updates, state = jax.jit(leaf.update)(rows(h), state, params, scales=scales)
+        updates, state = jax.jit(tx.update)(rows(h), state, params, scales=scales)
         params = optax.apply_updates(params, updates)
         chex.assert_trees_all_close(params, here, rtol=0, atol=1e-12)

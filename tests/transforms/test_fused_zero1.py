@@ -164,7 +164,6 @@ def test_sixteen_bit_gpt_neo_is_zero1s(remat, N):
         batches=[{"tokens": t} for t in tokens],
         N=N,
         accumulate_dtype=jnp.float32,
-        layout="leaf",
     )
     _, _, _, old = go(acco_jax.zero1)
     got, _, tx, new = go(acco_jax.fused_zero1, pipelined=True)
@@ -244,13 +243,11 @@ def test_layers_stay_whole_and_the_layout_is_its_own():
     mesh = make_mesh(4)
     tx = acco_jax.fused_zero1(INNER, mesh=mesh)
     layout = tx.init(jax.tree.map(jnp.asarray, parameters(SHAPES))).layout
-    split = {str(leaf): layout.shard_spec(leaf) for leaf in layout.leaves}
-    assert split["layers/w"] == P(None, "data", None)
+    split = {str(leaf): leaf.stored_spec(layout.order) for leaf in layout.leaves}
+    assert split["layers/w"] == P(None, ("data",), None)
     assert split["layers/b"] == P(None, "data")
     assert split["layers/s"] == split["norm"] == P("data")
     assert split["scale"] == P()
-    with pytest.raises(ValueError, match="choose 'auto' or 'leaf'"):
-        acco_jax.fused_zero1(INNER, mesh=mesh, layout="packed")
 
 
 def test_plain_updates_are_zero1s():
@@ -263,7 +260,7 @@ def test_plain_updates_are_zero1s():
     ]
     points = []
     for method in (acco_jax.zero1, acco_jax.fused_zero1):
-        tx = method(INNER, mesh=mesh, layout="leaf")
+        tx = method(INNER, mesh=mesh)
         here, state = params, tx.init(params)
         for grads in rows:
             updates, state = jax.jit(tx.update)(grads, state, here)

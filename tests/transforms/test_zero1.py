@@ -8,17 +8,15 @@ import pytest
 
 import acco_jax
 from acco_jax.footprint import NEGLIGIBLE, collectives
-from acco_jax.layout import LeafLayout, PackedLayout
-from acco_jax.transforms.zero1 import ReplicatedLayout
 from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
 SHAPES = {"b": (77,), "s": (), "t": (3, 4, 5), "w": (5, 13)}
 CLIP = optax.clip_by_global_norm(0.5)
 INNER = {
-    "adamw": (optax.chain(CLIP, optax.adamw(1e-2)), PackedLayout),
-    "sgd": (optax.sgd(0.1, momentum=0.9), PackedLayout),
-    "centralize": (optax.chain(optax.centralize(), optax.adamw(1e-2)), LeafLayout),
+    "adamw": optax.chain(CLIP, optax.adamw(1e-2)),
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "centralize": optax.chain(optax.centralize(), optax.adamw(1e-2)),
 }
 METHODS = {"zero1": acco_jax.zero1, "ddp": acco_jax.ddp}
 
@@ -29,12 +27,10 @@ METHODS = {"zero1": acco_jax.zero1, "ddp": acco_jax.ddp}
     ("method", "name"), [*(("zero1", name) for name in INNER), ("ddp", "adamw")]
 )
 def test_every_update_is_one_step_of_inner(method, name, n, types):
-    inner, kind = INNER[name]
+    inner = INNER[name]
     tx = METHODS[method](inner, mesh=make_mesh(n, types=types))
-    kind = kind if method == "zero1" else ReplicatedLayout
     theta = parameters(SHAPES)
     params, state, update = theta, tx.init(theta), jax.jit(tx.update)
-    assert isinstance(state.layout, kind)
     gradients = draw(SHAPES, n, 6, 0)
     weight = np.random.default_rng(1).integers(0, 3, (6, n))
     weight[2] = 0  # nobody had anything: nothing moves, not even for NaN
@@ -78,13 +74,11 @@ def test_ddp_replicates_its_state_and_reduces_once():
     for k, x in acco_jax.committed_params(state, params).items():
         np.testing.assert_array_equal(x, params[k])  # nothing gathered, nothing rounded
         assert np.abs(np.asarray(x) - 0.99).max() < 1e-6  # Adam's first step
-    with pytest.raises(ValueError, match="ddp shards nothing"):
-        acco_jax.ddp(optax.adam(1e-2), mesh=mesh, layout="packed")
 
 
 def test_equals_acco_that_commits_the_same_gradients():
     """With estimates of weight 0, ACCO's commits are ZeRO-1's steps, one later."""
-    inner, mesh = INNER["adamw"][0], make_mesh(2)
+    inner, mesh = INNER["adamw"], make_mesh(2)
     theta = parameters(SHAPES)
     gradients = draw(SHAPES, 2, 3, 5)
     zero1, acco = (f(inner, mesh=mesh) for f in (acco_jax.zero1, acco_jax.acco))

@@ -1,0 +1,120 @@
+"""One buffer for the workers' parts of many leaves.
+
+A buffer is [n * rows, width]; rows i * rows to (i + 1) * rows, block i, hold part i of
+every leaf: first those that fill whole rows, then the others, one after the other, and
+zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Width -> of what each worker's number of rows is a multiple. TPUs fall back to a
+# synchronous all-reduce for one-dimensional buffers and for row counts that do not fill
+# a bf16 tile of 16 rows; of widths that are no powers of two, v6e does so at some
+# multiples of 16. 768 with 64 is compiled for every chip in tests/planning/test_hidden.
+ROWS = {1024: 16, 768: 64, 512: 16, 256: 16, 128: 16}
+WIDE = (1024, 512, 256, 128)  # where most leaves have no such rows of their own
+MAX_PADDING = 0.01  # of a buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The leaves of one buffer.
+
+    Attributes:
+      dtype: that travels.
+      width: of a row.
+      rows: of each worker's block.
+      leaves: their numbers, in the order in which they lie.
+      parts: the shape of one worker's part of each.
+    """
+
+    dtype: np.dtype
+    width: int
+    rows: int
+    leaves: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(map(math.prod, self.parts))
+
+    @property
+    def aligned(self) -> int:
+        """How many leaves have rows of their own; they are the first."""
+        return sum(_fills_rows(part, self.width) for part in self.parts)
+
+    def lay(self, parts: Sequence[jax.Array], dtype: Any = None) -> jax.Array:
+        """(n, *part) of every leaf, in the group's order -> [n * rows, width]."""
+        n, k = parts[0].shape[0], self.aligned
+        parts = [x.astype(dtype or self.dtype) for x in parts]
+        blocks = [x.reshape(n, -1, self.width) for x in parts[:k]]
+        tail = [x.reshape(n, -1) for x in parts[k:]]
+        pad = self.rows * self.width - sum(self.sizes)
+        if tail or pad:
+            tail.append(jnp.zeros((n, pad), dtype or self.dtype))
+            blocks.append(jnp.concatenate(tail, 1).reshape(n, -1, self.width))
+        return jnp.concatenate(blocks, 1).reshape(-1, self.width)
+
+    def take(self, buffer: jax.Array) -> list[jax.Array]:
+        """The inverse of `lay`: (n, *part) of every leaf."""
+        blocks, k, row = buffer.reshape(-1, self.rows, self.width), self.aligned, 0
+        n, found = blocks.shape[0], []
+        for part, size in zip(self.parts[:k], self.sizes, strict=False):
+            end = row + size // self.width
+            found.append(blocks[:, row:end].reshape(n, *part))
+            row = end
+        if k < len(self.parts):
+            tail, start = blocks[:, row:].reshape(n, -1), 0
+            for part, size in zip(self.parts[k:], self.sizes[k:], strict=True):
+                found.append(tail[:, start : start + size].reshape(n, *part))
+                start += size
+        return found
+
+
+def _fills_rows(part: tuple[int, ...], width: int) -> bool:
+    return math.prod(part) % width == 0
+
+
+def make_group(dtype: np.dtype, parts: Mapping[int, tuple[int, ...]]) -> Group:
+    """Lays out one buffer.
+
+    Args:
+      dtype: that travels.
+      parts: leaf's number -> the shape of a worker's part of it.
+    """
+    total = sum(map(math.prod, parts.values()))
+    width = _best_width(total, parts.values())
+    order = sorted(parts, key=lambda i: not _fills_rows(parts[i], width))
+    rows = _padded(total, width) // width
+    return Group(dtype, width, rows, tuple(order), tuple(parts[i] for i in order))
+
+
+def _padded(size: int, width: int) -> int:
+    """Elements of a block that holds so many."""
+    unit = width * ROWS[width]
+    return max(-(-size // unit), 1) * unit
+
+
+def _best_width(total: int, parts: Iterable[tuple[int, ...]]) -> int:
+    """The width of most leaves' own rows, which then move as they are; or the widest.
+
+    Of the widths that fill up a buffer by at most 1 %; where none does, the narrowest.
+    """
+    fits = [w for w in ROWS if _padded(total, w) <= (1 + MAX_PADDING) * total]
+    own: dict[int, int] = {}
+    for part in parts:
+        if part and part[-1] in fits:
+            own[part[-1]] = own.get(part[-1], 0) + math.prod(part)
+    most = max(own, key=lambda w: own[w], default=0)
+    if own.get(most, 0) >= total / 2:
+        return most
+    return next((w for w in fits if w in WIDE), min(WIDE))
