@@ -371,6 +371,8 @@ class _Reader:
             return sum(map(self.bytes_in, x.called))
         if x.opcode == "conditional":
             return max(map(self.bytes_in, x.called))
+        if x.attribute(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"'):
+            return 0  # what a TPU only makes, or has already in one piece
         operands = c.operands_of(x)
         if x.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * x.size
@@ -378,6 +380,8 @@ class _Reader:
             return 2 * operands[1].size
         if x.opcode == "fusion":
             return self.fused_bytes(x, operands)
+        if x.opcode == "slice-start":
+            return 2 * (x.size - operands[0].size)
         if x.opcode.endswith(("-start", "-update")):  # its result repeats the operands
             return max(x.size, sum(o.size for o in operands))
         return x.size + sum(o.size for o in operands)
@@ -387,21 +391,14 @@ class _Reader:
         inner = self.computations[x.called[0]]
         total = 0
         for p in inner.instructions:
-            if p.opcode != "parameter" or int(p.arguments) >= len(operands):
-                continue
-            users = [u for u in inner.instructions if p.name in u.operands]
-            sliced = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
-            if users and all(
-                u.opcode in sliced and u.operands[0] == p.name for u in users
-            ):  # an updated buffer is not read, only written at the slice
-                reads = [u for u in users if u.opcode != "dynamic-update-slice"]
-                total += sum(u.size for u in reads)
-            else:
-                total += operands[int(p.arguments)].size
+            if p.opcode == "parameter" and int(p.arguments) < len(operands):
+                total += min(_read(inner, p), operands[int(p.arguments)].size)
         results = [inner.root]
         if inner.root.opcode == "tuple":
             results = inner.operands_of(inner.root)
         for r in results:
+            while r.opcode == "bitcast" and r.operands:
+                r = inner.by_name[r.operands[0]]
             update = inner.operand(r, 1) if r.opcode == "dynamic-update-slice" else None
             total += r.size if update is None else update.size
         return total
@@ -594,6 +591,21 @@ class _Reader:
                 if f and y.opcode == "while"
             ),
         )
+
+
+def _read(c: Computation, x: Instruction) -> int:
+    """Bytes that are read of a fused computation's value: of slices only the slices."""
+    total = x.size if x.root else 0
+    for u in c.instructions:
+        if x.name not in u.operands:
+            continue
+        first = u.operands[0] == x.name
+        if first and u.opcode in ("bitcast", "dynamic-slice", "slice", "gather"):
+            total += _read(c, u)
+        elif not first or u.opcode != "dynamic-update-slice":
+            total += x.size
+        # an updated buffer is not read, only written at the slice
+    return min(total, x.size)
 
 
 def _is_sync(x: Instruction) -> bool:

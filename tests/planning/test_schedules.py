@@ -457,6 +457,41 @@ def test_collective_inside_an_asynchronous_computation():
     assert (found.start, found.done, found.flops_between) == (2, 4, ONE)
 
 
+SLICES = """
+    %fused (a: bf16[64,32], b: bf16[2048]) -> (bf16[4,8], bf16[2048]) {
+      %a = bf16[64,32]{1,0} parameter(0)
+      %b = bf16[2048]{0} parameter(1)
+      %zero = s32[] constant(0)
+      %flat = bf16[8,256]{1,0} bitcast(%a)
+      %most = bf16[8,64]{1,0} slice(%flat), slice={[0:8], [0:64]}
+      %less = bf16[4,8]{1,0} slice(%most), slice={[0:4], [0:8]}
+      %row = bf16[32]{0} bitcast(%less)
+      %new = bf16[2048]{0} dynamic-update-slice(%b, %row, %zero)
+      ROOT %both = (bf16[4,8], bf16[2048]) tuple(%less, %new)
+    }
+"""
+
+
+def test_a_fusion_reads_and_writes_slices_alone():
+    text = module(
+        """
+        %p = bf16[64,32]{1,0} parameter(0)
+        %q = bf16[2048]{0} custom-call(), custom_call_target="AllocateBuffer"
+        %f = (bf16[4,8], bf16[2048]) fusion(%p, %q), kind=kLoop, calls=%fused
+        %s = ((bf16[64,32]), bf16[8,32], s32[]) slice-start(%p), slice={[0:8], [0:32]}
+        %d = bf16[8,32]{1,0} slice-done(%s)
+        %c = bf16[8,32]{1,0} custom-call(%d), custom_call_target="ConcatBitcast"
+        """,
+        SLICES,
+    )
+    sizes = {x.name: x.bytes for x in schedules.read(text).operations}
+    # f reads a slice and writes two; s reads and writes one and a flag
+    assert sizes == {"q": 0, "f": 3 * 2 * 32, "s": 2 * (2 * 256 + 4), "d": 0, "c": 0}
+    whole = text.replace("tuple(%less, %new)", "tuple(%flat, %new)")
+    _, fusion, *_ = schedules.read(whole).operations
+    assert fusion.bytes == 2 * (2048 + 2048 + 32)
+
+
 @pytest.mark.parametrize(
     ("kind", "operand", "result", "shape"),
     [
