@@ -83,12 +83,21 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program's text and what was read from it."""
+    """A program's text and what was read from it.
+
+    Attributes:
+      text: its optimized HLO.
+      schedule: what was read from the text.
+      memory: of one device.
+      seconds: that it took to compile.
+      bytes_accessed: by the compiler's own analysis of cost; None where it has none.
+    """
 
     text: str
     schedule: schedules.Schedule
     memory: Memory
     seconds: float
+    bytes_accessed: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +163,11 @@ class Program:
             raise DoesNotFit(what_it_needs(str(error))) from error
         seconds, text = time.perf_counter() - start, compiled.as_text()
         schedule = schedules.read(text, trip_counts=self._trips(text))
-        return Compiled(text, schedule, self._memory(compiled), seconds)
+        try:
+            accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+        except jax.errors.JaxRuntimeError:  # unimplemented where there is no device
+            accessed = None
+        return Compiled(text, schedule, self._memory(compiled), seconds, accessed)
 
     def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds the compiler cannot know.
