@@ -173,17 +173,25 @@ class Accumulator:
         """Splits every leaf's axis 0 over the workers.
 
         Raises:
-          ValueError: a leaf's axis 0 does not divide by n * microbatches.
+          ValueError: a leaf's axis 0 does not divide by n * microbatches, or two
+            leaves have different numbers of rows.
         """
         parts = self.workers * self.microbatches
+        first: tuple[str, int] | None = None
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             shape = jnp.shape(x)
+            name = jax.tree_util.keystr(path) or "batch"
             if not shape or shape[0] % parts or not shape[0]:
-                name = jax.tree_util.keystr(path) or "batch"
                 raise ValueError(
                     f"batch leaf {name} of shape {shape} does not divide into "
                     f"{self.workers} workers x {self.microbatches} microbatches: its "
                     f"axis 0 must be a multiple of {parts}."
+                )
+            first = first or (name, shape[0])
+            if shape[0] != first[1]:
+                raise ValueError(
+                    f"batch leaf {first[0]} has {first[1]} rows and {name} has "
+                    f"{shape[0]}: row k of every leaf must be of the same example."
                 )
         return jax.device_put(batch, NamedSharding(self.mesh, self.rows))
 
