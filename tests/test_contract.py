@@ -2,6 +2,7 @@
 
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -62,3 +63,22 @@ def test_leaves_of_different_numbers_of_rows_are_refused(name):
         step_of(tx, loss)(params, state, batch)
     with refused(words):
         acco_jax.local_gradients(loss, mesh=tx.mesh, microbatches=2)(theta(), batch)
+
+
+@pytest.mark.parametrize("name", ["zero1", "acco", "ddp", "fused_zero1", "gossip"])
+def test_params_of_another_dtype_than_at_init_are_refused(name):
+    tx = method(name)
+    params, state = acco_jax.start(tx, theta())
+    words = "params w is bfloat16, but init saw float32"
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with refused(words):
+        step_of(tx)(narrow, state, batch_for(tx))
+    if name not in LOCAL:
+        grads = {"w": np.ones((2, 3, 2), np.float32)}
+        with refused(words):
+            tx.update(grads, state, narrow)
+        with refused("params w is float32, but init saw bfloat16"):
+            tx.update(grads, tx.init(theta(jnp.bfloat16)), params)
+        # NumPy's float64 is float32 to jax
+        tx.update(grads, state, {"w": np.ones((3, 2))})
+    step_of(tx)(params, state, batch_for(tx))

@@ -20,7 +20,7 @@ from acco_jax.gradients import Accumulator
 from acco_jax.layout import Layout
 from acco_jax.local.base import LocalMethod, Round, Work
 from acco_jax.step import TrainStep, _metrics, placed
-from acco_jax.transforms.checks import check_grads
+from acco_jax.transforms.checks import check_dtypes, check_grads
 from acco_jax.transforms.state import find_state
 
 PyTree = Any
@@ -181,6 +181,7 @@ class LocalStep(TrainStep):
                 "params are not the rows of this method, a copy for every worker: "
                 "give those of acco_jax.start(tx, params)."
             ) from None
+        check_dtypes(layout, params)
         return (
             jax.device_put(params, layout.grads_shardings),
             state,

@@ -43,6 +43,19 @@ def check_params(layout: Layout, params: PyTree | None) -> None:
             raise ValueError(
                 f"params {leaf} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
             )
+    check_dtypes(layout, params)
+
+
+def check_dtypes(layout: Layout, params: PyTree) -> None:
+    """Raises a ValueError unless params, or rows of them, are of the dtypes of init."""
+    for leaf, p in zip(layout.leaves, jax.tree.leaves(params), strict=True):
+        # NumPy's float64 becomes float32 where jax_enable_x64 is off
+        found, held = jnp.result_type(p), jnp.result_type(leaf.dtype)
+        if found != held:
+            raise ValueError(
+                f"params {leaf} is {found}, but init saw {held}: cast it back, or make "
+                "a new state with init."
+            )
 
 
 def check_grads(layout: Layout, grads: PyTree) -> None:
