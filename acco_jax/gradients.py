@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
@@ -32,8 +32,13 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     """The data axes as a tuple.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh is none, or has no such axis.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"mesh is {mesh!r}: give the devices as a jax.sharding.Mesh, such as "
+            "jax.make_mesh((jax.device_count(),), ('data',))."
+        )
     axis = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     for name in axis:
         if name not in mesh.axis_names:
@@ -76,7 +81,28 @@ def parts_of_loss(out: Any) -> tuple[Any, Any, PyTree]:
             f"loss_fn returned a tuple of {len(out)}: return loss, (loss, aux) or "
             "(loss, weight, aux)."
         )
+    if loss is None:
+        raise ValueError(
+            "loss_fn returned None for a loss: return loss, (loss, aux) or "
+            "(loss, weight, aux)."
+        )
     return loss, weight, aux
+
+
+def check_numbers(out: PyTree) -> None:
+    """Raises a ValueError unless a loss function returned numbers, which add up."""
+    for path, x in jax.tree_util.tree_leaves_with_path(out):
+        dtype = getattr(x, "dtype", None)
+        kinds = np.number, np.bool_
+        if dtype is None and isinstance(x, int | float | complex):
+            continue
+        if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"loss_fn returned {repr(x) if dtype is None else dtype}"
+                f"{place and ' at ' + place}: return numbers alone, because they are "
+                "summed over the microbatches."
+            )
 
 
 def with_arrays(fn: Callable[..., Any]) -> Partial:
@@ -442,7 +468,9 @@ class Accumulator:
     def _loss(
         self, microbatch: PyTree, rng: Any, params: PyTree
     ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-        loss, weight, aux = parts_of_loss(self.loss_fn(params, microbatch, rng))
+        out = self.loss_fn(params, microbatch, rng)
+        check_numbers(out)
+        loss, weight, aux = parts_of_loss(out)
         loss, weight = jnp.asarray(loss), jnp.asarray(weight)
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(

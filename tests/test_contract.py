@@ -1,6 +1,8 @@
 """What does not fit is refused in one line, and what callers expect of optax works."""
 
 import contextlib
+import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,3 +84,110 @@ def test_params_of_another_dtype_than_at_init_are_refused(name):
         # NumPy's float64 is float32 to jax
         tx.update(grads, state, {"w": np.ones((3, 2))})
     step_of(tx)(params, state, batch_for(tx))
+
+
+@pytest.mark.parametrize("name", ["acco", "fused_zero1", "diloco", "gossip"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_parameters_of_8_bits_are_refused(name, dtype):
+    with refused(f"w is {np.dtype(dtype)}, which optimizers cannot add to: keep it in"):
+        method(name).init(theta(dtype))
+
+
+@pytest.mark.parametrize("whole", ["local_gradients", "acco", "diloco"])
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (
+            lambda loss: (loss, {"k": jax.random.key(0)}),
+            r"key<fry> at \[1\]\['k'\]: re",
+        ),
+        (lambda loss: (loss, {"s": "text"}), r"'text' at \[1\]\['s'\]: return numbers"),
+        (lambda loss: (loss, 1.0, np.array(["text"])), r"<U4 at \[2\]: return numbers"),
+        (lambda loss: "text", "returned 'text': return numbers"),
+        (lambda loss: None, "returned None for a loss: return loss"),
+    ],
+    ids=["key", "string", "strings", "loss", "nothing"],
+)
+def test_what_cannot_be_summed_is_refused(out, words, whole):
+    def loss(params, batch, rng):
+        return out(loss_fn(params, batch, rng))
+
+    tx = method("acco" if whole == "local_gradients" else whole)
+    with refused(words):
+        if whole == "local_gradients":
+            run = acco_jax.local_gradients(loss, mesh=tx.mesh, microbatches=2)
+            run(theta(), batch_for(tx))
+        else:
+            step_of(tx, loss)(*acco_jax.start(tx, theta()), batch_for(tx))
+
+
+@pytest.mark.parametrize("mesh", [None, "data"])
+@pytest.mark.parametrize(
+    "name", ["acco", "zero1", "ddp", "dpu", "wp", "fused_zero1", *LOCAL]
+)
+def test_no_mesh_is_refused(name, mesh):
+    words = f"mesh is {mesh!r}: give the devices as a jax.sharding.Mesh"
+    with refused(words):
+        getattr(acco_jax, name)(optax.adam(0.1), mesh=mesh)
+    with refused(words):
+        acco_jax.local_gradients(loss_fn, mesh=mesh, microbatches=1)
+    with refused(words):
+        acco_jax.make_train_step(loss_fn, method(), mesh=mesh, microbatches=1)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_local_method_has_no_update(name):
+    tx = method(name)
+    grads = {"w": np.ones((2, 3, 2), np.float32)}
+    with refused("a local method has no update, because .*: use make_train_step"):
+        tx.update(grads, tx.init(theta()), theta())
+
+
+def changing(how):
+    """Gradient descent whose state is another after the first update."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: -g, updates), how(state)
+
+    start = {"count": jnp.zeros(2, jnp.int32)}
+    return optax.GradientTransformation(lambda params: start, update)
+
+
+class Counted(NamedTuple):
+    count: jax.Array
+
+
+CHANGES = {
+    "structure": (lambda s: (s["count"],), "count was int32[2] and is absent"),
+    "more": (
+        lambda s: s | {"m": jnp.zeros(())}, "m was absent and is float32[] after an"
+    ),
+    "node": (lambda s: {"count": [s["count"]]}, "count was int32[2] and is absent"),
+    "kind": (lambda s: Counted(s["count"]), "its leaves are in another kind"),
+    "shape": (
+        lambda s: {"count": s["count"].sum()}, "count was int32[2] and is int32[]"
+    ),
+    "dtype": (
+        lambda s: {"count": s["count"] + 0.5}, "count was int32[2] and is float32[2]"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ddp", "acco", "diloco"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_optimizer_whose_state_changes_is_refused(name, change):
+    how, words = CHANGES[change]
+    if change == "more" and name == "acco":
+        name = "fused_zero1"
+    tx = method(name, inner=changing(how))
+    params, state = acco_jax.start(tx, theta())
+    words = "inner changes its state: " + re.escape(words)
+    with refused(words):
+        step_of(tx)(params, state, batch_for(tx))
+    if name != "diloco":
+        with refused(words):
+            tx.update({"w": np.ones((2, 3, 2), np.float32)}, state, params)
+    if name == "diloco":
+        outer = method("cellm", outer=changing(how))
+        with refused(words):
+            step_of(outer)(*acco_jax.start(outer, theta()), batch_for(outer))

@@ -255,8 +255,8 @@ def describe(
         other axes; None reads it from the arrays, which Explicit axes allow.
 
     Raises:
-      ValueError: a parameter is not floating point, a spec names a data axis or does
-        not divide the shape, or specs are needed and missing.
+      ValueError: a parameter is not floating point or has 8 bits, a spec names a data
+        axis or does not divide the shape, or specs are needed and missing.
     """
     check_floating("comm_dtype", comm_dtype)
     others = [a for a in mesh.axis_names if a not in axis and mesh.shape[a] > 1]
@@ -287,6 +287,11 @@ def describe(
             raise ValueError(
                 f"{name} is {dtype}: only floating-point parameters can be trained, "
                 "keep the others outside of params."
+            )
+        if dtype.itemsize < 2:
+            raise ValueError(
+                f"{name} is {dtype}, which optimizers cannot add to: keep it in "
+                "bfloat16 or float32 and cast it inside loss_fn."
             )
         used = P() if spec is None else spec
         used = P(*used[: max((i + 1 for i, e in enumerate(used) if e), default=0)])

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.gradients import Accumulator, Sums, over_data
 from acco_jax.layout import Layout, check_floating
 from acco_jax.transforms.base import Method, choose
+from acco_jax.transforms.checks import checked_update
 
 PyTree = Any
 
@@ -138,7 +139,7 @@ class InnerSteps:
             sums.grads,
             work.theta,
         )
-        updates, inner = self.inner.update(mean, work.inner, work.theta)
+        updates, inner = checked_update(self.inner, mean, work.inner, work.theta, {})
         theta = optax.apply_updates(work.theta, updates)
         added = sums._replace(grads=None)
         return Work(
@@ -309,6 +310,17 @@ class LocalMethod:
     phases: int
     delayed: bool
     half_rounds: int = 1  # calls that share the microbatches of a step
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses what other optimizers do: there is no update of one gradient.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError(
+            "a local method has no update, because its workers take several steps on "
+            "gradients of their own between two exchanges: use make_train_step."
+        )
 
     def start(self, params: PyTree) -> tuple[PyTree, Any]:
         """The rows of the loop, all equal, and the initial state."""

@@ -57,6 +57,7 @@ from acco_jax.local.base import (
 )
 from acco_jax.local.rounds import counted
 from acco_jax.transforms.base import Method, choose
+from acco_jax.transforms.checks import checked_update
 
 PyTree = Any
 ROW = 256  # entries; a place in it fits 8 bits
@@ -288,7 +289,7 @@ class SparseRound(Round):
         valid = total != 0
         weight = jnp.where(valid, total, 1)
         mean = jax.tree.map(lambda s: s / weight.astype(s.dtype), sums)
-        updates, new = self.outer.update(mean, outer, x)
+        updates, new = checked_update(self.outer, mean, outer, x, {})
         moved = choose(valid, optax.apply_updates(x, updates), x)
         return moved, choose(valid, new, outer)
 

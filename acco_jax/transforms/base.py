@@ -24,6 +24,7 @@ from acco_jax.transforms.checks import (
     check_extra,
     check_grads,
     check_params,
+    checked_update,
     place_weight,
     refuse_wrappers,
 )
@@ -341,8 +342,8 @@ def guarded_step(
     )
     given = {k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()}
     mean, at = layout.view(mean), layout.view(master)
-    update = optax.with_extra_args_support(inner).update
-    updates, stepped = update(mean, layout.view_state(inner_state), at, **given)
+    view = layout.view_state(inner_state)
+    updates, stepped = checked_update(inner, mean, view, at, given)
     moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from typing import Any
@@ -88,6 +89,57 @@ def check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> N
                 f"update got {name}, a function: inner works on shards, of which no "
                 "function of whole parameters can be computed."
             )
+
+
+def checked_update(
+    inner: optax.GradientTransformation,
+    gradient: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """inner.update, whose state must come back as it went in.
+
+    Raises:
+      ValueError: the state has another tree structure, shape or dtype.
+    """
+    update = optax.with_extra_args_support(inner).update
+    updates, new = update(gradient, state, params, **extra)
+    before, after = _by_name(state), _by_name(new)
+    for name in [*before, *after]:
+        was, is_ = _described(before.get(name)), _described(after.get(name))
+        if was != is_ and not _widens(after.get(name), before.get(name)):
+            raise ValueError(
+                f"inner changes its state: {name or 'it'} was {was} and is {is_} after "
+                "an update, which must return what init does."
+            )
+    if _differ(state, new):  # a list for a tuple, say
+        raise ValueError(
+            "inner changes its state: its leaves are in another kind of container "
+            "after an update, which must return what init does."
+        )
+    return updates, new
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {keystr(path): x for path, x in named}
+
+
+def _described(x: Any) -> str:
+    return "absent" if x is None else f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+def _widens(x: Any, to: Any) -> bool:
+    """Whether x has the shape of `to` and becomes of its dtype where they meet."""
+    if x is None or to is None or jnp.shape(x) != jnp.shape(to):
+        return False
+    return bool(jnp.result_type(x, to) == jnp.result_type(to))
+
+
+def _differ(a: PyTree, b: PyTree) -> bool:
+    return bool(jax.tree.structure(a) != jax.tree.structure(b))  # type: ignore[operator]
 
 
 # --------------------------------------------- what a method may and may not stand in

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator, Sums
+from acco_jax.gradients import Accumulator, Sums, axis_names
 from acco_jax.layout import Arrays, Layout, Leaf, Pending, PyTree
 from acco_jax.layout.buffers import Group, make_group
 from acco_jax.layout.parts import SMALL, Parts, beyond_layers
@@ -80,6 +80,7 @@ def fused_zero1(
     References:
       https://arxiv.org/abs/2305.06942
     """
+    axis_names(mesh, axis_name)
     if pipelined is None:
         pipelined = mesh.devices.flat[0].platform != "cpu"
     options = Options(mesh, axis_name, comm_dtype, accumulate_dtype, param_specs)
