@@ -51,6 +51,7 @@ class TrainStep:
         self.form, self.compiler_options = form, options
         self._tx, self._gradients = tx, gradients
         self._programs: dict[tuple[Any, ...], Any] = {}
+        self._parts_of_others: dict[tuple[Any, ...], Any] = {}  # inside a caller's jit
         self._warmed: jax.Array | None = None  # the step count last seen past warm-up
         self._counted: tuple[Any, int] = None, 0  # half-rounds, on devices and here
         if form == "split":
@@ -65,10 +66,9 @@ class TrainStep:
         """Whether this half-round communicates the last one's gradients."""
         if not (self._tx.delayed and self._tx.warmup):
             return self._tx.delayed
-        return (
-            state.steps is self._warmed
-            or int(jax.device_get(state.steps)) >= self._tx.warmup
-        )
+        if state.steps is self._warmed:
+            return True
+        return read(state.steps, "warmup_steps") >= self._tx.warmup
 
     def _wire(self, state: Any) -> Wire:
         """What this half-round communicates; reads a count once, to know it from then.
@@ -79,14 +79,26 @@ class TrainStep:
             return self._tx.wires.all[0]
         held = state.wire.half_rounds
         seen, count = self._counted
-        count = count if held is seen else int(jax.device_get(held))
+        if held is not seen:
+            count = read(held, "gather_bits that differ, or resync_every,")
         self._counted = held, count
         return self._tx.wires.at(count)
 
-    def _program(self, state: Any, overlaps: bool, wire: Wire) -> Any:
-        """The program that returns the state where and as it came."""
+    def _program(
+        self, state: Any, overlaps: bool, wire: Wire, nested: bool = False
+    ) -> Any:
+        """The program that returns the state where and as it came.
+
+        Args:
+          state: of the method.
+          overlaps: see `_overlaps`.
+          wire: see `_wire`.
+          nested: whether it becomes part of a caller's program, which compiler options
+            and donation belong to.
+        """
         layout, key = state.layout, (state.layout, overlaps, wire)
-        if key not in self._programs:
+        programs = self._parts_of_others if nested else self._programs
+        if key not in programs:
             homes = layout.state_shardings(state)
             # metrics are the same everywhere, counts too: any process can read them
             rest = layout.sharding()
@@ -97,13 +109,18 @@ class TrainStep:
             )
             if self.form == "split":
                 fn, donate = functools.partial(_communicate, self._tx, wire), (1,)
-            self._programs[key] = jax.jit(
+            programs[key] = jax.jit(
                 fn,
-                donate_argnums=donate,
+                donate_argnums=() if nested else donate,
                 out_shardings=out_shardings,
-                compiler_options=self.compiler_options or None,
+                compiler_options=None if nested else self.compiler_options or None,
             )
-        return self._programs[key]
+        return programs[key]
+
+    def _nested(self, state: Any) -> Any:
+        """The program as a part of a caller's, inside whose jit or scan we are."""
+        overlaps, wire = self._overlaps(state), self._wire(state)
+        return self._program(state, overlaps, wire, nested=True)
 
     def __call__(
         self,
@@ -115,6 +132,9 @@ class TrainStep:
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one half-round; see `make_train_step`."""
         args = self._place(params, state, batch, counts, rng)
+        if in_trace(args):
+            check_fused(self.form)
+            return self._nested(state)(self._gradients, *args)
         overlaps, wire = self._overlaps(state), self._wire(state)
         with naming_unknown_options():
             if self.form == "fused":
@@ -293,6 +313,34 @@ class TrainStep:
         return *jax.block_until_ready(out), counts
 
 
+def in_trace(placed: PyTree) -> bool:
+    """Whether a caller's jit, scan or eval_shape traces; then all placed is traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(placed))
+
+
+def check_fused(form: str) -> None:
+    """Raises a ValueError unless the step is one program, which may be part of one."""
+    if form != "fused":
+        raise ValueError(
+            f"a step of form={form!r} runs several programs, which cannot be done "
+            "inside jit or scan: use make_train_step(form='fused'), or a Python loop."
+        )
+
+
+def read(count: jax.Array, because: str) -> int:
+    """A count, off the devices.
+
+    Raises:
+      ValueError: it is traced and has no value yet.
+    """
+    if isinstance(count, jax.core.Tracer):
+        raise ValueError(
+            f"with {because} a step reads off the devices which one is next, which "
+            "cannot be done inside jit or scan: leave it out, or use a Python loop."
+        )
+    return int(jax.device_get(count))
+
+
 def _overlapped(
     tx: Method,
     wire: Wire,
@@ -460,7 +508,9 @@ def make_train_step(
       "grad_norm" [] (of the mean gradient that the optimizer was given; where each
       worker has its own, the mean over workers and steps), "step" [] (steps of the
       inner optimizer so far; of local methods all, computed or not), "aux" (sums),
-      and "counts" (n,) if given or found.
+      and "counts" (n,) if given or found. Called inside jax.jit or lax.scan it becomes
+      a part of that program: donation and compiler options are the caller's, and
+      methods that choose between programs by a count refuse it.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import acco_jax
-from tests.reference import make_mesh
+from tests.reference import AUTO, make_mesh
 
 LOCAL = ("diloco", "slowmo", "co2", "streaming_diloco", "gossip", "cellm")
 
@@ -32,13 +32,13 @@ def theta(dtype=jnp.float32):
     return {"w": jnp.ones((3, 2), dtype)}
 
 
-def method(name="acco", inner=None, n=2, **options):
+def method(name="acco", inner=None, n=2, types=AUTO, **options):
     if name in LOCAL:
         options = {"local_steps": 2} | options
     if name == "streaming_diloco":
         options = {"fragments": 1, "overlap_steps": 1} | options
     make = getattr(acco_jax, name)
-    return make(inner or optax.adam(0.1), mesh=make_mesh(n), **options)
+    return make(inner or optax.adam(0.1), mesh=make_mesh(n, types=types), **options)
 
 
 def step_of(tx, loss=loss_fn, **options):
@@ -191,3 +191,28 @@ def test_an_optimizer_whose_state_changes_is_refused(name, change):
         outer = method("cellm", outer=changing(how))
         with refused(words):
             step_of(outer)(*acco_jax.start(outer, theta()), batch_for(outer))
+
+
+COUNTED = [
+    ("dpu", {"warmup_steps": 2}, "with warmup_steps a step reads off"),
+    ("acco", {"gather_bits": (8, 4)}, "with gather_bits that differ, or resync_every"),
+    ("zero1", {"gather_bits": 8, "resync_every": 3}, "or resync_every, a step reads"),
+    ("gossip", {"n": 4}, "with fragments or an exponential graph a step reads"),
+    ("streaming_diloco", {"fragments": 2}, "with fragments or an exponential graph"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), COUNTED)
+def test_a_step_that_must_read_a_count_is_refused_inside_jit(name, options, words):
+    tx = method(name, **options)
+    params, state = acco_jax.start(tx, theta() | {"b": jnp.ones(2)})
+    with refused(words):
+        jax.jit(step_of(tx))(params, state, batch_for(tx))
+
+
+@pytest.mark.parametrize("name", ["acco", "diloco"])
+def test_a_split_step_is_refused_inside_jit(name):
+    tx = method(name)
+    args = *acco_jax.start(tx, theta()), batch_for(tx)
+    with refused("form='split' runs several programs, .*make_train_step.form='fused'"):
+        jax.jit(step_of(tx, form="split"))(*args)

@@ -258,3 +258,45 @@ def test_compiled_ahead_is_not_compiled_again(method, form, caplog):
     ]
     assert not again
     assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "diloco"])
+def test_a_scan_over_steps_is_the_loop(name):
+    """Inside a caller's jit, where no compiler options may be given."""
+    mesh = make_mesh(2, types=EXPLICIT if name == "zero1" else AUTO)
+    options = {"local_steps": 2} if name == "diloco" else {}
+    tx = getattr(acco_jax, name)(optax.adam(1e-2), mesh=mesh, **options)
+
+    def loss_fn(params, microbatch, rng):
+        return jnp.mean((microbatch @ params["w"]) ** 2)
+
+    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=1)
+    rows = 4 * tx.steps_per_call
+    batches = np.random.default_rng(0).normal(size=(4, rows, 5))
+    params, state = acco_jax.start(tx, {"w": jnp.ones((5, 3))})
+    begin = jax.tree.map(jnp.copy, (params, state))
+    losses = []
+    for batch in batches:
+        params, state, metrics = step(params, state, batch)
+        losses.append(metrics["loss"])
+
+    @jax.jit
+    def scanned(begin, batches):
+        def body(carry, batch):
+            params, state, metrics = step(*carry, batch)
+            return (params, state), metrics["loss"]
+
+        return jax.lax.scan(body, begin, batches)
+
+    end, found = scanned(begin, batches)
+    chex.assert_trees_all_close(end, (params, state), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for a, b in zip(
+        jax.tree.leaves(end), jax.tree.leaves((params, state)), strict=True
+    ):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    # abstractly, and with arrays that the caller's function closes over
+    shapes = jax.eval_shape(step, *end, batch)
+    like = jax.eval_shape(lambda: step(params, state, batch))
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, like)
+    step(params, state, batch)  # nothing traced was kept

@@ -19,7 +19,7 @@ from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator
 from acco_jax.layout import Layout
 from acco_jax.local.base import LocalMethod, Round, Work
-from acco_jax.step import TrainStep, _metrics, placed
+from acco_jax.step import TrainStep, _metrics, check_fused, in_trace, placed, read
 from acco_jax.transforms.checks import check_dtypes, check_grads
 from acco_jax.transforms.state import find_state
 
@@ -60,22 +60,26 @@ class LocalStep(TrainStep):
             return 0
         array, steps = self._seen
         if state.steps is not array:
-            steps = int(jax.device_get(state.steps))
+            steps = read(state.steps, "fragments or an exponential graph")
             self._seen = state.steps, steps
         return steps // self._tx.steps_per_call % self._tx.phases
 
-    def _call(self, state: Any, phase: int) -> Any:
+    def _call(self, state: Any, phase: int, nested: bool = False) -> Any:
         key = (state.layout, phase)
-        if key not in self._programs:
+        programs = self._parts_of_others if nested else self._programs
+        if key not in programs:
             layout = state.layout
             homes = (layout.grads_shardings, state.shardings(), layout.sharding())
-            self._programs[key] = jax.jit(
+            programs[key] = jax.jit(
                 functools.partial(_whole, self._tx.round(phase)),
-                donate_argnums=(1, 2),
+                donate_argnums=() if nested else (1, 2),
                 out_shardings=homes,
-                compiler_options=self.compiler_options or None,
+                compiler_options=None if nested else self.compiler_options or None,
             )
-        return self._programs[key]
+        return programs[key]
+
+    def _nested(self, state: Any) -> Any:
+        return self._call(state, self._phase(state), nested=True)
 
     def __call__(
         self,
@@ -87,6 +91,9 @@ class LocalStep(TrainStep):
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one call; see `acco_jax.make_train_step`."""
         args = self._place(params, state, batch, counts, rng)
+        if in_trace(args):
+            check_fused(self.form)
+            return self._nested(state)(self._gradients, *args)
         phase = self._phase(state)
         steps = self._seen[1]
         split = self.form == "split" and self._tx.round(phase).overlaps
