@@ -4,14 +4,17 @@ import contextlib
 import re
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from tests.reference import AUTO, make_mesh
+from tests.reference import AUTO, EXPLICIT, make_mesh, parameters
 
 LOCAL = ("diloco", "slowmo", "co2", "streaming_diloco", "gossip", "cellm")
 
@@ -216,3 +219,68 @@ def test_a_split_step_is_refused_inside_jit(name):
     args = *acco_jax.start(tx, theta()), batch_for(tx)
     with refused("form='split' runs several programs, .*make_train_step.form='fused'"):
         jax.jit(step_of(tx, form="split"))(*args)
+
+
+SPLIT = {"b": P(), "s": P(), "v": P(None, "model"), "w": P("model")}
+SHAPES = {"b": (6,), "s": (), "v": (6, 4), "w": (4, 6)}
+MIXED = {"explicit model": (AUTO, EXPLICIT), "explicit data": (EXPLICIT, AUTO)}
+
+
+def split_problem(name, types):
+    """A method on 2 workers by 2 parts of the model, and the parameters there."""
+    axes = {"axis_types": types, "devices": jax.devices()[:4]}
+    mesh = jax.make_mesh((2, 2), ("data", "model"), **axes)
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
+    specs = SPLIT if types[1] == AUTO else None
+    options = {"local_steps": 1} if name in LOCAL else {}
+    tx = getattr(acco_jax, name)(inner, mesh=mesh, param_specs=specs, **options)
+    values = parameters(SHAPES, dtypes=dict.fromkeys(SHAPES, np.float32))
+    put = {
+        k: jax.device_put(x, NamedSharding(mesh, SPLIT[k])) for k, x in values.items()
+    }
+    return tx, put
+
+
+@pytest.mark.parametrize("types", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("name", ["acco", "zero1"])
+def test_an_update_where_the_axes_are_of_two_kinds(name, types):
+    runs = []
+    for kinds in ((AUTO, AUTO), types):
+        tx, params = split_problem(name, kinds)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for h in range(3):
+            grads = {k: np.full((2, *s), h + 1.0) for k, s in SHAPES.items()}
+            updates, state = update(grads, state, params)
+            params = jax.jit(optax.apply_updates)(params, updates)
+        committed = acco_jax.committed_params(state, params)
+        runs.append(jax.tree.map(np.asarray, (params, committed)))
+    chex.assert_trees_all_close(*runs, rtol=1e-6)
+    for k, spec in SPLIT.items():
+        home = NamedSharding(tx.mesh, spec)
+        assert params[k].sharding.is_equivalent_to(home, params[k].ndim)
+    for tree in (state.master, state.inner[1][0].mu):
+        for k in ("v", "w"):  # over both axes
+            assert tree[k].sharding.shard_shape(tree[k].shape) != tree[k].shape
+            assert tree[k].size == 4 * tree[k].addressable_shards[0].data.size
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("acco", kind) for kind in MIXED]
+    + [(name, "explicit model") for name in ("gossip", "cellm")],
+)
+def test_a_step_where_the_axes_are_of_two_kinds(name, kinds):
+    def loss(p, batch, rng):
+        return (jnp.tanh(batch @ p["w"] + p["b"]) @ p["v"]).mean() * p["s"]
+
+    runs = []
+    for types in ((AUTO, AUTO), MIXED[kinds]):
+        tx, params = split_problem(name, types)
+        step = step_of(tx, loss)
+        params, state = acco_jax.start(tx, params)
+        for h in range(3):
+            batch = np.random.default_rng(h).normal(size=(4, 4)).astype(np.float32)
+            params, state, metrics = step(params, state, batch)
+        committed = acco_jax.committed_params(state, params)
+        runs.append(jax.tree.map(np.asarray, (params, committed, metrics["loss"])))
+    chex.assert_trees_all_close(*runs, rtol=1e-5)

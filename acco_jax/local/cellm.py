@@ -56,7 +56,7 @@ from acco_jax.local.base import (
     zeros,
 )
 from acco_jax.local.rounds import counted
-from acco_jax.transforms.base import Method, choose
+from acco_jax.transforms.base import Method, choose, pinned
 from acco_jax.transforms.checks import checked_update
 
 PyTree = Any
@@ -89,7 +89,7 @@ class CellmState(NamedTuple):
 def _committed(layout: Layout, master: PyTree) -> PyTree:
     # copies, because a train step is given the state to keep
     rounded = jax.tree.map(jnp.copy, cast(master, dtypes_of(layout)))
-    return lax.with_sharding_constraint(rounded, layout.params_shardings)
+    return pinned(rounded, layout.params_shardings)
 
 
 # ------------------------------------------------------------------- what is sent

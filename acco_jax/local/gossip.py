@@ -58,6 +58,7 @@ from acco_jax.local.base import (
     workers_of,
     zeros,
 )
+from acco_jax.transforms.base import pinned
 
 PyTree = Any
 TOPOLOGIES = ("ring", "exponential", "random", "complete")
@@ -87,7 +88,7 @@ class GossipState(NamedTuple):
 def _mean(layout: Layout, rows: PyTree) -> PyTree:
     wide = cast(rows, masters_of(layout))
     mean = cast(jax.tree.map(lambda x: x.mean(0), wide), dtypes_of(layout))
-    return lax.with_sharding_constraint(mean, layout.params_shardings)
+    return pinned(mean, layout.params_shardings)
 
 
 def matchings(n: int) -> list[np.ndarray]:

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import axis_names
 from acco_jax.layout import Layout, Totals, check_floating
+from acco_jax.layout.leaves import axes_in
 from acco_jax.transforms.checks import (
     check_extra,
     check_grads,
@@ -366,16 +368,29 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
 
-    def constrained(*args: Any) -> Any:
-        return jax.lax.with_sharding_constraint(fn(*args), out_shardings)
+    if not explicit:
+
+        def constrained(*args: Any) -> Any:
+            return jax.lax.with_sharding_constraint(fn(*args), out_shardings)
+
+        return constrained
+    shown = jax.tree.map(lambda s: _shown(s, explicit), out_shardings)
 
     def made_auto(*args: Any) -> Any:
         run, captured = with_captured(fn, *args)
-        return jax.sharding.auto_axes(run, axes=explicit, out_sharding=out_shardings)(
-            captured, *args
+        in_region = jax.sharding.auto_axes(run, axes=explicit, out_sharding=shown)
+        out = in_region(captured, *args)
+        return (
+            out if len(explicit) == len(mesh.axis_names) else pinned(out, out_shardings)
         )
 
-    return made_auto if explicit else constrained
+    return made_auto
+
+
+def _shown(sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
+    """A sharding over these of its axes alone, which a type shows."""
+    spec = (tuple(a for a in axes_in(entry) if a in axes) for entry in sharding.spec)
+    return NamedSharding(sharding.mesh, P(*(entry or None for entry in spec)))
 
 
 def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
@@ -397,9 +412,18 @@ def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
 
 def in_place(layout: Layout, state: Any) -> Any:
     """The state where it belongs, so that the next update finds what this one found."""
-    if AxisType.Explicit in layout.mesh.axis_types:
+    kinds = set(layout.mesh.axis_types)
+    if kinds == {AxisType.Explicit}:
         return state  # as its types say
-    return jax.lax.with_sharding_constraint(state, layout.state_shardings(state))
+    homes = layout.state_shardings(state)
+    if AxisType.Explicit in kinds:
+        return pinned(state, homes)
+    return jax.lax.with_sharding_constraint(state, homes)
+
+
+def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
+    """The tree so sharded, also where some of the mesh's axes are Explicit."""
+    return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
 
 def _abstract(tree: PyTree) -> PyTree:
