@@ -284,3 +284,79 @@ def test_a_step_where_the_axes_are_of_two_kinds(name, kinds):
         committed = acco_jax.committed_params(state, params)
         runs.append(jax.tree.map(np.asarray, (params, committed, metrics["loss"])))
     chex.assert_trees_all_close(*runs, rtol=1e-5)
+
+
+def trained(tx, rows, params, batches):
+    """The parameters after a loop of updates."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    for batch in batches:
+        grads, weight, _ = rows(params, batch)
+        updates, state = update(grads, state, params, weight=weight)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_an_nnx_optimizer(jitted):
+    from flax import nnx
+
+    tx, model = method(), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss(params, batch, rng):
+        return jnp.mean(nnx.merge(graph, params)(batch) ** 2)
+
+    rows = acco_jax.local_gradients(loss, mesh=tx.mesh, microbatches=2)
+    batches = [batch_for(tx, seed, 2) for seed in range(4)]
+    expected = trained(tx, rows, nnx.as_pure(params), batches)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        grads, weight, _ = rows(nnx.state(model, nnx.Param), batch)
+        optimizer.update(model, grads, weight=weight)
+
+    step = nnx.jit(step) if jitted else step
+    for batch in batches:
+        step(model, optimizer, batch)
+    found = nnx.as_pure(nnx.state(model, nnx.Param))
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    # a loop of one's own may keep its Variables
+    chex.assert_trees_all_equal_structs(tx.init(params).master, params)
+
+
+def test_a_train_state():
+    from flax.training.train_state import TrainState
+
+    tx = method()
+    rows = acco_jax.local_gradients(loss_fn, mesh=tx.mesh, microbatches=2)
+    batches = [batch_for(tx, seed, 2) for seed in range(4)]
+
+    @jax.jit
+    def step(state, batch):
+        return state.apply_gradients(grads=rows(state.params, batch)[0])
+
+    state = TrainState.create(apply_fn=None, params=theta(), tx=tx)
+    for batch in batches:
+        state = step(state, batch)
+    # it gives no weight: every worker's row counts for one gradient
+    expected = trained(tx, lambda *args: (rows(*args)[0], None, None), theta(), batches)
+    chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+    with refused("grads w has shape .* give one row per worker"):
+        state.apply_gradients(grads=theta())
+    local = TrainState.create(apply_fn=None, params=theta(), tx=method("diloco"))
+    with refused("a local method has no update"):
+        local.apply_gradients(grads=theta())
+
+
+def test_multi_steps():
+    """Around a method it is refused; inside, its gradient_transformation() works."""
+    many = optax.MultiSteps(optax.sgd(0.1), 2)
+    with refused("inside optax.MultiSteps: put MultiSteps inside, .* microbatches"):
+        optax.MultiSteps(method(), 2).init(theta())
+    with refused(r"is MultiSteps: give its gradient_transformation\(\)\."):
+        method(inner=many)
+    tx = method("zero1", inner=many.gradient_transformation())
+    params, state = theta(), tx.init(theta())
+    for moved in (False, True):
+        updates, state = tx.update({"w": np.ones((2, 3, 2))}, state, params)
+        assert bool(np.any(updates["w"] != 0)) == moved

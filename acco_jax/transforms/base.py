@@ -23,6 +23,7 @@ from acco_jax.gradients import axis_names
 from acco_jax.layout import Layout, Totals, check_floating
 from acco_jax.layout.leaves import axes_in
 from acco_jax.transforms.checks import (
+    as_updated,
     check_extra,
     check_grads,
     check_params,
@@ -173,13 +174,14 @@ def make_method(
     bits = options.gather_bits, options.reduce_bits, options.resync_every
     wires = make_wires(*bits, half_rounds=half_rounds)
     if isinstance(inner, Method) or not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(
-            f"the optimizer is {type(inner).__name__}: give an "
-            "optax.GradientTransformation that is not sharded itself."
-        )
+        give = "an optax.GradientTransformation that is not sharded itself"
+        if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
+            give = "its gradient_transformation()"
+        raise ValueError(f"the optimizer is {type(inner).__name__}: give {give}.")
 
     def init(params: PyTree) -> Any:
         refuse_wrappers()
+        params = as_updated(params)
         whole = kind_of_layout.of(
             params,
             mesh=options.mesh,

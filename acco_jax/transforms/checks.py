@@ -152,6 +152,20 @@ _HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_supp
 _LOOPS = {"chain": ("fn", "init_fns"), "named_chain": ("tx", "transforms")}
 
 
+def as_updated(params: PyTree) -> PyTree:
+    """What `init` was given, in the form in which `update` will be.
+
+    flax's nnx.Optimizer gives init its Variables, and update the arrays in them.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    frame: types.FrameType | None = sys._getframe(1)
+    while nnx is not None and frame is not None:
+        if frame.f_globals.get("__name__") == "flax.nnx.training.optimizer":
+            return nnx.as_pure(params)
+        frame = frame.f_back
+    return params
+
+
 def refuse_wrappers() -> None:
     """Raises a ValueError when an optax wrapper that would break it calls `init`.
 
@@ -166,7 +180,8 @@ def refuse_wrappers() -> None:
             if wrapper not in _HARMLESS:
                 raise ValueError(
                     f"this method cannot stand inside optax.{wrapper}: put {wrapper} "
-                    "inside, around its inner optimizer."
+                    "inside, around its inner optimizer"
+                    + (", or use microbatches." if wrapper == "MultiSteps" else ".")
                 )
             if wrapper in _LOOPS and code.co_name != "<genexpr>":
                 _refuse_followers(wrapper, frame, called)
