@@ -1,6 +1,8 @@
 """What does not fit is refused in one line, and what callers expect of optax works."""
 
 import contextlib
+import copy
+import pickle
 import re
 from typing import NamedTuple
 
@@ -360,3 +362,26 @@ def test_multi_steps():
     for moved in (False, True):
         updates, state = tx.update({"w": np.ones((2, 3, 2))}, state, params)
         assert bool(np.any(updates["w"] != 0)) == moved
+
+
+@pytest.mark.parametrize("name", ["acco", "ddp", "fused_zero1", "diloco", "cellm"])
+def test_copies_of_a_state(name):
+    """deepcopy and flax's bytes are the state again; a pickle is refused."""
+    from flax import serialization
+
+    tx = method(name)
+    params, state = acco_jax.start(tx, theta())
+    copied = copy.deepcopy(state)
+    target = jax.tree.map(jnp.zeros_like, state)
+    written = serialization.to_bytes(state)
+    restored = serialization.from_bytes(target, written)
+    homes = acco_jax.state_shardings(tx, theta())
+    ends = []
+    with refused("cannot be pickled, .*: save its arrays with orbax", TypeError):
+        pickle.dumps(state)
+    step = step_of(tx)
+    for begin in (state, copied, jax.device_put(restored, homes)):
+        assert jax.tree.structure(begin) == jax.tree.structure(state)
+        here = jax.tree.map(jnp.copy, params)
+        ends.append(step(here, begin, batch_for(tx))[:2])
+    chex.assert_trees_all_equal(*ends)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,27 @@ class Layout:
     def parts_of(leaf: Leaf, n: int) -> Parts:
         """Into how many parts n workers cut each dimension of a leaf."""
         return evenly(leaf, n)
+
+    # ---- copies of a state, in which a layout is a node without arrays
+
+    def __post_init__(self) -> None:
+        flax = sys.modules.get("flax.serialization")
+        if flax is not None:  # to_bytes passes over it, from_bytes keeps the target's
+            flax.register_serialization_state(
+                type(self), lambda _: {}, lambda layout, _: layout, override=True
+            )
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "the state of a method cannot be pickled, because its layout holds devices:"
+            " save its arrays with orbax, as acco_jax.training.checkpoints does."
+        )
 
     # ---- sizes and shardings
 

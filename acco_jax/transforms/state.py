@@ -94,7 +94,9 @@ def state_shardings(
       abstract_params: arrays or ShapeDtypeStructs.
 
     Returns:
-      The state's tree with NamedShardings: for jit, restore and planning.
+      The state's tree with NamedShardings: for jit, restore and planning. What
+      flax.serialization.from_bytes has read belongs there, too: jax.device_put(state,
+      shardings).
     """
     shapes = jax.eval_shape(tx.init, abstract_params)
     ours = find_state(shapes)
