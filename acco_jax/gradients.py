@@ -580,7 +580,8 @@ def local_gradients(
       A function (params, batch, counts=None, rng=None) -> (grads, weight, aux).
       batch: leaves (n * N * b, ...), split on axis 0, worker after worker and
       microbatch after microbatch. counts: (n,) integers from 0 to N, how many
-      microbatches each worker computes, read at run time; None means N. rng: a key;
+      microbatches each worker computes, read at run time; None means N. Others are
+      refused; in a jax.Array, which is not read, they are clipped. rng: a key;
       microbatch k of the whole batch gets fold_in(rng, k), whatever n is.
       grads: each leaf (n, *param.shape), row i the SUM of worker i's microbatch
       gradients and of nothing else. weight: (n,), the sums of the weights. aux: summed

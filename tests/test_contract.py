@@ -385,3 +385,26 @@ def test_copies_of_a_state(name):
         here = jax.tree.map(jnp.copy, params)
         ends.append(step(here, begin, batch_for(tx))[:2])
     chex.assert_trees_all_equal(*ends)
+
+
+@pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "ddp"])
+def test_a_negative_weight_in_an_array_counts_for_nothing(name):
+    tx = method(name)
+    grads = [{"w": np.ones((2, 3, 2), np.float32)} for _ in range(3)]
+    weight = np.array([[1.0, 2.0], [1.0, -3.0], [2.0, 1.0]], np.float32)
+    for g, w in zip(grads, weight, strict=True):
+        g["w"][w < 0] = np.nan
+    counted = [{"w": np.nan_to_num(g["w"])} for g in grads]
+    ends = []
+    for rows, weights in (
+        (grads, jnp.asarray(weight)), (counted, np.maximum(weight, 0))
+    ):  # fmt: skip
+        params, state, update = theta(), tx.init(theta()), jax.jit(tx.update)
+        for g, w in zip(rows, weights, strict=True):
+            updates, state = update(g, state, params, weight=w)
+            params = optax.apply_updates(params, updates)
+        ends.append((params, state))
+    chex.assert_trees_all_equal(*ends)
+    assert np.isfinite(params["w"]).all()
+    with refused(r"weight \[1.0, -3.0\] has one below 0"):
+        tx.update(grads[0], state, params, weight=weight[1])

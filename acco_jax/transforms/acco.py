@@ -87,7 +87,8 @@ def acco(
       A `Method`. update(grads, state, params, weight=None, **extra) takes grads leaves
       (n, *param.shape), row i the sum of worker i's microbatch gradients, and weight
       (n,), and returns updates in float32 (float64 for such parameters) relative to
-      the params passed in.
+      the params passed in. A negative weight is refused; in a jax.Array, which is not
+      read, it counts as 0 and its row for nothing.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.

@@ -18,7 +18,14 @@ PyTree = Any
 
 
 def place_weight(layout: Layout, weight: Any) -> jax.Array:
-    """(n,) weights on their workers; None means 1 each."""
+    """(n,) weights on their workers; None means 1 each.
+
+    Those of a jax.Array would have to be waited for: they are not read, and one below 0
+    becomes 0.
+
+    Raises:
+      ValueError: wrong shape, or a weight that can be read and is negative.
+    """
     n = layout.workers
     if weight is None:
         weight = jnp.ones(n)
@@ -29,6 +36,7 @@ def place_weight(layout: Layout, weight: Any) -> jax.Array:
             f"weight has shape {np.shape(weight)}: give one weight per worker, ({n},)."
         )
     weight = jnp.asarray(weight, layout.scalar)
+    weight = jnp.where(weight < 0, 0, weight)  # NaN stays
     return jax.device_put(weight, layout.sharding(layout.axis))
 
 
