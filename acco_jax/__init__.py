@@ -17,6 +17,7 @@ from acco_jax.transforms.base import Method as Method
 from acco_jax.transforms.delayed import dpu as dpu
 from acco_jax.transforms.delayed import wp as wp
 from acco_jax.transforms.fused_zero1 import fused_zero1 as fused_zero1
+from acco_jax.transforms.per_layer import per_layer as per_layer
 from acco_jax.transforms.state import committed_params as committed_params
 from acco_jax.transforms.state import start as start
 from acco_jax.transforms.state import start_shardings as start_shardings
