@@ -20,6 +20,8 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from acco_jax.layout import path_names
+
 Params = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, jax.Array, Params]]
@@ -272,6 +274,20 @@ def loss_fn(config: GPTNeoConfig) -> Loss:
         return jnp.sum(losses_BxT * mask_BxT), jnp.sum(mask_BxT), {}
 
     return loss
+
+
+def stacked(params: Params) -> Params:
+    """Return which leaves have a leading axis over layers: True for those of `h`.
+
+    `params` is a model's tree, or that of its adapters (`acco_jax.models.lora`), whose
+    keys are the paths of kernels. For `acco_jax.per_layer`.
+    """
+
+    def in_blocks(path: tuple[Any, ...], leaf: Any) -> bool:
+        del leaf
+        return "/".join(path_names(path)).startswith("h/")
+
+    return jax.tree_util.tree_map_with_path(in_blocks, params)
 
 
 def count_params(config: GPTNeoConfig) -> int:

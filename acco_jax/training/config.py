@@ -19,12 +19,17 @@ from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
 from acco_jax.transforms.base import Options
+from acco_jax.transforms.per_layer import per_layer
 
 PyTree = Any
 PLACEHOLDER = config_dict.placeholder
 
 # What an optimizer is given where optimizer.options does not say otherwise.
 DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
+
+# Optimizers that look across leaves or draw noise, and are elementwise otherwise: they
+# are right on leaves that stack layers, and must not be shown a layer at a time.
+ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
 
 # Arguments of a method that are not method_options: the config has fields for them.
 GIVEN = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype")
@@ -228,6 +233,9 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
 def optimizer(config: ConfigDict) -> optax.GradientTransformation:
     """The inner optimizer: clipping, then any optax optimizer by name.
 
+    On the model, which stacks its layers, it does what it would do on one with a leaf
+    for each of them; so too on adapters of the model.
+
     Raises:
       ValueError: optax has no such optimizer, or it does not take the options.
     """
@@ -256,6 +264,8 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
         raise ValueError(
             f"optimizer.options {options} do not suit {c.name}: {error}"
         ) from error
+    if c.name not in ACROSS_LEAVES:
+        made = per_layer(made, gpt_neo.stacked)
     return optax.chain(optax.clip_by_global_norm(c.clip), made) if c.clip else made
 
 
