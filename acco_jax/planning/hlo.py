@@ -98,10 +98,11 @@ class Computation:
 
 
 def size_of(arrays: Sequence[tuple[str, tuple[int, ...]]]) -> int:
-    return sum(_bits(t) * math.prod(d) for t, d in arrays) // 8
+    return sum(bits(t) * math.prod(d) for t, d in arrays) // 8
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
+    """Of one element; 0 for what holds no numbers."""
     if dtype in _BITS:
         return _BITS[dtype]
     found = re.match(r"[a-z]+(\d+)", dtype)  # bf16, f32, u8, c64, f8e4m3fn

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo
-from acco_jax.planning import costs, programs
+from acco_jax.planning import costs, optimizers, programs
 from acco_jax.planning.programs import Compiled, DoesNotFit, Program
 from acco_jax.planning.schedules import Collective
 from acco_jax.planning.topologies import Topology
@@ -59,6 +59,7 @@ class Outcome:
     compiled: Compiled
     prediction: costs.Prediction
     line: Line | None  # None if it was not looked for, or not found
+    own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` says
 
     @property
     def method(self) -> str:
@@ -185,7 +186,24 @@ def _outcome(
         ) from None
     line = _line(config, program, machine, size, compiled) if fit else None
     prediction = costs.predict(compiled.schedule, machine, machine.topology.devices)
-    return Outcome(program, compiled, prediction, line)
+    own = optimizers_own(program, compiled, machine.topology)
+    return Outcome(program, compiled, prediction, line, own)
+
+
+def optimizers_own(
+    program: Program, compiled: Compiled, topology: Topology
+) -> list[tuple[Collective, int]] | None:
+    """The data axis's collectives that the step did not ask for, and their bytes.
+
+    An optimizer that looks across shards causes them; a few scalars are the step's.
+    None where they cannot be told: what it asked for is not known, or one data axis is
+    over slices, for which the compiler splits every collective.
+    """
+    split = topology.slices > 1 and program.mesh.devices.ndim == 1
+    if compiled.asked is None or split:
+        return None
+    found = compiled.schedule.select(1, groups=program.groups)
+    return optimizers.own(found, compiled.asked)
 
 
 def _compile(program: Program, machine: costs.Machine) -> Compiled:

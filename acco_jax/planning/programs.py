@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
+from acco_jax import footprint
 from acco_jax.footprint import bytes_held
 from acco_jax.gradients import piece, with_arrays
 from acco_jax.planning import hlo, schedules, topologies
@@ -91,6 +92,8 @@ class Compiled:
       memory: of one device.
       seconds: that it took to compile.
       bytes_accessed: by the compiler's own analysis of cost; None where it has none.
+      asked: the collectives of the program as written; None where one is in a loop
+        whose length the program does not say.
     """
 
     text: str
@@ -98,6 +101,7 @@ class Compiled:
     memory: Memory
     seconds: float
     bytes_accessed: float | None = None
+    asked: tuple[footprint.Collective, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +160,8 @@ class Program:
         """
         start = time.perf_counter()
         try:
-            compiled = self.step.lower(*self.arguments).compile()
+            lowered = self.step.lower(*self.arguments)
+            compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -167,7 +172,12 @@ class Program:
             accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
         except jax.errors.JaxRuntimeError:  # unimplemented where there is no device
             accessed = None
-        return Compiled(text, schedule, self._memory(compiled), seconds, accessed)
+        try:
+            asked = tuple(footprint.collectives(lowered))
+        except ValueError:
+            asked = None
+        memory = self._memory(compiled)
+        return Compiled(text, schedule, memory, seconds, accessed, asked)
 
     def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds the compiler cannot know.

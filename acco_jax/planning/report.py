@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import acco_jax
+from acco_jax.footprint import NEGLIGIBLE
 from acco_jax.planning import pictures
 from acco_jax.planning.costs import Figure
 from acco_jax.planning.planner import Outcome, Plan
@@ -87,6 +88,7 @@ def _read_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
         "compile_seconds": o.compiled.seconds,
         "flops": o.compiled.schedule.flops,
         "hidden_bytes_fraction": _hidden(o),
+        "optimizers_own": o.own and _own_dict(o.own),
         "collectives": [
             {
                 "name": c.name,
@@ -161,6 +163,7 @@ def _method(plan: Plan, o: Outcome) -> str:
         or "    none",
         *(f"    {note}" for note in _notes(plan, o)),
         f"    hidden: {_hidden(o):.0%} of the bytes",
+        *(f"    {words}" for words in _own(o)),
         f"  READ from the memory analysis, GiB per device of "
         f"{plan.machine.value('memory_bytes') / GIB:.1f}:",
         _table(_memory(o), "lr", indent=4),
@@ -219,6 +222,38 @@ def _collective(c: Collective) -> tuple[str, ...]:
     )
 
 
+def _own_dict(own: Sequence[tuple[Collective, int]]) -> dict[str, dict[str, int]]:
+    """Number and bytes of the optimizer's own collectives, by kind."""
+    found: dict[str, dict[str, int]] = {}
+    for c, size in own:
+        row = found.setdefault(c.kind, {"number": 0, "bytes": 0, "hidden_bytes": 0})
+        row["number"] += c.times
+        row["bytes"] += c.times * size
+        row["hidden_bytes"] += c.times * size if c.hidden else 0
+    return found
+
+
+def _own(o: Outcome) -> list[str]:
+    """A line about them, if one carries more than a few numbers."""
+    if o.own is None or all(size < NEGLIGIBLE for _, size in o.own):
+        return []
+    rows = _own_dict(o.own)
+    kinds = (
+        f"{_many(row['number'], kind)}, {_bytes(row['bytes'])}"
+        for kind, row in rows.items()
+    )
+    total = sum(row["bytes"] for row in rows.values())
+    hidden = sum(row["hidden_bytes"] for row in rows.values())
+    line = f"the optimizer's own, of any size: {'; '.join(kinds)}"
+    return [f"{line}; {hidden / total:.0%} of these bytes hidden"]
+
+
+def _bytes(size: int) -> str:
+    if size < 1000:
+        return f"{size} bytes"
+    return f"{size / 2**20:,.1f} MiB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
 def _notes(plan: Plan, o: Outcome) -> list[str]:
     """What the table of collectives does not say of itself."""
     notes = []
@@ -226,11 +261,13 @@ def _notes(plan: Plan, o: Outcome) -> list[str]:
         notes.append(
             "note: its half-rounds differ; this is one of them, and stands for all"
         )
-    reduces = [c for c in o.collectives if c.kind == "all-reduce"]
-    asked = o.method == "ddp" or isinstance(o.program.tx, acco_jax.LocalMethod)
-    if not reduces or asked:
+    own = {c.name for c, size in o.own or () if size == c.bytes}
+    asked = [c for c in o.collectives if c.name not in own]
+    reduces = [c for c in asked if c.kind == "all-reduce"]
+    means = o.method == "ddp" or isinstance(o.program.tx, acco_jax.LocalMethod)
+    if not reduces or means:
         return notes
-    kinds = {c.kind for c in o.collectives}
+    kinds = {c.kind for c in asked}
     gone = "reduce-scatter" if "reduce-scatter" not in kinds else "all-gather"
     notes.append(
         f"note: {plan.topology.chip.title}'s compiler turned the {gone} into an "

@@ -18,6 +18,7 @@ from absl import flags
 from absl.testing import flagsaver
 from jax.sharding import Mesh
 
+from acco_jax import footprint
 from acco_jax import plan as command
 from acco_jax.planning import costs, planner, programs, report, schedules, topologies
 from acco_jax.planning.chips import CHIPS
@@ -402,6 +403,35 @@ def test_the_whole_report(stand_in, tmp_path, capsys):
     assert faster[3] < faster[1]
     saved = rows["acco", 8]["memory"] - rows["acco", 64]["memory"]
     assert saved == 40 - 5  # the shard at an eighth
+
+
+def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys):
+    """As if only the reduce-scatter had been asked for, and both."""
+    compile_, shape = programs.Program.compile, (BUFFER // 2,)
+    kinds = ["reduce_scatter"]
+
+    def with_asked(program):
+        asked = tuple(footprint.Collective(k, "bf16", shape, 16) for k in kinds)
+        return dataclasses.replace(compile_(program), asked=asked)
+
+    monkeypatch.setattr(programs.Program, "compile", with_asked)
+    file = tmp_path / "plan.json"
+    arguments = "--nofit", "--method=acco", f"--out={tmp_path}", f"--json={file}"
+    run(*arguments)
+    line = next(x for x in capsys.readouterr().out.splitlines() if "own" in x)
+    assert re.fullmatch(
+        r"    the optimizer's own, of any size: \d all-reduces?, \d+ bytes; "
+        r"1 all-gather, 28.5 MiB; 100% of these bytes hidden",
+        line,
+    )
+    own = json.loads(file.read_text())["methods"]["acco"]["optimizers_own"]
+    assert own["all-gather"] == {"number": 1, "bytes": BUFFER, "hidden_bytes": BUFFER}
+
+    kinds.append("all_gather")
+    run(*arguments)
+    assert "the optimizer's own" not in capsys.readouterr().out  # scalars alone
+    own = json.loads(file.read_text())["methods"]["acco"]["optimizers_own"]
+    assert own.keys() == {"all-reduce"}
 
 
 def test_the_largest_microbatch_is_linear_in_two_compiles(stand_in, tmp_path, capsys):
