@@ -1,6 +1,7 @@
 """Where a method may stand among optax's wrappers, and where it must not."""
 
 import functools
+import types
 
 import chex
 import jax
@@ -275,3 +276,37 @@ def test_nothing_depends_on_who_built_the_transformation():
         updates, state = method().update(g, state, params)
         params = optax.apply_updates(params, updates)
         chex.assert_trees_all_close(params, here, rtol=0, atol=1e-12)
+
+
+OTHER_OPTAX = """
+def chain(*args):
+    {members} = [one.init for one in args]
+    def init_fn(params):
+        return tuple({member}(params) for {member} in {members})
+    return init_fn
+
+def named_chain(*args):
+    {members} = dict(args)
+    def init_fn(params):
+        states = {{}}
+        for name, {member} in {members}.items():
+            states[name] = {member}.init(params)
+        return states
+    return init_fn
+"""
+
+
+@pytest.mark.parametrize("members", ["inits", "init_fns", "transforms"])
+@pytest.mark.parametrize("member", ["one", "fn", "tx"])
+def test_an_optax_with_other_names_inside_is_not_refused(member, members):
+    """Not every chain, only because its local variables cannot be read."""
+    module = types.ModuleType("optax.something")
+    exec(OTHER_OPTAX.format(member=member, members=members), module.__dict__)
+    shapes = shapes_of(parameters(SHAPES))
+    last = module.chain(optax.identity(), method())
+    assert len(jax.eval_shape(last, shapes)) == 2
+    named = module.named_chain(("a", optax.identity()), ("b", method()))
+    assert len(jax.eval_shape(named, shapes)) == 2
+    # what needs no names to be known stays refused
+    with pytest.raises(ValueError, match=r"stand inside optax\.MultiSteps"):
+        module.chain(optax.identity(), optax.MultiSteps(method(), 2))(shapes)

@@ -203,8 +203,13 @@ def _refuse_followers(
     if called is not None and called.f_code.co_name == "<genexpr>":
         names |= called.f_locals
     member, members = (names.get(name) for name in _LOOPS[wrapper])
-    last: Any = members[-1] if members else None
-    if member is None or member is not (last[1] if wrapper == "named_chain" else last):
+    # an optax that names them otherwise is not understood, which is no reason to refuse
+    if not isinstance(members, tuple | list):
+        return
+    if wrapper == "named_chain":
+        members = [pair[-1] for pair in members if isinstance(pair, tuple) and pair]
+    found = [other is member for other in members]
+    if any(found) and not found[-1]:
         raise ValueError(
             f"this method must be the last member of optax.{wrapper}: what stands "
             "after it would change the parameters behind its back; put it inside, "
