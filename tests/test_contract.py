@@ -408,3 +408,35 @@ def test_a_negative_weight_in_an_array_counts_for_nothing(name):
     assert np.isfinite(params["w"]).all()
     with refused(r"weight \[1.0, -3.0\] has one below 0"):
         tx.update(grads[0], state, params, weight=weight[1])
+
+
+def backtracking():
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
+    return optax.chain(optax.sgd(0.1), search)
+
+
+@pytest.mark.parametrize("name", ["acco", "ddp", "diloco"])
+@pytest.mark.parametrize("inner", [optax.lbfgs, backtracking])
+def test_a_line_search_is_refused(inner, name):
+    tx = method(name, inner=inner())
+    words = (
+        "inner needs value_fn, as line searches do, but works on shards, .* linesearch="
+    )
+    params, state = acco_jax.start(tx, theta())
+    with refused(words):
+        step_of(tx)(params, state, batch_for(tx))
+    with refused(words):
+        tx.check(theta())
+    if name == "diloco":
+        return
+    grads = {"w": np.ones((2, 3, 2), np.float32)}
+    with refused(words):
+        tx.update(grads, state, params, value=jnp.float32(1))
+    with refused("update got value_fn, a function: inner works on shards"):
+        tx.update(grads, state, params, value_fn=lambda p: 0.0)
+
+
+def test_what_an_optimizer_needs_is_named():
+    tx = method("zero1", inner=optax.polyak_sgd())
+    with refused("inner needs 'value', which it was not given: use tx.update and pass"):
+        tx.update({"w": np.ones((2, 3, 2), np.float32)}, tx.init(theta()), theta())

@@ -360,7 +360,8 @@ class LocalMethod:
         def step(params: PyTree) -> PyTree:
             wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
             theta = jax.tree.map(wide, params)
-            return self.inner.update(theta, self.inner.init(theta), theta)
+            state = self.inner.init(theta)
+            return checked_update(self.inner, theta, state, theta, {})
 
         jax.eval_shape(step, params)
         jax.eval_shape(self.init, params)

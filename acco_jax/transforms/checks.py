@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import types
 from typing import Any
@@ -109,10 +110,27 @@ def checked_update(
     """inner.update, whose state must come back as it went in.
 
     Raises:
-      ValueError: the state has another tree structure, shape or dtype.
+      ValueError: it needs an argument that is not in `extra`, or the state has another
+        tree structure, shape or dtype.
     """
     update = optax.with_extra_args_support(inner).update
-    updates, new = update(gradient, state, params, **extra)
+    try:
+        updates, new = update(gradient, state, params, **extra)
+    except TypeError as error:
+        missing = re.search(r"required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        if "'value_fn'" in missing[1]:
+            raise ValueError(
+                "inner needs value_fn, as line searches do, but works on shards, or on "
+                "one worker's part of the batch, where the loss of whole parameters "
+                "cannot be computed: give it a learning rate instead, such as "
+                "optax.lbfgs(1e-2, linesearch=None)."
+            ) from error
+        raise ValueError(
+            f"inner needs {missing[1]}, which it was not given: use tx.update and pass "
+            "it by keyword."
+        ) from error
     before, after = _by_name(state), _by_name(new)
     for name in [*before, *after]:
         was, is_ = _described(before.get(name)), _described(after.get(name))
