@@ -59,7 +59,13 @@ class AdaptiveStep(TrainStep):
         self._pack = jax.jit(pending_of, static_argnums=0)
 
     def _compile(
-        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+        self,
+        extra: dict[str, Any] | None,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any,
+        rng: Any,
     ) -> None:
         gradients = self._gradients
         if counts is None and self._log is not None:
@@ -78,7 +84,7 @@ class AdaptiveStep(TrainStep):
                 moving, rest = state.pending, state._replace(pending=None)
             for wire in dict.fromkeys(self._tx.wires.all):
                 program = self._program(rest, overlaps, wire)
-                program.lower(moving, rest, params).compile()
+                program.lower(moving, rest, params, extra).compile()
 
     def _local(
         self,

@@ -129,18 +129,21 @@ class TrainStep:
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one half-round; see `make_train_step`."""
+        self._tx.check_extra(extra or {})
         args = self._place(params, state, batch, counts, rng)
-        if in_trace(args):
+        if in_trace((args, extra)):
             check_fused(self.form)
-            return self._nested(state)(self._gradients, *args)
+            return self._nested(state)(self._gradients, *args, extra)
         overlaps, wire = self._overlaps(state), self._wire(state)
         with naming_unknown_options():
             if self.form == "fused":
-                out = self._program(state, overlaps, wire)(self._gradients, *args)
+                program = self._program(state, overlaps, wire)
+                out = program(self._gradients, *args, extra)
             else:
-                out = self._split(overlaps, wire, *args)
+                out = self._split(overlaps, wire, extra, *args)
         params, state, metrics = out
         self._warmed = state.steps if overlaps else None
         if self._tx.wires.differ:
@@ -154,6 +157,7 @@ class TrainStep:
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
         *,
         half_round: int = 1,
     ) -> Any:
@@ -167,7 +171,8 @@ class TrainStep:
                 "only form='fused' is one program: build the step with it."
             )
         wire = self._tx.wires.at(half_round)
-        return self.lowered(params, state, batch, counts, rng, wire=wire)[0]
+        args = (params, state, batch, counts, rng, extra)
+        return self.lowered(*args, wire=wire)[0]
 
     def turns(self) -> dict[int, int]:
         """Half-rounds whose programs are all there are: how often each kind has a turn.
@@ -187,6 +192,7 @@ class TrainStep:
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
         *,
         overlaps: bool | None = None,
         half_round: int = 1,
@@ -195,7 +201,7 @@ class TrainStep:
         """The programs that one half-round runs, each as jax.jit's `lower` gives it.
 
         Args:
-          params, state, batch, counts, rng: as for a call, or abstract.
+          params, state, batch, counts, rng, extra: as for a call, or abstract.
           overlaps: whether past a delayed method's warm-up; None: as if it had none.
           half_round: which one, as for `lower`.
           wire: what it communicates; None: what `half_round` says.
@@ -204,8 +210,8 @@ class TrainStep:
         wire = self._tx.wires.at(half_round) if wire is None else wire
         if self.form == "fused":
             program = self._program(state, overlaps, wire)
-            work = (self._gradients, params, state, batch, counts, rng)
-            return (program.lower(*work),)
+            fused = (self._gradients, params, state, batch, counts, rng, extra)
+            return (program.lower(*fused),)
         layout, rest = state.layout, state
         work = (self._gradients, layout, params, batch, counts, rng)
         accumulate = self._accumulate.lower(*work)
@@ -215,7 +221,7 @@ class TrainStep:
             # where a method of its own leaves them, only its program knows
             now = placed(accumulate.compile(), self._accumulate, *work)[0]
         communicate = self._program(rest, overlaps, wire)
-        return accumulate, communicate.lower(now, rest, params)
+        return accumulate, communicate.lower(now, rest, params, extra)
 
     def compile(
         self,
@@ -224,20 +230,28 @@ class TrainStep:
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         """Compiles what the first calls would; nothing runs and nothing is donated.
 
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling.
         """
+        self._tx.check_extra(extra or {})
         args = self._place(params, state, batch, counts, rng)
         with naming_unknown_options():
-            self._compile(*args)
+            self._compile(extra, *args)
 
     def _compile(
-        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+        self,
+        extra: dict[str, Any] | None,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any,
+        rng: Any,
     ) -> None:
-        args = (params, state, batch, counts, rng)
+        args = (params, state, batch, counts, rng, extra)
         for overlaps in self._forms(state):
             for wire in dict.fromkeys(self._tx.wires.all):
                 for p in self.lowered(*args, overlaps=overlaps, wire=wire):
@@ -271,6 +285,7 @@ class TrainStep:
         self,
         overlaps: bool,
         wire: Wire,
+        extra: dict[str, Any] | None,
         params: PyTree,
         state: Any,
         batch: PyTree,
@@ -279,7 +294,7 @@ class TrainStep:
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         def communicate(now: Pending, rest: Any) -> Any:
             run = self._program(rest, overlaps, wire)
-            return jax.block_until_ready(run(now, rest, params))
+            return jax.block_until_ready(run(now, rest, params, extra))
 
         work = (state.layout, params, batch, counts, rng)
         if overlaps:
@@ -350,6 +365,7 @@ def _overlapped(
     batch: PyTree,
     counts: jax.Array | None,
     rng: Any,
+    extra: dict[str, Any] | None,
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """A half-round whose every collective runs beside a part of the computation.
 
@@ -377,7 +393,7 @@ def _overlapped(
 
     state = state._replace(pending=None)
     gradient = wire.receive(layout, reduced, whole)
-    state, point = tx.advance(state, gradient, totals, {}, losses=True)
+    state, point = tx.advance(state, gradient, totals, extra or {}, losses=True)
     state, full = wire.join(layout, state, point.shards)
     # the norm too, which is a small all-reduce where only the metrics ask for it
     norm = point.grad_norm
@@ -404,12 +420,13 @@ def _synchronous(
     batch: PyTree,
     counts: jax.Array | None,
     rng: Any,
+    extra: dict[str, Any] | None,
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """A step that communicates the gradients it has just computed."""
     accumulate = tx.accumulate or _accumulate
     new, sums = accumulate(gradients, state.layout, params, batch, counts, rng)
     new = barrier(new)
-    params, state, norm = _communicate(tx, wire, new, state, params)
+    params, state, norm = _communicate(tx, wire, new, state, params, extra)
     return params, state, _metrics(sums, counts, norm, state.steps)
 
 
@@ -430,7 +447,12 @@ def _accumulate(
 
 
 def _communicate(
-    tx: Method, wire: Wire, now: Pending, state: Any, params: PyTree
+    tx: Method,
+    wire: Wire,
+    now: Pending,
+    state: Any,
+    params: PyTree,
+    extra: dict[str, Any] | None,
 ) -> tuple[PyTree, Any, jax.Array]:
     """Reduce, advance, gather: the parameters of the next half-round."""
     layout = state.layout
@@ -440,7 +462,7 @@ def _communicate(
         state, reduced = wire.send(layout, state, reduced, axis, totals.weight)
         reduced = barrier(wire.reduce(layout, reduced, axis))
     gradient = wire.receive(layout, reduced, whole)
-    state, point = tx.advance(state, gradient, totals, {}, losses=True)
+    state, point = tx.advance(state, gradient, totals, extra or {}, losses=True)
     state, full = wire.join(layout, state, point.shards)
     full = barrier(full)
     for axis in reversed(layout.order):
@@ -501,10 +523,13 @@ def make_train_step(
         number of microbatches for each worker.
 
     Returns:
-      step(params, state, batch, counts=None, rng=None) -> (params, state, metrics).
-      params and state are donated. batch, counts and rng are as for
-      `local_gradients`. metrics, all of this half-round: "loss" [] (the mean of
-      microbatch means, or of targets where loss_fn gives a weight), "weight" [],
+      step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
+      metrics). params and state are donated. batch, counts and rng are as for
+      `local_gradients`. extra: keyword arguments (arrays) for the optimizer; one that
+      takes any is also given `value` [], the weighted mean loss of exactly the
+      gradients that it is given.
+      metrics, all of this half-round: "loss" [] (the mean of microbatch means, or of
+      targets where loss_fn gives a weight), "weight" [],
       "grad_norm" [] (of the mean gradient that the optimizer was given; where each
       worker has its own, the mean over workers and steps), "step" [] (steps of the
       inner optimizer so far; of local methods all, computed or not), "aux" (sums),

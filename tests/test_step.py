@@ -300,3 +300,92 @@ def test_a_scan_over_steps_is_the_loop(name):
     like = jax.eval_shape(lambda: step(params, state, batch))
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, like)
     step(params, state, batch)  # nothing traced was kept
+
+
+def recording(keep=8):
+    """Subtracts gradients; its state is the values that it was given."""
+
+    def update(grads, state, params=None, *, value, scale=1.0, **extra):
+        grads = jax.tree.map(lambda g: -0.1 * scale * g, grads)
+        return grads, jnp.roll(state, 1).at[0].set(value)
+
+    def init(params):
+        return jnp.zeros(keep)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "fused_zero1"])
+def test_value_is_the_loss_of_the_gradients_applied(name, form):
+    """Not of the half-round that computes meanwhile; unequal weights, one worker 0."""
+    mesh, N = make_mesh(4), 2
+    tx = getattr(acco_jax, name)(recording(), mesh=mesh)
+    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=N, form=form)
+    params = jax.tree.map(jnp.array, parameters(SHAPES))
+    state = tx.init(params)
+    rng, sums = np.random.default_rng(0), []
+    for h in range(7):
+        batch = rng.normal(size=(16, 5)), rng.normal(size=(16, 3))
+        counts = np.array([[1, 2, 0, 2], [2, 2, 2, 1]][h % 2])
+        at = jax.tree.map(jnp.copy, params)
+        loss = weight = 0.0
+        for i, count in enumerate(counts):
+            for k in range(count):
+                rows = slice(2 * (N * i + k), 2 * (N * i + k) + 2)
+                one, w, _ = loss_fn(at, (batch[0][rows], batch[1][rows]), None)
+                loss, weight = loss + float(one), weight + w
+        sums.append((loss, weight))
+        params, state, _ = step(params, state, batch, counts)
+    if name == "acco":  # commits of the half-rounds (0, 1), (2, 3), (4, 5)
+        sums = [tuple(map(sum, zip(*sums[h : h + 2], strict=True))) for h in (0, 2, 4)]
+    elif name == "dpu":
+        sums = sums[:-1]
+    expected = [loss / weight for loss, weight in reversed(sums)]
+    np.testing.assert_allclose(state.inner[: len(sums)], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_extra_arguments_of_a_step(form):
+    mesh = make_mesh(2)
+    tx = acco_jax.zero1(recording(), mesh=mesh)
+    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=1, form=form)
+    params = parameters(SHAPES)
+    batch = np.ones((4, 5)), np.ones((4, 3))
+    moved = []
+    for extra in (None, {"scale": jnp.float64(2)}, {"scale": 2.0, "value": 7.0}):
+        start = jax.tree.map(jnp.array, params)
+        after, state, _ = step(start, tx.init(start), batch, extra=extra)
+        moved.append(jax.tree.map(lambda a, b: np.asarray(a) - b, after, params))
+    chex.assert_trees_all_close(moved[1], jax.tree.map(lambda x: 2 * x, moved[0]))
+    chex.assert_trees_all_close(moved[2], moved[1])
+    assert float(state.inner[0]) == 7
+    start = jax.tree.map(jnp.array, params)
+    with pytest.raises(ValueError, match="update got value_fn, a function"):
+        step(start, tx.init(start), batch, extra={"value_fn": sum})
+    plain = acco_jax.zero1(optax.GradientTransformation(*optax.sgd(0.1)), mesh=mesh)
+    step = acco_jax.make_train_step(loss_fn, plain, mesh=mesh, microbatches=1)
+    with pytest.raises(ValueError, match="inner takes no extra arguments"):
+        step(start, plain.init(start), batch, extra={"scale": 2.0})
+    local = acco_jax.diloco(optax.sgd(0.1), mesh=mesh, local_steps=2)
+    step = acco_jax.make_train_step(loss_fn, local, mesh=mesh, microbatches=1)
+    with pytest.raises(ValueError, match="given gradients alone"):
+        step(*acco_jax.start(local, start), batch, extra={"scale": 2.0})
+
+
+def test_reduce_on_plateau():
+    """It needs `value`, which the step has."""
+    inner = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+    )
+    mesh = make_mesh(2)
+    tx = acco_jax.acco(inner, mesh=mesh)
+    step = acco_jax.make_train_step(
+        lambda p, x, rng: jnp.mean(x) + 0 * p["w"].sum(), tx, mesh=mesh, microbatches=1
+    )
+    params = {"w": jnp.ones((4, 2))}
+    tx.check(params)
+    state = tx.init(params)
+    for _ in range(9):
+        params, state, _ = step(params, state, np.ones((2, 1)))
+    assert float(state.inner[-1].scale) < 1

@@ -227,8 +227,8 @@ class Layout:
         """fn(leaf, array) over arrays that mirror the leaf of that number."""
         arrays, treedef = jax.tree.flatten(tree)
         each = zip(numbers, arrays, strict=True)
-        return treedef.unflatten(
-            [x if i is None else fn(self.leaves[i], x) for i, x in each]
+        return jax.tree.unflatten(
+            treedef, [x if i is None else fn(self.leaves[i], x) for i, x in each]
         )
 
     def view(self, shards: PyTree) -> PyTree:
@@ -251,11 +251,12 @@ class Layout:
         """NamedShardings of the optimizer's state, as it is stored."""
         arrays, treedef = jax.tree.flatten(state)
         each = zip(self.mirrors, arrays, strict=True)
-        return treedef.unflatten(
+        return jax.tree.unflatten(
+            treedef,
             [
                 self._spread(jnp.shape(x)) if i is None else self._home(self.leaves[i])
                 for i, x in each
-            ]
+            ],
         )
 
     def _spread(self, shape: tuple[int, ...]) -> NamedSharding:
@@ -282,7 +283,7 @@ class Layout:
         )
 
     def _homes(self, value: PyTree) -> PyTree:
-        own = NamedSharding(self.mesh, self._own)
+        own: Any = NamedSharding(self.mesh, self._own)
         shapes = [leaf.stored for leaf in self.leaves]
 
         def known(x: Any) -> bool:
@@ -294,9 +295,9 @@ class Layout:
 
         def of(x: Any) -> Any:
             if isinstance(x, Pending):
-                rows = self.sharding(self.axis)
-                whole = tuple(self.sharding(self.axis, *s) for s in self._whole_specs)
-                return Pending((own,) * len(x.buffers), whole, rows, rows)
+                rows: Any = self.sharding(self.axis)
+                whole: Any = [self.sharding(self.axis, *s) for s in self._whole_specs]
+                return Pending((own,) * len(x.buffers), tuple(whole), rows, rows)
             if isinstance(x, LeftOut):
                 return LeftOut((own,) * len(x.buffers))
             return self.tree(self._home) if known(x) else self.sharding()
@@ -396,7 +397,8 @@ class Layout:
         run = self.everywhere(local, in_specs, (self._own, rows))
         weight = weight.astype(self.scalar)
         loss = jnp.zeros_like(weight) if loss is None else loss.astype(self.scalar)
-        return Pending(*run(grads, weight), weight, loss)
+        buffers, whole = run(grads, weight)
+        return Pending(buffers, whole, weight, loss)
 
     def zeros(self) -> Pending:
         """Nothing is pending."""
@@ -415,27 +417,25 @@ class Layout:
           The totals, and the reduced gradients of the leaves that stay whole.
         """
 
-        def local(whole: Arrays, weight: jax.Array, loss: jax.Array) -> Any:
-            mine = (weight[0], loss[0], *(x[0] for x in whole))
+        def local(mine: Arrays) -> Arrays:
             if self.workers == 1:
-                return mine[:2], mine[2:]
-            if sum(x.size for x in whole) > self.together:
-                mine = lax.psum(mine, self.axis)
-                return mine[:2], mine[2:]
-            flat = [x.astype(self.scalar).reshape(-1) for x in mine]
-            total = lax.psum(jnp.concatenate(flat), self.axis)
-            ends = np.cumsum([x.size for x in flat])
-            mine = [
-                part.reshape(x.shape)
-                for part, x in zip(jnp.split(total, ends[:-1]), mine, strict=True)
-            ]
-            return tuple(mine[:2]), tuple(mine[2:])
+                return mine
+            if sum(x.size for x in mine[2:]) > self.together:
+                return lax.psum(mine, self.axis)
+            flat = jnp.concatenate([x.astype(self.scalar).reshape(-1) for x in mine])
+            ends = np.cumsum([x.size for x in mine])
+            parts = jnp.split(lax.psum(flat, self.axis), ends[:-1])
+            return tuple(
+                part.reshape(x.shape) for part, x in zip(parts, mine, strict=True)
+            )
 
-        rows = P(self.axis)
-        own = tuple(P(self.axis, *spec) for spec in self._whole_specs)
-        run = self.everywhere(local, (own, rows, rows), (P(), self._whole_specs))
-        totals, whole = run(pending.whole, pending.weight, pending.loss)
-        return Totals(*totals), whole
+        specs = self._whole_specs if pending.whole else ()
+        rows = tuple(P(self.axis, *spec) for spec in (P(), P(), *specs))
+        run = self.everywhere(
+            lambda rows: local(tuple(x[0] for x in rows)), (rows,), (P(), P(), *specs)
+        )
+        weight, loss, *whole = run((pending.weight, pending.loss, *pending.whole))
+        return Totals(weight, loss), tuple(whole)
 
     def reduce_scatter(self, buffers: Arrays, axis: str) -> Arrays:
         """Sums the buffers over one data axis; each worker keeps its share.
@@ -527,8 +527,8 @@ class Layout:
           dtype: instead, of the leaves that were split.
         """
 
-        def local(gathered: Outgoing) -> PyTree:
-            parts, whole = self._take(gathered.buffers), iter(gathered.whole)
+        def local(gathered: tuple[Arrays, Arrays]) -> PyTree:
+            parts, whole = self._take(gathered[0]), iter(gathered[1])
             return self.treedef.unflatten(
                 [
                     next(whole).astype(leaf.dtype)
@@ -538,8 +538,9 @@ class Layout:
                 ]
             )
 
-        in_specs = (Outgoing(self._over(()), self._whole_specs),)
-        return self.everywhere(local, in_specs, self._param_specs)(gathered)
+        in_specs: Any = (self._over(()), self._whole_specs)
+        run = self.everywhere(local, (in_specs,), self._param_specs)
+        return run((gathered.buffers, gathered.whole))
 
     # ---- without buffers
 

@@ -67,10 +67,15 @@ class Leaf:
         return tuple(d for d, k in enumerate(self.parts or ()) if k > 1)
 
     @property
+    def padding(self) -> list[tuple[int, int]]:
+        """What its parts hold beyond `local`, as for jnp.pad."""
+        parts = self.parts or (1,) * len(self.local)
+        return [(0, -s % k) for s, k in zip(self.local, parts, strict=True)]
+
+    @property
     def padded(self) -> bool:
         """Whether its parts hold more elements than it has."""
-        parts = self.parts or (1,) * len(self.local)
-        return any(s % k for s, k in zip(self.local, parts, strict=True))
+        return any(after for _, after in self.padding)
 
     @property
     def in_blocks(self) -> bool:

@@ -354,6 +354,14 @@ class LocalMethod:
         """Inner steps after so many calls."""
         return calls * self.steps_per_call
 
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Raises a ValueError if there are any."""
+        if extra:
+            raise ValueError(
+                f"extra holds {', '.join(sorted(extra))}, but optimizers of a local "
+                "method are given gradients alone: leave it out."
+            )
+
     def check(self, params: PyTree) -> None:
         """Raises whatever the optimizers raise, without computing anything."""
 

@@ -88,8 +88,10 @@ class LocalStep(TrainStep):
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one call; see `acco_jax.make_train_step`."""
+        self._tx.check_extra(extra or {})
         args = self._place(params, state, batch, counts, rng)
         if in_trace(args):
             check_fused(self.form)
@@ -115,6 +117,7 @@ class LocalStep(TrainStep):
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
         *,
         half_round: int = 0,
     ) -> Any:
@@ -135,6 +138,7 @@ class LocalStep(TrainStep):
         batch: PyTree,
         counts: Any = None,
         rng: Any = None,
+        extra: dict[str, Any] | None = None,
         *,
         half_round: int = 0,
     ) -> tuple[Any, ...]:
@@ -163,7 +167,13 @@ class LocalStep(TrainStep):
         return first, second, third, last
 
     def _compile(
-        self, params: PyTree, state: Any, batch: PyTree, counts: Any, rng: Any
+        self,
+        extra: dict[str, Any] | None,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any,
+        rng: Any,
     ) -> None:
         args = (params, state, batch, counts, rng)
         for phase in self.turns():

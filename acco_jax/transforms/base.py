@@ -72,6 +72,7 @@ class Method(optax.GradientTransformationExtraArgs):
         step on the reduced gradient sums; with `losses` it is given their mean loss as
         `value`, if it takes extra arguments.
       check_state: raises a ValueError for a state of another method.
+      check_extra: raises a ValueError for arguments that the optimizer does not take.
     """
 
     mesh: Mesh
@@ -84,6 +85,7 @@ class Method(optax.GradientTransformationExtraArgs):
     wires: Wires
     advance: Callable[..., Any]
     check_state: Callable[[Any], None]
+    check_extra: Callable[[dict[str, Any]], None]
 
     steps_per_call = 1  # of the optimizer, that a call's batch holds
 
@@ -113,9 +115,10 @@ class Method(optax.GradientTransformationExtraArgs):
     def check(self, params: PyTree) -> None:
         """Raises whatever the optimizer raises, without computing anything."""
         state = jax.eval_shape(self.init, params)
-        n = state.layout.workers
-        row = lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype)  # noqa: E731
-        jax.eval_shape(self.update, jax.tree.map(row, params), state, params)
+        number: Any = jax.ShapeDtypeStruct((), state.layout.scalar)
+        advance = functools.partial(self.advance, losses=True)
+        shards, totals = state.layout.shards, Totals(number, number)
+        jax.eval_shape(advance, state, shards, totals, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +304,7 @@ def make_method(
         "wires": wires,
         "advance": advance_,
         "check_state": check_state,
+        "check_extra": functools.partial(check_extra, inner),
     }
     return Method(
         init,

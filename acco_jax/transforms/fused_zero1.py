@@ -41,12 +41,9 @@ class LayeredLayout(Layout):
 
 def _padded(leaf: Leaf, x: jax.Array) -> jax.Array:
     """A leaf, or a slice of one, filled up to what the workers' parts come to."""
-    d = _dim(leaf)
-    if d is None:
+    if not leaf.dims:
         return x
-    pads = [(0, 0)] * len(leaf.local)
-    pads[d] = (0, leaf.part[d] * leaf.parts[d] - leaf.local[d])
-    return jnp.pad(x, pads[-x.ndim :])
+    return jnp.pad(x, leaf.padding[-x.ndim :])
 
 
 def fused_zero1(

@@ -443,7 +443,7 @@ def test_a_wider_wire():
     state, update = tx.init(theta), jax.jit(tx.update)
     row = np.array([1, 2.0**-30, -1, 2.0**-31]).reshape(4, 1, 1)
     g = {"w": np.broadcast_to(row, (4, 16, 8)).copy()}
-    _, state = update(g, state, theta, weight=np.array([1, 0, 0, 0]))
+    _, state = update(g, state, theta, weight=np.full(4, 0.25))
     updates, state = update(g, state, theta)
     np.testing.assert_array_equal(updates["w"], np.float32(-(2.0**-30) - 2.0**-31))
     assert updates["w"].dtype == np.float32
