@@ -186,13 +186,17 @@ def test_an_optimizer_whose_state_changes_is_refused(name, change):
         name = "fused_zero1"
     tx = method(name, inner=changing(how))
     params, state = acco_jax.start(tx, theta())
+    if change == "dtype" and name != "diloco":  # as without sharding
+        _, state, _ = step_of(tx)(params, state, batch_for(tx))
+        assert state.inner["count"].dtype == np.float32
+        return
     words = "inner changes its state: " + re.escape(words)
     with refused(words):
         step_of(tx)(params, state, batch_for(tx))
     if name != "diloco":
         with refused(words):
             tx.update({"w": np.ones((2, 3, 2), np.float32)}, state, params)
-    if name == "diloco":
+    if name == "diloco" and change != "dtype":
         outer = method("cellm", outer=changing(how))
         with refused(words):
             step_of(outer)(*acco_jax.start(outer, theta()), batch_for(outer))

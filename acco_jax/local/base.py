@@ -139,7 +139,9 @@ class InnerSteps:
             sums.grads,
             work.theta,
         )
-        updates, inner = checked_update(self.inner, mean, work.inner, work.theta, {})
+        updates, inner = checked_update(
+            self.inner, mean, work.inner, work.theta, {}, in_loop=True
+        )
         theta = optax.apply_updates(work.theta, updates)
         added = sums._replace(grads=None)
         return Work(
@@ -369,7 +371,7 @@ class LocalMethod:
             wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
             theta = jax.tree.map(wide, params)
             state = self.inner.init(theta)
-            return checked_update(self.inner, theta, state, theta, {})
+            return checked_update(self.inner, theta, state, theta, {}, in_loop=True)
 
         jax.eval_shape(step, params)
         jax.eval_shape(self.init, params)

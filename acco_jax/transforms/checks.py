@@ -106,8 +106,19 @@ def checked_update(
     state: PyTree,
     params: PyTree,
     extra: dict[str, Any],
+    *,
+    in_loop: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """inner.update, whose state must come back as it went in.
+
+    Args:
+      inner: the optimizer.
+      gradient: what it is given; so are `state`, `params` and `extra`.
+      state: as init or the update before made it.
+      params: of the same structure as `gradient`.
+      extra: keyword arguments.
+      in_loop: whether the state's dtypes must stay, as in a compiled loop; else they
+        may become wider, as the first updates of some optimizers make them.
 
     Raises:
       ValueError: it needs an argument that is not in `extra`, or the state has another
@@ -134,7 +145,7 @@ def checked_update(
     before, after = _by_name(state), _by_name(new)
     for name in [*before, *after]:
         was, is_ = _described(before.get(name)), _described(after.get(name))
-        if was != is_ and not _widens(after.get(name), before.get(name)):
+        if was != is_ and not _meet(after.get(name), before.get(name), in_loop):
             raise ValueError(
                 f"inner changes its state: {name or 'it'} was {was} and is {is_} after "
                 "an update, which must return what init does."
@@ -157,11 +168,14 @@ def _described(x: Any) -> str:
     return "absent" if x is None else f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def _widens(x: Any, to: Any) -> bool:
-    """Whether x has the shape of `to` and becomes of its dtype where they meet."""
-    if x is None or to is None or jnp.shape(x) != jnp.shape(to):
+def _meet(new: Any, old: Any, in_loop: bool) -> bool:
+    """Whether both are of one shape, and what is chosen of them of either's dtype."""
+    if new is None or old is None or jnp.shape(new) != jnp.shape(old):
         return False
-    return bool(jnp.result_type(x, to) == jnp.result_type(to))
+    either = (
+        {jnp.result_type(old)} if in_loop else {jnp.result_type(x) for x in (new, old)}
+    )
+    return jnp.result_type(new, old) in either
 
 
 def _differ(a: PyTree, b: PyTree) -> bool:
