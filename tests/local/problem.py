@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-ROWS, INPUTS, OUTPUTS = 2, 5, 3
+ROWS, INPUTS, OUTPUTS = 2, 8, 3
 RATE, B1, B2, EPS, DECAY = 3e-2, 0.9, 0.95, 1e-8, 0.1
 SHAPES = {"b": (OUTPUTS,), "w": (INPUTS, OUTPUTS)}
 

@@ -290,6 +290,29 @@ def test_two_data_axes_are_one():
         problem.assert_close(a, b, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("name", ["zero1", "dpu", "acco"])
+def test_two_data_axes_of_which_one_is_crossed_in_few_bits(name, form):
+    """The sum over a host's workers is rounded, and nothing else."""
+    theta, batches, counts = problem.draw(4, 2, HELD, 5)
+    committed = []
+    for sizes, bits in (((2, 2), 8), ((2, 2), None), ((4,), None)):
+        names = ("host", "gpu")[-len(sizes) :]
+        outer = getattr(acco_jax, name)(
+            optax.sgd(0.7),
+            mesh=make_mesh(*sizes, names=names),
+            axis_name=names,
+            reduce_bits=bits,
+        )
+        tx = acco_jax.local_rounds(problem.adamw(), outer, local_steps=2)
+        rounds = run(tx, theta, batches, counts, form, axis_name=names)
+        committed.append(rounds[-1][1])
+    few, plain, one = committed
+    problem.assert_close(plain, one)
+    problem.assert_close(few, plain, atol=3e-3)
+    assert any(np.any(few[k] != plain[k]) for k in few)
+
+
 def test_what_does_not_fit_the_outer_method_is_refused():
     mesh = make_mesh(2)
     outer = acco_jax.zero1(optax.sgd(1.0), mesh=mesh)
