@@ -236,8 +236,8 @@ COMPOSITIONS = {
         ),
         "deep",
     ),
-    "set_to_zero": chain(
-        optax.adamw(1e-2), optax.masked(optax.set_to_zero(), matrices)
+    "set_to_zero": Case(
+        chain(optax.adamw(1e-2), optax.masked(optax.set_to_zero(), matrices)), "odd"
     ),
     "snapshot": chain(optax.adamw(1e-2), optax.snapshot("a", lambda tree: tree)),
     "stateless": optax.stateless(
