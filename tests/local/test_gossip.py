@@ -160,7 +160,7 @@ SENT = {"ring": ["collective_permute"] * 2, "exponential": ["collective_permute"
 
 @pytest.mark.parametrize("topology", SENT)
 def test_what_it_sends(topology):
-    """Copies of the 18 parameters in bfloat16; of the random three, one is taken."""
+    """Copies of the 27 parameters in bfloat16; of the random three, one is taken."""
     tx = acco_jax.gossip(
         optax.sgd(1.0), mesh=make_mesh(4), topology=topology, comm_dtype=jnp.bfloat16
     )
@@ -170,7 +170,7 @@ def test_what_it_sends(topology):
     )
     started = acco_jax.start(tx, problem.device(theta))
     text = step.lower(*started, batches[0], jnp.asarray(counts[0])).as_text()
-    assert collectives(text) == [(name, "tensor<18xbf16>") for name in SENT[topology]]
+    assert collectives(text) == [(name, "tensor<27xbf16>") for name in SENT[topology]]
 
 
 REFUSED = [

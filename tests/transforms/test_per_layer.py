@@ -20,7 +20,6 @@ from acco_jax.transforms.dependence import dependence
 from tests.reference import Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
-WHOLE_LEAVES = {"layout": "leaf"}  # what a method needs to show inner whole leaves
 STACKED = {"h": True, "ln": False, "wte": False}
 STEPS = 4
 # Programs that run a few times need not be fast.
@@ -361,7 +360,7 @@ def inner_of(name, marks=STACKED):
 @pytest.mark.parametrize(("method", "name"), [("acco", "muon"), ("zero1", "adafactor")])
 def test_sharded_methods_around_it(method, name):
     inner, tree = inner_of(name), shapes(4)
-    tx = getattr(acco_jax, method)(inner, mesh=make_mesh(4), **WHOLE_LEAVES)
+    tx = getattr(acco_jax, method)(inner, mesh=make_mesh(4))
     theta, gradients = parameters(tree), draw(tree, 4, 5, 0)
     expected = getattr(Unsharded(inner), method)(theta, gradients, np.ones((5, 4)))
     params, state, update = theta, tx.init(theta), jax.jit(tx.update)
@@ -390,7 +389,7 @@ def test_local_steps_with_it():
         return sum(jax.tree.leaves(error))
 
     def run(inner, theta, loss):
-        tx = acco_jax.diloco(inner, mesh=mesh, local_steps=2, **WHOLE_LEAVES)
+        tx = acco_jax.diloco(inner, mesh=mesh, local_steps=2)
         step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=1)
         params, state = acco_jax.start(tx, theta)
         for seed in range(2):
