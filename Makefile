@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-newest lint notebook requirements clean
+.PHONY: help setup train test test-slow test-long test-newest lint notebook requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -41,6 +41,9 @@ test: $(VENV)/.test ## run the fast tests
 
 test-slow: $(VENV)/.test ## run the slow tests only
 	$(PYTEST) -m slow
+
+test-long: $(VENV)/.test ## run the tests that CI has no time for
+	$(PYTEST) -m long
 
 test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest jax
 	@python=$$($(find-newest)); if [ -n "$$python" ]; then \

@@ -2,7 +2,7 @@
 
 Compiling is what takes the time, and a program that runs a dozen optimizers and adds
 their updates compiles in a quarter of what they take one by one. So the fast tests run
-sums, and where a sum is wrong each of its terms, to name those that are; the slow test
+sums, and where a sum is wrong each of its terms, to name those that are; the long one
 runs every optimizer by itself.
 """
 
@@ -190,7 +190,7 @@ def test_as_unsharded(some):
         check_sum(names, tree, method, kind, inner, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_as_unsharded(name):
     inner, reference = build(name), Unsharded(build(name))
