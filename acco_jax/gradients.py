@@ -346,7 +346,9 @@ class Accumulator:
                 for i, x in zip(pull.params, residuals, strict=True)
             ]
             (grads,) = jax.tree.unflatten(pull.treedef, leaves)(jnp.ones_like(loss))
-            sums = self._widened(_counted(Sums(grads, loss, weight, aux)), params)
+            # `pack` drops gradients without weight: here they would be held twice
+            loss = _counted(Sums(None, loss, weight, None)).loss
+            sums = self._widened(Sums(grads, loss, weight, aux), params)
             if counts is not None:
                 zero = lambda x: jnp.where(counts[0] > 0, x, jnp.zeros_like(x))  # noqa: E731
                 sums = jax.tree.map(zero, sums)

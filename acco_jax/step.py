@@ -406,7 +406,7 @@ def _overlapped(
         full, work, params = barrier((full, work, params))
 
     params = wire.unpack(layout, state, full, params)
-    pending, sums = pending_of(layout, work)
+    pending, sums = pending_of(layout, work, gradients.microbatches == 1)
     state = state._replace(pending=pending)
     return params, state, _metrics(sums, counts, norm, state.steps)
 
@@ -443,7 +443,7 @@ def _accumulate(
     work: Any = None
     for k in range(places):  # as in the overlapped form: the same sums, bit for bit
         work = gradients.part(k, places, work, params, batch, rng, counts)
-    return pending_of(layout, work)
+    return pending_of(layout, work, gradients.microbatches == 1)
 
 
 def _communicate(
@@ -470,9 +470,16 @@ def _communicate(
     return wire.unpack(layout, state, full, params), state, point.grad_norm
 
 
-def pending_of(layout: Layout, sums: Sums) -> tuple[Pending, Sums]:
-    """Local gradients as they will be communicated, and the rest of the sums."""
-    pending = layout.pack(sums.grads, sums.weight, sums.loss)
+def pending_of(layout: Layout, sums: Sums, check: bool = False) -> tuple[Pending, Sums]:
+    """Local gradients as they will be communicated, and the rest of the sums.
+
+    Args:
+      layout: of the shards.
+      sums: over a half-round.
+      check: whether gradients without weight may be other than zeros: of one microbatch
+        (`Accumulator.part`); those of several were added up without them.
+    """
+    pending = layout.pack(sums.grads, sums.weight, sums.loss, check=check)
     return pending, sums._replace(grads=None)
 
 

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Width -> of what each worker's number of rows is a multiple. TPUs fall back to a
-# synchronous all-reduce for one-dimensional buffers and for row counts that do not fill
-# a bf16 tile of 16 rows; of widths that are no powers of two, v6e does so at some
-# multiples of 16. 768 with 64 is compiled for every chip in tests/planning/test_hidden.
-ROWS = {1024: 16, 768: 64, 512: 16, 256: 16, 128: 16}
+# TPUs fall back to a synchronous all-reduce for one-dimensional buffers and for row
+# counts that do not fill a bf16 tile of 16 rows. v6e cuts a block into halves only, and
+# falls back where what is left, the odd part of its elements, is too large: 631 was
+# seen to work and 915 not (tests/planning/test_buffers.py).
+TILE = 16
+MAX_ODD = 512
+WIDTHS = (1024, 768, 512, 256, 128)  # wide rows are the cheapest to pack
 WIDE = (1024, 512, 256, 128)  # where most leaves have no such rows of their own
 MAX_PADDING = 0.01  # of a buffer
 
@@ -100,7 +102,9 @@ def make_group(dtype: np.dtype, parts: Mapping[int, tuple[int, ...]]) -> Group:
 
 def _padded(size: int, width: int) -> int:
     """Elements of a block that holds so many."""
-    unit = width * ROWS[width]
+    unit, odd = width * TILE, width // (width & -width)
+    while -(-size // unit) * odd > MAX_ODD:
+        unit *= 2
     return max(-(-size // unit), 1) * unit
 
 
@@ -109,7 +113,7 @@ def _best_width(total: int, parts: Iterable[tuple[int, ...]]) -> int:
 
     Of the widths that fill up a buffer by at most 1 %; where none does, the narrowest.
     """
-    fits = [w for w in ROWS if _padded(total, w) <= (1 + MAX_PADDING) * total]
+    fits = [w for w in WIDTHS if _padded(total, w) <= (1 + MAX_PADDING) * total]
     own: dict[int, int] = {}
     for part in parts:
         if part and part[-1] in fits:
