@@ -383,14 +383,17 @@ class Layout:
         """
 
         def local(grads: PyTree, weight: jax.Array) -> tuple[Arrays, Arrays]:
-            def counted(leaf: Leaf, g: jax.Array) -> jax.Array:
-                g = jnp.where(weight[0] != 0, g, 0) if check else g
-                return g.astype(leaf.wire)
-
-            rows = jax.tree.leaves(self.map(counted, grads))
-            each = list(zip(self.leaves, rows, strict=True))
+            cast = self.map(lambda leaf, g: g.astype(leaf.wire), grads)
+            each = list(zip(self.leaves, jax.tree.leaves(cast), strict=True))
             buffers = self._lay([x if f.whole else f.cut(x[0]) for f, x in each])
-            return buffers, tuple(x for f, x in each if f.whole)
+            whole = tuple(x for f, x in each if f.whole)
+            if not check:
+                return buffers, whole
+            # of what is packed, so that leaves are not held twice
+            return jax.tree.map(
+                lambda x: jnp.where(weight[0] != 0, x, jnp.zeros_like(x)),
+                (buffers, whole),
+            )
 
         in_specs = (self._row_specs, P(self.axis))
         rows = tuple(P(self.axis, *spec) for spec in self._whole_specs)
