@@ -399,9 +399,10 @@ class Layout:
         rows = tuple(P(self.axis, *spec) for spec in self._whole_specs)
         run = self.everywhere(local, in_specs, (self._own, rows))
         weight = weight.astype(self.scalar)
-        loss = jnp.zeros_like(weight) if loss is None else loss.astype(self.scalar)
+        # of weight, which knows where it lies: zeros_like may not
+        loss = jnp.where(weight != 0, 0, 0 * weight) if loss is None else loss
         buffers, whole = run(grads, weight)
-        return Pending(buffers, whole, weight, loss)
+        return Pending(buffers, whole, weight, loss.astype(self.scalar))
 
     def zeros(self) -> Pending:
         """Nothing is pending."""

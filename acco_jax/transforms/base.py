@@ -429,7 +429,17 @@ def in_place(layout: Layout, state: Any) -> Any:
 
 def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
     """The tree so sharded, also where some of the mesh's axes are Explicit."""
-    return jax.jit(lambda x: x, out_shardings=shardings)(tree)
+    tree = jax.jit(lambda x: x, out_shardings=shardings)(tree)
+
+    def constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        mesh = sharding.mesh  # a nested jit may not pin what types do not show
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        auto = tuple(a for a, kind in kinds if kind == AxisType.Auto)
+        if not auto:
+            return x
+        return jax.lax.with_sharding_constraint(x, _shown(sharding, auto))
+
+    return jax.tree.map(constrained, tree, shardings)
 
 
 def _abstract(tree: PyTree) -> PyTree:
