@@ -74,7 +74,11 @@ def _while(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
 
 
 def _scan(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
-    first, count = params["num_consts"], params["num_carry"]
+    if "num_consts" in params:
+        first, count = params["num_consts"], params["num_carry"]
+    else:  # jax 0.12
+        parts = params["ft_in"].update(args).unpack()
+        first, count, _ = (len(list(part)) for part in parts)
     consts, carry, xs = args[:first], args[first:][:count], args[first + count :]
 
     def step(carry: list[Inputs]) -> list[Inputs]:
