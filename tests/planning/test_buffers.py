@@ -51,4 +51,5 @@ def test_blocks_are_scattered(machine, width):
 
 def test_why_there_is_a_rule():
     assert "all-reduce" in kinds("tpu:v6e:2x2", TILE * 1901, 1024)
-    assert "all-reduce" in kinds("tpu:v6e:2x2", TILE * 633, 768)
+    assert "all-reduce" in kinds("tpu:v6e:2x2", TILE * 305, 768)  # 3 x 305 = 915
+    assert kinds("tpu:v6e:2x2", TILE * 631, 1024) == {"reduce-scatter"}
