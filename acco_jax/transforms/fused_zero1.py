@@ -60,8 +60,8 @@ def fused_zero1(
 
     The strongest synchronous rival of `acco_jax.acco`, with the same arguments, shapes
     and errors. Stacked parameters that the loss scans over are reduced layer by layer,
-    others leaf by leaf. A last microbatch whose weight `loss_fn` finds to be 0 must have
-    finite gradients: they are reduced before the weight is known.
+    others leaf by leaf. A last microbatch whose weight `loss_fn` finds to be 0 must
+    have finite gradients: they are reduced before the weight is known.
 
     Args:
       inner: the optimizer.
