@@ -1,7 +1,7 @@
 """Accumulate while you communicate: data-parallel training with hidden communication.
 
 tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
-step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=4)
+step = acco_jax.make_train_step(loss_fn, tx, microbatches=4)
 params, state, metrics = step(params, state, batch)
 """
 
@@ -10,53 +10,55 @@ from typing import TYPE_CHECKING, Any
 
 from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
+from acco_jax.methods.acco import acco as acco
+from acco_jax.methods.base import Method as Method
+from acco_jax.methods.base import committed_params as committed_params
+from acco_jax.methods.base import start as start
+from acco_jax.methods.base import start_shardings as start_shardings
+from acco_jax.methods.base import state_shardings as state_shardings
+from acco_jax.methods.delayed import dpu as dpu
+from acco_jax.methods.delayed import wp as wp
+from acco_jax.methods.zero1 import ddp as ddp
+from acco_jax.methods.zero1 import zero1 as zero1
+from acco_jax.step import Adaptive as Adaptive
+from acco_jax.step import Replay as Replay
 from acco_jax.step import TrainStep as TrainStep
 from acco_jax.step import make_train_step as make_train_step
-from acco_jax.transforms.acco import acco as acco
-from acco_jax.transforms.base import Method as Method
-from acco_jax.transforms.delayed import dpu as dpu
-from acco_jax.transforms.delayed import wp as wp
-from acco_jax.transforms.fused_zero1 import fused_zero1 as fused_zero1
-from acco_jax.transforms.per_layer import per_layer as per_layer
-from acco_jax.transforms.state import committed_params as committed_params
-from acco_jax.transforms.state import start as start
-from acco_jax.transforms.state import start_shardings as start_shardings
-from acco_jax.transforms.state import state_shardings as state_shardings
-from acco_jax.transforms.zero1 import ddp as ddp
-from acco_jax.transforms.zero1 import zero1 as zero1
 
 if TYPE_CHECKING:
-    from acco_jax.local.base import LocalMethod as LocalMethod
-    from acco_jax.local.cellm import cellm as cellm
-    from acco_jax.local.co2 import co2 as co2
-    from acco_jax.local.diloco import diloco as diloco
-    from acco_jax.local.gossip import gossip as gossip
-    from acco_jax.local.rounds import local_rounds as local_rounds
-    from acco_jax.local.slowmo import slowmo as slowmo
-    from acco_jax.local.streaming import streaming_diloco as streaming_diloco
+    from acco_jax.methods.fused_zero1 import fused_zero1 as fused_zero1
+    from acco_jax.methods.local.cellm import cellm as cellm
+    from acco_jax.methods.local.co2 import co2 as co2
+    from acco_jax.methods.local.diloco import diloco as diloco
+    from acco_jax.methods.local.gossip import gossip as gossip
+    from acco_jax.methods.local.rounds import local_rounds as local_rounds
+    from acco_jax.methods.local.slowmo import slowmo as slowmo
+    from acco_jax.methods.local.streaming import streaming_diloco as streaming_diloco
+    from acco_jax.methods.per_layer import per_layer as per_layer
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for: name -> module of acco_jax.local.
-_LOCAL = {
-    "LocalMethod": "base",
-    "cellm": "cellm",
-    "co2": "co2",
-    "diloco": "diloco",
-    "gossip": "gossip",
-    "local_rounds": "rounds",
-    "slowmo": "slowmo",
-    "streaming_diloco": "streaming",
+# Imported when they are asked for: name -> module of acco_jax.methods.
+_LAZY = {
+    "cellm": "local.cellm",
+    "co2": "local.co2",
+    "diloco": "local.diloco",
+    "fused_zero1": "fused_zero1",
+    "gossip": "local.gossip",
+    "local_rounds": "local.rounds",
+    "per_layer": "per_layer",
+    "slowmo": "local.slowmo",
+    "streaming_diloco": "local.streaming",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOCAL:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"acco_jax.local.{_LOCAL[name]}"), name)
-    globals()[name] = value
+    module = importlib.import_module(f"acco_jax.methods.{_LAZY[name]}")
+    globals()[name] = value = getattr(module, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LOCAL})
+    return sorted({*globals(), *_LAZY})

@@ -174,7 +174,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     )
     flag, names = parser.add_argument, lambda text: text.split(",")
     flag("--machines", type=names, default=MACHINES, help="with commas between")
-    flag("--method", choices=("acco", "zero1"), default="acco")
+    flag("--method", choices=METHODS, default="acco")
     flag("--optimizer", choices=OPTIMIZERS, default="adamw")
     flag("--rows", type=int, default=2, metavar="B", help="of a microbatch; default 2")
     flag("--microbatches", type=int, default=4, metavar="N", help="default 4")

@@ -126,7 +126,7 @@ def make_loops(
     params = jax.jit(init, out_shardings=everywhere)
     acco = acco_jax.acco(inner, mesh=mesh)
     fused = acco_jax.make_train_step(
-        loss_fn, acco, mesh=mesh, microbatches=microbatches, form="fused"
+        loss_fn, acco, microbatches=microbatches, form="fused"
     )
 
     def looped(step: Callable, now: PyTree, state: PyTree) -> Callable[[], None]:
@@ -183,7 +183,7 @@ def schedule(config: gpt_neo.GPTNeoConfig, microbatches: int, rows: int) -> str:
     mesh = jax.make_mesh((n,), ("data",), (jax.sharding.AxisType.Auto,))
     tx = acco_jax.acco(optax.adamw(1e-4), mesh=mesh)
     step = acco_jax.make_train_step(
-        gpt_neo.loss_fn(config), tx, mesh=mesh, microbatches=microbatches, form="fused"
+        gpt_neo.loss_fn(config), tx, microbatches=microbatches, form="fused"
     )
     init = functools.partial(gpt_neo.init_params, config, jax.random.key(0))
     params = jax.eval_shape(init)

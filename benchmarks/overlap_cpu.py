@@ -149,7 +149,6 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         step = acco_jax.make_train_step(
             loss,
             tx,
-            mesh=mesh,
             microbatches=microbatches,
             form="split",
             bounds=(few, most),

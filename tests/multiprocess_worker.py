@@ -46,7 +46,7 @@ for name in ("acco", "zero1"):
         update = jax.jit(tx.update)
         if form != "plain":
             step = acco_jax.make_train_step(
-                problem.loss, tx, mesh=mesh, microbatches=problem.N, form=form
+                problem.loss, tx, microbatches=problem.N, form=form
             )
         for h in range(problem.HALF_ROUNDS):
             batch = jax.tree.map(place, problem.batch(n, h))
@@ -63,7 +63,7 @@ for name in ("acco", "zero1"):
             ]
             points.append(np.concatenate(flat).tolist())
         out[f"{name}-{form}"] = points
-auto = acco_jax.make_train_step(problem.loss, tx, mesh=mesh, microbatches=1)
+auto = acco_jax.make_train_step(problem.loss, tx, microbatches=1)
 out["auto"] = auto.form
 multihost_utils.sync_global_devices("done")
 if index == 0:

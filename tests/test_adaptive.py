@@ -19,14 +19,18 @@ def loss_fn(params, microbatch, rng):
     return jnp.mean(jnp.tanh(microbatch @ params["w"]) ** 2)
 
 
+ADAPTIVE = acco_jax.Adaptive(MINIMUM, MAXIMUM)
+
+
 def make_step(microbatches, **options):
     mesh = make_mesh(WORKERS)
     tx = options.pop("tx", None) or acco_jax.acco(optax.adamw(1e-2), mesh=mesh)
-    bounds = options.pop("bounds", (MINIMUM, MAXIMUM))
-    step = acco_jax.make_train_step(
-        loss_fn, tx, mesh=mesh, microbatches=microbatches, bounds=bounds, **options
-    )
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=microbatches, **options)
     return step, tx
+
+
+def repeated(log):
+    return acco_jax.Replay(log, MAXIMUM)
 
 
 def run(step, tx, counts=None):
@@ -47,7 +51,7 @@ def run(step, tx, counts=None):
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
     """A run that found its counts, and their log."""
-    step, tx = make_step("adaptive")
+    step, tx = make_step(ADAPTIVE)
     points, counts = run(step, tx)
     log = tmp_path_factory.mktemp("adaptive") / "counts.jsonl"
     log.write_text("".join(json.dumps(row) + "\n" for row in counts))
@@ -61,7 +65,7 @@ def test_counts_keep_their_bounds(logged):
 
 def test_a_logged_run_is_repeated_to_the_bit(logged):
     points, counts, log = logged
-    step, tx = make_step(f"replay:{log}")
+    step, tx = make_step(repeated(log))
     again, found = run(step, tx)
     assert found == counts
     np.testing.assert_array_equal(again, points)
@@ -69,7 +73,7 @@ def test_a_logged_run_is_repeated_to_the_bit(logged):
 
 def test_counts_may_be_given_and_differ_between_workers():
     given = [[1, 4], [0, 3], [5, 5], [2, 0], [3, 1], [4, 2]]
-    adaptive, found = run(*make_step("adaptive"), counts=given)
+    adaptive, found = run(*make_step(ADAPTIVE), counts=given)
     assert found == given
     fixed, _ = run(*make_step(MAXIMUM, form="fused"), counts=given)
     np.testing.assert_allclose(adaptive, fixed, rtol=2e-5, atol=1e-6)
@@ -79,19 +83,19 @@ def test_counts_may_be_given_and_differ_between_workers():
 def test_slow_communication_is_filled_and_fast_is_not_waited_for(
     monkeypatch, delay, expected
 ):
-    step, tx = make_step("adaptive")
+    step, tx = make_step(ADAPTIVE)
     run(step, tx)  # compile first
-    program, add = step._program, step._add
+    communicate, add = step._communicate, step._add
 
     def slow_communication(*args):
         time.sleep(delay)
-        return program(*args)
+        return communicate(*args)
 
     def slow_computation(*args):
         time.sleep(0.0 if delay else 0.5)
         return add(*args)
 
-    monkeypatch.setattr(step, "_program", slow_communication)
+    monkeypatch.setattr(step, "_communicate", slow_communication)
     monkeypatch.setattr(step, "_add", slow_computation)
     _, counts = run(step, tx)
     assert counts == [[expected] * WORKERS] * HALF_ROUNDS
@@ -103,23 +107,24 @@ def test_what_cannot_adapt_is_refused(tmp_path):
     for options, words in (
         ({"tx": zero1}, "synchronous step has no time to fill"),
         ({"form": "fused"}, "form='split'"),
-        ({"bounds": (0, 4)}, "smallest count"),
-        ({"bounds": (4, 2)}, "smallest count"),
     ):
         with pytest.raises(ValueError, match=words):
-            make_step("adaptive", **options)
-    with pytest.raises(ValueError, match="'adaptive', or 'replay:FILE'"):
+            make_step(ADAPTIVE, **options)
+    for bounds in ((0, 4), (4, 2)):
+        with pytest.raises(ValueError, match="smallest count"):
+            acco_jax.Adaptive(*bounds)
+    with pytest.raises(ValueError, match=r"Adaptive\(least, most\) or Replay"):
         make_step("dynamic")
     with pytest.raises(ValueError, match="no log of counts"):
-        make_step(f"replay:{tmp_path}/missing")
+        make_step(repeated(tmp_path / "missing"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text("[1, 2]\n{}\n")
     with pytest.raises(ValueError, match="line 2"):
-        make_step(f"replay:{bad}")
+        make_step(repeated(bad))
     short = tmp_path / "short.jsonl"
     short.write_text("[2, 2]\n")
     with pytest.raises(ValueError, match="1 half-rounds"):
-        run(*make_step(f"replay:{short}"))
+        run(*make_step(repeated(short)))
 
 
 @pytest.mark.parametrize("row", [[1, 2, 3], [MAXIMUM + 1, 0], [-1, 1]])
@@ -127,12 +132,12 @@ def test_a_log_of_another_run_is_refused_before_it_starts(tmp_path, row):
     log = tmp_path / "counts.jsonl"
     log.write_text(f"[1, 2]\n{row}\n")
     with pytest.raises(ValueError, match=r"line 2 of .* one count from 0 to 5, the"):
-        make_step(f"replay:{log}")
+        make_step(repeated(log))
 
 
 @pytest.mark.parametrize("counts", [None, [1, 2]])
 def test_compiled_ahead_is_not_compiled_again(counts, caplog):
-    step, tx = make_step("adaptive")
+    step, tx = make_step(ADAPTIVE)
     params = {"w": jnp.ones((WIDTH, WIDTH))}
     state = tx.init(params)
     params = jax.device_put(params, state.layout.params_shardings)
@@ -140,14 +145,15 @@ def test_compiled_ahead_is_not_compiled_again(counts, caplog):
     step.compile(params, state, batch, counts)
     with jax.log_compiles(), caplog.at_level("WARNING"):
         step(params, state, batch, counts)
-    ours = ("_none", "_one_more", "pending_of", "_communicate")
+    ours = ("_none", "_one_more", "close", "_exchange")
     done = [m for m in caplog.messages if "Finished XLA compilation" in m]
     assert not [m for m in done if any(name in m for name in ours)]
 
 
 def test_compiled_once():
     jax.clear_caches()  # steps share the programs of a function: count none but these
-    step, tx = make_step("adaptive")
+    step, tx = make_step(ADAPTIVE)
     run(step, tx)
     assert step._add._cache_size() == 1
-    assert jax.tree.leaves(step._programs)[0]._cache_size() == 1
+    (programs,) = step._programs.values()
+    assert programs.communicate._cache_size() == 1

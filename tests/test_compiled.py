@@ -42,7 +42,7 @@ def build(n, mixed=False, method="acco"):
     params = shapes(jnp.bfloat16)
     if mixed:
         params["layer0"] = shapes(jnp.float32)["layer0"]
-    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=2)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=2)
     state = jax.eval_shape(tx.init, params)
     put = lambda tree, to: jax.tree.map(  # noqa: E731
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, to

@@ -59,7 +59,7 @@ def test_an_unknown_option_is_named_and_nothing_is_lost(form):
 
     def make(**options):
         return acco_jax.make_train_step(
-            loss_fn, tx, mesh=mesh, microbatches=1, form=form, **options
+            loss_fn, tx, microbatches=1, form=form, **options
         )
 
     params = jnp.ones((3, 2))

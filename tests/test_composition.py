@@ -212,10 +212,10 @@ def test_a_step_on_a_wrapped_method_is_refused():
 
     make = acco_jax.make_train_step
     with pytest.raises(ValueError, match="pass acco_jax"):
-        make(loss, optax.chain(method()), mesh=mesh, microbatches=1)
+        make(loss, optax.chain(method()), microbatches=1)
     with pytest.raises(ValueError, match="pass acco_jax"):
-        make(loss, optax.adamw(1e-3), mesh=mesh, microbatches=1)
-    step = make(loss, method(), mesh=mesh, microbatches=1)
+        make(loss, optax.adamw(1e-3), microbatches=1)
+    step = make(loss, method(), microbatches=1)
     theta = parameters(SHAPES)
     batch = np.zeros((2, 4))
     with pytest.raises(ValueError, match="the state is wrapped"):

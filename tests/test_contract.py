@@ -48,7 +48,7 @@ def method(name="acco", inner=None, n=2, types=AUTO, **options):
 
 def step_of(tx, loss=loss_fn, **options):
     options = {"microbatches": 1} | options
-    return acco_jax.make_train_step(loss, tx, mesh=tx.mesh, **options)
+    return acco_jax.make_train_step(loss, tx, **options)
 
 
 def batch_for(tx, seed=0, microbatches=1):
@@ -95,7 +95,7 @@ def test_params_of_another_dtype_than_at_init_are_refused(name):
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_parameters_of_8_bits_are_refused(name, dtype):
     with refused(f"w is {np.dtype(dtype)}, which optimizers cannot add to: keep it in"):
-        method(name).init(theta(dtype))
+        acco_jax.start(method(name), theta(dtype))
 
 
 @pytest.mark.parametrize("whole", ["local_gradients", "acco", "diloco"])
@@ -136,16 +136,17 @@ def test_no_mesh_is_refused(name, mesh):
         getattr(acco_jax, name)(optax.adam(0.1), mesh=mesh)
     with refused(words):
         acco_jax.local_gradients(loss_fn, mesh=mesh, microbatches=1)
-    with refused(words):
-        acco_jax.make_train_step(loss_fn, method(), mesh=mesh, microbatches=1)
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_local_method_has_no_update(name):
     tx = method(name)
-    grads = {"w": np.ones((2, 3, 2), np.float32)}
-    with refused("a local method has no update, because .*: use make_train_step"):
-        tx.update(grads, tx.init(theta()), theta())
+    assert not isinstance(tx, optax.GradientTransformation)
+    for attribute in ("init", "update"):
+        assert not hasattr(tx, attribute)
+        words = f"a local method has no {attribute}, because .*: use acco_jax.start and"
+        with refused(words, AttributeError):
+            getattr(tx, attribute)
 
 
 def changing(how):
@@ -349,9 +350,8 @@ def test_a_train_state():
     chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
     with refused("grads w has shape .* give one row per worker"):
         state.apply_gradients(grads=theta())
-    local = TrainState.create(apply_fn=None, params=theta(), tx=method("diloco"))
-    with refused("a local method has no update"):
-        local.apply_gradients(grads=theta())
+    with refused("a local method has no init", AttributeError):
+        TrainState.create(apply_fn=None, params=theta(), tx=method("diloco"))
 
 
 def test_multi_steps():

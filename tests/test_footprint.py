@@ -36,7 +36,7 @@ def step_of(method, n, form="fused", comm_dtype=None):
     put = lambda tree, to: jax.tree.map(  # noqa: E731
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, to
     )
-    step = acco_jax.make_train_step(loss_fn, tx, mesh=mesh, microbatches=2, form=form)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=2, form=form)
     rows = NamedSharding(mesh, P("data"))
     batch = jax.ShapeDtypeStruct((2 * n, 256), jnp.float32, sharding=rows)
     arrays = (
@@ -95,9 +95,7 @@ def test_a_collective_inside_the_layers_loop_counts_for_every_layer():
     tx = acco_jax.fused_zero1(optax.sgd(1e-3), mesh=mesh)
     params = jax.eval_shape(lambda: gpt_neo.init_params(model, jax.random.key(0)))
     state = jax.eval_shape(tx.init, params)
-    step = acco_jax.make_train_step(
-        gpt_neo.loss_fn(model), tx, mesh=mesh, microbatches=2
-    )
+    step = acco_jax.make_train_step(gpt_neo.loss_fn(model), tx, microbatches=2)
     tokens = jax.ShapeDtypeStruct((8, 9), jnp.int32)
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
         lowered = step.lower(params, state, {"tokens": tokens})

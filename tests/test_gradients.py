@@ -254,7 +254,7 @@ def test_a_loss_that_is_no_scalar_is_refused(N, loss, message, whole):
             made(params, batch)
         else:
             tx = acco_jax.acco(optax.sgd(0.1), mesh=mesh)
-            step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=N)
+            step = acco_jax.make_train_step(loss, tx, microbatches=N)
             step(params, tx.init(params), batch)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from acco_jax.layerwise import Reduction, reduced_gradients
+from acco_jax.methods.layerwise import Reduction, reduced_gradients
 
 LAYERS, WIDTH = 3, 4
 

@@ -276,7 +276,7 @@ def test_the_step_with_a_model_axis(kind):
         out = jnp.tanh(batch @ p["w"]).sum() * p["s"] + (p["b"] ** 2).sum()
         return out + (p["big"] ** 2).mean() + (p["t"] ** 2).sum()
 
-    step = acco_jax.make_train_step(loss, tx, mesh=tx.mesh, microbatches=2)
+    step = acco_jax.make_train_step(loss, tx, microbatches=2)
     theta, params = parameters(SHAPES), placed(tx.mesh)
     state = tx.init(params)
     gradient = jax.jit(jax.grad(loss))

@@ -25,9 +25,7 @@ def trajectory(sizes, names, *, form, microbatches=MICROBATCHES):
     rng = np.random.default_rng(0)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     tx = acco_jax.acco(inner, mesh=mesh, axis_name=names)
-    step = acco_jax.make_train_step(
-        loss_fn, tx, mesh=mesh, axis_name=names, microbatches=microbatches, form=form
-    )
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=microbatches, form=form)
     params = {
         "w1": jnp.asarray(rng.normal(size=(8, 16))),
         "w2": jnp.asarray(rng.normal(size=(16, 13))),

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import acco_jax
 from acco_jax import footprint
 from acco_jax.gradients import Sums
-from acco_jax.local.base import Work
-from acco_jax.local.cellm import _entries
+from acco_jax.methods.local.base import Work
+from acco_jax.methods.local.cellm import _entries
 from acco_jax.models import gpt_neo, lora
 from tests.local import problem
 from tests.local.test_rounds import HELD, run
@@ -85,9 +85,7 @@ def method(n, **options):
 def states(tx, theta, batches, counts):
     """(rows, committed parameters, state) after each call."""
     params, state = acco_jax.start(tx, problem.device(theta))
-    step = acco_jax.make_train_step(
-        problem.loss_fn, tx, mesh=tx.mesh, microbatches=HELD
-    )
+    step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     found = []
     for batch, count in zip(batches, counts, strict=True):
         params, state, _ = step(params, state, batch, count)
@@ -164,14 +162,14 @@ def test_what_is_sent_and_what_is_kept_are_what_moved(wire, sizes, k):
         weighted=wire != jnp.float16,
     )  # fmt: skip
     params = {f"x{i}": jnp.zeros(size, jnp.float32) for i, size in enumerate(sizes)}
-    state, sparse = tx.init(params), tx.round(0)
+    state, sparse = acco_jax.start(tx, params)[1], tx.round(0)
 
     @jax.jit
     def exchange(theta, error, weight):
         nothing = Sums(None, None, weight, None)
         work = Work(theta, None, nothing, None, None)
-        moving = sparse.send(None, state._replace(error=error), work)
-        layout, words, kept, total = sparse._gather(moving)
+        outbox = sparse.outgoing(None, state._replace(error=error), work)
+        layout, words, kept, total = sparse._gather(sparse.send(outbox, (), {}))
         sent = [sparse._sum(layout, words[i : i + 1]) for i in range(2)]
         return words, kept, sent, total
 
@@ -211,7 +209,7 @@ def test_16_bit_parameters_keep_an_exact_point_and_what_rounding_left():
     params, state = acco_jax.start(tx, {"x": jnp.ones(3, jnp.bfloat16)})
     step = acco_jax.make_train_step(
         lambda p, b, rng: (p["x"].astype(jnp.float32) * b).sum() * drift,
-        tx, mesh=tx.mesh, microbatches=1,
+        tx, microbatches=1,
     )  # fmt: skip
     for _ in range(3):
         params, state, _ = step(params, state, np.ones((4, 3), np.float32))
@@ -248,7 +246,6 @@ def lowered(make, dtype, n=8):
     step = acco_jax.make_train_step(
         lora.loss_fn(gpt_neo.loss_fn(MODEL), base, 1.0),
         tx,
-        mesh=tx.mesh,
         microbatches=1,
     )
     tokens = {"tokens": np.zeros((2 * n, 9), np.int32)}
@@ -342,9 +339,7 @@ def test_start_shardings_are_where_things_are(wide):
     theta, batches, counts = problem.draw(4, STEPS, HELD, 1)
     params, state = acco_jax.start(tx, problem.device(theta))
     homes = acco_jax.start_shardings(tx, problem.device(theta))
-    step = acco_jax.make_train_step(
-        problem.loss_fn, tx, mesh=tx.mesh, microbatches=HELD
-    )
+    step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     before = acco_jax.committed_params(state, params)
     for found in ((params, state), step(params, state, batches[0], counts[0])[:2]):
         jax.tree.map(

@@ -63,9 +63,7 @@ def test_its_collectives_are_those_of_one_step():
         optax.sgd(1.0), mesh=make_mesh(4), local_steps=STEPS, comm_dtype=jnp.bfloat16
     )
     theta, batches, counts = problem.draw(4, STEPS, HELD, 1)
-    step = acco_jax.make_train_step(
-        problem.loss_fn, tx, mesh=tx.mesh, microbatches=HELD
-    )
+    step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     started = acco_jax.start(tx, problem.device(theta))
     text = step.lower(*started, batches[0], jnp.asarray(counts[0])).as_text()
     found = collectives(text)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import acco_jax
-from acco_jax.local.gossip import matchings
+from acco_jax.methods.local.gossip import matchings
 from tests.local import problem
 from tests.local.test_rounds import HELD, collectives, run
 from tests.reference import make_mesh
@@ -143,7 +143,7 @@ def test_16_bits_keep_the_mean_and_what_is_too_small_for_them():
     params, state = acco_jax.start(tx, {"x": jnp.ones(3, jnp.bfloat16)})
     step = acco_jax.make_train_step(
         lambda p, b, rng: (p["x"].astype(jnp.float32) * b).sum() * 2.0**-12,
-        tx, mesh=tx.mesh, microbatches=1,
+        tx, microbatches=1,
     )  # fmt: skip
     batch = np.zeros((4, 3), np.float32)
     batch[1] = 1
@@ -165,9 +165,7 @@ def test_what_it_sends(topology):
         optax.sgd(1.0), mesh=make_mesh(4), topology=topology, comm_dtype=jnp.bfloat16
     )
     theta, batches, counts = problem.draw(4, 1, HELD, 1)
-    step = acco_jax.make_train_step(
-        problem.loss_fn, tx, mesh=tx.mesh, microbatches=HELD
-    )
+    step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     started = acco_jax.start(tx, problem.device(theta))
     text = step.lower(*started, batches[0], jnp.asarray(counts[0])).as_text()
     assert collectives(text) == [(name, "tensor<27xbf16>") for name in SENT[topology]]

@@ -33,7 +33,7 @@ def train(name, mesh, place=jnp.asarray, *, compile=False):
     theta, batches, counts = problem.draw(workers, steps, HELD, CALLS)
     replicated = jax.NamedSharding(mesh, jax.P())
     params, state = acco_jax.start(tx, jax.device_put(theta, replicated))
-    step = acco_jax.make_train_step(problem.loss_fn, tx, mesh=mesh, microbatches=HELD)
+    step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     several = len({d.process_index for d in mesh.devices.flat}) > 1
     assert step.form == ("split" if several else "fused")
     points = []

@@ -135,7 +135,7 @@ def step_of(method, N, form="fused", types=AUTO, model=None):
     mesh = make_mesh(2, types=types)
     tx = METHODS[method](optax.adamw(1e-2), mesh=mesh)
     loss = lora.loss_fn(loss_fn, model or base(), SCALE)
-    step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=N, form=form)
+    step = acco_jax.make_train_step(loss, tx, microbatches=N, form=form)
     return tx, step
 
 
@@ -200,7 +200,7 @@ def test_the_base_is_an_argument_and_no_constant(N, form):
     mesh = make_mesh(2)
     tx = acco_jax.acco(optax.sgd(1e-2), mesh=mesh)
     step = acco_jax.make_train_step(
-        lora.loss_fn(loss, model, SCALE), tx, mesh=mesh, microbatches=N, form=form
+        lora.loss_fn(loss, model, SCALE), tx, microbatches=N, form=form
     )
     small = lora.init(model, jax.random.key(0), 2, "first/w")
     state = tx.init(small)

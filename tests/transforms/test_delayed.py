@@ -63,7 +63,7 @@ def run(tx, form, w, batches, counts):
     gradients = acco_jax.local_gradients(loss_fn, mesh=mesh, microbatches=MICROBATCHES)
     if form != "plain":
         step = acco_jax.make_train_step(
-            loss_fn, tx, mesh=mesh, microbatches=MICROBATCHES, form=form
+            loss_fn, tx, microbatches=MICROBATCHES, form=form
         )
     update = jax.jit(tx.update)
     points = []

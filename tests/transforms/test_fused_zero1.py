@@ -102,7 +102,7 @@ CASES = [
 def test_it_is_an_unsharded_loop(loss, n, N, form, pipelined, types):
     mesh = make_mesh(n, types=types)
     tx = acco_jax.fused_zero1(INNER, mesh=mesh, pipelined=pipelined)
-    step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=N, form=form)
+    step = acco_jax.make_train_step(loss, tx, microbatches=N, form=form)
     params = jax.tree.map(jnp.asarray, parameters(SHAPES))
     reference = Unsharded(INNER)
     theta, inner = reference.start(params)
@@ -133,7 +133,7 @@ def test_it_is_an_unsharded_loop(loss, n, N, form, pipelined, types):
 
 def run(method, mesh, loss, params, batches, N, counts=None, **options):
     tx = method(optax.sgd(0.5, momentum=0.9), mesh=mesh, **options)
-    step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=N, form="fused")
+    step = acco_jax.make_train_step(loss, tx, microbatches=N, form="fused")
     params = jax.tree.map(jnp.array, params)
     state = tx.init(params)
     for batch in batches:
@@ -217,7 +217,7 @@ def test_a_model_axis_inside(types):
 def compiled(loss, pipelined, N=2, n=4):
     mesh = make_mesh(n)
     tx = acco_jax.fused_zero1(INNER, mesh=mesh, pipelined=pipelined)
-    step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=N, form="fused")
+    step = acco_jax.make_train_step(loss, tx, microbatches=N, form="fused")
     params = jax.tree.map(jnp.asarray, parameters(SHAPES))
     args = (params, tx.init(params), make_batch(np.random.default_rng(0), 2 * n * N))
     return schedules.read(step.lower(*args).compile().as_text(), trip_counts=N - 1)

@@ -16,7 +16,7 @@ from jax import lax
 import acco_jax
 from acco_jax.models import gpt_neo, lora
 from acco_jax.training import config as configs
-from acco_jax.transforms.dependence import dependence
+from acco_jax.methods.dependence import dependence
 from tests.reference import Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -390,7 +390,7 @@ def test_local_steps_with_it():
 
     def run(inner, theta, loss):
         tx = acco_jax.diloco(inner, mesh=mesh, local_steps=2)
-        step = acco_jax.make_train_step(loss, tx, mesh=mesh, microbatches=1)
+        step = acco_jax.make_train_step(loss, tx, microbatches=1)
         params, state = acco_jax.start(tx, theta)
         for seed in range(2):
             batch = np.random.default_rng(seed).normal(size=(4, 3))

@@ -147,7 +147,7 @@ def test_equals_a_numpy_loop_to_the_bit(case):
         np.testing.assert_array_equal(got[1], want[1], err_msg=f"theta, {h}")
         np.testing.assert_array_equal(got[0], want[0], err_msg=f"parameters, {h}")
     if reduce_bits:  # and no more is remembered than is sent
-        (error,) = state.wire.error.buffers
+        (error,) = state.residue.error.buffers
         assert error.size == wire.error.size
         np.testing.assert_array_equal(np.sort(error, None), np.sort(wire.error, None))
 
@@ -183,7 +183,7 @@ class Setup:
         self.tx = getattr(acco_jax, method)(inner, mesh=self.mesh, **options)
         self.dtype, self.specs = dtype, options.get("param_specs")
         make = functools.partial(
-            acco_jax.make_train_step, loss_fn, self.tx, mesh=self.mesh, microbatches=2
+            acco_jax.make_train_step, loss_fn, self.tx, microbatches=2
         )
         self.steps = {form: make(form=form) for form in ("fused", "split")}
         self.gradients = acco_jax.local_gradients(
@@ -257,7 +257,7 @@ def one_by_one(tree):
 
 def owned(state):
     """What the owners of the shards think that the parameters are."""
-    held = state._replace(master=state.wire.replica)
+    held = state._replace(master=state.residue.replica)
     return held.layout.gather_exact(held.master)
 
 
@@ -293,7 +293,6 @@ def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
     step = acco_jax.make_train_step(
         lambda w, x, rng: jnp.mean((jnp.tanh(x @ w) - x[:, :1]) ** 2),
         tx,
-        mesh=mesh,
         microbatches=2,
     )
     theta = parameters(SHAPE, dtypes=np.float32) / 16
@@ -377,7 +376,7 @@ def test_a_nan_arrives_and_leaves_no_trace_in_the_error():
     for g in gradients:
         _, state = update(g, state, params)
         masters.append(np.asarray(state.master))
-        errors = np.asarray(state.wire.error.buffers[0])
+        errors = np.asarray(state.residue.error.buffers[0])
         assert np.isfinite(errors).all()
     moved = [(a != b).any(1) for a, b in itertools.pairwise(masters)]
     assert moved[0].all() and moved[2].all()
@@ -453,7 +452,7 @@ def test_what_crosses_is_in_bytes():
         mesh = make_mesh(N)
         tx = acco_jax.acco(INNER, mesh=mesh, gather_bits=bits, reduce_bits=reduce_bits)
         step = acco_jax.make_train_step(
-            lambda w, x, rng: jnp.sum(x @ w), tx, mesh=mesh, microbatches=1
+            lambda w, x, rng: jnp.sum(x @ w), tx, microbatches=1
         )
         args = params, tx.init(params), np.ones((N, 64), np.float32)
         for half_round in (1, 2):

@@ -56,7 +56,7 @@ def test_ddp_replicates_its_state_and_reduces_once():
     mesh = make_mesh(4)
     tx = acco_jax.ddp(optax.adam(1e-2), mesh=mesh, comm_dtype="bfloat16")
     step = acco_jax.make_train_step(
-        lambda p, x, rng: (x @ p["w"] + p["b"]).sum(), tx, mesh=mesh, microbatches=2
+        lambda p, x, rng: (x @ p["w"] + p["b"]).sum(), tx, microbatches=2
     )
     params, state = acco_jax.start(tx, theta)
     batch = np.full((8, 64), 0.1, np.float32)

@@ -26,8 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +35,21 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import axis_names, over_data
-from acco_jax.layout import Layout
-from acco_jax.local.base import (
+from acco_jax.gradients import over_data
+from acco_jax.half_round import Hop
+from acco_jax.layout import Layout, PyTree
+from acco_jax.methods.base import common_attributes
+from acco_jax.methods.checks import checked_update
+from acco_jax.methods.local.base import (
     InnerSteps,
     LocalMethod,
-    Round,
+    LocalRound,
     Work,
     cast,
+    check_optimizer,
     check_steps,
     check_wire,
+    counters,
     dtypes_of,
     init_rows,
     local_method,
@@ -53,13 +57,10 @@ from acco_jax.local.base import (
     nesterov,
     shardings,
     to_rows,
-    zeros,
 )
-from acco_jax.local.rounds import counted
-from acco_jax.transforms.base import Method, choose, pinned
-from acco_jax.transforms.checks import checked_update
+from acco_jax.methods.local.rounds import RoundOptions, counted
+from acco_jax.methods.optimizer import choose, pinned
 
-PyTree = Any
 ROW = 256  # entries; a place in it fits 8 bits
 
 
@@ -67,6 +68,7 @@ class CellmState(NamedTuple):
     """State of `cellm`; the parameters of the loop are rows, all equal."""
 
     layout: Layout  # static: of the parameters; nothing is sharded
+    half_rounds: jax.Array  # int32 []: rounds so far
     steps: jax.Array  # int32 []: inner steps so far
     master: PyTree  # x(t), replicated, float32 or wider
     outer: PyTree  # the outer optimizer's state, replicated
@@ -190,7 +192,7 @@ def _parcel(layout: Layout, k: int) -> list[jax.ShapeDtypeStruct]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseRound(Round):
+class SparseRound(LocalRound):
     """H inner steps of every worker, and one gather of what changed most."""
 
     steps: InnerSteps
@@ -205,16 +207,23 @@ class SparseRound(Round):
         return self.steps.steps
 
     @property
-    def hops(self) -> tuple[Callable[[Any], Any], ...]:
-        return (self._gather,)
+    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
+        return (Hop(lambda x: x, self._gather),)
 
-    def theta(self, rows: PyTree, state: CellmState) -> PyTree:
-        return to_rows(state.layout, state.master)
+    def open(self, params: PyTree, state: CellmState) -> tuple[Any, Any, CellmState]:
+        return None, (), state
 
-    def send(self, rows: PyTree, state: CellmState, work: Work | None) -> Any:
+    def theta(self, rows: PyTree, rest: CellmState) -> PyTree:
+        return to_rows(rest.layout, rest.master)
+
+    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """Moving: the layout, every worker's words, e_i(t+1), and sum_i w_i."""
-        assert work is not None
-        layout = state.layout
+        layout, words, error, weight = outbox
+        return layout, words, error, weight.sum()
+
+    def outgoing(self, params: PyTree, rest: CellmState, work: Work) -> Any:
+        """(layout, every worker's words, e_i(t+1), w_i)."""
+        layout = rest.layout
         weight = counted(work.sums.weight, self.weighted)
 
         def local(
@@ -240,8 +249,8 @@ class SparseRound(Round):
         at, rows_at, everyone = self._specs(layout)
         in_specs = (P(layout.axis), at, rows_at, rows_at)
         run = layout.everywhere(local, in_specs, (everyone, rows_at))
-        words, error = run(weight, state.master, work.theta, state.error)
-        return layout, words, error, weight.sum()
+        words, error = run(weight, rest.master, work.theta, rest.error)
+        return layout, words, error, weight
 
     def _gather(self, moving: Any) -> Any:
         layout, words, error, total = moving
@@ -293,18 +302,14 @@ class SparseRound(Round):
         moved = choose(valid, optax.apply_updates(x, updates), x)
         return moved, choose(valid, new, outer)
 
-    def finish(self, rows: PyTree, state: CellmState, work: Work, moved: Any) -> Any:
-        layout, words, error, total = moved
+    def conclude(
+        self, rows: PyTree, rest: CellmState, work: Work, arrived: Any
+    ) -> tuple[PyTree, CellmState]:
+        layout, words, error, total = arrived
         sums = self._sum(layout, words)
         run = over_data(self._advance, layout.mesh, layout.axis, P(), P())
-        master, outer = run(total, sums, state.master, state.outer)
-        state = state._replace(
-            steps=state.steps + self.steps.steps,
-            master=master,
-            outer=outer,
-            inner=work.inner,
-            error=error,
-        )
+        master, outer = run(total, sums, rest.master, rest.outer)
+        state = rest._replace(master=master, outer=outer, inner=work.inner, error=error)
         return to_rows(layout, cast(master, dtypes_of(layout))), state
 
 
@@ -312,16 +317,12 @@ def cellm(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
     local_steps: int = 50,
     keep: float | int = 1 / 64,
     outer_learning_rate: float = 1.0,
     outer_momentum: float = 0.0,
     outer: optax.GradientTransformation | None = None,
-    weighted: bool = True,
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    **options: Unpack[RoundOptions],
 ) -> LocalMethod:
     """Average the largest changes of H local steps; the rest waits for its turn.
 
@@ -334,18 +335,13 @@ def cellm(
     Args:
       inner: each worker's optimizer, any optax transformation.
       mesh: the devices.
-      axis_name: the mesh axis (or axes) of the n data-parallel workers.
       local_steps: H.
       keep: which part of the entries is sent, above 0 and at most 1; or an integer, how
         many of every 256.
       outer_learning_rate: of the outer step; 1 without momentum: federated averaging.
       outer_momentum: Nesterov's, of the outer step.
       outer: an optax transformation instead, on whole leaves in float32 or wider.
-      weighted: workers count by the weight of their microbatches in the round; else
-        equally, those that computed any.
-      comm_dtype: of the values sent; None means each parameter's own dtype.
-      accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      param_specs: as for `acco_jax.acco`.
+      **options: see `acco_jax.methods.local.rounds.RoundOptions`.
 
     Returns:
       A `LocalMethod`; one call of its train step is a round of H steps.
@@ -362,47 +358,48 @@ def cellm(
     check_steps("local_steps", local_steps)
     k = _entries(keep)
     outer = outer or nesterov(outer_learning_rate, outer_momentum)
-    if isinstance(outer, Method) or not isinstance(outer, optax.GradientTransformation):
-        raise ValueError(
-            f"outer is a {type(outer).__name__}: give a plain optax optimizer, because "
-            "every worker takes the outer step itself."
-        )
-    axis = axis_names(mesh, axis_name)
+    check_optimizer("outer", outer, "every worker takes the outer step itself")
+    common = common_attributes(mesh, options, RoundOptions)
+    weighted = options.get("weighted", True)
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> CellmState:
-        shape = Layout.of(
-            params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
+        layout = Layout.of(
+            params,
+            mesh=mesh,
+            axis=common["axis"],
+            comm_dtype=common["comm_dtype"],
+            param_specs=common["param_specs"],
         )
 
         def make(params: PyTree) -> tuple[PyTree, ...]:
             # a copy: a train step is given the parameters and the state to keep
-            master = jax.tree.map(jnp.copy, cast(params, masters_of(shape)))
-            error = to_rows(shape, jax.tree.map(jnp.zeros_like, master))
-            return master, outer.init(master), init_rows(shape, inner, params), error
+            master = jax.tree.map(jnp.copy, cast(params, masters_of(layout)))
+            error = to_rows(layout, jax.tree.map(jnp.zeros_like, master))
+            return master, outer.init(master), init_rows(layout, inner, params), error
 
-        check_wire(shape, weighted)
-        everywhere = shape.sharding()
+        check_wire(layout, weighted)
+        everywhere = layout.sharding()
         _, outer_like, inner_like, _ = jax.eval_shape(make, params)
         homes = (
-            shape.params_shardings,
+            layout.params_shardings,
             jax.tree.map(lambda _: everywhere, outer_like),
-            shape.row_shardings(inner_like),
-            shape.grads_shardings,
+            layout.row_shardings(inner_like),
+            layout.grads_shardings,
         )
-        params = jax.device_put(params, shape.params_shardings)
+        params = jax.device_put(params, layout.params_shardings)
         made = jax.jit(make, out_shardings=homes)(params)
-        return CellmState(shape, zeros(shape, (), jnp.int32), *made)
+        return CellmState(layout, *counters(layout), *made)
 
     return local_method(
         inner,
-        mesh=mesh,
-        axis=axis,
+        mesh,
+        options,
+        known=RoundOptions,
         steps_per_call=local_steps,
-        accumulate_dtype=accumulate_dtype,
-        init=init,
-        round=lambda phase: SparseRound(steps, outer, k, weighted),
-        state=CellmState,
+        state_type=CellmState,
+        make_state=init,
+        make_round=lambda phase: SparseRound(steps, outer, k, weighted),
         delayed=False,
     )
 

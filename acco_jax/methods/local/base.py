@@ -3,8 +3,7 @@
 Between two exchanges every worker takes steps of an inner optimizer on its own copy of
 the parameters, so the parameters of the loop are rows: each leaf (n, *param.shape), row
 i on worker i. One call of the train step is so many inner steps of every worker and one
-exchange; `Round` says how a method's exchange is cut into collectives, and
-`acco_jax.local.step` puts the inner steps beside them.
+exchange, with the inner steps beside its hops if it overlaps.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +22,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import Accumulator, Sums, over_data
-from acco_jax.layout import Layout, check_floating
-from acco_jax.transforms.base import Method, choose
-from acco_jax.transforms.checks import checked_update
-
-PyTree = Any
+from acco_jax.half_round import Inputs, Round
+from acco_jax.layout import Layout, PyTree
+from acco_jax.methods.base import (
+    CommonOptions,
+    common_attributes,
+    find_state,
+    is_state,
+)
+from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
+from acco_jax.methods.optimizer import choose
+from acco_jax.methods.sharded import ShardedMethod
 
 
 class Work(NamedTuple):
@@ -190,6 +194,11 @@ def zeros(layout: Layout, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax
     return make()
 
 
+def counters(layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """(half_rounds, steps) of a method that starts."""
+    return zeros(layout, (), jnp.int32), zeros(layout, (), jnp.int32)
+
+
 def init_rows(
     layout: Layout, inner: optax.GradientTransformation, params: PyTree
 ) -> PyTree:
@@ -202,11 +211,34 @@ def init_rows(
     return over_data(local, layout.mesh, layout.axis, P(), P(layout.axis))(params)
 
 
+def init_workers(
+    layout: Layout, inner: optax.GradientTransformation, params: PyTree
+) -> tuple[PyTree, PyTree | None]:
+    """What each worker keeps for itself.
+
+    Returns:
+      Rows of the optimizers' states, and of the parameters in the master dtype if any
+      of them is narrower, else None.
+    """
+    narrow = any(leaf.dtype != leaf.master for leaf in layout.leaves)
+
+    def make(params: PyTree) -> tuple[PyTree, PyTree | None]:
+        master = to_rows(layout, cast(params, masters_of(layout))) if narrow else None
+        return init_rows(layout, inner, params), master
+
+    homes = (
+        layout.row_shardings(jax.eval_shape(make, params)[0]),
+        layout.grads_shardings if narrow else None,
+    )
+    params = jax.device_put(params, layout.params_shardings)
+    return jax.jit(make, out_shardings=homes)(params)
+
+
 def shardings(state: Any, rows: tuple[str, ...]) -> Any:
     """A NamedSharding for every array of a local method's state.
 
     Args:
-      state: a NamedTuple with `layout` and `steps`, possibly abstract.
+      state: a `acco_jax.methods.base.State`, possibly abstract.
       rows: its fields that hold a row per worker. States of sharding methods lie where
         their own layouts say, the rest everywhere.
     """
@@ -216,117 +248,109 @@ def shardings(state: Any, rows: tuple[str, ...]) -> Any:
         if field in rows:
             return layout.row_shardings(value)
         home = layout.sharding()
-        is_method = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
         return jax.tree.map(
-            lambda x: x.layout.state_shardings(x) if is_method(x) else home,
-            value,
-            is_leaf=is_method,
+            lambda x: x.shardings() if is_state(x) else home, value, is_leaf=is_state
         )
 
     fields = zip(state._fields, state, strict=True)
     return type(state)(*(v if f == "layout" else of(f, v) for f, v in fields))
 
 
-class Round(abc.ABC):
-    """One call of a local method: inner steps, and an exchange in so many hops.
+class LocalRound(Round):
+    """One call of a local method: inner steps, and an exchange.
 
     Attributes:
-      overlaps: whether what the call before left is sent while this call's first steps
-        run, or what this call's steps made is sent after them.
-      beside: how many steps run beside the hops; the rest after they are done.
       steps: the inner steps of a call.
+      beside: how many of them run beside the hops; the rest after they are done.
     """
 
-    overlaps: bool
-    beside: int
     steps: InnerSteps
-
-    @property
-    @abc.abstractmethod
-    def hops(self) -> tuple[Callable[[Any], Any], ...]:
-        """What is moving -> what is moving, each the way of one collective."""
+    beside: int
+    late = True
 
     @abc.abstractmethod
-    def theta(self, rows: PyTree, state: Any) -> PyTree:
+    def theta(self, rows: PyTree, rest: Any) -> PyTree:
         """Where the workers start, rows in the master dtype."""
 
-    @abc.abstractmethod
-    def send(self, rows: PyTree, state: Any, work: Work | None) -> Any:
-        """What is moving before the first hop; work is None where it overlaps."""
+    def compute(
+        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+    ) -> Work:
+        """The k-th piece of the steps beside the hops; after the last, the others."""
+        gradients, batch, counts, rng = inputs
+        parts, like = len(self.hops), dtypes_of(rest.layout)
+        if work is None:
+            theta = self.theta(params, rest)
+            work = self.steps.begin(gradients, theta, rest.inner, batch, rng, like)
+        span = (self.beside * k // parts, self.beside * (k + 1) // parts)
+        if k == parts:
+            span = (self.beside, self.steps.steps)
+        return self.steps.run(gradients, span, work, batch, rng, counts, like)
 
-    def merge(self, rows: PyTree, state: Any, work: Work, moved: Any) -> Work:
+    def merge(self, rest: Any, work: Work, arrived: Any) -> Work:
         """Lets what has arrived into the workers' parameters, before the last steps."""
         return work
 
     @abc.abstractmethod
-    def finish(self, rows: PyTree, state: Any, work: Work, moved: Any) -> Any:
-        """The rows and the state that the call returns; no large collective."""
+    def conclude(
+        self, rows: PyTree, rest: Any, work: Work, arrived: Any
+    ) -> tuple[PyTree, Any]:
+        """The rows and the state that the call returns, but for its counters."""
 
-    def part(
-        self,
-        k: int,
-        begun: Work | None,
-        gradients: Accumulator,
-        rows: PyTree,
-        state: Any,
-        batch: PyTree,
-        counts: jax.Array | None,
-        rng: Any,
-    ) -> Work:
-        """The k-th piece of the steps beside the hops; the steps after them at last."""
-        parts, like = len(self.hops), dtypes_of(state.layout)
-        if begun is None:
-            theta = self.theta(rows, state)
-            begun = self.steps.begin(gradients, theta, state.inner, batch, rng, like)
-        span = (self.beside * k // parts, self.beside * (k + 1) // parts)
-        if k == parts:
-            span = (self.beside, self.steps.steps)
-        return self.steps.run(gradients, span, begun, batch, rng, counts, like)
+    def finish(
+        self, params: PyTree, rest: Any, inputs: Inputs, work: Work, arrived: Any
+    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        work = self.merge(rest, work, arrived)
+        work = self.compute(len(self.hops), work, params, rest, inputs)
+        rows, state = self.conclude(params, rest, work, arrived)
+        state = state._replace(
+            half_rounds=state.half_rounds + 1, steps=state.steps + self.steps.steps
+        )
+        norm = work.norm.sum() / jnp.maximum(work.steps.sum(), 1)
+        return rows, state, work.sums, norm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalMethod:
-    """A method for `acco_jax.make_train_step` whose workers go their own ways.
+    """A `Method` whose workers take optimizer steps of their own; it has no `update`.
 
     Attributes:
-      mesh: the devices.
-      axis: the data axes.
       inner: each worker's optimizer.
-      steps_per_call: inner steps of one call of the train step.
-      accumulate_dtype: of the gradient accumulator; None: each parameter's own.
-      init: parameters -> state.
-      round: phase -> what a call does.
-      check_state: raises a ValueError for a state of another method.
+      state_type: the NamedTuple that is the method's state.
+      make_state: parameters -> initial state.
+      make_round: phase -> what a call does.
+      check_parts: raises a ValueError for a state whose parts are another method's.
       phases: how many kinds of calls take turns.
-      delayed: whether communication runs beside inner steps.
+      See `acco_jax.methods.base.Method` for the others.
     """
 
     mesh: Mesh
     axis: tuple[str, ...]
+    accumulate_dtype: Any
     inner: optax.GradientTransformation
     steps_per_call: int
-    accumulate_dtype: Any
-    init: Callable[[PyTree], Any]
-    round: Callable[[int], Round]
-    check_state: Callable[[Any], None]
-    phases: int
+    state_type: type
+    make_state: Callable[[PyTree], Any]
+    make_round: Callable[[int], Round]
     delayed: bool
-    half_rounds: int = 1  # calls that share the microbatches of a step
+    phases: int = 1
+    check_parts: Callable[[Any], None] = lambda state: None
 
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses what other optimizers do: there is no update of one gradient.
+    local = True
+    half_rounds = 1
+    warmup = 0
 
-        Raises:
-          ValueError: always.
-        """
-        raise ValueError(
-            "a local method has no update, because its workers take several steps on "
-            "gradients of their own between two exchanges: use make_train_step."
-        )
+    def __getattr__(self, name: str) -> Any:
+        why = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in ("init", "update"):
+            why = (
+                f"a local method has no {name}, because its workers take several steps "
+                "on gradients of their own between two exchanges: use acco_jax.start "
+                "and make_train_step."
+            )
+        raise AttributeError(why)
 
     def start(self, params: PyTree) -> tuple[PyTree, Any]:
-        """The rows of the loop, all equal, and the initial state."""
-        state = self.init(params)
+        state = self.make_state(params)
         layout = state.layout
         params = jax.device_put(params, layout.params_shardings)
         make = jax.jit(
@@ -335,16 +359,24 @@ class LocalMethod:
         return make(params), state
 
     def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
-        """NamedShardings of what `start` returns."""
-        state = jax.eval_shape(self.init, params)
+        state = jax.eval_shape(self.make_state, params)
         return state.layout.grads_shardings, state.shardings()
 
-    def calls(self, steps: int) -> int:
-        """Calls that make so many inner steps.
+    @property
+    def period(self) -> int:
+        return self.phases
 
-        Raises:
-          ValueError: steps is no multiple of a call's.
-        """
+    @property
+    def changes(self) -> str:
+        return "fragments or an exponential graph" * (self.phases > 1)
+
+    def phase(self, call: int) -> int:
+        return call % self.phases
+
+    def round(self, phase: int) -> Round:
+        return self.make_round(phase)
+
+    def calls(self, steps: int) -> int:
         if steps % self.steps_per_call:
             raise ValueError(
                 f"steps is {steps}, no multiple of the {self.steps_per_call} inner "
@@ -353,20 +385,36 @@ class LocalMethod:
         return steps // self.steps_per_call
 
     def steps_done(self, calls: int) -> int:
-        """Inner steps after so many calls."""
         return calls * self.steps_per_call
 
-    def check_extra(self, extra: dict[str, Any]) -> None:
-        """Raises a ValueError if there are any."""
+    def place(self, params: PyTree, state: Any) -> PyTree:
+        if type(state) is not self.state_type:
+            raise ValueError(
+                f"the state is {type(find_state(state)).__name__}, wrapped or of "
+                "another method than tx: give the state of acco_jax.start(tx, params) "
+                "for the tx the step was built with."
+            )
+        self.check_parts(state)
+        layout: Layout = state.layout  # type: ignore[attr-defined]
+        try:
+            check_grads(layout, params)
+        except ValueError:
+            raise ValueError(
+                "params are not the rows of this method, a copy for every worker: "
+                "give those of acco_jax.start(tx, params)."
+            ) from None
+        check_dtypes(layout, params)
+        return jax.device_put(params, layout.grads_shardings)
+
+    def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
         if extra:
             raise ValueError(
                 f"extra holds {', '.join(sorted(extra))}, but optimizers of a local "
                 "method are given gradients alone: leave it out."
             )
+        return extra
 
     def check(self, params: PyTree) -> None:
-        """Raises whatever the optimizers raise, without computing anything."""
-
         def step(params: PyTree) -> PyTree:
             wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
             theta = jax.tree.map(wide, params)
@@ -374,63 +422,46 @@ class LocalMethod:
             return checked_update(self.inner, theta, state, theta, {}, in_loop=True)
 
         jax.eval_shape(step, params)
-        jax.eval_shape(self.init, params)
+        jax.eval_shape(self.make_state, params)
+
+
+def check_optimizer(name: str, optimizer: Any, why: str) -> None:
+    """Raises a ValueError unless an argument is a plain optax transformation."""
+    plain = isinstance(optimizer, optax.GradientTransformation)
+    if not plain or isinstance(optimizer, ShardedMethod):
+        raise ValueError(
+            f"{name} is a {type(optimizer).__name__}: give a plain optax optimizer, "
+            f"because {why}."
+        )
 
 
 def local_method(
     inner: optax.GradientTransformation,
-    *,
     mesh: Mesh,
-    axis: tuple[str, ...],
-    steps_per_call: int,
-    accumulate_dtype: Any,
-    init: Callable[[PyTree], Any],
-    round: Callable[[int], Round],
-    state: type,
-    delayed: bool,
-    phases: int = 1,
-    check_parts: Callable[[Any], None] = lambda state: None,
+    options: CommonOptions,
+    *,
+    known: type = CommonOptions,
+    **attributes: Any,
 ) -> LocalMethod:
-    """A LocalMethod, its common arguments checked.
+    """A `LocalMethod`, the arguments that all of them share checked.
 
     Args:
-      inner, mesh, axis, steps_per_call, accumulate_dtype, init, round, delayed, phases:
-        see `LocalMethod`.
-      state: the NamedTuple that is the method's state.
-      check_parts: raises a ValueError for one whose parts are another method's.
+      inner: each worker's optimizer.
+      mesh: the devices.
+      options: further arguments of the user.
+      known: the TypedDict of the options that there are.
+      **attributes: those of `LocalMethod` that are not among the options.
 
     Raises:
-      ValueError: `inner` is no optax transformation, or is itself sharded, or
-        accumulate_dtype is no floating type.
+      ValueError: `inner` is no optax transformation, or is itself sharded, or an option
+        is none of the choices.
     """
-    check_floating("accumulate_dtype", accumulate_dtype)
-    kind = state
-    if isinstance(inner, Method) or not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(
-            f"inner is a {type(inner).__name__}: give a plain optax optimizer, because "
-            "workers that go their own ways cannot share shards of a state."
-        )
-
-    def check_state(state: Any) -> None:
-        if type(state) is not kind:
-            raise ValueError(
-                f"the state is {type(state).__name__}, of another method than tx: give "
-                "the state of acco_jax.start(tx, params) for the same tx."
-            )
-        check_parts(state)
-
-    return LocalMethod(
-        mesh,
-        axis,
-        inner,
-        steps_per_call,
-        accumulate_dtype,
-        init,
-        round,
-        check_state,
-        phases,
-        delayed,
+    check_optimizer(
+        "inner", inner, "workers that go their own ways cannot share shards of a state"
     )
+    common = common_attributes(mesh, options, known)
+    common = {name: common[name] for name in ("mesh", "axis", "accumulate_dtype")}
+    return LocalMethod(inner=inner, **common, **attributes)
 
 
 def nesterov(learning_rate: float, momentum: float) -> optax.GradientTransformation:
@@ -455,7 +486,3 @@ def check_steps(name: str, value: Any) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1.")
     return value
-
-
-def workers_of(mesh: Mesh, axis: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[a] for a in axis)

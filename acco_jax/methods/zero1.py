@@ -9,35 +9,43 @@ the same step with the state replicated and one all-reduce of each gradient.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.layout import Layout, Leaf, Totals
-from acco_jax.transforms.base import Method, Options, Point, make_method
-
-PyTree = Any
+from acco_jax.exchange import Point
+from acco_jax.layout import Layout, Leaf, PyTree, Totals
+from acco_jax.methods import sharded
+from acco_jax.methods.base import CommonOptions
+from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
 
 class Zero1State(NamedTuple):
     """State of `zero1`; shards hold 1/n of every parameter on each worker."""
 
     layout: Layout  # static
+    half_rounds: jax.Array  # int32 []: so far
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    wire: Any = None  # `acco_jax.wire.Held`, if communication is quantized
+    residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+
+    def shardings(self) -> Zero1State:
+        return sharded.shardings(self)
+
+    def committed(self, params: PyTree) -> PyTree:
+        return sharded.committed(self)
 
 
-def start(layout: Layout, master: PyTree, inner_state: PyTree) -> Zero1State:
-    return Zero1State(layout, jnp.int32(0), master, inner_state)
+def start(layout: Layout, master: PyTree, inner: PyTree) -> Zero1State:
+    return Zero1State(layout, jnp.int32(0), jnp.int32(0), master, inner)
 
 
 def advance(
-    state: Zero1State, gradient: PyTree, totals: Totals, step: Any
+    state: Zero1State, gradient: PyTree, totals: Totals, step: Step
 ) -> tuple[Zero1State, Point]:
     theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
     steps = state.steps + (totals.weight != 0)
@@ -46,12 +54,7 @@ def advance(
 
 
 synchronous = functools.partial(
-    make_method,
-    state=Zero1State,
-    start=start,
-    advance=advance,
-    delayed=False,
-    half_rounds=1,
+    sharded.sharded, state=Zero1State, start=start, advance=advance, delayed=False
 )
 
 
@@ -59,14 +62,8 @@ def zero1(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
-    gather_bits: int | None = None,
-    reduce_bits: int | None = None,
-    resync_every: int = 0,
-) -> Method:
+    **options: Unpack[ShardedOptions],
+) -> ShardedMethod:
     """Reduce-scatter gradients, step on the shards, all-gather parameters.
 
     The baseline of `acco_jax.acco`, with the same arguments, shapes and errors; every
@@ -76,18 +73,7 @@ def zero1(
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models (https://arxiv.org/abs/1910.02054)
     """
-
-    options = Options(
-        mesh,
-        axis_name,
-        comm_dtype,
-        accumulate_dtype,
-        param_specs,
-        gather_bits,
-        reduce_bits,
-        resync_every,
-    )
-    return synchronous(inner, options)
+    return synchronous(inner, mesh, options)
 
 
 @jax.tree_util.register_static
@@ -105,18 +91,16 @@ def ddp(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
-) -> Method:
+    **options: Unpack[CommonOptions],
+) -> ShardedMethod:
     """All-reduce gradients and take the same step on every worker.
 
-    Arguments, shapes and errors are those of `zero1`, and so are the numbers; every
-    worker holds the whole optimizer state, and sends as many bytes as with `zero1`.
+    The numbers are those of `zero1`; every worker holds the whole optimizer state, and
+    sends as many bytes.
 
     References:
       Li et al., PyTorch Distributed (https://arxiv.org/abs/2006.15704)
     """
-    options = Options(mesh, axis_name, comm_dtype, accumulate_dtype, param_specs)
-    return synchronous(inner, options, layout=ReplicatedLayout)
+    return synchronous(
+        inner, mesh, options, layout=ReplicatedLayout, known=CommonOptions
+    )

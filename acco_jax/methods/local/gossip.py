@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -40,27 +40,25 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from acco_jax.gradients import axis_names
-from acco_jax.layout import Layout
-from acco_jax.local.base import (
+from acco_jax.half_round import Hop
+from acco_jax.layout import Layout, PyTree
+from acco_jax.methods.base import CommonOptions, common_attributes
+from acco_jax.methods.local.base import (
     InnerSteps,
     LocalMethod,
-    Round,
+    LocalRound,
     Work,
     cast,
     check_steps,
+    counters,
     dtypes_of,
-    init_rows,
+    init_workers,
     local_method,
     masters_of,
     shardings,
-    to_rows,
-    workers_of,
-    zeros,
 )
-from acco_jax.transforms.base import pinned
+from acco_jax.methods.optimizer import pinned
 
-PyTree = Any
 TOPOLOGIES = ("ring", "exponential", "random", "complete")
 
 
@@ -68,6 +66,7 @@ class GossipState(NamedTuple):
     """State of `gossip`; the parameters of the loop are rows, x_i(t)."""
 
     layout: Layout  # static: of the parameters; nothing is sharded
+    half_rounds: jax.Array  # int32 []: calls so far
     steps: jax.Array  # int32 []: inner steps so far
     inner: PyTree  # rows: each worker's own optimizer state
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
@@ -159,7 +158,7 @@ def terms(
 
 
 @dataclasses.dataclass(frozen=True)
-class GossipRound(Round):
+class GossipRound(LocalRound):
     """H inner steps of every worker, and beside them one exchange with neighbours."""
 
     steps: InnerSteps
@@ -172,20 +171,31 @@ class GossipRound(Round):
         return self.steps.steps
 
     @property
-    def hops(self) -> tuple[Callable[[Any], Any], ...]:
-        return tuple(functools.partial(self._exchange, term) for term in self.terms)
+    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
+        same = lambda x: x  # noqa: E731
+        return tuple(
+            Hop(same, functools.partial(self._exchange, term)) for term in self.terms
+        )
 
-    def theta(self, rows: PyTree, state: GossipState) -> PyTree:
-        if state.master is not None:
-            return state.master
-        return cast(rows, masters_of(state.layout))
+    def open(self, params: PyTree, state: GossipState) -> tuple[Any, Any, GossipState]:
+        """Workers send the parameters with which they start."""
+        theta = params if state.master is None else state.master
+        return (state.layout, state.half_rounds, theta), (), state
 
-    def send(self, rows: PyTree, state: GossipState, work: Work | None) -> Any:
+    def theta(self, rows: PyTree, rest: GossipState) -> PyTree:
+        if rest.master is not None:
+            return rest.master
+        return cast(rows, masters_of(rest.layout))
+
+    def outgoing(self, params: PyTree, rest: GossipState, work: Work) -> Any:
+        raise NotImplementedError  # the next call sends what it starts with
+
+    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """Moving: the layout, the call, r(x_i), and what mixing has changed so far."""
-        layout = state.layout
-        sent = cast(self.theta(rows, state), layout.tree(lambda leaf: leaf.wire))
+        layout, call, theta = outbox
+        sent = cast(theta, layout.tree(lambda leaf: leaf.wire))
         change = jax.tree.map(jnp.negative, cast(sent, masters_of(layout)))
-        return layout, state.steps // self.steps.steps, sent, change
+        return layout, call, sent, change
 
     def _exchange(self, term: Term, moving: Any) -> Any:
         """Adds a term; one buffer of each dtype on the wire."""
@@ -208,27 +218,23 @@ class GossipRound(Round):
         run = layout.everywhere(local, (jax.P(), specs, specs), specs)
         return layout, call, sent, run(call, sent, change)
 
-    def finish(self, rows: PyTree, state: GossipState, work: Work, moved: Any) -> Any:
-        theta = jax.tree.map(jnp.add, work.theta, moved[-1])
-        state = state._replace(
-            steps=state.steps + self.steps.steps,
-            inner=work.inner,
-            master=None if state.master is None else theta,
-        )
-        return cast(theta, dtypes_of(state.layout)), state
+    def conclude(
+        self, rows: PyTree, rest: GossipState, work: Work, arrived: Any
+    ) -> tuple[PyTree, GossipState]:
+        theta = jax.tree.map(jnp.add, work.theta, arrived[-1])
+        master = None if rest.master is None else theta
+        state = rest._replace(inner=work.inner, master=master)
+        return cast(theta, dtypes_of(rest.layout)), state
 
 
 def gossip(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
     topology: str = "exponential",
     local_steps: int = 1,
     seed: int = 0,
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    **options: Unpack[CommonOptions],
 ) -> LocalMethod:
     """Average with neighbours beside the local steps, without a common copy.
 
@@ -240,13 +246,10 @@ def gossip(
     Args:
       inner: each worker's optimizer, any optax transformation.
       mesh: the devices.
-      axis_name: the mesh axis (or axes) of the n data-parallel workers.
       topology: 'ring', 'exponential', 'random' or 'complete'.
       local_steps: H, inner steps from one exchange to the next.
       seed: of the random pairs; the same on every worker.
-      comm_dtype: what the exchange carries; None means each parameter's own dtype.
-      accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      param_specs: as for `acco_jax.acco`.
+      **options: see `acco_jax.methods.base.CommonOptions`.
 
     Returns:
       A `LocalMethod`. A worker whose count is 0 takes no step, but exchanges.
@@ -264,40 +267,33 @@ def gossip(
         raise ValueError(
             f"topology is {topology!r}: choose one of {', '.join(TOPOLOGIES)}."
         )
-    axis = axis_names(mesh, axis_name)
-    n = workers_of(mesh, axis)
+    common = common_attributes(mesh, options, CommonOptions)
+    n = math.prod(mesh.shape[a] for a in common["axis"])
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> GossipState:
-        shape = Layout.of(
-            params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
+        layout = Layout.of(
+            params,
+            mesh=mesh,
+            axis=common["axis"],
+            comm_dtype=common["comm_dtype"],
+            param_specs=common["param_specs"],
         )
-        narrow = any(leaf.dtype != leaf.master for leaf in shape.leaves)
-
-        def make(params: PyTree) -> tuple[PyTree, PyTree]:
-            state = init_rows(shape, inner, params)
-            return state, to_rows(
-                shape, cast(params, masters_of(shape))
-            ) if narrow else None
-
-        homes = shape.row_shardings(jax.eval_shape(make, params)[0])
-        homes = homes, shape.grads_shardings if narrow else None
-        params = jax.device_put(params, shape.params_shardings)
-        made, master = jax.jit(make, out_shardings=homes)(params)
-        return GossipState(shape, zeros(shape, (), jnp.int32), made, master)
+        return GossipState(
+            layout, *counters(layout), *init_workers(layout, inner, params)
+        )
 
     def round_of(phase: int) -> GossipRound:
-        return GossipRound(steps, terms(topology, axis, n, phase, seed))
+        return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))
 
     return local_method(
         inner,
-        mesh=mesh,
-        axis=axis,
+        mesh,
+        options,
         steps_per_call=local_steps,
-        accumulate_dtype=accumulate_dtype,
-        init=init,
-        round=round_of,
-        state=GossipState,
+        state_type=GossipState,
+        make_state=init,
+        make_round=round_of,
         phases=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
         delayed=True,
     )

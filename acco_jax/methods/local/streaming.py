@@ -19,10 +19,9 @@ steps: it ends with fragment p sent, and the next call starts with its arrival.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,33 +29,35 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import axis_names, over_data
-from acco_jax.layout import Layout, Leaf, Pending
-from acco_jax.local.base import (
+from acco_jax.codec import Codec
+from acco_jax.exchange import Arrived, Exchange
+from acco_jax.gradients import over_data
+from acco_jax.half_round import Hop
+from acco_jax.layout import Layout, Leaf, Pending, PyTree
+from acco_jax.methods.base import gather_exact
+from acco_jax.methods.delayed import dpu
+from acco_jax.methods.local.base import (
     InnerSteps,
     LocalMethod,
-    Round,
+    LocalRound,
     Work,
     cast,
     check_steps,
     check_wire,
+    counters,
     dtypes_of,
-    init_rows,
+    init_workers,
     local_method,
     masters_of,
     nesterov,
     shardings,
-    to_rows,
     zeros,
 )
-from acco_jax.local.rounds import counted, differences, outer_hops, outer_send
-from acco_jax.transforms.base import Method, choose
-from acco_jax.transforms.delayed import dpu
-from acco_jax.transforms.state import gather_exact
-from acco_jax.transforms.zero1 import zero1
-from acco_jax.wire import Wire, Wires, quantized
+from acco_jax.methods.local.rounds import RoundOptions, counted, differences
+from acco_jax.methods.optimizer import choose
+from acco_jax.methods.sharded import ShardedMethod
+from acco_jax.methods.zero1 import zero1
 
-PyTree = Any
 Fragment = dict[str, Any]  # leaves by name
 
 
@@ -64,6 +65,7 @@ class StreamingState(NamedTuple):
     """State of `streaming_diloco`; the parameters of the loop are rows, theta_i."""
 
     layout: Layout  # static: of all parameters
+    half_rounds: jax.Array  # int32 []: calls so far
     steps: jax.Array  # int32 []: inner steps so far
     outer: tuple[Any, ...]  # each fragment's outer state, sharded: exact x_p, momentum
     anchor: tuple[Fragment, ...]  # x_p as the workers got it, replicated
@@ -137,39 +139,25 @@ def put(layout: Layout, tree: PyTree, part: Fragment) -> PyTree:
     return layout.treedef.unflatten([part.get(leaf.name, x) for leaf, x in leaves])
 
 
-# ------------------------------------------------------------- low-precision exchange
-
-
-@dataclasses.dataclass(frozen=True)
-class FewBits(Wire):
-    """Outer gradients in few bits, as the paper has them: no error is remembered."""
-
-    def send(
-        self, layout: Layout, state: Any, buffers: Any, axis: str, weight: jax.Array
-    ) -> tuple[Any, Any]:
-        assert self.reduce_bits
-        return state, quantized(layout, buffers, self.reduce_bits)
-
-
 # -------------------------------------------------------------------------- the round
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingRound(Round):
+class StreamingRound(LocalRound):
     """H/P inner steps of every worker; fragment `phase` is sent at their end.
 
     Attributes:
-      outer: each fragment's outer method.
-      members: each fragment's leaves.
+      exchange: of a fragment's outer method.
+      fragments: P.
       phase: whose turn it is.
       overlap: tau; 0: what is sent arrives in the same call, after the steps.
       mixing: alpha.
-      weighted: see `local_rounds`.
+      weighted: see `RoundOptions`.
     """
 
     steps: InnerSteps
-    outer: tuple[Method, ...]
-    members: Callable[[Layout], tuple[tuple[int, ...], ...]]
+    exchange: Exchange
+    fragments: int
     phase: int
     overlap: int
     mixing: float
@@ -185,44 +173,59 @@ class StreamingRound(Round):
 
     @property
     def arriving(self) -> int:
-        return (self.phase - self.overlaps) % len(self.outer)
+        return (self.phase - self.overlaps) % self.fragments
 
-    @functools.cached_property
-    def hops(self) -> tuple[Callable[[Any], Any], ...]:
-        return outer_hops(self.outer[self.arriving])
+    @property
+    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
+        return self.exchange.hops
 
-    def theta(self, rows: PyTree, state: StreamingState) -> PyTree:
-        if state.master is not None:
-            return state.master
-        return cast(rows, masters_of(state.layout))
-
-    def _weights(self, state: StreamingState, work: Work) -> jax.Array:
-        """(n, P) at the end of this call's steps."""
-        return state.weights + work.sums.weight[:, None]
-
-    def _leaving(self, state: StreamingState, work: Work, anchor: Fragment) -> Pending:
-        """What fragment `phase` sends."""
-        p, layout = self.phase, state.layout
-        theta = take(layout, self.members(layout)[p], work.theta)
-        weight = counted(self._weights(state, work)[:, p], self.weighted)
-        return differences(state.outer[p].layout, weight, anchor, theta, P())
-
-    def send(self, rows: PyTree, state: StreamingState, work: Work | None) -> Any:
-        outer = state.outer[self.arriving]
-        if work is not None:
-            now = self._leaving(state, work, state.anchor[self.phase])
-        else:
-            now, outer = outer.pending, outer._replace(pending=None)
-        return outer_send(outer, now)
-
-    def merge(
-        self, rows: PyTree, state: StreamingState, work: Work, moved: Any
-    ) -> Work:
-        q, layout = self.arriving, state.layout
+    def open(
+        self, params: PyTree, state: StreamingState
+    ) -> tuple[Any, Any, StreamingState]:
+        """The arriving fragment's state is its owner's, what is pending too stays."""
+        owner, outer = state.outer[self.arriving], list(state.outer)
+        others = set(owner._fields) - {"layout", "pending"}
+        outer[self.arriving] = owner._replace(**dict.fromkeys(others))
+        outbox = None
         if self.overlaps:
-            weight = state.outer[q].pending.weight
+            outbox, owner = owner.pending, owner._replace(pending=None)
+        return outbox, owner, state._replace(outer=tuple(outer))
+
+    def theta(self, rows: PyTree, rest: StreamingState) -> PyTree:
+        if rest.master is not None:
+            return rest.master
+        return cast(rows, masters_of(rest.layout))
+
+    def _members(self, layout: Layout, fragment: int) -> tuple[int, ...]:
+        return fragments_of(layout.leaves, self.fragments)[fragment]
+
+    def _weights(self, rest: StreamingState, work: Work) -> jax.Array:
+        """(n, P) at the end of this call's steps."""
+        return rest.weights + work.sums.weight[:, None]
+
+    def outgoing(self, params: PyTree, rest: StreamingState, work: Work) -> Pending:
+        """What fragment `phase` sends."""
+        layout, anchor = rest.layout, rest.anchor[self.phase]
+        theta = take(layout, self._members(layout, self.phase), work.theta)
+        weight = counted(self._weights(rest, work)[:, self.phase], self.weighted)
+        outer = rest.outer[self.phase].layout
+        return differences(outer, weight, anchor, theta, P())
+
+    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Any:
+        return self.exchange.send(outbox, owner, extra)
+
+    def decode(self, moving: Any, params: PyTree) -> Arrived:
+        return self.exchange.decode(moving, params)
+
+    def homes(self, owner: Any) -> Arrived:
+        return self.exchange.homes(owner)
+
+    def merge(self, rest: StreamingState, work: Work, arrived: Arrived) -> Work:
+        q, layout = self.arriving, rest.layout
+        if self.overlaps:
+            weight = rest.outer[q].pending.weight
         else:
-            weight = self._weights(state, work)[:, q]
+            weight = self._weights(rest, work)[:, q]
 
         def local(
             total: jax.Array, weight: jax.Array, theta: PyTree, anchor: PyTree
@@ -236,38 +239,35 @@ class StreamingRound(Round):
 
             return jax.tree.map(one, theta, anchor)
 
-        theta = take(layout, self.members(layout)[q], work.theta)
+        theta = take(layout, self._members(layout, q), work.theta)
         row = P(layout.axis)
         in_specs = (P(), row, row, P())
         run = over_data(local, layout.mesh, layout.axis, in_specs, row)
-        merged = run(moved[1].weight, weight, theta, self._arrived(moved))
+        merged = run(arrived.totals.weight, weight, theta, arrived.params)
         return work._replace(theta=put(layout, work.theta, merged))
 
-    def _arrived(self, moved: Any) -> Fragment:
-        outer, _, full = moved
-        return outer.layout.unpack(full)
-
-    def finish(
-        self, rows: PyTree, state: StreamingState, work: Work, moved: Any
-    ) -> Any:
-        p, q, layout = self.phase, self.arriving, state.layout
-        outer, anchor = list(state.outer), list(state.anchor)
+    def conclude(
+        self, rows: PyTree, rest: StreamingState, work: Work, arrived: Arrived
+    ) -> tuple[PyTree, StreamingState]:
+        p, q, layout = self.phase, self.arriving, rest.layout
+        outer, anchor = list(rest.outer), list(rest.anchor)
         # nothing arrives of a fragment that nobody has sent yet
-        arrived = choose(moved[1].weight != 0, self._arrived(moved), anchor[q])
-        outer[q], anchor[q] = moved[0], arrived
+        sent = arrived.totals.weight != 0
+        anchor[q] = choose(sent, arrived.params, anchor[q])
+        outer[q] = arrived.state
         if self.overlaps:
             # read no more before it is written again
-            outer[q] = outer[q]._replace(pending=state.outer[q].pending)
-            leaving = self._leaving(state, work, anchor[p])
+            outer[q] = outer[q]._replace(pending=rest.outer[q].pending)
+            # it differs from the point that has just arrived, if it is the same one
+            leaving = self.outgoing(rows, rest._replace(anchor=tuple(anchor)), work)
             outer[p] = outer[p]._replace(pending=leaving)
-        weights = self._weights(state, work)
-        state = state._replace(
-            steps=state.steps + self.steps.steps,
+        weights = self._weights(rest, work)
+        state = rest._replace(
             outer=tuple(outer),
             anchor=tuple(anchor),
-            weights=weights.at[:, p].set(0).astype(state.weights.dtype),
+            weights=weights.at[:, p].set(0).astype(rest.weights.dtype),
             inner=work.inner,
-            master=None if state.master is None else work.theta,
+            master=None if rest.master is None else work.theta,
         )
         return cast(work.theta, dtypes_of(layout)), state
 
@@ -276,7 +276,6 @@ def streaming_diloco(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
     local_steps: int = 100,
     fragments: int = 4,
     overlap_steps: int = 5,
@@ -285,10 +284,7 @@ def streaming_diloco(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     outer: optax.GradientTransformation | None = None,
-    weighted: bool = True,
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    **options: Unpack[RoundOptions],
 ) -> LocalMethod:
     """DiLoCo a fragment at a time, its exchange hidden behind inner steps.
 
@@ -299,7 +295,6 @@ def streaming_diloco(
     Args:
       inner: each worker's optimizer, any optax transformation.
       mesh: the devices.
-      axis_name: the mesh axis (or axes) of the n data-parallel workers.
       local_steps: H, from one exchange of a fragment to its next; a multiple of P.
       fragments: P.
       overlap_steps: tau, at most H / P. A GPU's program hides both collectives from 4
@@ -310,8 +305,7 @@ def streaming_diloco(
         in the wire dtype. Parameters come back in the wire dtype either way.
       outer_learning_rate, outer_momentum, outer: as for `acco_jax.diloco`; every
         fragment has an optimizer of its own, which sees {name: leaf}.
-      weighted: see `local_rounds`.
-      comm_dtype, accumulate_dtype, param_specs: as for `acco_jax.diloco`.
+      **options: as for `acco_jax.diloco`.
 
     Returns:
       A `LocalMethod`; one call of its train step is H / P inner steps.
@@ -329,69 +323,57 @@ def streaming_diloco(
     if bits not in (None, 8, 4):
         raise ValueError(f"bits is {bits!r}: choose 8, 4 or None.")
     outer = outer or nesterov(outer_learning_rate, outer_momentum)
-    axis = axis_names(mesh, axis_name)
-    if bits and len(axis) > 1:
-        raise ValueError(
-            f"bits is {bits}, for one data axis, but there are {axis}: leave it out."
-        )
+    weighted = options.get("weighted", True)
     steps = InnerSteps(inner, interval)
-    members = functools.partial(_members, count=fragments)
 
-    def outer_method(specs: Fragment | None) -> Method:
+    def outer_method(specs: PyTree | None) -> ShardedMethod:
         make = dpu if overlap_steps else zero1
-        method = make(
+        return make(
             outer,
             mesh=mesh,
-            axis_name=axis_name,
-            comm_dtype=comm_dtype,
+            axis_name=options.get("axis_name", "data"),
+            comm_dtype=options.get("comm_dtype"),
             param_specs=specs,
         )
-        if bits is None:
-            return method
-        stages = method.__dict__ | {"wires": Wires((FewBits(reduce_bits=bits),))}
-        return Method(method.init, method.update, **stages)
+
+    common = outer_method(None)
+    codec = Codec(reduce_bits=bits, feedback=False)
 
     def init(params: PyTree) -> StreamingState:
         whole = Layout.of(
-            params, mesh=mesh, axis=axis, comm_dtype=comm_dtype, param_specs=param_specs
+            params,
+            mesh=mesh,
+            axis=common.axis,
+            comm_dtype=common.comm_dtype,
+            param_specs=options.get("param_specs"),
         )
         check_wire(whole, weighted and not bits)
-        narrow = any(leaf.dtype != leaf.master for leaf in whole.leaves)
         params = jax.device_put(params, whole.params_shardings)
-        parts = tuple(take(whole, part, params) for part in members(whole))
+        members = fragments_of(whole.leaves, fragments)
+        parts = tuple(take(whole, part, params) for part in members)
         specs = {leaf.name: leaf.spec for leaf in whole.leaves}
         states = tuple(
             outer_method({name: specs[name] for name in part}).init(part)
             for part in parts
         )
-
-        def make(params: PyTree) -> tuple[PyTree, PyTree]:
-            master = cast(params, masters_of(whole))
-            rows = to_rows(whole, master) if narrow else None
-            return init_rows(whole, inner, params), rows
-
-        homes = whole.row_shardings(jax.eval_shape(make, params)[0])
-        homes = homes, whole.grads_shardings if narrow else None
-        made, master = jax.jit(make, out_shardings=homes)(params)
+        rows, master = init_workers(whole, inner, params)
         shape = (whole.workers, fragments)
         # copies: a train step is given the parameters and the state to keep
         anchor = jax.tree.map(jnp.copy, parts)
         return StreamingState(
-            layout=whole,
-            steps=zeros(whole, (), jnp.int32),
+            whole,
+            *counters(whole),
             outer=states,
             anchor=anchor,
-            weights=zeros(whole, shape, whole.scalar, axis),
-            inner=made,
+            weights=zeros(whole, shape, whole.scalar, common.axis),
+            inner=rows,
             master=master,
         )
 
-    one = outer_method(None)
-
     def round_of(phase: int) -> StreamingRound:
-        methods = (one,) * fragments
+        exchange = common.exchange(codec)
         return StreamingRound(
-            steps, methods, members, phase, overlap_steps, mixing, weighted
+            steps, exchange, fragments, phase, overlap_steps, mixing, weighted
         )
 
     def check_parts(state: StreamingState) -> None:
@@ -401,25 +383,21 @@ def streaming_diloco(
                 "the state of acco_jax.start(tx, params) for the same tx."
             )
         for part in state.outer:
-            one.check_state(part)
+            common.check_state(part)
 
     return local_method(
         inner,
-        mesh=mesh,
-        axis=axis,
+        mesh,
+        options,
+        known=RoundOptions,
         steps_per_call=interval,
-        accumulate_dtype=accumulate_dtype,
-        init=init,
-        round=round_of,
-        state=StreamingState,
+        state_type=StreamingState,
+        make_state=init,
+        make_round=round_of,
         check_parts=check_parts,
         phases=fragments,
         delayed=overlap_steps > 0,
     )
-
-
-def _members(layout: Layout, count: int) -> tuple[tuple[int, ...], ...]:
-    return fragments_of(layout.leaves, count)
 
 
 def _interval(local_steps: int, fragments: int, overlap_steps: int) -> int:

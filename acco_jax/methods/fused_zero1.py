@@ -10,9 +10,10 @@ that a step without delay can do for its gradients. The all-gather stays exposed
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,16 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator, Sums, axis_names
+from acco_jax.codec import Codec
+from acco_jax.exchange import Exchange
+from acco_jax.gradients import Accumulator, Sums
+from acco_jax.half_round import Inputs
 from acco_jax.layout import Arrays, Layout, Leaf, Pending, PyTree
 from acco_jax.layout.buffers import Group, make_group
 from acco_jax.layout.parts import SMALL, Parts, beyond_layers
-from acco_jax.transforms.base import Method, Options
-from acco_jax.transforms.zero1 import synchronous
-from acco_jax.wire import Wire, Wires
+from acco_jax.methods.base import CommonOptions
+from acco_jax.methods.sharded import ShardedMethod, ShardedRound
+from acco_jax.methods.zero1 import synchronous
 
 
 @jax.tree_util.register_static
@@ -46,72 +50,77 @@ def _padded(leaf: Leaf, x: jax.Array) -> jax.Array:
     return jnp.pad(x, leaf.padding[-x.ndim :])
 
 
-def fused_zero1(
-    inner: optax.GradientTransformation,
-    *,
-    mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
-    pipelined: bool | None = None,
-) -> Method:
-    """`acco_jax.zero1` with its reduce-scatter inside the backward pass.
+@dataclasses.dataclass(frozen=True)
+class FusedRound(ShardedRound):
+    """A half-round whose computation ends with its gradients reduced."""
 
-    The strongest synchronous rival of `acco_jax.acco`, with the same arguments, shapes
-    and errors. Stacked parameters that the loss scans over are reduced layer by layer,
-    others leaf by leaf. A last microbatch whose weight `loss_fn` finds to be 0 must
-    have finite gradients: they are reduced before the weight is known.
+    pipelined: bool = False
 
-    Args:
-      inner: the optimizer.
-      mesh: the devices.
-      axis_name: the data axis or axes.
-      comm_dtype: what communication carries.
-      accumulate_dtype: of the sums over microbatches.
-      param_specs: how other axes of the mesh split the parameters.
-      pipelined: whether a layer's gradients are reduced beside the backward pass of
-        the layer before it, not at the end of its own; None: unless the devices are
-        CPUs, whose compiler puts nothing beside a collective. A scan over L layers then
-        reduces L + 1 times: the first time there is nothing yet.
+    def compute(
+        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+    ) -> tuple[Pending, Sums]:
+        return work if k else _accumulate(self.pipelined, rest, params, inputs)
 
-    References:
-      https://arxiv.org/abs/2305.06942
-    """
-    axis_names(mesh, axis_name)
-    if pipelined is None:
-        pipelined = mesh.devices.flat[0].platform != "cpu"
-    options = Options(mesh, axis_name, comm_dtype, accumulate_dtype, param_specs)
-    return synchronous(
-        inner,
-        options,
-        layout=LayeredLayout,
-        accumulate=functools.partial(_accumulate, pipelined),
-        wires=Wires((_Reduced(),)),
-    )
+    def close(self, work: Any, rest: Layout, inputs: Inputs) -> tuple[Pending, Sums]:
+        return work
 
 
-class _Reduced(Wire):
+class _Reduced(Codec):
     """The backward pass has reduced its gradients."""
 
     def reduce(self, layout: Layout, buffers: Arrays, axis: str) -> Arrays:
         return buffers
 
-    def receive(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
+    def decode(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
         each = zip(layout.leaves, reduced, strict=True)
         return layout.treedef.unflatten([x.astype(leaf.master) for leaf, x in each])
 
 
+def fused_zero1(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    pipelined: bool | None = None,
+    **options: Unpack[CommonOptions],
+) -> ShardedMethod:
+    """`acco_jax.zero1` with its reduce-scatter inside the backward pass.
+
+    The strongest synchronous rival of `acco_jax.acco`. Stacked parameters that the loss
+    scans over are reduced layer by layer, others leaf by leaf. A last microbatch whose
+    weight `loss_fn` finds to be 0 must have finite gradients: they are reduced before
+    the weight is known. A plain `update`, which is given gradients, is that of zero1.
+
+    Args:
+      inner: the optimizer.
+      mesh: the devices.
+      pipelined: whether a layer's gradients are reduced beside the backward pass of
+        the layer before it, not at the end of its own; None: unless the devices are
+        CPUs, whose compiler puts nothing beside a collective. A scan over L layers then
+        reduces L + 1 times: the first time there is nothing yet.
+      **options: see `acco_jax.methods.base.CommonOptions`.
+
+    References:
+      https://arxiv.org/abs/2305.06942
+    """
+
+    def round(exchange: Exchange, overlaps: bool) -> FusedRound:
+        beside = pipelined
+        if beside is None:
+            beside = mesh.devices.flat[0].platform != "cpu"
+        return FusedRound(
+            dataclasses.replace(exchange, codec=_Reduced()), overlaps, beside
+        )
+
+    return synchronous(
+        inner, mesh, options, layout=LayeredLayout, round=round, known=CommonOptions
+    )
+
+
 def _accumulate(
-    pipelined: bool,
-    gradients: Accumulator,
-    layout: LayeredLayout,
-    params: PyTree,
-    batch: PyTree,
-    counts: jax.Array | None,
-    rng: Any,
+    pipelined: bool, layout: Layout, params: PyTree, inputs: Inputs
 ) -> tuple[Pending, Sums]:
     """Gradients of all microbatches, reduced in the backward pass of the last."""
+    gradients, batch, counts, rng = inputs
     sums = None
     if gradients.microbatches > 1:
         sums = gradients.zeros(params, batch, rng)
@@ -133,7 +142,7 @@ def _dim(leaf: Leaf) -> int | None:
 def _reduced(
     pipelined: bool,
     gradients: Accumulator,
-    layout: LayeredLayout,
+    layout: Layout,
     loss_of: Callable[[PyTree], Any],
     params: PyTree,
     earlier: PyTree | None,
@@ -151,7 +160,7 @@ def _reduced(
       valid: [] whether the microbatch counts, None: it does.
     """
     # imports jax.extend, which takes its time
-    from acco_jax.layerwise import Reduction, reduced_gradients
+    from acco_jax.methods.layerwise import Reduction, reduced_gradients
 
     whole = jax.tree.leaves(params)
     held = [None] * len(whole) if earlier is None else jax.tree.leaves(earlier)
@@ -162,11 +171,11 @@ def _reduced(
             p = lax.slice_in_dim(_padded(leaf, p), 0, leaf.part[d], axis=d)
         return jnp.zeros_like(p, leaf.wire)
 
-    wire = _Wire(layout, gradients.dtype)
+    network = _Scatter(layout, gradients.dtype)
     dims = list(map(_dim, layout.leaves))
     reduction = Reduction(
-        wire.pack,
-        wire.scatter,
+        network.pack,
+        network.scatter,
         slices=[d is not None and d > 0 for d in dims],
         small=[leaf.size <= SMALL for leaf in layout.leaves],
         pipelined=pipelined,
@@ -176,14 +185,14 @@ def _reduced(
     return out, tuple(raw)
 
 
-class _Wire(NamedTuple):
+class _Scatter(NamedTuple):
     """Local gradients of some leaves, whole or one layer's, to buffers and to shards.
 
     One buffer for all that travels in a dtype: one collective. Where another axis of
     the mesh may split leaves, each is a buffer of its own: packing would gather them.
     """
 
-    layout: LayeredLayout
+    layout: Layout
     dtype: Any  # of the accumulator
 
     def pack(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from acco_jax.layout import path_names
-from acco_jax.transforms.dependence import dependence
+from acco_jax.methods.dependence import dependence
 
 PyTree = Any
 

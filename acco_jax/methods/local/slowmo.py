@@ -12,18 +12,17 @@ the smaller differences of now. beta = 0 and alpha = 1 are plain averaging.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.local.base import LocalMethod
-from acco_jax.local.rounds import local_rounds
-from acco_jax.transforms.zero1 import zero1
-
-PyTree = Any
+from acco_jax.layout import PyTree
+from acco_jax.methods.local.base import LocalMethod
+from acco_jax.methods.local.rounds import RoundOptions, rounds_with
+from acco_jax.methods.zero1 import zero1
 
 
 class SlowMomentumState(NamedTuple):
@@ -70,15 +69,11 @@ def slowmo(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
     local_steps: int = 12,
     slow_learning_rate: float = 1.0,
     slow_momentum_factor: float = 0.7,
     inner_learning_rate: float | optax.Schedule = 1.0,
-    weighted: bool = True,
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    **options: Unpack[RoundOptions],
 ) -> LocalMethod:
     """Average what local steps moved and take a step of slow momentum.
 
@@ -88,14 +83,12 @@ def slowmo(
     Args:
       inner: each worker's optimizer, any optax transformation.
       mesh: the devices.
-      axis_name: the mesh axis (or axes) of the n data-parallel workers.
       local_steps: H (the paper's tau).
       slow_learning_rate: alpha.
       slow_momentum_factor: beta.
       inner_learning_rate: gamma; the schedule of `inner`, counted in inner steps, or a
         number, which cancels. The runner gives the config's schedule.
-      weighted: see `local_rounds`.
-      comm_dtype, accumulate_dtype, param_specs: as for `acco_jax.diloco`.
+      **options: as for `acco_jax.diloco`.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -109,17 +102,5 @@ def slowmo(
         rate = inner_learning_rate
         return jnp.asarray(rate(rounds * local_steps) if callable(rate) else rate)
 
-    method = zero1(
-        slow_momentum(slow_learning_rate, slow_momentum_factor, gamma),
-        mesh=mesh,
-        axis_name=axis_name,
-        comm_dtype=comm_dtype,
-        param_specs=param_specs,
-    )
-    return local_rounds(
-        inner,
-        method,
-        local_steps=local_steps,
-        weighted=weighted,
-        accumulate_dtype=accumulate_dtype,
-    )
+    momentum = slow_momentum(slow_learning_rate, slow_momentum_factor, gamma)
+    return rounds_with(zero1, momentum, inner, mesh, local_steps, options)

@@ -10,31 +10,25 @@ With H = 1, eta = 1 and mu = 0 it is plain averaging of parameters.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.local.base import LocalMethod, nesterov
-from acco_jax.local.rounds import local_rounds
-from acco_jax.transforms.zero1 import zero1
-
-PyTree = Any
+from acco_jax.methods.local.base import LocalMethod, nesterov
+from acco_jax.methods.local.rounds import RoundOptions, rounds_with
+from acco_jax.methods.zero1 import zero1
 
 
 def diloco(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
     local_steps: int = 50,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     outer: optax.GradientTransformation | None = None,
-    weighted: bool = True,
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    **options: Unpack[RoundOptions],
 ) -> LocalMethod:
     """Average what H local steps moved and take one outer step with momentum.
 
@@ -43,16 +37,13 @@ def diloco(
     Args:
       inner: each worker's optimizer, any optax transformation (the paper's is AdamW).
       mesh: the devices.
-      axis_name: the mesh axis (or axes) of the n data-parallel workers.
       local_steps: H.
       outer_learning_rate: eta.
       outer_momentum: mu.
       outer: an optax transformation instead of Nesterov momentum, on the shards; its
         "gradients" are Delta.
-      weighted: see `local_rounds`; the paper weighs by the workers' amounts of data.
-      comm_dtype: what both collectives carry; None means each parameter's own dtype.
-      accumulate_dtype: of the gradient accumulator; None means each parameter's own.
-      param_specs: as for `acco_jax.acco`.
+      **options: see `acco_jax.methods.local.rounds.RoundOptions`; the paper weighs
+        workers by their amounts of data.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -62,17 +53,4 @@ def diloco(
       Models (https://arxiv.org/abs/2311.08105), algorithm 1
     """
     outer = outer or nesterov(outer_learning_rate, outer_momentum)
-    method = zero1(
-        outer,
-        mesh=mesh,
-        axis_name=axis_name,
-        comm_dtype=comm_dtype,
-        param_specs=param_specs,
-    )
-    return local_rounds(
-        inner,
-        method,
-        local_steps=local_steps,
-        weighted=weighted,
-        accumulate_dtype=accumulate_dtype,
-    )
+    return rounds_with(zero1, outer, inner, mesh, local_steps, options)

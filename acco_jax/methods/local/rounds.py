@@ -15,44 +15,44 @@ of one ring all-reduce, however many steps it has.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.exchange import Arrived, Exchange
 from acco_jax.gradients import over_data
-from acco_jax.layout import Layout, Pending
-from acco_jax.local.base import (
+from acco_jax.half_round import Hop
+from acco_jax.layout import Layout, Pending, PyTree
+from acco_jax.methods.base import CommonOptions, gather_exact
+from acco_jax.methods.local.base import (
     InnerSteps,
     LocalMethod,
-    Round,
+    LocalRound,
     Work,
     cast,
     check_steps,
     check_wire,
+    counters,
     init_rows,
     local_method,
     masters_of,
     shardings,
     to_rows,
-    zeros,
 )
-from acco_jax.transforms.base import Method
-from acco_jax.transforms.state import gather_exact
+from acco_jax.methods.sharded import ShardedMethod, ShardedRound
 
-PyTree = Any
-barrier = lax.optimization_barrier
+OF_ROUNDS = ("weighted", "accumulate_dtype")  # the rest is the exchange's
 
 
 class RoundState(NamedTuple):
     """State of `local_rounds`; the parameters of the loop are rows, all equal."""
 
     layout: Layout  # static
+    half_rounds: jax.Array  # int32 []: rounds so far
     steps: jax.Array  # int32 []: inner steps so far
     outer: Any  # the outer method's state, sharded: the exact point, its momentum
     inner: PyTree  # rows: each worker's own optimizer state
@@ -63,43 +63,6 @@ class RoundState(NamedTuple):
     def committed(self, params: PyTree) -> PyTree:
         del params  # the point they started from, rounded to the wire's dtype
         return gather_exact(self.layout, self.outer.master)
-
-
-def outer_hops(outer: Method) -> tuple[Callable[[Any], Any], ...]:
-    """An outer method's collectives and its step between them, one hop each.
-
-    Moving: (state, totals, whole leaves, buffers): packed before the first; (state,
-    totals, gathered) after the last.
-    """
-    order, wire = outer.axis[::-1], outer.wires.all[0]
-
-    def reduce(axis: str, moving: Any) -> Any:
-        state, totals, whole, buffers = moving
-        state, buffers = wire.send(state.layout, state, buffers, axis, totals.weight)
-        return state, totals, whole, wire.reduce(state.layout, buffers, axis)
-
-    def gather(axis: str, moving: Any) -> Any:
-        state, totals, full = moving
-        return state, totals, wire.gather(state.layout, full, axis)
-
-    def advance_and_gather(moving: Any) -> Any:
-        state, totals, whole, reduced = moving
-        shards = wire.receive(state.layout, reduced, whole)
-        state, point = outer.advance(state, shards, totals, {}, losses=False)
-        state, full = wire.join(state.layout, state, point.shards)
-        return gather(order[-1], barrier((state, totals, full)))
-
-    return (
-        *(functools.partial(reduce, axis) for axis in order),
-        advance_and_gather,
-        *(functools.partial(gather, axis) for axis in order[-2::-1]),
-    )
-
-
-def outer_send(state: Any, now: Pending) -> Any:
-    """What is moving before an outer method's first hop."""
-    totals, whole = state.layout.sum_small(now)
-    return state, totals, whole, now.buffers
 
 
 def differences(
@@ -133,54 +96,74 @@ def counted(weight: jax.Array, weighted: bool) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterRound(Round):
-    """H inner steps of every worker and one step of an outer method."""
+class OuterRound(LocalRound):
+    """H inner steps of every worker and one step of an outer method.
+
+    Attributes:
+      exchange: of the outer method.
+      weighted: see `local_rounds`.
+    """
 
     steps: InnerSteps
-    outer: Method
+    exchange: Exchange
+    overlaps: bool
     weighted: bool
-
-    @property
-    def overlaps(self) -> bool:  # type: ignore[override]
-        return self.outer.delayed
 
     @property
     def beside(self) -> int:  # type: ignore[override]
         return self.steps.steps
 
-    @functools.cached_property
-    def hops(self) -> tuple[Callable[[Any], Any], ...]:
-        return outer_hops(self.outer)
+    @property
+    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
+        return self.exchange.hops
 
-    def theta(self, rows: PyTree, state: RoundState) -> PyTree:
-        return cast(rows, masters_of(state.layout))
+    def open(self, params: PyTree, state: RoundState) -> tuple[Any, Any, RoundState]:
+        outer, rest = state.outer, state._replace(outer=None)
+        if not self.overlaps:
+            return None, outer, rest
+        return outer.pending, outer._replace(pending=None), rest
 
-    def _moved(self, rows: PyTree, work: Work, layout: Layout) -> Pending:
+    def theta(self, rows: PyTree, rest: RoundState) -> PyTree:
+        return cast(rows, masters_of(rest.layout))
+
+    def outgoing(self, params: PyTree, rest: RoundState, work: Work) -> Pending:
         weight = counted(work.sums.weight, self.weighted)
-        return differences(layout, weight, rows, work.theta, P(layout.axis))
+        rows = P(rest.layout.axis)
+        return differences(rest.layout, weight, params, work.theta, rows)
 
-    def send(self, rows: PyTree, state: RoundState, work: Work | None) -> Any:
-        outer = state.outer
-        if work is not None:
-            now = self._moved(rows, work, state.layout)
-        else:
-            now, outer = outer.pending, outer._replace(pending=None)
-        return outer_send(outer, now)
+    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Any:
+        return self.exchange.send(outbox, owner, extra)
 
-    def finish(self, rows: PyTree, state: RoundState, work: Work, moved: Any) -> Any:
-        outer, _, full = moved
-        layout = state.layout
+    def decode(self, moving: Any, params: PyTree) -> Arrived:
+        return self.exchange.decode(moving, params)
+
+    def homes(self, owner: Any) -> Arrived:
+        return self.exchange.homes(owner)
+
+    def conclude(
+        self, rows: PyTree, rest: RoundState, work: Work, arrived: Arrived
+    ) -> tuple[PyTree, RoundState]:
+        outer = arrived.state
         if self.overlaps:
-            outer = outer._replace(pending=self._moved(rows, work, layout))
-        state = state._replace(
-            steps=state.steps + self.steps.steps, outer=outer, inner=work.inner
-        )
-        return to_rows(layout, layout.unpack(full)), state
+            outer = outer._replace(pending=self.outgoing(rows, rest, work))
+        state = rest._replace(outer=outer, inner=work.inner)
+        return to_rows(rest.layout, arrived.params), state
+
+
+class RoundOptions(CommonOptions, total=False):
+    """Keyword arguments of methods that take rounds, beside the common ones.
+
+    Attributes:
+      weighted: workers count by the weight of their microbatches in the round (True),
+        or equally, those that computed any.
+    """
+
+    weighted: bool
 
 
 def local_rounds(
     inner: optax.GradientTransformation,
-    outer: Method,
+    outer: ShardedMethod,
     *,
     local_steps: int,
     weighted: bool = True,
@@ -197,24 +180,23 @@ def local_rounds(
       outer: a sharding method, e.g. acco_jax.zero1(optax.sgd(0.7, 0.9, nesterov=True),
         mesh=mesh); its wire dtype and layout are those of the exchange.
       local_steps: H, inner steps of a round.
-      weighted: workers count by the weight of their microbatches in the round; else
-        equally, those that computed any.
+      weighted: see `RoundOptions`.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.
 
     Returns:
-      A `LocalMethod` for `acco_jax.make_train_step`: a batch holds H times as many
+      A method for `acco_jax.make_train_step`: a batch holds H times as many
       microbatches for each worker, step after step, and `counts` is per inner step.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
     """
     check_steps("local_steps", local_steps)
-    if not isinstance(outer, Method):
+    if not isinstance(outer, ShardedMethod):
         raise ValueError(
             f"outer is a {type(outer).__name__}: give a sharding method, e.g. "
             "acco_jax.zero1(optax.sgd(0.7, 0.9, nesterov=True), mesh=mesh)."
         )
-    if outer.warmup or outer.accumulate is not None:
+    if outer.warmup or outer.round_type is not ShardedRound:
         why = (
             f"has {outer.warmup} synchronous steps of warm-up"
             if outer.warmup
@@ -224,7 +206,7 @@ def local_rounds(
             f"outer {why}, which a round cannot: give zero1, acco, or dpu without "
             "warmup_steps."
         )
-    if outer.wires.gather_quantized:
+    if outer.codecs.gather_quantized:
         raise ValueError(
             "outer has gather_bits, which needs the parameters that all workers hold "
             "when a round ends, and then they differ: leave it out."
@@ -241,18 +223,33 @@ def local_rounds(
 
         homes = layout.row_shardings(jax.eval_shape(make, params))
         params = jax.device_put(params, layout.params_shardings)
-        state_rows = jax.jit(make, out_shardings=homes)(params)
-        return RoundState(layout, zeros(layout, (), jnp.int32), state, state_rows)
+        rows = jax.jit(make, out_shardings=homes)(params)
+        return RoundState(layout, *counters(layout), state, rows)
 
+    exchange = outer.exchange(outer.codecs.all[0])
     return local_method(
         inner,
-        mesh=outer.mesh,
-        axis=outer.axis,
+        outer.mesh,
+        {"axis_name": outer.axis, "accumulate_dtype": accumulate_dtype},
         steps_per_call=local_steps,
-        accumulate_dtype=accumulate_dtype,
-        init=init,
-        round=lambda phase: OuterRound(steps, outer, weighted),
-        state=RoundState,
+        state_type=RoundState,
+        make_state=init,
+        make_round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
         check_parts=lambda state: outer.check_state(state.outer),
         delayed=outer.delayed,
     )
+
+
+def rounds_with(
+    make: Callable[..., ShardedMethod],
+    outer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
+    mesh: Mesh,
+    local_steps: int,
+    options: RoundOptions,
+) -> LocalMethod:
+    """`local_rounds` around make(outer, ...), given the options of an exchange."""
+    own: Any = {k: v for k, v in options.items() if k in OF_ROUNDS}
+    exchange = {k: v for k, v in options.items() if k not in own}
+    method = make(outer, mesh=mesh, **exchange)
+    return local_rounds(inner, method, local_steps=local_steps, **own)

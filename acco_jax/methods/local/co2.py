@@ -19,18 +19,17 @@ constant is offered.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.local.base import LocalMethod
-from acco_jax.local.rounds import local_rounds
-from acco_jax.transforms.delayed import dpu
-
-PyTree = Any
+from acco_jax.layout import PyTree
+from acco_jax.methods.delayed import dpu
+from acco_jax.methods.local.base import LocalMethod
+from acco_jax.methods.local.rounds import RoundOptions, rounds_with
 
 
 class OuterMomentumState(NamedTuple):
@@ -66,16 +65,12 @@ def co2(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",
     local_steps: int = 12,
     outer_learning_rate: float = 1.0,
     outer_momentum_factor: float = 0.5,
     staleness_penalty: float = 1.0,
     clip: float | None = 1.0,
-    weighted: bool = True,
-    comm_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    **options: Unpack[RoundOptions],
 ) -> LocalMethod:
     """Take local steps while the round before crosses the network.
 
@@ -86,14 +81,12 @@ def co2(
     Args:
       inner: each worker's optimizer, any optax transformation.
       mesh: the devices.
-      axis_name: the mesh axis (or axes) of the n data-parallel workers.
       local_steps: H (the paper's tau).
       outer_learning_rate: alpha.
       outer_momentum_factor: beta.
       staleness_penalty: Lambda, at least 1 to dampen what is stale.
       clip: phi, in units of parameters; None: no clipping.
-      weighted: see `local_rounds`.
-      comm_dtype, accumulate_dtype, param_specs: as for `acco_jax.diloco`.
+      **options: as for `acco_jax.diloco`.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -105,19 +98,7 @@ def co2(
     for name, value in (("staleness_penalty", staleness_penalty), ("clip", clip)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}: it must be above 0.")
-    method = dpu(
-        outer_momentum(
-            outer_learning_rate, outer_momentum_factor, staleness_penalty, clip
-        ),
-        mesh=mesh,
-        axis_name=axis_name,
-        comm_dtype=comm_dtype,
-        param_specs=param_specs,
+    momentum = outer_momentum(
+        outer_learning_rate, outer_momentum_factor, staleness_penalty, clip
     )
-    return local_rounds(
-        inner,
-        method,
-        local_steps=local_steps,
-        weighted=weighted,
-        accumulate_dtype=accumulate_dtype,
-    )
+    return rounds_with(dpu, momentum, inner, mesh, local_steps, options)

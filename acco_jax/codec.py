@@ -1,7 +1,7 @@
-"""What crosses the network in a half-round, and what each end does with it.
+"""What is sent in a half-round, in how many bits, and what each end makes of it.
 
-    gradients --(send, reduce)--> of each data axis in turn --(receive)--> shards
-    shards    --(join)--> gather, one data axis at a time --(unpack)-----> parameters
+    gradients --(encode, reduce)--> of each data axis in turn --(decode)--> shards
+    shards --(encode_params)--> gather, one axis at a time --(decode_params)--> params
 
 Plain communication sends the layout's buffers. Quantized, with Q of
 `acco_jax.quantize` and every replica of the parameters holding the same r:
@@ -37,51 +37,57 @@ from acco_jax.layout import Arrays, Layout, Leaf, LeftOut, Outgoing, PyTree
 from acco_jax.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
-class Held(NamedTuple):
+class Residue(NamedTuple):
     """What quantized communication remembers; a part of a method's state."""
 
-    half_rounds: jax.Array  # int32 []: gathers so far
     replica: PyTree  # r: shards of the parameters as all hold them; None: exact
     error: LeftOut | None  # e: each worker's, of what it sends; None: exact
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
-    """The communication of one half-round.
+class Codec:
+    """How one half-round communicates.
+
+    Every function takes the residue of the half-round before, None if communication is
+    plain, and those that encode return the new one.
 
     Attributes:
       gather_bits: of the parameters' differences; None sends values in the wire dtype.
       reduce_bits: of the gradients; None sends them in the wire dtype.
+      feedback: whether what rounding left out of a gradient is added to the next one.
     """
 
     gather_bits: int | None = None
     reduce_bits: int | None = None
+    feedback: bool = True
 
-    def send(
-        self, layout: Layout, state: Any, buffers: Any, axis: str, weight: jax.Array
+    def encode(
+        self, layout: Layout, residue: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
-        """(state, what `reduce` communicates over an axis) of what came so far.
+        """(residue, what `reduce` takes) of gradients to be reduced over a data axis.
 
         Args:
-          layout: of the state.
-          state: the method's.
+          layout: of the shards.
+          residue: see above.
           buffers: local gradients, reduced over the data axes before this one.
           axis: the data axis.
           weight: [] of the gradients in all.
         """
         if (bits := self._bits(layout, axis)) is None:
-            return state, buffers
-        before = state.wire.error.buffers
+            return residue, buffers
+        if not self.feedback:
+            return residue, quantized(layout, buffers, bits)
+        before = residue.error.buffers
         own = tuple(_wide(g) + _wide(e) for g, e in zip(buffers, before, strict=True))
-        low = quantized(layout, own, bits)
-        arrives = layout.on_buffers(_values(bits))(low)
+        words = quantized(layout, own, bits)
+        arrives = layout.on_buffers(_values(bits))(words)
 
         def left_out(own: jax.Array, sent: jax.Array, before: jax.Array) -> jax.Array:
             left = jnp.where(jnp.isfinite(sent), own - sent, 0).astype(before.dtype)
             return jnp.where(weight != 0, left, before)  # without weight nothing counts
 
-        error = tuple(map(left_out, own, arrives, before))
-        return state._replace(wire=state.wire._replace(error=LeftOut(error))), low
+        error = LeftOut(tuple(map(left_out, own, arrives, before)))
+        return residue._replace(error=error), words
 
     def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
         """The collective over one data axis."""
@@ -93,7 +99,7 @@ class Wire:
         """Of gradients over a data axis: few over the slowest one alone."""
         return self.reduce_bits if axis == layout.order[-1] else None
 
-    def receive(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
+    def decode(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
         """The shards of the sums over workers, in the master copy's dtype."""
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.order[-1]]
         if bits is not None:
@@ -104,38 +110,36 @@ class Wire:
             reduced = layout.on_buffers(add_up)(reduced)
         return layout.split(reduced, whole)
 
-    def join(self, layout: Layout, state: Any, point: PyTree) -> tuple[Any, Outgoing]:
-        """(state, what `gather` communicates) of the shards of a new point."""
-        held, whole = state.wire, layout.whole(point)
-        if held is None:
-            return state, Outgoing(layout.join(point), whole)
-        held = held._replace(half_rounds=held.half_rounds + 1)
+    def encode_params(
+        self, layout: Layout, residue: Any, point: PyTree
+    ) -> tuple[Any, Outgoing]:
+        """(residue, what `gather` takes) of the shards of a new point."""
+        whole = layout.whole(point)
+        if residue is None:
+            return residue, Outgoing(layout.join(point), whole)
         if self.gather_bits is None:
-            buffers = layout.join(point)
-            if held.replica is not None:
+            if residue.replica is not None:
                 new = layout.map(lambda f, x: x if f.whole else f.on_wire(x), point)
-                held = held._replace(replica=layout.map(_moved, held.replica, new))
-        else:
-            away = layout.map(_difference, point, held.replica)
-            buffers = quantized(
-                layout, layout.join(away, jnp.float32), self.gather_bits
-            )
-            step = layout.split(layout.on_buffers(_values(self.gather_bits))(buffers))
-            replica = layout.map(_arrived, held.replica, step, point)
-            held = held._replace(replica=replica)
-        return state._replace(wire=held), Outgoing(buffers, whole)
+                replica = layout.map(_moved, residue.replica, new)
+                residue = residue._replace(replica=replica)
+            return residue, Outgoing(layout.join(point), whole)
+        away = layout.map(_difference, point, residue.replica)
+        buffers = quantized(layout, layout.join(away, jnp.float32), self.gather_bits)
+        step = layout.split(layout.on_buffers(_values(self.gather_bits))(buffers))
+        replica = layout.map(_arrived, residue.replica, step, point)
+        return residue._replace(replica=replica), Outgoing(buffers, whole)
 
     def gather(self, layout: Layout, outgoing: Outgoing, axis: str) -> Outgoing:
         """The collective over one data axis."""
         return layout.all_gather(outgoing, axis)
 
-    def unpack(
-        self, layout: Layout, state: Any, gathered: Outgoing, params: PyTree
+    def decode_params(
+        self, layout: Layout, residue: Any, gathered: Outgoing, params: PyTree
     ) -> PyTree:
         """The new parameters, of what was gathered and the parameters so far."""
         if self.gather_bits is None:
             new = layout.unpack(gathered)
-            if state.wire is None or state.wire.replica is None:
+            if residue is None or residue.replica is None:
                 return new
             return layout.map(_moved, params, new)
         values = layout.on_buffers(_values(self.gather_bits), gathered=True)
@@ -195,24 +199,24 @@ def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wires:
-    """Which wire each half-round takes.
+class Codecs:
+    """Which codec each half-round takes.
 
     Attributes:
-      phases: the wires of half-rounds 0, 1, ..., over and over.
+      phases: the codecs of half-rounds 0, 1, ..., over and over.
       resync_every: so many half-rounds apart, from the first on, one sends values and
         not differences; 0: never.
     """
 
-    phases: tuple[Wire, ...] = (Wire(),)
+    phases: tuple[Codec, ...] = (Codec(),)
     resync_every: int = 0
 
     @property
-    def all(self) -> tuple[Wire, ...]:
+    def all(self) -> tuple[Codec, ...]:
         """Those there are, as `turn` numbers them."""
         if not self.resync_every:
             return self.phases
-        return (*self.phases, Wire(None, self.phases[0].reduce_bits))
+        return (*self.phases, Codec(None, self.phases[0].reduce_bits))
 
     @property
     def period(self) -> int:
@@ -228,37 +232,37 @@ class Wires:
         return any(w.gather_bits for w in self.phases)
 
     @property
-    def reduce_quantized(self) -> bool:
-        return self.phases[0].reduce_bits is not None
+    def feedback(self) -> bool:
+        """Whether what rounding a gradient left out is added to the next one."""
+        return self.phases[0].reduce_bits is not None and self.phases[0].feedback
 
     def turn(self, half_round: Any) -> Any:
-        """The number of a half-round's wire; of an int or an array."""
+        """The number of a half-round's codec; of an int or an array."""
         number = half_round % len(self.phases)
         if self.resync_every:
             full = half_round % self.resync_every == 0
             number = number * (1 - full) + len(self.phases) * full
         return number
 
-    def at(self, half_round: int) -> Wire:
+    def at(self, half_round: int) -> Codec:
         return self.all[self.turn(half_round)]
 
     def start(self, layout: Layout, params: PyTree) -> Any:
-        """`Held` before the first half-round; None of plain communication."""
-        if not (self.gather_quantized or self.reduce_quantized):
+        """`Residue` before the first half-round; None of plain communication."""
+        if not (self.gather_quantized or self.feedback):
             return None
         cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
         replica = layout.map(cast, layout.shard(params))
-        return Held(
-            jnp.int32(0),
+        return Residue(
             replica if self.gather_quantized else None,
-            LeftOut(_crossing(layout)) if self.reduce_quantized else None,
+            LeftOut(_crossing(layout)) if self.feedback else None,
         )
 
-    def check(self, state: Any) -> None:
-        """Raises a ValueError unless the state is of these wires."""
-        held = Held(state.steps, None, None) if state.wire is None else state.wire
-        has = held.replica is not None, held.error is not None
-        if has != (self.gather_quantized, self.reduce_quantized):
+    def check(self, residue: Residue | None) -> None:
+        """Raises a ValueError unless the residue of a state is of these codecs."""
+        replica, error = residue or (None, None)
+        has = replica is not None, error is not None
+        if has != (self.gather_quantized, self.feedback):
             raise ValueError(
                 f"the state was made {'with' if has[0] else 'without'} gather_bits and "
                 f"{'with' if has[1] else 'without'} reduce_bits, the method was not: "
@@ -267,7 +271,7 @@ class Wires:
 
 
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
-    """Zeros in the shape of what crosses the slowest data axis: `Held.error`'s."""
+    """Zeros in the shape of what crosses the slowest data axis: `Residue.error`'s."""
     before = layout.workers // layout.mesh.shape[layout.order[-1]]
 
     def part(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -276,14 +280,14 @@ def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
     return layout.on_buffers(part)(layout.zeros().buffers)
 
 
-def wires(
+def codecs(
     gather_bits: Any,
     reduce_bits: int | None,
     resync_every: int,
     *,
     half_rounds: int,
-) -> Wires:
-    """The wires for a method's arguments; see `acco_jax.acco`.
+) -> Codecs:
+    """The codecs for a method's arguments; see `acco_jax.acco`.
 
     Raises:
       ValueError: in one line, which argument is none of the choices.
@@ -312,5 +316,5 @@ def wires(
             f"resync_every is {resync_every}, but without gather_bits every gather "
             "sends values: leave it out."
         )
-    phases = tuple(Wire(b, reduce_bits) for b in bits)
-    return Wires(phases if len(set(phases)) > 1 else phases[:1], resync_every)
+    phases = tuple(Codec(b, reduce_bits) for b in bits)
+    return Codecs(phases if len(set(phases)) > 1 else phases[:1], resync_every)

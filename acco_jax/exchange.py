@@ -1,0 +1,147 @@
+"""The exchange of a sharded method: reduce gradients, advance, gather parameters.
+
+    pending --send--> Reducing --(encode, reduce) over each data axis--> gradient sums
+    sums --advance--> Advanced --(encode, gather) over each--> Gathering --> Arrived
+
+Each data axis has a reduction and a gather, which are the hops. What comes between is
+the method's own: `advance`, on the shards. It is the same whatever stands beside the
+hops: see `acco_jax.half_round`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from acco_jax.codec import Codec
+from acco_jax.half_round import Hop
+from acco_jax.layout import Arrays, Outgoing, Pending, PyTree, Totals
+
+
+class Point(NamedTuple):
+    """What `advance` decided: where the parameters go, and what it saw on the way."""
+
+    shards: PyTree  # the new parameters, master dtype
+    grad_norm: jax.Array  # [] global norm of the mean gradient of this half-round
+
+
+class Reducing(NamedTuple):
+    """What is moving until the gradients have been reduced."""
+
+    state: Any  # of the method, without what is pending
+    extra: dict[str, Any]  # arguments of the optimizer
+    totals: Totals
+    whole: Arrays  # reduced gradients of leaves that stay whole
+    buffers: Arrays
+
+
+class Advanced(NamedTuple):
+    """What the owners of the shards decided."""
+
+    state: Any
+    totals: Totals
+    point: Point
+
+
+class Gathering(NamedTuple):
+    """What is moving until the parameters have been gathered."""
+
+    state: Any
+    totals: Totals
+    grad_norm: jax.Array  # []
+    outgoing: Outgoing
+
+
+class Arrived(NamedTuple):
+    """What an exchange ends with."""
+
+    state: Any  # advanced
+    totals: Totals
+    grad_norm: jax.Array  # []
+    params: PyTree  # of their own dtypes, on every worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Reduce-scatter, the optimizer on the shards, all-gather: one hop per data axis.
+
+    Attributes:
+      axis: the data axes, slowest first.
+      advance: (state, gradient shards, totals, extra) -> (state, Point): what the
+        owners of shards do between the reduction and the gather.
+      codec: how this half-round communicates.
+    """
+
+    axis: tuple[str, ...]
+    advance: Callable[[Any, PyTree, Totals, dict[str, Any]], tuple[Any, Point]]
+    codec: Codec
+
+    def send(self, pending: Pending, state: Any, extra: dict[str, Any]) -> Reducing:
+        """Sums what is small: an all-reduce later would take the asynchronous slot."""
+        totals, whole = state.layout.sum_small(pending)
+        return Reducing(state, extra, totals, whole, pending.buffers)
+
+    @functools.cached_property
+    def hops(self) -> tuple[Hop, ...]:
+        first, *others = self.gathers
+        first = first._replace(encode=lambda x: self._encode_params(self.act(x)))
+        return (*self.reduces, first, *others)
+
+    @functools.cached_property
+    def reduces(self) -> tuple[Hop, ...]:
+        """The way of gradients to the owners of shards, the fastest network first."""
+        partial = functools.partial
+        return tuple(
+            Hop(partial(self._encode, axis), partial(self._reduce, axis))
+            for axis in self.axis[::-1]
+        )
+
+    @functools.cached_property
+    def gathers(self) -> tuple[Hop, ...]:
+        """The way of an advanced point to all workers, the slowest network first."""
+        first, *others = (
+            Hop(lambda x: x, functools.partial(self._gather, axis))
+            for axis in self.axis
+        )
+        return (first._replace(encode=self._encode_params), *others)
+
+    def _encode(self, axis: str, x: Reducing) -> Reducing:
+        residue, buffers = self.codec.encode(
+            x.state.layout, x.state.residue, x.buffers, axis, x.totals.weight
+        )
+        return x._replace(state=x.state._replace(residue=residue), buffers=buffers)
+
+    def _reduce(self, axis: str, x: Reducing) -> Reducing:
+        return x._replace(buffers=self.codec.reduce(x.state.layout, x.buffers, axis))
+
+    def act(self, x: Reducing) -> Advanced:
+        """What the owners do with the sums that have arrived."""
+        gradient = self.codec.decode(x.state.layout, x.buffers, x.whole)
+        state, point = self.advance(x.state, gradient, x.totals, x.extra)
+        return Advanced(state, x.totals, point)
+
+    def _encode_params(self, x: Advanced) -> Gathering:
+        state, totals, (shards, norm) = x
+        residue, outgoing = self.codec.encode_params(
+            state.layout, state.residue, shards
+        )
+        return Gathering(state._replace(residue=residue), totals, norm, outgoing)
+
+    def _gather(self, axis: str, x: Gathering) -> Gathering:
+        return x._replace(outgoing=self.codec.gather(x.state.layout, x.outgoing, axis))
+
+    def decode(self, x: Gathering, params: PyTree) -> Arrived:
+        state = x.state
+        new = self.codec.decode_params(state.layout, state.residue, x.outgoing, params)
+        return Arrived(state, x.totals, x.grad_norm, new)
+
+    def homes(self, state: Any) -> Arrived:
+        """The shardings of what `decode` returns."""
+        layout = state.layout
+        everywhere = layout.sharding()
+        totals = Totals(everywhere, everywhere)
+        return Arrived(state.shardings(), totals, everywhere, layout.params_shardings)

@@ -1,0 +1,207 @@
+"""A half-round: what crosses the network, hop by hop, and what is computed beside it.
+
+    outbox --send--> moving --(encode, collective) of each hop--> moving --decode--> new
+                                    beside: compute, a piece for each hop
+
+`Round` says what a method does in one call of the train step, and two functions run
+it: `run` takes what is moving over the hops, `half_round` is a whole call as one
+program. The forms of a train step differ only in what stands beside the hops: nothing
+in a plain `update`, pieces of the computation in a fused program, another thread in
+split form.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from acco_jax.gradients import Accumulator, Sums
+from acco_jax.layout import PyTree
+
+barrier = lax.optimization_barrier
+
+
+class Hop(NamedTuple):
+    """One collective of an exchange.
+
+    Attributes:
+      encode: what is moving -> what is moving: decodes what the hop before brought,
+        lets its owner act on it, and encodes what is sent next. No large collective.
+      collective: what is moving -> what is moving: the collective alone.
+    """
+
+    encode: Callable[[Any], Any]
+    collective: Callable[[Any], Any]
+
+
+class Inputs(NamedTuple):
+    """What a call of the train step computes on, beside the parameters."""
+
+    gradients: Accumulator
+    batch: PyTree  # leaves (n * microbatches * b, ...), row after row of each worker
+    counts: jax.Array | None  # (n,) int32: microbatches of each worker; None: all
+    rng: Any
+
+
+class Round(abc.ABC):
+    """One call of a method: a computation, and an exchange in so many hops.
+
+    With `overlaps`, the exchange sends what the call before left in the state, and the
+    computation runs beside it. Without, it sends what this call has computed.
+
+    Attributes:
+      overlaps: whether the exchange runs beside the computation.
+      hops: of the exchange, in their order.
+      late: whether `finish` computes, and does not only put things in their places.
+    """
+
+    overlaps: bool
+    hops: tuple[Hop, ...]
+    late: bool = False
+
+    @abc.abstractmethod
+    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Any]:
+        """Takes a state apart.
+
+        Returns:
+          (outbox, owner, rest): what the call before left to be sent, or None if the
+          round does not overlap; what the owners of shards advance; everything else.
+        """
+
+    @abc.abstractmethod
+    def compute(
+        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+    ) -> Any:
+        """The k-th piece of the computation, one for each hop.
+
+        Args:
+          k: which piece, from 0.
+          work: what the piece before returned; None for the first.
+          params: of the loop.
+          rest: of the state.
+          inputs: of the call.
+        """
+
+    def close(self, work: Any, rest: Any, inputs: Inputs) -> Any:
+        """What all pieces computed, as it is kept. No collective."""
+        return work
+
+    @abc.abstractmethod
+    def outgoing(self, params: PyTree, rest: Any, work: Any) -> Any:
+        """The outbox that a closed computation leaves. No collective."""
+
+    @abc.abstractmethod
+    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
+        """What is moving before the first hop; sums what is small."""
+
+    def decode(self, moving: Any, params: PyTree) -> Any:
+        """What the last hop brought, as `finish` needs it. No collective."""
+        return moving
+
+    def homes(self, owner: Any) -> Any:
+        """The shardings of what `decode` returns; None leaves them to the compiler."""
+        return None
+
+    @abc.abstractmethod
+    def finish(
+        self, params: PyTree, rest: Any, inputs: Inputs, work: Any, arrived: Any
+    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        """Ends the call; no large collective.
+
+        Args:
+          params: that the call started from.
+          rest: of the state.
+          inputs: of the call.
+          work: closed.
+          arrived: decoded.
+
+        Returns:
+          The new parameters and state, the sums of this call without gradients, and the
+          norm [] of the mean gradient.
+        """
+
+
+def run(
+    hops: tuple[Hop, ...],
+    moving: Any,
+    params: PyTree = None,
+    compute: Callable[[int, Any, PyTree], Any] = lambda k, work, params: work,
+    work: Any = None,
+) -> tuple[Any, Any, PyTree]:
+    """Takes what is moving over the hops, a piece of computation beside each.
+
+    Barriers pin the order: a compiler left to itself hides at most one collective. The
+    last one is pinned too, or it would be waited for before the computation.
+
+    Args:
+      hops: of the exchange.
+      moving: before the first hop.
+      params: that the computation reads.
+      compute: (k, work, params) -> work, the k-th piece.
+      work: of the computation so far.
+
+    Returns:
+      What is moving after the last hop, the work, and params.
+    """
+    for k, hop in enumerate(hops):
+        moving, work, params = barrier((hop.encode(moving), work, params))
+        moving, work = hop.collective(moving), compute(k, work, params)
+        moving, work, params = barrier((moving, work, params))
+    return moving, work, params
+
+
+def half_round(
+    round: Round, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """A call of the train step as one program; see `acco_jax.make_train_step`."""
+    outbox, owner, rest = round.open(params, state)
+
+    def compute(k: int, work: Any, params: PyTree) -> Any:
+        return round.compute(k, work, params, rest, inputs)
+
+    work = None
+    if not round.overlaps:
+        work = computed(round, params, rest, inputs)
+        outbox = round.outgoing(params, rest, work)
+    moving = round.send(outbox, owner, extra)
+    moving, params, rest = barrier((moving, params, rest))
+    if round.overlaps:
+        moving, work, params = run(round.hops, moving, params, compute)
+        arrived = round.decode(moving, params)
+        work = round.close(work, rest, inputs)
+    else:
+        moving, work, params = run(round.hops, moving, params, work=work)
+        arrived = round.decode(moving, params)
+    params, state, sums, norm = round.finish(params, rest, inputs, work, arrived)
+    return params, state, metrics(sums, inputs.counts, norm, state.steps)
+
+
+def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
+    """The whole computation of a call, with nothing beside it.
+
+    In the same pieces as beside an exchange, so that sums are equal bit for bit.
+    """
+    work = None
+    for k in range(len(round.hops)):
+        work = round.compute(k, work, params, rest, inputs)
+    return barrier(round.close(work, rest, inputs))
+
+
+def metrics(
+    sums: Sums, counts: jax.Array | None, norm: jax.Array, steps: jax.Array
+) -> dict[str, Any]:
+    """Means over the microbatches of this call; see `acco_jax.make_train_step`."""
+    weight = sums.weight.sum()
+    means = {
+        "loss": sums.loss.sum() / jnp.where(weight != 0, weight, 1),
+        "weight": weight,
+        "grad_norm": norm,
+        "step": steps,
+        "aux": jax.tree.map(lambda x: x.sum(0), sums.aux),
+    }
+    return means if counts is None else means | {"counts": counts}

@@ -1,0 +1,37 @@
+"""Methods by name: each is one file, and nothing else knows any of them."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# name -> the module here that defines it, imported when it is asked for
+MODULES = {
+    "acco": "acco",
+    "cellm": "local.cellm",
+    "co2": "local.co2",
+    "ddp": "zero1",
+    "diloco": "local.diloco",
+    "dpu": "delayed",
+    "fused_zero1": "fused_zero1",
+    "gossip": "local.gossip",
+    "slowmo": "local.slowmo",
+    "streaming_diloco": "local.streaming",
+    "wp": "delayed",
+    "zero1": "zero1",
+}
+
+
+class _Methods(Mapping[str, Callable[..., Any]]):
+    """The function that makes each method, imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODULES)
+
+    def __len__(self) -> int:
+        return len(MODULES)
+
+
+METHODS = _Methods()

@@ -1,0 +1,132 @@
+"""ACCO: accumulate while you communicate (arXiv 2406.02613).
+
+With G, W the sums of the workers' local gradients and weights, and Opt one step of any
+optimizer from its committed state:
+
+    estimate  communicates g(t-1)   theta~(t+1) = Opt(theta(t), G(t-1) / W(t-1))
+              while g'(t) is computed at theta(t); the optimizer state stays
+    commit    communicates g'(t)    theta(t+1) = Opt(theta(t),
+                                            (G(t-1) + G'(t)) / (W(t-1) + W'(t)))
+              while g(t) is computed at theta~(t+1); the optimizer state advances
+
+So in each half-round the exchange sends `pending`, the gradients that the half-round
+before has left, and `advance` is what the owners of shards do between its reduction and
+its gather. Beside it the next gradients are computed, at the parameters that the
+exchange before has gathered; they are the next half-round's `pending`. The first
+half-round (priming) has nothing to communicate: it is a commit of weight 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from acco_jax.exchange import Point
+from acco_jax.layout import Layout, Pending, PyTree, Totals
+from acco_jax.methods import sharded
+from acco_jax.methods.optimizer import choose
+from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
+
+
+class AccoState(NamedTuple):
+    """State of `acco`; shards hold 1/n of every parameter on each worker."""
+
+    layout: Layout  # static
+    half_rounds: jax.Array  # int32 []: so far; the next one commits if they are even
+    steps: jax.Array  # int32 []: commits so far
+    master: PyTree  # theta(t): shards, float32 or wider
+    inner: PyTree  # the optimizer's state at theta(t), over the shards
+    pending: Pending  # g, w of the last half-round: every worker's own, wire dtype
+    carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
+    carried: Totals  # W(t-1), and the sum of its losses
+    residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+
+    def shardings(self) -> AccoState:
+        return sharded.shardings(self)
+
+    def committed(self, params: PyTree) -> PyTree:
+        return sharded.committed(self)
+
+
+def start(layout: Layout, master: PyTree, inner: PyTree) -> AccoState:
+    return AccoState(
+        layout=layout,
+        half_rounds=jnp.int32(0),
+        steps=jnp.int32(0),
+        master=master,
+        inner=inner,
+        pending=layout.zeros(),
+        carry=jax.tree.map(jnp.zeros_like, master),
+        carried=Totals(*2 * (jnp.zeros((), layout.scalar),)),
+    )
+
+
+def advance(
+    state: AccoState, gradient: PyTree, totals: Totals, step: Step
+) -> tuple[AccoState, Point]:
+    """One half-round of the recurrence, on the shards."""
+    commit = state.half_rounds % 2 == 1  # this half-round is counted already
+    # without weight nothing counts, not even what few bits had left out
+    gradient = jax.tree.map(lambda g: jnp.where(totals.weight != 0, g, 0), gradient)
+    both, total = jax.tree.map(
+        lambda g, c: g + jnp.where(commit, c, 0),
+        (gradient, totals),
+        (state.carry, state.carried),
+    )
+    theta, inner_state, norm = step(both, total, state.inner, state.master)
+    state = state._replace(
+        steps=state.steps + (commit & (total.weight != 0)),
+        master=choose(commit, theta, state.master),
+        inner=choose(commit, inner_state, state.inner),
+        carry=gradient,
+        carried=totals,
+    )
+    return state, Point(theta, norm)
+
+
+def acco(
+    inner: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    **options: Unpack[ShardedOptions],
+) -> ShardedMethod:
+    """Communicate the last half-round's gradients while computing the next ones.
+
+    Two updates make one step of `inner`: an estimate, which moves the parameters ahead
+    to theta~, and a commit, which moves them to theta and advances the state of
+    `inner`, so its schedules count commits. The first update only primes.
+
+    Args:
+      inner: any optax transformation; sees mean gradients and the float32 master copy,
+        every leaf in its own shape. Clipping, masks and schedules belong in it.
+      mesh: the devices.
+      **options: see `acco_jax.methods.sharded.ShardedOptions`.
+
+    Returns:
+      A method. update(grads, state, params, weight=None, **extra) takes grads leaves
+      (n, *param.shape), row i the sum of worker i's microbatch gradients, and weight
+      (n,), and returns updates in float32 (float64 for such parameters) relative to
+      the params passed in. A negative weight is refused; in a jax.Array, which is not
+      read, it counts as 0 and its row for nothing.
+
+    Raises:
+      ValueError: in one line, before any device work, what does not fit.
+
+    References:
+      Nabli et al., ACCO: Accumulate While You Communicate for Communication-Overlapped
+      Sharded LLM Training (https://arxiv.org/abs/2406.02613)
+    """
+    return sharded.sharded(
+        inner,
+        mesh,
+        options,
+        state=AccoState,
+        start=start,
+        advance=advance,
+        delayed=True,
+        half_rounds=2,
+    )

@@ -1,0 +1,257 @@
+"""What every method is to a train step, a loop and a checkpoint, whichever it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol, TypedDict, runtime_checkable
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from acco_jax.gradients import axis_names
+from acco_jax.half_round import Round
+from acco_jax.layout import Layout, PyTree, check_floating
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that all methods share.
+
+    Attributes:
+      axis_name: the mesh axis (or axes, slowest first) of the n data-parallel workers;
+        "data" unless given.
+      comm_dtype: what collectives carry; None means each parameter's own dtype. With
+        float32 parameters and bfloat16 here, the model sees the gathered, rounded
+        values (held in float32); `committed_params` gives the master copy.
+      accumulate_dtype: of the gradient accumulator; None means each parameter's own.
+      param_specs: PartitionSpecs of the parameters over the mesh's other axes; needed
+        where such an axis is Auto.
+    """
+
+    axis_name: str | tuple[str, ...]
+    comm_dtype: Any
+    accumulate_dtype: Any
+    param_specs: PyTree | None
+
+
+class State(Protocol):
+    """The state of a method: a NamedTuple with these and other fields."""
+
+    layout: Layout  # static
+    half_rounds: jax.Array  # int32 []: calls so far
+    steps: jax.Array  # int32 []: steps of the inner optimizer so far
+
+    def shardings(self) -> Any:
+        """Returns a NamedSharding for every array of this, possibly abstract, state."""
+
+    def committed(self, params: PyTree) -> PyTree:
+        """Returns the parameters to evaluate; see `committed_params`."""
+
+
+@runtime_checkable
+class Method(Protocol):
+    """What a train step and a loop ask of a method.
+
+    Attributes:
+      mesh: the devices.
+      axis: the data axes, slowest first.
+      accumulate_dtype: of the gradient accumulator; None: each parameter's own.
+      delayed: whether communication runs beside the computation of later gradients.
+      local: whether each worker takes optimizer steps of its own, on its own row.
+      half_rounds: calls of the train step that share the microbatches of one step.
+      steps_per_call: steps whose microbatches one call computes.
+      warmup: so many first calls differ from all later ones.
+      period: calls after which those beyond the warm-up come in the same order again.
+      changes: which option makes calls differ, so that a step counts them; '' for none.
+    """
+
+    mesh: Mesh
+    axis: tuple[str, ...]
+    accumulate_dtype: Any
+    delayed: bool
+    local: bool
+    half_rounds: int
+    steps_per_call: int
+    warmup: int
+
+    @property
+    def period(self) -> int: ...
+
+    @property
+    def changes(self) -> str: ...
+
+    def start(self, params: PyTree) -> tuple[PyTree, Any]:
+        """Returns the parameters of the loop and the initial state."""
+
+    def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
+        """Returns NamedShardings of what `start` returns for abstract parameters."""
+
+    def phase(self, call: int) -> Hashable:
+        """Returns which kind of call the one of this number is."""
+
+    def round(self, phase: Any) -> Round:
+        """Returns what a call of that kind does."""
+
+    def calls(self, steps: int) -> int:
+        """Returns how many calls make so many optimizer steps, a priming one included.
+
+        Raises:
+          ValueError: they are no whole number of calls.
+        """
+
+    def steps_done(self, calls: int) -> int | None:
+        """Returns the steps after so many calls; None in the middle of one."""
+
+    def place(self, params: PyTree, state: Any) -> PyTree:
+        """Returns the parameters of the loop on their devices.
+
+        Raises:
+          ValueError: they, or the state, are not this method's.
+        """
+
+    def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the optimizer is given beside gradients.
+
+        Raises:
+          ValueError: it does not take such arguments.
+        """
+
+    def check(self, params: PyTree) -> None:
+        """Raises what the optimizer raises for such parameters; computes nothing."""
+
+
+def common_attributes(
+    mesh: Mesh, options: Mapping[str, Any], known: type
+) -> dict[str, Any]:
+    """The attributes of a method that its common options determine.
+
+    Args:
+      mesh: the devices.
+      options: keyword arguments of the user.
+      known: the TypedDict of those that there are.
+
+    Raises:
+      TypeError: one is unknown.
+      ValueError: the mesh lacks the axis, or a dtype is not floating point.
+    """
+    for name in options:
+        if name not in known.__optional_keys__:  # type: ignore[attr-defined]
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    dtypes = {name: options.get(name) for name in ("comm_dtype", "accumulate_dtype")}
+    for name, dtype in dtypes.items():
+        check_floating(name, dtype)
+    return {
+        "mesh": mesh,
+        "axis": axis_names(mesh, options.get("axis_name", "data")),
+        "param_specs": options.get("param_specs"),
+        **dtypes,
+    }
+
+
+def check_method(tx: Any) -> None:
+    """Raises a ValueError unless tx is a method of this library, as it was made."""
+    if not isinstance(tx, Method):
+        raise ValueError(
+            f"make_train_step needs a method's own stages, but tx is a "
+            f"{type(tx).__name__}: pass acco_jax.acco(inner, ...) itself and put "
+            "wrappers inside, around inner."
+        )
+
+
+def is_state(x: Any) -> bool:
+    """Whether x is the state of a method of this library."""
+    return isinstance(getattr(x, "layout", None), Layout)
+
+
+def find_state(state: PyTree) -> Any:
+    """The state of the one method in an optimizer state, wrapped or not.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    if len(states) != 1:
+        raise ValueError(
+            f"the state holds {len(states)} states of sharding methods instead of one: "
+            "pass what tx.init or tx.update returned."
+        )
+    return states[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gather_exact(layout: Layout, master: PyTree) -> PyTree:
+    return layout.gather_exact(master)
+
+
+def committed_params(state: PyTree, params: PyTree) -> PyTree:
+    """Return theta, the committed parameters: to evaluate, export and checkpoint.
+
+    Args:
+      state: the optimizer state, also inside optax.chain or inject_hyperparams.
+      params: the parameters of the loop (theta, theta~ or rows); for their structure.
+
+    Returns:
+      The master copy, gathered and rounded to each parameter's own dtype (whatever
+      dtype communication uses); replicated over the data axis. Of a method without a
+      common copy (gossip): the mean over the workers.
+
+    Raises:
+      ValueError: `state` holds no sharding method's state, or `params` is of another
+        structure.
+    """
+    ours = find_state(state)
+    if jax.tree.structure(params) != ours.layout.treedef:
+        raise ValueError(
+            "params has another tree structure than the optimizer state's."
+        )
+    return ours.committed(params)
+
+
+def start(tx: Method, params: PyTree) -> tuple[PyTree, Any]:
+    """Return what a train step starts from.
+
+    Args:
+      tx: a method of this library.
+      params: arrays.
+
+    Returns:
+      (params, state). Where each worker keeps parameters of its own they are rows,
+      (n, *param.shape), row i on worker i and all equal; else `params` as they are.
+    """
+    return tx.start(params)
+
+
+def start_shardings(tx: Method, abstract_params: PyTree) -> tuple[PyTree, PyTree]:
+    """Return a NamedSharding for every array of what `start` returns.
+
+    Args:
+      tx: a method of this library.
+      abstract_params: arrays or ShapeDtypeStructs, without rows.
+    """
+    return tx.start_shardings(abstract_params)
+
+
+def state_shardings(
+    tx: Method | optax.GradientTransformation, abstract_params: PyTree
+) -> PyTree:
+    """Return a NamedSharding for every array of tx's state.
+
+    Args:
+      tx: a method of this library, or an optax transformation around one.
+      abstract_params: arrays or ShapeDtypeStructs.
+
+    Returns:
+      The state's tree with NamedShardings: for jit, restore and planning. What
+      flax.serialization.from_bytes has read belongs there, too: jax.device_put(state,
+      shardings).
+    """
+    if isinstance(tx, Method):
+        return tx.start_shardings(abstract_params)[1]
+    shapes = jax.eval_shape(tx.init, abstract_params)
+    replicated = find_state(shapes).layout.sharding()
+    return jax.tree.map(
+        lambda x: x.shardings() if is_state(x) else replicated,
+        shapes,
+        is_leaf=is_state,
+    )

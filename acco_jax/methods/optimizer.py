@@ -1,0 +1,151 @@
+"""An optimizer, written for one device, on the shards of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.layout import Layout, PyTree, Totals
+from acco_jax.layout.leaves import axes_in
+from acco_jax.methods.checks import checked_update
+
+
+@jax.tree_util.register_static
+class _MeanLoss:
+    """Stands among an optimizer's extra arguments for a value that is yet to come."""
+
+
+MEAN_LOSS = _MeanLoss()
+
+
+def guarded_step(
+    inner: optax.GradientTransformation,
+    layout: Layout,
+    extra: dict[str, Any],
+    gradient: PyTree,
+    totals: Totals,
+    inner_state: PyTree,
+    master: PyTree,
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """Opt(theta, G / W) on the shards; without weight nothing moves, whatever G is.
+
+    Args:
+      inner: the optimizer.
+      layout: of the shards.
+      extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss of
+        exactly these gradients.
+      gradient: G, summed over microbatches and workers; shards in the master dtype.
+      totals: W, and the sum of the losses.
+      inner_state: of the committed point.
+      master: theta, the committed point; shards.
+
+    Returns:
+      The new shards, the new inner state and the norm of G / W.
+    """
+    valid = totals.weight != 0
+    weight = jnp.where(valid, totals.weight, 1)
+    mean = jax.tree.map(
+        lambda g: jnp.where(valid, g / weight.astype(g.dtype), 0), gradient
+    )
+    given = {k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()}
+    mean, at = layout.view(mean), layout.view(master)
+    view = layout.view_state(inner_state)
+    updates, stepped = checked_update(inner, mean, view, at, given)
+    moved = layout.store(optax.apply_updates(at, updates))
+    return (
+        choose(valid, moved, master),
+        choose(valid, layout.store_state(stepped), inner_state),
+        optax.tree.norm(mean),
+    )
+
+
+def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
+    """fn where the compiler places everything but the results.
+
+    An optimizer written for one device runs unchanged on sharded arrays where the
+    mesh's axes are Auto; Explicit ones are made so for the region.
+    """
+    mesh = layout.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
+
+    if not explicit:
+
+        def constrained(*args: Any) -> Any:
+            return jax.lax.with_sharding_constraint(fn(*args), out_shardings)
+
+        return constrained
+    shown = jax.tree.map(lambda s: _shown(s, explicit), out_shardings)
+
+    def made_auto(*args: Any) -> Any:
+        run, captured = with_captured(fn, *args)
+        in_region = jax.sharding.auto_axes(run, axes=explicit, out_sharding=shown)
+        out = in_region(captured, *args)
+        return (
+            out if len(explicit) == len(mesh.axis_names) else pinned(out, out_shardings)
+        )
+
+    return made_auto
+
+
+def _shown(sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
+    """A sharding over these of its axes alone, which a type shows."""
+    spec = (tuple(a for a in axes_in(entry) if a in axes) for entry in sharding.spec)
+    return NamedSharding(sharding.mesh, P(*(entry or None for entry in spec)))
+
+
+def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
+    """fn as a function of (captured, *args), and the arrays that it captures.
+
+    optax.inject_hyperparams leaves traced values in closures of what it builds. Their
+    axes are of the outer program's types: arguments can be cast, closures cannot.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+
+    def run(captured: list[Any], *args: Any) -> Any:
+        leaves = jax.core.eval_jaxpr(closed.jaxpr, captured, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+    return run, closed.consts
+
+
+def in_place(layout: Layout, state: Any) -> Any:
+    """The state where it belongs, so that the next update finds what this one found."""
+    kinds = set(layout.mesh.axis_types)
+    if kinds == {AxisType.Explicit}:
+        return state  # as its types say
+    homes = layout.state_shardings(state)
+    if AxisType.Explicit in kinds:
+        return pinned(state, homes)
+    return jax.lax.with_sharding_constraint(state, homes)
+
+
+def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
+    """The tree so sharded, also where some of the mesh's axes are Explicit."""
+    tree = jax.jit(lambda x: x, out_shardings=shardings)(tree)
+
+    def constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        mesh = sharding.mesh  # a nested jit may not pin what types do not show
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        auto = tuple(a for a, kind in kinds if kind == AxisType.Auto)
+        if not auto:
+            return x
+        return jax.lax.with_sharding_constraint(x, _shown(sharding, auto))
+
+    return jax.tree.map(constrained, tree, shardings)
+
+
+def abstract(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

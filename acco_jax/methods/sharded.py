@@ -1,0 +1,449 @@
+"""Methods with a sharded optimizer state: reduce gradients, advance, gather parameters.
+
+A method says how its state starts, how it advances on reduced gradients, and whether a
+half-round communicates the gradients of the half-round before (`delayed`) or its own.
+`ShardedMethod` makes an optax transformation and the rounds of a train step of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from acco_jax.codec import Codec, Codecs, codecs
+from acco_jax.exchange import Advanced, Arrived, Exchange, Gathering, Point, Reducing
+from acco_jax.gradients import Sums
+from acco_jax.half_round import Hop, Inputs, Round, run
+from acco_jax.layout import Layout, Pending, PyTree, Totals
+from acco_jax.methods.base import (
+    CommonOptions,
+    common_attributes,
+    find_state,
+    gather_exact,
+    is_state,
+)
+from acco_jax.methods.checks import (
+    as_updated,
+    check_extra,
+    check_grads,
+    check_params,
+    place_weight,
+    refuse_wrappers,
+)
+from acco_jax.methods.optimizer import (
+    MEAN_LOSS,
+    abstract,
+    choose,
+    guarded_step,
+    in_auto,
+    in_place,
+)
+
+
+class ShardedOptions(CommonOptions, total=False):
+    """Keyword arguments of the sharded methods, beside the common ones.
+
+    Attributes:
+      gather_bits: 8 or 4 gathers differences to what the workers hold, in so many bits
+        with a scale per row, not values; of acco also a pair for (estimate, commit).
+        The master copy stays exact. Adds a shard of the parameters.
+      reduce_bits: 8 sends gradients in 8 bits to the shards' owners, which add them in
+        float32; what rounding left out is added to each worker's next gradient. Adds a
+        buffer as large as what is rounded, with one data axis all of a worker's
+        gradients. Of several only the first named, the slowest, is crossed in 8 bits:
+        of hosts of GPUs, where an all-to-all of all workers crosses the network more
+        often than a ring does, name one axis for the hosts and one for a host's GPUs.
+        Not hidden within a TPU slice: its all-to-all is synchronous.
+      resync_every: with gather_bits, the first of so many half-rounds gathers values.
+    """
+
+    gather_bits: int | tuple[int | None, int | None] | None
+    reduce_bits: int | None
+    resync_every: int
+
+
+# -------------------------------------------------- what a method's state has in common
+
+
+def shardings(state: Any) -> Any:
+    """A NamedSharding for every array of a sharded method's state."""
+    return state.layout.state_shardings(state)
+
+
+def committed(state: Any) -> PyTree:
+    """The master copy, gathered; see `acco_jax.committed_params`."""
+    return gather_exact(state.layout, state.master)
+
+
+# ----------------------------------------------------------------------- the round
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedRound(Round):
+    """A half-round: gradients of microbatches, and an exchange of gradients."""
+
+    exchange: Exchange
+    overlaps: bool
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
+        return self.exchange.hops
+
+    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Layout]:
+        if not self.overlaps:
+            return None, state, state.layout
+        return state.pending, state._replace(pending=None), state.layout
+
+    def compute(
+        self, k: int, work: Any, params: PyTree, rest: Layout, inputs: Inputs
+    ) -> Any:
+        gradients, batch, counts, rng = inputs
+        return gradients.part(k, len(self.hops), work, params, batch, rng, counts)
+
+    def close(self, work: Sums, rest: Layout, inputs: Inputs) -> tuple[Pending, Sums]:
+        # several microbatches were added up without those of weight 0; a single one's
+        # gradients are as they came (`Accumulator.part`)
+        single = inputs.gradients.microbatches == 1
+        pending = rest.pack(work.grads, work.weight, work.loss, check=single)
+        return pending, work._replace(grads=None)
+
+    def outgoing(self, params: PyTree, rest: Layout, work: Any) -> Pending:
+        return work[0]
+
+    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Reducing:
+        return self.exchange.send(outbox, owner, extra)
+
+    def decode(self, moving: Gathering, params: PyTree) -> Arrived:
+        return self.exchange.decode(moving, params)
+
+    def homes(self, owner: Any) -> Arrived:
+        return self.exchange.homes(owner)
+
+    def finish(
+        self, params: PyTree, rest: Layout, inputs: Inputs, work: Any, arrived: Arrived
+    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        pending, sums = work
+        state = arrived.state
+        if self.overlaps:
+            state = state._replace(pending=pending)
+        return arrived.params, state, sums, arrived.grad_norm
+
+
+# ---------------------------------------------------------------------- the method
+
+
+class ShardedPhase(NamedTuple):
+    """Which kind a half-round is."""
+
+    overlaps: bool
+    codec: Codec
+
+
+Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
+Start = Callable[[Layout, PyTree, PyTree], Any]
+Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
+
+
+class ShardedMethod(optax.GradientTransformationExtraArgs):
+    """An optax transformation whose optimizer state is sharded; a `Method`.
+
+    Attributes:
+      inner: the optimizer.
+      state_type: the NamedTuple that is the method's state.
+      codecs: how each half-round communicates.
+      See `acco_jax.methods.base.Method` for the others.
+    """
+
+    inner: optax.GradientTransformation
+    mesh: Mesh
+    axis: tuple[str, ...]
+    comm_dtype: Any
+    accumulate_dtype: Any
+    param_specs: PyTree | None
+    codecs: Codecs
+    state_type: type
+    layout_type: type[Layout]
+    round_type: Callable[[Exchange, bool], Round]
+    delayed: bool
+    half_rounds: int
+    warmup: int
+    _start: Start
+    _advance: Advance
+
+    local = False
+    steps_per_call = 1
+
+    def __new__(cls, **attributes: Any) -> ShardedMethod:
+        def init(params: PyTree) -> Any:
+            return self._init(params)
+
+        def update(
+            grads: PyTree,
+            state: Any,
+            params: PyTree | None = None,
+            *,
+            weight: Any = None,
+            **extra: Any,
+        ) -> tuple[PyTree, Any]:
+            return self._update(grads, state, params, weight, extra)
+
+        self = super().__new__(cls, init, update)
+        self.__dict__.update(attributes)
+        return self
+
+    # ---- as a `Method`
+
+    def start(self, params: PyTree) -> tuple[PyTree, Any]:
+        return params, self.init(params)
+
+    def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
+        state = jax.eval_shape(self.init, params)
+        return state.layout.params_shardings, state.shardings()
+
+    @property
+    def period(self) -> int:
+        return self.codecs.period
+
+    @property
+    def changes(self) -> str:
+        if self.warmup:
+            return "warmup_steps"
+        return "gather_bits that differ, or resync_every," * self.codecs.differ
+
+    def phase(self, call: int) -> ShardedPhase:
+        overlaps = self.delayed and call >= self.warmup
+        return ShardedPhase(overlaps, self.codecs.at(call))
+
+    def exchange(self, codec: Codec) -> Exchange:
+        return Exchange(self.axis, self.advance, codec)
+
+    def round(self, phase: ShardedPhase) -> Round:
+        return self.round_type(self.exchange(phase.codec), phase.overlaps)
+
+    def calls(self, steps: int) -> int:
+        """Half-rounds of so many steps; a delayed method's first one only primes."""
+        return int(self.delayed and steps > self.warmup) + steps * self.half_rounds
+
+    def steps_done(self, calls: int) -> int | None:
+        done = calls - int(self.delayed and calls > self.warmup)
+        return None if done % self.half_rounds else done // self.half_rounds
+
+    def place(self, params: PyTree, state: Any) -> PyTree:
+        if not is_state(state):
+            find_state(state)  # says what it is instead
+            raise ValueError(
+                "the state is wrapped, but make_train_step runs a method's own stages: "
+                "give it the state of tx.init for the tx it was built with."
+            )
+        self.check_state(state)
+        check_params(state.layout, params)
+        return jax.device_put(params, state.layout.params_shardings)
+
+    def check_state(self, state: Any) -> None:
+        """Raises a ValueError for a state of another method."""
+        layout = type(getattr(state, "layout", None))
+        ours: Any = state
+        if type(state) is not self.state_type or layout is not self.layout_type:
+            raise ValueError(
+                f"the state is {type(state).__name__} in {layout.__name__}, of another "
+                "method than tx: give the state of tx.init for the same tx."
+            )
+        self.codecs.check(ours.residue)
+
+    def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
+        check_extra(self.inner, extra)
+        if isinstance(self.inner, optax.GradientTransformationExtraArgs):
+            return {"value": MEAN_LOSS} | extra
+        return extra
+
+    def check(self, params: PyTree) -> None:
+        state = jax.eval_shape(self.init, params)
+        number: Any = jax.ShapeDtypeStruct((), state.layout.scalar)
+        totals, extra = Totals(number, number), self.arguments({})
+        jax.eval_shape(self.advance, state, state.layout.shards, totals, extra)
+
+    # ---- what it does
+
+    def _init(self, params: PyTree) -> Any:
+        refuse_wrappers()
+        params = as_updated(params)
+        whole = self.layout_type.of(
+            params,
+            mesh=self.mesh,
+            axis=self.axis,
+            comm_dtype=self.comm_dtype,
+            param_specs=self.param_specs,
+        )
+        seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
+        layout = whole.mirroring(self.inner, jax.eval_shape(self.inner.init, seen))
+
+        def begin(master: PyTree) -> PyTree:
+            return layout.store_state(self.inner.init(layout.view(master)))
+
+        def make(params: PyTree) -> Any:
+            master = layout.shard(params)
+            homes = layout.inner_shardings(jax.eval_shape(begin, abstract(master)))
+            state = self._start(layout, master, in_auto(begin, layout, homes)(master))
+            return state._replace(residue=self.codecs.start(layout, params))
+
+        params = jax.device_put(params, layout.params_shardings)
+        homes = layout.state_shardings(jax.eval_shape(make, params))
+        return jax.jit(make, out_shardings=homes)(params)
+
+    def advance(
+        self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
+    ) -> tuple[Any, Point]:
+        """The optimizer's step on the shards.
+
+        Args:
+          state: of the method.
+          gradient: sums over microbatches and workers; shards in the master dtype.
+          totals: what they are sums of.
+          extra: arguments of the optimizer; MEAN_LOSS among them stands for the mean
+            loss of exactly these gradients.
+        """
+        layout = state.layout
+        # the optimizer's region need not carry through what it does not read
+        fields = {"pending", "residue"} & set(state._fields)
+        aside = {field: getattr(state, field) for field in fields}
+
+        def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
+            step = functools.partial(guarded_step, self.inner, layout, extra)
+            return self._advance(state, gradient, totals, step)
+
+        point = Point(
+            jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
+        )
+        number = state.half_rounds + 1
+        state = state._replace(half_rounds=number, **dict.fromkeys(aside))
+        homes = (layout.state_shardings(state), point)
+        state, point = in_auto(step, layout, homes)(state, gradient, totals, extra)
+        return state._replace(**aside), point
+
+    def _update(
+        self, grads: PyTree, state: Any, params: PyTree | None, weight: Any, extra: Any
+    ) -> tuple[PyTree, Any]:
+        self.check_state(state)
+        layout = state.layout
+        check_params(layout, params)
+        check_grads(layout, grads)
+        check_extra(self.inner, extra)
+        grads = jax.device_put(grads, layout.grads_shardings)
+        params = jax.device_put(params, layout.params_shardings)
+        return self._updated(grads, state, params, place_weight(layout, weight), extra)
+
+    @functools.cached_property
+    def _updated(self) -> Callable[..., tuple[PyTree, Any]]:
+        return jax.jit(functools.partial(_plain_update, self))
+
+
+def _plain_update(
+    tx: ShardedMethod,
+    grads: PyTree,
+    state: Any,
+    params: PyTree,
+    weight: jax.Array,
+    extra: dict[str, Any],
+) -> tuple[PyTree, Any]:
+    """A half-round of given gradients, with nothing beside the exchange."""
+    layout, half_round = state.layout, state.half_rounds
+    sent = computed = layout.pack(grads, weight, check=True)
+    if tx.delayed:
+        warming = half_round < tx.warmup
+        sent, pending = state.pending, computed
+        if tx.warmup:
+            sent = choose(warming, computed, sent)
+            pending = choose(warming, state.pending, pending)
+        state = state._replace(pending=None)
+    exchange = tx.exchange(tx.codecs.all[0])
+    moving = exchange.send(sent, state, extra)
+    if tx.codecs.differ:  # in how their parameters travel alone
+        advanced = exchange.act(run(exchange.reduces, moving)[0])
+        ways = [functools.partial(_gathered, tx, c, params) for c in tx.codecs.all]
+        arrived = jax.lax.switch(tx.codecs.turn(half_round), ways, advanced)
+    else:
+        arrived = exchange.decode(run(exchange.hops, moving)[0], params)
+    state = arrived.state
+    if tx.delayed:
+        state = state._replace(pending=pending)
+
+    def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(old.dtype, jnp.float32)
+        return new.astype(wide) - old.astype(wide)
+
+    return jax.tree.map(difference, arrived.params, params), in_place(layout, state)
+
+
+def _gathered(
+    tx: ShardedMethod, codec: Codec, params: PyTree, advanced: Advanced
+) -> Arrived:
+    exchange = tx.exchange(codec)
+    return exchange.decode(run(exchange.gathers, advanced)[0], params)
+
+
+def sharded(
+    inner: optax.GradientTransformation,
+    mesh: Mesh,
+    options: ShardedOptions | CommonOptions,
+    *,
+    state: type,
+    start: Start,
+    advance: Advance,
+    delayed: bool,
+    half_rounds: int = 1,
+    warmup: int = 0,
+    layout: type[Layout] = Layout,
+    round: Callable[[Exchange, bool], Round] = ShardedRound,
+    known: type = ShardedOptions,
+) -> ShardedMethod:
+    """Build a method from how its state starts and how it advances.
+
+    Args:
+      inner: the optimizer that runs on the shards.
+      mesh: the devices.
+      options: further arguments of the user.
+      state: the NamedTuple that is the method's state: a `State` with the fields
+        `master`, `inner`, `residue` and, where the method is delayed, `pending`.
+      start: (layout, master, inner_state) -> the initial state; `residue` is filled in.
+      advance: (state, gradient shards, totals, step) -> (state, Point), where
+        step(gradient, totals, inner_state, master) -> (master, inner_state, norm)
+        is a guarded optimizer step on the mean gradient. `half_rounds` counts already.
+      delayed: whether a half-round communicates the gradients of the one before.
+      half_rounds: how many make one step of the inner optimizer.
+      warmup: so many first half-rounds of a delayed method send their own gradients.
+      layout: how the shards lie.
+      round: what a half-round does, of its exchange and whether it overlaps.
+      known: the TypedDict of the options that there are.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or an option is none of the choices.
+    """
+    if isinstance(inner, ShardedMethod) or not isinstance(
+        inner, optax.GradientTransformation
+    ):
+        give = "an optax.GradientTransformation that is not sharded itself"
+        if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
+            give = "its gradient_transformation()"
+        raise ValueError(f"the optimizer is {type(inner).__name__}: give {give}.")
+    choices: Any = options
+    bits = choices.get("gather_bits"), choices.get("reduce_bits")
+    return ShardedMethod(
+        inner=inner,
+        **common_attributes(mesh, options, known),
+        codecs=codecs(*bits, choices.get("resync_every", 0), half_rounds=half_rounds),
+        state_type=state,
+        layout_type=layout,
+        round_type=round,
+        delayed=delayed,
+        half_rounds=half_rounds,
+        warmup=warmup,
+        _start=start,
+        _advance=advance,
+    )

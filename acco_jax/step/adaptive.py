@@ -1,0 +1,211 @@
+"""Accumulate until the communication is done: a half-round lasts as long as it takes.
+
+The paper's way to use a slow network: a half-round ends when its communication does,
+and until then every worker keeps adding microbatches, a fast one more than a slow one.
+Only the split form can do it, where the host sees both; a program compiled whole runs a
+number of microbatches that it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.gradients import Accumulator, Sums
+from acco_jax.half_round import Inputs
+from acco_jax.layout import PyTree
+from acco_jax.methods.base import Method
+from acco_jax.step.split import Programs, SplitStep, placed
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """Microbatches of a half-round that are found while it communicates.
+
+    Attributes:
+      least: of each worker, however fast the communication.
+      most: of each worker; batches hold so many.
+    """
+
+    least: int = 1
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(
+                f"{self}: give the smallest count, at least 1, then the largest."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Microbatches of each half-round as a run that was adaptive logged them.
+
+    Attributes:
+      log: a file with one JSON list of n counts a line.
+      most: of each worker; batches hold so many, as those of that run did.
+    """
+
+    log: str | Path
+    most: int = 16
+
+
+class AdaptiveStep(SplitStep):
+    """A split train step whose microbatch counts are found while it runs.
+
+    Its batches hold `most` microbatches for each worker; those that no worker had the
+    time for are not computed. Every process counts for the workers on its devices. The
+    counts of a half-round are in its metrics; given as `counts=` (or read from the log
+    of a run) they are repeated, bit for bit.
+
+    Attributes:
+      half_round: the line of the log to repeat next; set it when a run continues.
+    """
+
+    def __init__(
+        self,
+        tx: Method,
+        gradients: Accumulator,
+        compiler_options: dict[str, Any],
+        microbatches: Adaptive | Replay,
+    ) -> None:
+        super().__init__(tx, gradients, compiler_options)
+        self.half_round, self._least, self._log = 0, 1, None
+        if isinstance(microbatches, Replay):
+            log = Path(microbatches.log)
+            self._log = read_counts(log)
+            check_counts(self._log, log, gradients.workers, gradients.microbatches)
+        else:
+            self._least = microbatches.least
+        # the number in one place, or the second microbatch would compile anew
+        homes = (None, NamedSharding(gradients.mesh, P()))
+        self._zeros = jax.jit(_none, out_shardings=homes)
+        self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
+
+    def _lowered_compute(
+        self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs
+    ) -> tuple[list[Any], Callable[[], Any]]:
+        if inputs.counts is None and self._log is not None:
+            none = self._gradients.counts_here([0] * self._gradients.workers)
+            inputs = inputs._replace(counts=none)
+        zeros = self._zeros.lower(params, inputs)
+        sums, i = placed(zeros, self._zeros, params, inputs)
+        add = self._add.lower(sums, i, params, inputs)
+        sums, _ = placed(add, self._add, sums, i, params, inputs)
+        close = programs.close.lower(sums, rest, inputs)
+        closed = placed(close, programs.close, sums, rest, inputs)
+        return [zeros, add, close], lambda: closed
+
+    def _compute(
+        self,
+        programs: Programs,
+        params: PyTree,
+        rest: Any,
+        inputs: Inputs,
+        exchange: Future | None,
+    ) -> tuple[Any, Inputs]:
+        gradients, counts = self._gradients, inputs.counts
+        if counts is None and self._log is not None:
+            counts = gradients.counts_here(self._next_line(self._log))
+            inputs = inputs._replace(counts=counts)
+        self.half_round += 1
+        sums, i = self._zeros(params, inputs)
+        mine = None
+        if counts is not None:
+            here = jax.device_get([s.data for s in counts.addressable_shards])
+            mine = max(int(c[0]) for c in here)
+        done = 0
+        while done < gradients.microbatches:
+            arrived = exchange is None or exchange.done()
+            if mine is None and done >= self._least and arrived:
+                break
+            if mine is not None and done >= mine:
+                break
+            sums, i = self._add(sums, i, params, inputs)
+            jax.block_until_ready(sums.loss)
+            done += 1
+        if counts is None:
+            counts = gradients.counts_here([done] * gradients.workers)
+        work = jax.block_until_ready(programs.close(sums, rest, inputs))
+        return work, inputs._replace(counts=counts)
+
+    def _next_line(self, log: list[list[int]]) -> list[int]:
+        """The counts to repeat next.
+
+        Raises:
+          ValueError: the log has been repeated to its end.
+        """
+        if self.half_round >= len(log):
+            raise ValueError(
+                f"the log of counts has {len(log)} half-rounds: it cannot be repeated "
+                "further."
+            )
+        return log[self.half_round]
+
+
+def _none(params: PyTree, inputs: Inputs) -> tuple[Sums, jax.Array]:
+    """No microbatch, and the number of the next one: counted where it is needed."""
+    gradients, batch, _, rng = inputs
+    return gradients.zeros(params, batch, rng), jnp.int32(0)
+
+
+def _one_more(
+    sums: Sums, i: jax.Array, params: PyTree, inputs: Inputs
+) -> tuple[Sums, jax.Array]:
+    """Adds microbatch i, where there are counts on the workers who have that many."""
+    gradients, batch, counts, rng = inputs
+
+    def span(count: Any) -> tuple[Any, Any]:
+        return i, i + 1 if counts is None else i + (count > i).astype(i.dtype)
+
+    return gradients.add(sums, params, batch, rng, counts, span), i + 1
+
+
+def check_counts(rows: list[list[int]], log: Path, workers: int, most: int) -> None:
+    """Raises a ValueError unless every row has a count from 0 to `most` per worker."""
+    for number, row in enumerate(rows, 1):
+        if len(row) != workers or not 0 <= min(row) <= max(row) <= most:
+            raise ValueError(
+                f"line {number} of {log} is {row}: this run needs one count from 0 to "
+                f"{most}, the most that a batch holds, for each of its {workers} "
+                "workers."
+            )
+
+
+def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
+    """The counts of a logged run: one JSON list of n integers per half-round.
+
+    Args:
+      log: the file.
+      first: read only so many lines; a killed run may have left the last one cut.
+
+    Raises:
+      ValueError: there is no such file, or a line is something else.
+    """
+    if first == 0:
+        return []
+    try:
+        lines = log.read_text().splitlines()[:first]
+    except OSError as error:
+        raise ValueError(
+            f"no log of counts at {log}: give the file that the run wrote."
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, list) or not all(type(x) is int for x in row):
+            raise ValueError(f"line {number} of {log} is no JSON list of counts.")
+        rows.append(row)
+    return rows

@@ -1,0 +1,212 @@
+"""The train step as one program, each collective beside a part of the computation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+from acco_jax.compiler import naming_unknown_options
+from acco_jax.gradients import Accumulator
+from acco_jax.half_round import Inputs, half_round
+from acco_jax.layout import PyTree
+from acco_jax.methods.base import Method
+
+
+class TrainStep:
+    """One call of a method: (params, state, batch, ...) -> params, state, metrics.
+
+    Attributes:
+      form: 'fused' or 'split'.
+      compiler_options: what the fused program is compiled with.
+    """
+
+    form = "fused"
+
+    def __init__(
+        self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]
+    ) -> None:
+        self.compiler_options = compiler_options
+        self._tx, self._gradients = tx, gradients
+        microbatches = gradients.microbatches * tx.steps_per_call
+        self._batches = dataclasses.replace(gradients, microbatches=microbatches)
+        self._programs: dict[tuple[Any, ...], Any] = {}
+        # the counter of the state that was returned last, and its value
+        self._counted: tuple[Any, int] = None, 0
+
+    def __call__(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        """Runs one call; see `acco_jax.make_train_step`."""
+        extra = self._tx.arguments(extra or {})
+        params, inputs = self._place(params, state, batch, counts, rng)
+        leaves = jax.tree.leaves((params, state, inputs, extra))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            self._refuse_trace()
+            phase = self._tx.phase(self._call(state))
+            program = self._program(phase, params, state, nested=True)
+            return program(params, state, inputs, extra)
+        call = self._call(state)
+        with naming_unknown_options():
+            phase = self._tx.phase(call)
+            params, state, metrics = self._run(phase, params, state, inputs, extra)
+        self._counted = state.half_rounds, call + 1
+        return params, state, metrics
+
+    def lower(self, *args: Any, half_round: int = 1) -> Any:
+        """The fused program for abstract or real arguments, as jax.jit's `lower`.
+
+        Args:
+          *args: of a call.
+          half_round: which one, counted from the end of a warm-up: calls that
+            communicate otherwise have programs of their own. An odd one of acco is an
+            estimate.
+        """
+        if self.form != "fused":
+            raise ValueError(
+                "only form='fused' is one program: build the step with it."
+            )
+        return self.lowered(*args, half_round=half_round)[0]
+
+    def lowered(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        half_round: int = 1,
+    ) -> tuple[Any, ...]:
+        """The programs that one call runs; arguments are as for `lower`."""
+        phase = self._tx.phase(self._tx.warmup + half_round)
+        inputs = Inputs(self._gradients, batch, counts, rng)
+        extra = self._tx.arguments(extra or {})
+        return self._lowered(phase, params, state, inputs, extra)
+
+    def turns(self) -> dict[int, int]:
+        """Maps each distinct half-round to how often it occurs in one period.
+
+        The half-rounds are numbers for `lower` and `lowered`.
+        """
+        tx, times = self._tx, dict[int, int]()
+        numbers: dict[Hashable, int] = {}
+        for k in range(tx.period):
+            first = numbers.setdefault(tx.phase(tx.warmup + k), k)
+            times[first] = times.get(first, 0) + 1
+        return times
+
+    def compile(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any = None,
+        rng: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Compiles what the next calls would; nothing runs and nothing is donated.
+
+        Several processes can then meet before they start: a collective waits only so
+        long for a process that is still compiling.
+        """
+        extra = self._tx.arguments(extra or {})
+        params, inputs = self._place(params, state, batch, counts, rng)
+        tx, call = self._tx, self._call(state)
+        warming = range(call, min(tx.warmup, call + tx.period))
+        steady = (tx.warmup + k for k in self.turns())
+        with naming_unknown_options():
+            for phase in {tx.phase(k) for k in (*warming, *steady)}:
+                for program in self._lowered(phase, params, state, inputs, extra):
+                    program.compile()
+
+    def _place(
+        self,
+        params: PyTree,
+        state: Any,
+        batch: PyTree,
+        counts: Any,
+        rng: Any,
+    ) -> tuple[PyTree, Inputs]:
+        """Checks the arguments of a call and puts them on their devices."""
+        params = self._tx.place(params, state)
+        batch = self._batches.place_batch(batch)
+        counts = self._gradients.place_counts(counts)
+        return params, Inputs(self._gradients, batch, counts, rng)
+
+    def _refuse_trace(self) -> None:
+        """Raises a ValueError unless the step may be part of a caller's program."""
+
+    def _call(self, state: Any) -> int:
+        """The number of the next call; waits for the devices only after a restore."""
+        tx, (counter, call) = self._tx, self._counted
+        if not tx.changes or state.half_rounds is counter:
+            return call
+        if isinstance(state.half_rounds, jax.core.Tracer):
+            raise ValueError(
+                f"with {tx.changes} a step reads off the devices which one is next, "
+                "which cannot be done inside jit or scan: leave it out, or use a "
+                "Python loop."
+            )
+        return int(jax.device_get(state.half_rounds))
+
+    def _run(
+        self,
+        phase: Hashable,
+        params: PyTree,
+        state: Any,
+        inputs: Inputs,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        return self._program(phase, params, state)(params, state, inputs, extra)
+
+    def _lowered(
+        self,
+        phase: Hashable,
+        params: PyTree,
+        state: Any,
+        inputs: Inputs,
+        extra: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        program = self._program(phase, params, state)
+        return (program.lower(params, state, inputs, extra),)
+
+    def _program(
+        self, phase: Hashable, params: PyTree, state: Any, nested: bool = False
+    ) -> Any:
+        """The program of a kind of call, which leaves the state where it came from.
+
+        Args:
+          phase: which kind.
+          params: of the loop.
+          state: of the method.
+          nested: whether it becomes part of a caller's program, which compiler options
+            and donation belong to.
+        """
+        key = (state.layout, phase, nested)
+        if key not in self._programs:
+            # metrics are the same everywhere: any process can read them
+            homes = (*self._homes(state), state.layout.sharding())
+            self._programs[key] = jax.jit(
+                functools.partial(half_round, self._tx.round(phase)),
+                donate_argnums=() if nested else (0, 1),
+                out_shardings=homes,
+                compiler_options=None if nested else self.compiler_options or None,
+            )
+        return self._programs[key]
+
+    def _homes(self, state: Any) -> tuple[PyTree, Any]:
+        """The shardings of the parameters of the loop and of the state."""
+        layout = state.layout
+        rows = layout.grads_shardings if self._tx.local else layout.params_shardings
+        return rows, state.shardings()

@@ -1,0 +1,180 @@
+"""The train step as several programs: communication from a thread of its own.
+
+For CPU processes: XLA:CPU runs a program's collectives and loops one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.gradients import Accumulator
+from acco_jax.half_round import Inputs, Round, computed, metrics, run
+from acco_jax.layout import PyTree
+from acco_jax.methods.base import Method
+from acco_jax.step.fused import TrainStep
+
+
+class Programs(NamedTuple):
+    """Programs of one kind of call; only `communicate` sends more than a few sums."""
+
+    round: Round
+    compute: Any  # (params, rest, inputs) -> closed work
+    close: Any  # (work, rest, inputs) -> closed work
+    outgoing: Any  # (params, rest, work) -> outbox
+    communicate: Any  # (outbox, owner, params, extra) -> what arrives
+    finish: Any  # (params, rest, inputs, work, arrived); see `Round`
+
+
+class SplitStep(TrainStep):
+    """A train step that computes in one thread and communicates in another."""
+
+    form = "split"
+
+    def __init__(
+        self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]
+    ) -> None:
+        super().__init__(tx, gradients, compiler_options)
+        self._thread = ThreadPoolExecutor(1, "acco-communicate")
+        everywhere = NamedSharding(tx.mesh, P())
+        self._metrics = jax.jit(metrics, out_shardings=everywhere)
+
+    def _refuse_trace(self) -> None:
+        raise ValueError(
+            "a step of form='split' runs several programs, which cannot be done inside "
+            "jit or scan: use make_train_step(form='fused'), or a Python loop."
+        )
+
+    def _run(
+        self,
+        phase: Hashable,
+        params: PyTree,
+        state: Any,
+        inputs: Inputs,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        programs = self._split(phase, params, state)
+        outbox, owner, rest = programs.round.open(params, state)
+        if programs.round.overlaps:
+            exchange = self._thread.submit(
+                self._communicate, programs, outbox, owner, params, extra
+            )
+            work, inputs = self._compute(programs, params, rest, inputs, exchange)
+            arrived = exchange.result()
+        else:
+            work, inputs = self._compute(programs, params, rest, inputs, None)
+            outbox = programs.outgoing(params, rest, work)
+            arrived = self._communicate(programs, outbox, owner, params, extra)
+        params, state, sums, norm = programs.finish(params, rest, inputs, work, arrived)
+        # Its sums over workers must not meet the next call's collectives, which another
+        # thread starts, in another order on another process.
+        means = self._metrics(sums, inputs.counts, norm, state.steps)
+        return params, state, jax.block_until_ready(means)
+
+    def _communicate(self, programs: Programs, *args: Any) -> Any:
+        return jax.block_until_ready(programs.communicate(*args))
+
+    def _compute(
+        self,
+        programs: Programs,
+        params: PyTree,
+        rest: Any,
+        inputs: Inputs,
+        exchange: Future | None,
+    ) -> tuple[Any, Inputs]:
+        """Computes what this call has to; returns when it is there.
+
+        Args:
+          programs: of this kind of call.
+          params: of the loop.
+          rest: of the state.
+          inputs: of the call.
+          exchange: what runs beside, however long it takes.
+
+        Returns:
+          The closed work, and the inputs as they were used.
+        """
+        del exchange
+        return jax.block_until_ready(programs.compute(params, rest, inputs)), inputs
+
+    def _split(self, phase: Hashable, params: PyTree, state: Any) -> Programs:
+        key = (state.layout, phase, False)
+        if key not in self._programs:
+            round = self._tx.round(phase)
+            owner = round.open(params, state)[1]
+            outgoing: Any = round.outgoing
+            finish: Any = round.finish
+            if round.late:
+                outgoing = jax.jit(outgoing)
+                homes = (*self._homes(state), None, None)
+                finish = jax.jit(finish, out_shardings=homes)
+            self._programs[key] = Programs(
+                round,
+                jax.jit(functools.partial(computed, round)),
+                jax.jit(round.close),
+                outgoing,
+                jax.jit(
+                    functools.partial(_exchange, round),
+                    donate_argnums=1,
+                    out_shardings=round.homes(owner),
+                ),
+                finish,
+            )
+        return self._programs[key]
+
+    def _lowered(
+        self,
+        phase: Hashable,
+        params: PyTree,
+        state: Any,
+        inputs: Inputs,
+        extra: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        programs = self._split(phase, params, state)
+        outbox, owner, rest = programs.round.open(params, state)
+        lowered, closed = self._lowered_compute(programs, params, rest, inputs)
+        if not programs.round.overlaps:
+            work = (params, rest, closed())
+            if programs.round.late:
+                lowered.append(programs.outgoing.lower(*work))
+                outbox = placed(lowered[-1], programs.outgoing, *work)
+            else:
+                outbox = programs.outgoing(*work)
+        moving = (outbox, owner, params, extra)
+        lowered.append(programs.communicate.lower(*moving))
+        if programs.round.late:
+            arrived = placed(lowered[-1], programs.communicate, *moving)
+            finish = programs.finish.lower(params, rest, inputs, closed(), arrived)
+            lowered.append(finish)
+        return tuple(lowered)
+
+    def _lowered_compute(
+        self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs
+    ) -> tuple[list[Any], Callable[[], Any]]:
+        """The programs of `_compute`, and what makes its abstract work."""
+        work = (params, rest, inputs)
+        lowered = programs.compute.lower(*work)
+        return [lowered], lambda: placed(lowered, programs.compute, *work)
+
+
+def _exchange(
+    round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
+) -> Any:
+    """The hops of a round, with nothing beside them."""
+    moving = run(round.hops, round.send(outbox, owner, extra))[0]
+    return round.decode(moving, params)
+
+
+def placed(lowered: Any, program: Any, *args: Any) -> Any:
+    """The abstract results of a program, where its compiled form leaves them."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(program, *args),
+        lowered.compile().output_shardings,
+    )

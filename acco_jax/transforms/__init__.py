@@ -1,1 +1,0 @@
-"""Methods whose workers share one point: each is one file."""
