@@ -22,7 +22,7 @@ from acco_jax.layout.leaves import Leaf, PyTree, describe, path_names
 from acco_jax.layout.parts import SMALL, Parts, evenly
 
 Arrays = tuple[jax.Array, ...]
-FEW = 128  # elements: optimizer state of unknown origin is replicated up to here
+MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
 
 
 class Pending(NamedTuple):
@@ -88,7 +88,7 @@ class Layout:
         comm_dtype: Any = None,
         param_specs: PyTree | None = None,
     ) -> Layout:
-        """The layout of these parameters; arguments and errors as for `describe`."""
+        """Lay these parameters out; arguments and errors are those of `describe`."""
         treedef, leaves = describe(
             params,
             mesh=mesh,
@@ -155,11 +155,11 @@ class Layout:
         return NamedSharding(self.mesh, P(*spec))
 
     def tree(self, make: Callable[[Leaf], Any]) -> PyTree:
-        """The parameters' tree with make(leaf) at each leaf."""
+        """Return the parameters' tree with make(leaf) at each leaf."""
         return self.treedef.unflatten([make(leaf) for leaf in self.leaves])
 
     def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """fn(leaf, x, ...) over trees of the parameters' structure."""
+        """Apply fn(leaf, x, ...) over trees of the parameters' structure."""
         return jax.tree.map(fn, self.tree(lambda leaf: leaf), *trees)
 
     @property
@@ -184,7 +184,7 @@ class Layout:
         return NamedSharding(self.mesh, leaf.stored_spec(self.order))
 
     def everywhere(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """fn on each device's own blocks: manual over every axis of the mesh."""
+        """Run fn on each device's own blocks, manual over every axis of the mesh."""
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -192,83 +192,87 @@ class Layout:
     # ---- the optimizer's state
 
     def mirroring(self, inner: optax.GradientTransformation, state: PyTree) -> Layout:
-        """This layout, knowing which arrays of the optimizer's state are moments.
+        """Return this layout, knowing which arrays of the state are moments.
 
         Args:
           inner: the optimizer.
           state: what its `init` makes of the parameters' own shapes; abstract.
         """
-        numbers = self.treedef.unflatten(range(len(self.leaves)))
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        # a number for each array: of a parameter, or -1
+        flat = jax.tree_util.tree_leaves_with_path(state)
         try:
-            marked = optax.tree_map_params(
+            marks = optax.tree_map_params(
                 inner,
                 lambda x, number: x if masked(x) else number,
                 state,
-                numbers,
+                self.treedef.unflatten(range(len(self.leaves))),
                 transform_non_params=lambda x: -1,
                 is_leaf=masked,
             )
-            found = jax.tree.leaves(marked)
-            assert len(found) == len(jax.tree.leaves(state))
+            numbers = jax.tree.leaves(marks)
+            assert len(numbers) == len(flat)
         except Exception:  # inner looks at the parameters, and optax has but a stand-in
-            by_path = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-            found = [_number(by_path, path_names(path)) for path in paths]
-        arrays = zip(found, jax.tree.leaves(state), strict=True)
+            numbers = [self._number(path) for path, _ in flat]
         mirrors = (
             i if i >= 0 and jnp.shape(x) == self.leaves[i].shape else None
-            for i, x in arrays
+            for i, (_, x) in zip(numbers, flat, strict=True)
         )
         return dataclasses.replace(self, mirrors=tuple(mirrors))
 
-    def _each(self, fn: Callable[[Leaf, Any], Any], tree: PyTree, numbers: Any) -> Any:
-        """fn(leaf, array) over arrays that mirror the leaf of that number."""
-        arrays, treedef = jax.tree.flatten(tree)
-        each = zip(numbers, arrays, strict=True)
-        return jax.tree.unflatten(
-            treedef, [x if i is None else fn(self.leaves[i], x) for i, x in each]
-        )
+    @functools.cached_property
+    def _by_path(self) -> dict[tuple[str, ...], int]:
+        return {leaf.path: i for i, leaf in enumerate(self.leaves)}
+
+    def _number(self, path: Sequence[Any]) -> int:
+        """Of the parameter whose path ends this one, the longest; -1: there is none."""
+        names = path_names(path)
+        ends = (names[start:] for start in range(len(names) + 1))
+        return next((self._by_path[end] for end in ends if end in self._by_path), -1)
 
     def view(self, shards: PyTree) -> PyTree:
-        """Stored shards -> arrays of the leaves' own shapes, as the optimizer sees."""
+        """Turn stored shards into arrays of the leaves' shapes, for the optimizer."""
         return self.map(Leaf.view, shards)
 
     def store(self, shards: PyTree) -> PyTree:
-        """The inverse of `view`."""
+        """Turn arrays of the leaves' shapes into stored shards: inverts `view`."""
         return self.map(Leaf.store, shards)
 
     def view_state(self, state: PyTree) -> PyTree:
-        """The optimizer's state as it is stored -> as the optimizer sees it."""
-        return self._each(Leaf.view, state, self.mirrors)
+        """Turn the optimizer's state as stored into what the optimizer sees."""
+        return self._map_state(Leaf.view, state)
 
     def store_state(self, state: PyTree) -> PyTree:
-        """The inverse of `view_state`."""
-        return self._each(Leaf.store, state, self.mirrors)
+        """Turn the state that the optimizer sees into the stored: inverts `view_state`."""
+        return self._map_state(Leaf.store, state)
 
     def inner_shardings(self, state: PyTree) -> PyTree:
-        """NamedShardings of the optimizer's state, as it is stored."""
+        """Return NamedShardings of the optimizer's state, as it is stored."""
+        return self._map_state(lambda leaf, _: self._home(leaf), state, self._spread)
+
+    def _map_state(
+        self,
+        fn: Callable[[Leaf, Any], Any],
+        state: PyTree,
+        other: Callable[[Any], Any] = lambda x: x,
+    ) -> PyTree:
+        """fn(leaf, array) of the arrays that mirror a leaf, other(array) of the rest."""
         arrays, treedef = jax.tree.flatten(state)
         each = zip(self.mirrors, arrays, strict=True)
-        return jax.tree.unflatten(
-            treedef,
-            [
-                self._spread(jnp.shape(x)) if i is None else self._home(self.leaves[i])
-                for i, x in each
-            ],
+        return treedef.unflatten(
+            [other(x) if i is None else fn(self.leaves[i], x) for i, x in each]
         )
 
-    def _spread(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Of an array of unknown origin: split if it is large and a dimension fits."""
-        if math.prod(shape) > FEW:
+    def _spread(self, x: Any) -> NamedSharding:
+        """Of an array that mirrors no leaf: split if it is large and a dimension fits."""
+        shape = jnp.shape(x)
+        if math.prod(shape) > MAX_REPLICATED:
             for d, s in enumerate(shape):
                 if s % self.workers == 0:
                     return self.sharding(*[None] * d, self.order)
         return self.sharding()
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """A NamedSharding for every array of a (possibly abstract) method state.
+        """Return a NamedSharding for every array of a (possibly abstract) method state.
 
         Args:
           state: a NamedTuple. Its field `inner` is the optimizer's state; Pending and
@@ -286,34 +290,31 @@ class Layout:
         own: Any = NamedSharding(self.mesh, self._own)
         shapes = [leaf.stored for leaf in self.leaves]
 
-        def known(x: Any) -> bool:
-            if isinstance(x, Pending | LeftOut):
-                return True
+        def is_shards(x: Any) -> bool:
             leaves, treedef = jax.tree.flatten(x)
-            same = treedef == self.treedef
-            return same and [jnp.shape(leaf) for leaf in leaves] == shapes
+            return treedef == self.treedef and list(map(jnp.shape, leaves)) == shapes
 
-        def of(x: Any) -> Any:
+        def home(x: Any) -> Any:
             if isinstance(x, Pending):
                 rows: Any = self.sharding(self.axis)
                 whole: Any = [self.sharding(self.axis, *s) for s in self._whole_specs]
                 return Pending((own,) * len(x.buffers), tuple(whole), rows, rows)
             if isinstance(x, LeftOut):
                 return LeftOut((own,) * len(x.buffers))
-            return self.tree(self._home) if known(x) else self.sharding()
+            return self.tree(self._home) if is_shards(x) else self.sharding()
 
-        return jax.tree.map(of, value, is_leaf=known)
+        is_leaf = lambda x: isinstance(x, Pending | LeftOut) or is_shards(x)  # noqa: E731
+        return jax.tree.map(home, value, is_leaf=is_leaf)
 
     def row_shardings(self, rows: PyTree) -> PyTree:
-        """NamedShardings of rows (n, ...); those of a parameter are split as it is."""
-        by_path = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        """Return NamedShardings of rows (n, ...), split as the parameter they are of."""
 
-        def of(path: Sequence[Any], x: Any) -> NamedSharding:
-            i = _number(by_path, path_names(path))
+        def home(path: Sequence[Any], x: Any) -> NamedSharding:
+            i = self._number(path)
             known = i >= 0 and x.shape == (self.workers, *self.leaves[i].shape)
             return self.sharding(self.axis, *(self.leaves[i].spec if known else ()))
 
-        return jax.tree_util.tree_map_with_path(of, rows)
+        return jax.tree_util.tree_map_with_path(home, rows)
 
     # ---- the buffers
 
@@ -326,14 +327,14 @@ class Layout:
                 by_dtype.setdefault(leaf.wire, {})[i] = leaf.part
         return tuple(make_group(dtype, parts) for dtype, parts in by_dtype.items())
 
+    def _over(self, axes: tuple[str, ...]) -> P:
+        """Of buffers that are split over these data axes."""
+        return P((*axes, *self.others)) if axes or self.others else P()
+
     @property
     def _own(self) -> P:
         """Of what every device has for itself."""
-        return P((*self.order, *self.others))
-
-    def _over(self, axes: tuple[str, ...]) -> P:
-        """Of gathered buffers that are still split over these data axes."""
-        return P((*axes, *self.others)) if axes or self.others else P()
+        return self._over(self.order)
 
     @property
     def _row_specs(self) -> PyTree:
@@ -352,27 +353,35 @@ class Layout:
         return tuple(leaf.spec for leaf in self.leaves if leaf.whole)
 
     def on_buffers(self, fn: Callable, gathered: bool = False) -> Callable:
-        """fn on each device's own packed buffers, or on the gathered ones, to such."""
+        """Run fn on each device's own packed buffers, or on the gathered ones."""
         spec = self._over(()) if gathered else self._own
         return self.everywhere(fn, (spec,), spec)
 
-    def _lay(self, parts: Sequence[Any], dtype: Any = None) -> Arrays:
-        """(n, *part) by leaf number -> buffers."""
-        return tuple(g.lay([parts[i] for i in g.leaves], dtype) for g in self.groups)
+    def whole(self, tree: PyTree) -> Arrays:
+        """Return the leaves that every worker has: not sent, hence nor rounded."""
+        each = zip(self.leaves, jax.tree.leaves(tree), strict=True)
+        return tuple(x for leaf, x in each if leaf.whole)
 
-    def _take(self, buffers: Arrays) -> dict[int, jax.Array]:
-        """Buffers -> leaf number -> (n, *part)."""
-        found: dict[int, jax.Array] = {}
+    def _lay(self, tree: PyTree, dtype: Any = None) -> Arrays:
+        """Pack the leaves that are split, as blocks (n, *part), into buffers."""
+        blocks = jax.tree.leaves(tree)
+        return tuple(g.lay([blocks[i] for i in g.leaves], dtype) for g in self.groups)
+
+    def _take(self, buffers: Arrays, whole: Arrays) -> PyTree:
+        """Return the tree of blocks (n, *part), and of leaves that are whole."""
+        rest, blocks = iter(whole), {}
         for group, buffer in zip(self.groups, buffers, strict=True):
-            found |= dict(zip(group.leaves, group.take(buffer), strict=True))
-        return found
+            blocks |= dict(zip(group.leaves, group.take(buffer), strict=True))
+        return self.treedef.unflatten(
+            [next(rest) if f.whole else blocks[i] for i, f in enumerate(self.leaves)]
+        )
 
     # ---- gradients, to the shards' owners
 
     def pack(
         self, grads: PyTree, weight: jax.Array, loss: Any = None, *, check: bool = False
     ) -> Pending:
-        """Local gradients -> what will be communicated. No communication.
+        """Pack local gradients for the network, without communication.
 
         Args:
           grads: leaves (n, *shape), row i on worker i.
@@ -383,16 +392,15 @@ class Layout:
         """
 
         def local(grads: PyTree, weight: jax.Array) -> tuple[Arrays, Arrays]:
-            cast = self.map(lambda leaf, g: g.astype(leaf.wire), grads)
-            each = list(zip(self.leaves, jax.tree.leaves(cast), strict=True))
-            buffers = self._lay([x if f.whole else f.cut(x[0]) for f, x in each])
-            whole = tuple(x for f, x in each if f.whole)
+            rows = self.map(lambda leaf, g: g.astype(leaf.wire), grads)
+            cut = lambda leaf, g: g if leaf.whole else leaf.cut(g[0])  # noqa: E731
+            blocks = self.map(cut, rows)
+            packed = self._lay(blocks), self.whole(blocks)
             if not check:
-                return buffers, whole
+                return packed
             # of what is packed, so that leaves are not held twice
             return jax.tree.map(
-                lambda x: jnp.where(weight[0] != 0, x, jnp.zeros_like(x)),
-                (buffers, whole),
+                lambda x: jnp.where(weight[0] != 0, x, jnp.zeros_like(x)), packed
             )
 
         in_specs = (self._row_specs, P(self.axis))
@@ -405,7 +413,7 @@ class Layout:
         return Pending(buffers, whole, weight, loss.astype(self.scalar))
 
     def zeros(self) -> Pending:
-        """Nothing is pending."""
+        """Return what is pending before the first gradients: zeros."""
 
         def local() -> tuple[PyTree, jax.Array]:
             grads = self.tree(lambda leaf: jnp.zeros((1, *leaf.local), leaf.wire))
@@ -415,34 +423,31 @@ class Layout:
         return self.pack(*run())
 
     def sum_small(self, pending: Pending) -> tuple[Totals, Arrays]:
-        """Sums over the workers what is not packed, in one all-reduce if it is small.
+        """Sum what is not packed over the workers, in one all-reduce if it is small.
 
         Returns:
           The totals, and the reduced gradients of the leaves that stay whole.
         """
 
-        def local(mine: Arrays) -> Arrays:
+        def local(rows: Arrays) -> Arrays:
+            own = tuple(x[0] for x in rows)
             if self.workers == 1:
-                return mine
-            if sum(x.size for x in mine[2:]) > self.together:
-                return lax.psum(mine, self.axis)
-            flat = jnp.concatenate([x.astype(self.scalar).reshape(-1) for x in mine])
-            ends = np.cumsum([x.size for x in mine])
-            parts = jnp.split(lax.psum(flat, self.axis), ends[:-1])
-            return tuple(
-                part.reshape(x.shape) for part, x in zip(parts, mine, strict=True)
-            )
+                return own
+            if sum(x.size for x in own[2:]) > self.together:
+                return lax.psum(own, self.axis)
+            flat = jnp.concatenate([x.astype(self.scalar).reshape(-1) for x in own])
+            ends = np.cumsum([x.size for x in own])
+            sums = jnp.split(lax.psum(flat, self.axis), ends[:-1])
+            return tuple(s.reshape(x.shape) for s, x in zip(sums, own, strict=True))
 
-        specs = self._whole_specs if pending.whole else ()
-        rows = tuple(P(self.axis, *spec) for spec in (P(), P(), *specs))
-        run = self.everywhere(
-            lambda rows: local(tuple(x[0] for x in rows)), (rows,), (P(), P(), *specs)
-        )
-        weight, loss, *whole = run((pending.weight, pending.loss, *pending.whole))
+        specs = (P(), P(), *(self._whole_specs if pending.whole else ()))
+        in_specs = tuple(P(self.axis, *spec) for spec in specs)
+        rows = (pending.weight, pending.loss, *pending.whole)
+        weight, loss, *whole = self.everywhere(local, (in_specs,), specs)(rows)
         return Totals(weight, loss), tuple(whole)
 
     def reduce_scatter(self, buffers: Arrays, axis: str) -> Arrays:
-        """Sums the buffers over one data axis; each worker keeps its share.
+        """Sum the buffers over one data axis; each worker keeps its share.
 
         The collective alone; applied over the axes of `order`, one after the other.
         """
@@ -450,65 +455,49 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers  # the collective of one worker would be a copy
-            return tuple(
-                lax.psum_scatter(b, axis, scatter_dimension=0, tiled=True)
-                for b in buffers
-            )
+            return lax.psum_scatter(buffers, axis, scatter_dimension=0, tiled=True)
 
         return self.on_buffers(local)(buffers)
 
     def all_to_all(self, buffers: Arrays, axis: str) -> Arrays:
-        """Block i of every worker's buffers on worker i, by sender: [n * rows, ...]."""
-
-        def local(buffers: Arrays) -> Arrays:
-            return tuple(lax.all_to_all(b, axis, 0, 0, tiled=True) for b in buffers)
-
-        return self.on_buffers(local)(buffers)
+        """Send block i of every worker's buffers to worker i: [n * rows, ...]."""
+        return self.on_buffers(lambda xs: lax.all_to_all(xs, axis, 0, 0, tiled=True))(
+            buffers
+        )
 
     def split(self, reduced: Arrays, whole: Arrays | None = None) -> PyTree:
-        """Reduced buffers -> shards, in the master copy's dtype.
+        """Turn reduced buffers into shards, in the master copy's dtype.
 
         Args:
           reduced: of the leaves that are split.
           whole: the others; None: zeros.
         """
         if whole is None:
-            kept = [leaf for leaf in self.leaves if leaf.whole]
-            whole = tuple(jnp.zeros(leaf.shape, leaf.wire) for leaf in kept)
+            leaves = (leaf for leaf in self.leaves if leaf.whole)
+            whole = tuple(jnp.zeros(leaf.shape, leaf.wire) for leaf in leaves)
 
-        def local(reduced: Arrays, whole: Arrays) -> PyTree:
-            parts, rest = self._take(reduced), iter(whole)
-            shards = []
-            for i, leaf in enumerate(self.leaves):
-                if leaf.whole:
-                    x = next(rest)
-                else:
-                    x = parts[i] if leaf.in_blocks else parts[i][0]
-                shards.append(x.astype(leaf.master))
-            return self.treedef.unflatten(shards)
+        def shard(leaf: Leaf, x: jax.Array) -> jax.Array:
+            return (x if leaf.whole or leaf.in_blocks else x[0]).astype(leaf.master)
 
-        in_specs = (self._own, self._whole_specs)
-        return self.everywhere(local, in_specs, self._shard_specs)(reduced, whole)
+        run = self.everywhere(
+            lambda *args: self.map(shard, self._take(*args)),
+            (self._own, self._whole_specs),
+            self._shard_specs,
+        )
+        return run(reduced, whole)
 
     # ---- parameters, to all workers
 
     def join(self, shards: PyTree, dtype: Any = None) -> Arrays:
-        """Shards -> buffers to gather, in the wire's dtypes or another."""
+        """Pack shards into buffers to gather, in the wire's dtypes or another."""
 
         def local(shards: PyTree) -> Arrays:
-            each = zip(self.leaves, jax.tree.leaves(shards), strict=True)
-            blocks = [x if f.in_blocks or f.whole else x[None] for f, x in each]
-            return self._lay(blocks, dtype)
+            return self._lay(self.map(_block, shards), dtype)
 
         return self.everywhere(local, (self._shard_specs,), self._own)(shards)
 
-    def whole(self, shards: PyTree) -> Arrays:
-        """The leaves that every worker has: they are not sent, hence nor rounded."""
-        each = zip(self.leaves, jax.tree.leaves(shards), strict=True)
-        return tuple(x for leaf, x in each if leaf.whole)
-
     def all_gather(self, outgoing: Outgoing, axis: str) -> Outgoing:
-        """The shares along one data axis on every worker of it.
+        """Gather the shares along one data axis on every worker of it.
 
         The collective alone; applied over the axes of `order`, the last one first.
         """
@@ -516,7 +505,7 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers
-            return tuple(lax.all_gather(x, axis, axis=0, tiled=True) for x in buffers)
+            return lax.all_gather(buffers, axis, axis=0, tiled=True)
 
         left = self.order[: self.order.index(axis)]
         before, after = self._over((*left, axis)), self._over(left)
@@ -524,41 +513,36 @@ class Layout:
         return outgoing._replace(buffers=buffers)
 
     def unpack(self, gathered: Outgoing, dtype: Any = None) -> PyTree:
-        """What was gathered -> parameters of their own dtype. No communication.
+        """Turn what was gathered into parameters, without communication.
 
         Args:
           gathered: by all axes.
-          dtype: instead, of the leaves that were split.
+          dtype: of the leaves that were split; None: each parameter's own.
         """
 
-        def local(gathered: tuple[Arrays, Arrays]) -> PyTree:
-            parts, whole = self._take(gathered[0]), iter(gathered[1])
-            return self.treedef.unflatten(
-                [
-                    next(whole).astype(leaf.dtype)
-                    if leaf.whole
-                    else leaf.assemble(parts[i]).astype(dtype or leaf.dtype)
-                    for i, leaf in enumerate(self.leaves)
-                ]
-            )
+        def param(leaf: Leaf, x: jax.Array) -> jax.Array:
+            if leaf.whole:
+                return x.astype(leaf.dtype)
+            return leaf.assemble(x).astype(dtype or leaf.dtype)
 
-        in_specs: Any = (self._over(()), self._whole_specs)
-        run = self.everywhere(local, (in_specs,), self._param_specs)
-        return run((gathered.buffers, gathered.whole))
+        run = self.everywhere(
+            lambda *args: self.map(param, self._take(*args)),
+            (self._over(()), self._whole_specs),
+            self._param_specs,
+        )
+        return run(gathered.buffers, gathered.whole)
 
     # ---- without buffers
 
     def shard(self, params: PyTree) -> PyTree:
-        """Parameters -> shards, in the master copy's dtype."""
+        """Turn parameters into shards, in the master copy's dtype."""
 
         def share(leaf: Leaf, x: jax.Array) -> jax.Array:
             x = x.astype(leaf.master)
             if leaf.whole:
                 return x
-            mine = lax.dynamic_index_in_dim(
-                leaf.cut(x), lax.axis_index(self.order), keepdims=leaf.in_blocks
-            )
-            return mine
+            blocks, i = leaf.cut(x), lax.axis_index(self.order)
+            return lax.dynamic_index_in_dim(blocks, i, keepdims=leaf.in_blocks)
 
         run = self.everywhere(
             functools.partial(self.map, share), (self._param_specs,), self._shard_specs
@@ -566,23 +550,21 @@ class Layout:
         return run(params)
 
     def gather_exact(self, shards: PyTree) -> PyTree:
-        """Shards -> parameters, in their own dtype whatever the wire's."""
+        """Gather shards to parameters, in their own dtype whatever the wire's."""
 
-        def whole(leaf: Leaf, x: jax.Array) -> jax.Array:
+        def param(leaf: Leaf, x: jax.Array) -> jax.Array:
             x = x.astype(leaf.dtype)
             if leaf.whole:
                 return x
-            if not leaf.in_blocks:
-                x = x[None]
+            x = _block(leaf, x)
             return leaf.assemble(lax.all_gather(x, self.order, axis=0, tiled=True))
 
         run = self.everywhere(
-            functools.partial(self.map, whole), (self._shard_specs,), self._param_specs
+            functools.partial(self.map, param), (self._shard_specs,), self._param_specs
         )
         return run(shards)
 
 
-def _number(by_path: dict[tuple[str, ...], int], names: tuple[str, ...]) -> int:
-    """Of the parameter whose path ends `names`, the longest; -1 if there is none."""
-    ends = (names[start:] for start in range(len(names) + 1))
-    return next((by_path[end] for end in ends if end in by_path), -1)
+def _block(leaf: Leaf, x: jax.Array) -> jax.Array:
+    """A device's own shard as blocks (1, *part), if the leaf is split."""
+    return x if leaf.whole or leaf.in_blocks else x[None]

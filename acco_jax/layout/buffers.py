@@ -7,6 +7,7 @@ zeros.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,40 +47,33 @@ class Group:
     parts: tuple[tuple[int, ...], ...]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(map(math.prod, self.parts))
-
-    @property
     def aligned(self) -> int:
         """How many leaves have rows of their own; they are the first."""
         return sum(_fills_rows(part, self.width) for part in self.parts)
 
     def lay(self, parts: Sequence[jax.Array], dtype: Any = None) -> jax.Array:
-        """(n, *part) of every leaf, in the group's order -> [n * rows, width]."""
+        """Pack (n, *part) of every leaf, in the group's order, to [n * rows, width]."""
         n, k = parts[0].shape[0], self.aligned
         parts = [x.astype(dtype or self.dtype) for x in parts]
         blocks = [x.reshape(n, -1, self.width) for x in parts[:k]]
         tail = [x.reshape(n, -1) for x in parts[k:]]
-        pad = self.rows * self.width - sum(self.sizes)
+        pad = self.rows * self.width - sum(map(math.prod, self.parts))
         if tail or pad:
             tail.append(jnp.zeros((n, pad), dtype or self.dtype))
             blocks.append(jnp.concatenate(tail, 1).reshape(n, -1, self.width))
         return jnp.concatenate(blocks, 1).reshape(-1, self.width)
 
     def take(self, buffer: jax.Array) -> list[jax.Array]:
-        """The inverse of `lay`: (n, *part) of every leaf."""
-        blocks, k, row = buffer.reshape(-1, self.rows, self.width), self.aligned, 0
-        n, found = blocks.shape[0], []
-        for part, size in zip(self.parts[:k], self.sizes, strict=False):
-            end = row + size // self.width
-            found.append(blocks[:, row:end].reshape(n, *part))
-            row = end
-        if k < len(self.parts):
-            tail, start = blocks[:, row:].reshape(n, -1), 0
-            for part, size in zip(self.parts[k:], self.sizes[k:], strict=True):
-                found.append(tail[:, start : start + size].reshape(n, *part))
-                start += size
-        return found
+        """Return (n, *part) of every leaf: the inverse of `lay`."""
+        blocks = buffer.reshape(-1, self.rows, self.width)
+        n, k, start, parts = blocks.shape[0], self.aligned, 0, []
+        for i, part in enumerate(self.parts):
+            if i == k:  # from here on in elements, not in rows
+                blocks, start = blocks[:, start:].reshape(n, -1), 0
+            end = start + math.prod(part) // (self.width if i < k else 1)
+            parts.append(blocks[:, start:end].reshape(n, *part))
+            start = end
+        return parts
 
 
 def _fills_rows(part: tuple[int, ...], width: int) -> bool:
@@ -87,7 +81,7 @@ def _fills_rows(part: tuple[int, ...], width: int) -> bool:
 
 
 def make_group(dtype: np.dtype, parts: Mapping[int, tuple[int, ...]]) -> Group:
-    """Lays out one buffer.
+    """Lay out one buffer.
 
     Args:
       dtype: that travels.
@@ -114,11 +108,11 @@ def _best_width(total: int, parts: Iterable[tuple[int, ...]]) -> int:
     Of the widths that fill up a buffer by at most 1 %; where none does, the narrowest.
     """
     fits = [w for w in WIDTHS if _padded(total, w) <= (1 + MAX_PADDING) * total]
-    own: dict[int, int] = {}
+    elements: collections.Counter[int] = collections.Counter()  # by own rows' width
     for part in parts:
         if part and part[-1] in fits:
-            own[part[-1]] = own.get(part[-1], 0) + math.prod(part)
-    most = max(own, key=lambda w: own[w], default=0)
-    if own.get(most, 0) >= total / 2:
-        return most
+            elements[part[-1]] += math.prod(part)
+    for width, most in elements.most_common(1):
+        if most >= total / 2:
+            return width
     return next((w for w in fits if w in WIDE), min(WIDE))
