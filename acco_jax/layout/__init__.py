@@ -16,7 +16,8 @@ A layout is static (hashable, no arrays): it lives in the optimizer state as a p
 node without leaves, so that whoever holds the state can interpret it.
 """
 
-from acco_jax.layout.base import Arrays, Layout, LeftOut, Outgoing, Pending, Totals
+from acco_jax.layout.base import Layout
+from acco_jax.layout.buffers import Arrays, LeftOut, Outgoing, Pending, Totals
 from acco_jax.layout.leaves import Leaf, PyTree, check_floating, path_names
 
 __all__ = [

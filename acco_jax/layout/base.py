@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,41 +17,19 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.layout.buffers import Group, make_group
-from acco_jax.layout.leaves import Leaf, PyTree, describe, path_names
+from acco_jax.layout.buffers import (
+    Arrays,
+    Group,
+    LeftOut,
+    Outgoing,
+    Pending,
+    Totals,
+    make_group,
+)
+from acco_jax.layout.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.layout.parts import SMALL, Parts, evenly
 
-Arrays = tuple[jax.Array, ...]
 MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
-
-
-class Pending(NamedTuple):
-    """Local gradients that have not crossed the network yet: every worker's own."""
-
-    buffers: Arrays  # sums over microbatches, packed in the wire's dtypes
-    whole: Arrays  # rows (n, *shape): the same of leaves that stay whole
-    weight: jax.Array  # (n,) their weights
-    loss: jax.Array  # (n,) the sums of their losses; 0 where nobody gave one
-
-
-class Totals(NamedTuple):
-    """What gradients are sums of, over all workers."""
-
-    weight: jax.Array  # []
-    loss: jax.Array  # []
-
-
-class LeftOut(NamedTuple):
-    """What rounding left out of the gradients sent so far (see `acco_jax.wire`)."""
-
-    buffers: Arrays  # every worker's own, in the wire's dtype
-
-
-class Outgoing(NamedTuple):
-    """Parameters on their way to all workers; also when they have arrived."""
-
-    buffers: Arrays  # of each worker's shards, then of all; in the wire's dtypes
-    whole: Arrays  # leaves that every worker has; they stay where they are
 
 
 @jax.tree_util.register_static
@@ -74,8 +52,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     mirrors: tuple[int | None, ...] = ()
 
-    # So many elements of leaves that stay whole are summed with the weights, in their
-    # dtype; more of them by themselves, as they are.
+    # up to so many elements of leaves that stay whole are summed with the weights
     together: ClassVar[int] = SMALL
 
     @classmethod
@@ -89,13 +66,7 @@ class Layout:
         param_specs: PyTree | None = None,
     ) -> Layout:
         """Lay these parameters out; arguments and errors are those of `describe`."""
-        treedef, leaves = describe(
-            params,
-            mesh=mesh,
-            axis=axis,
-            comm_dtype=comm_dtype,
-            param_specs=param_specs,
-        )
+        treedef, leaves = describe(params, mesh, axis, comm_dtype, param_specs)
         n = math.prod(mesh.shape[a] for a in axis)
         split = (dataclasses.replace(f, parts=cls.parts_of(f, n)) for f in leaves)
         return cls(mesh, axis, treedef, tuple(split))
@@ -114,11 +85,10 @@ class Layout:
                 type(self), lambda _: {}, lambda layout, _: layout, override=True
             )
 
-    def __copy__(self) -> Self:
+    def __copy__(self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -194,9 +164,7 @@ class Layout:
     def mirroring(self, inner: optax.GradientTransformation, state: PyTree) -> Layout:
         """Return this layout, knowing which arrays of the state are moments.
 
-        Args:
-          inner: the optimizer.
-          state: what its `init` makes of the parameters' own shapes; abstract.
+        `state` is what its `init` makes of the parameters' own shapes; abstract.
         """
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         flat = jax.tree_util.tree_leaves_with_path(state)
@@ -212,22 +180,13 @@ class Layout:
             numbers = jax.tree.leaves(marks)
             assert len(numbers) == len(flat)
         except Exception:  # inner looks at the parameters, and optax has but a stand-in
-            numbers = [self._number(path) for path, _ in flat]
+            number_of = numbering(self.leaves)
+            numbers = [number_of(path) for path, _ in flat]
         mirrors = (
             i if i >= 0 and jnp.shape(x) == self.leaves[i].shape else None
             for i, (_, x) in zip(numbers, flat, strict=True)
         )
         return dataclasses.replace(self, mirrors=tuple(mirrors))
-
-    @functools.cached_property
-    def _by_path(self) -> dict[tuple[str, ...], int]:
-        return {leaf.path: i for i, leaf in enumerate(self.leaves)}
-
-    def _number(self, path: Sequence[Any]) -> int:
-        """Of the parameter whose path ends this one, the longest; -1: there is none."""
-        names = path_names(path)
-        ends = (names[start:] for start in range(len(names) + 1))
-        return next((self._by_path[end] for end in ends if end in self._by_path), -1)
 
     def view(self, shards: PyTree) -> PyTree:
         """Turn stored shards into arrays of the leaves' shapes, for the optimizer."""
@@ -242,7 +201,7 @@ class Layout:
         return self._map_state(Leaf.view, state)
 
     def store_state(self, state: PyTree) -> PyTree:
-        """Turn the state that the optimizer sees into the stored: inverts `view_state`."""
+        """Turn the state that the optimizer sees into what is stored."""
         return self._map_state(Leaf.store, state)
 
     def inner_shardings(self, state: PyTree) -> PyTree:
@@ -250,44 +209,32 @@ class Layout:
         return self._map_state(lambda leaf, _: self._home(leaf), state, self._spread)
 
     def _map_state(
-        self,
-        fn: Callable[[Leaf, Any], Any],
-        state: PyTree,
-        other: Callable[[Any], Any] = lambda x: x,
+        self, fn: Callable, state: PyTree, other: Callable = lambda x: x
     ) -> PyTree:
-        """fn(leaf, array) of the arrays that mirror a leaf, other(array) of the rest."""
+        """fn(leaf, x) of each array that mirrors a leaf, other(x) of the rest."""
         arrays, treedef = jax.tree.flatten(state)
         each = zip(self.mirrors, arrays, strict=True)
-        return treedef.unflatten(
-            [other(x) if i is None else fn(self.leaves[i], x) for i, x in each]
-        )
+        mapped = [other(x) if i is None else fn(self.leaves[i], x) for i, x in each]
+        return jax.tree.unflatten(treedef, mapped)
 
     def _spread(self, x: Any) -> NamedSharding:
-        """Of an array that mirrors no leaf: split if it is large and a dimension fits."""
+        """Of what mirrors no leaf: split if it is large and a dimension fits."""
         shape = jnp.shape(x)
-        if math.prod(shape) > MAX_REPLICATED:
-            for d, s in enumerate(shape):
-                if s % self.workers == 0:
-                    return self.sharding(*[None] * d, self.order)
+        fits = [d for d, s in enumerate(shape) if s % self.workers == 0]
+        if fits and math.prod(shape) > MAX_REPLICATED:
+            return self.sharding(*[None] * fits[0], self.order)
         return self.sharding()
 
     def state_shardings(self, state: PyTree) -> PyTree:
         """Return a NamedSharding for every array of a (possibly abstract) method state.
 
-        Args:
-          state: a NamedTuple. Its field `inner` is the optimizer's state; Pending and
-            LeftOut lie on their workers; trees of shards are known by their structure
-            and shapes, at any depth; everything else is replicated.
+        Its field `inner` is the optimizer's state; Pending and LeftOut lie on their
+        workers; trees of shards are known by their structure and shapes, at any depth;
+        everything else is replicated.
         """
-        return type(state)(
-            *(
-                self.inner_shardings(value) if field == "inner" else self._homes(value)
-                for field, value in zip(state._fields, state, strict=True)
-            )
-        )
-
-    def _homes(self, value: PyTree) -> PyTree:
         own: Any = NamedSharding(self.mesh, self._own)
+        rows: Any = self.sharding(self.axis)
+        whole: Any = tuple(self.sharding(self.axis, *s) for s in self._whole_specs)
         shapes = [leaf.stored for leaf in self.leaves]
 
         def is_shards(x: Any) -> bool:
@@ -296,21 +243,24 @@ class Layout:
 
         def home(x: Any) -> Any:
             if isinstance(x, Pending):
-                rows: Any = self.sharding(self.axis)
-                whole: Any = [self.sharding(self.axis, *s) for s in self._whole_specs]
-                return Pending((own,) * len(x.buffers), tuple(whole), rows, rows)
+                return Pending((own,) * len(x.buffers), whole, rows, rows)
             if isinstance(x, LeftOut):
                 return LeftOut((own,) * len(x.buffers))
             return self.tree(self._home) if is_shards(x) else self.sharding()
 
-        is_leaf = lambda x: isinstance(x, Pending | LeftOut) or is_shards(x)  # noqa: E731
-        return jax.tree.map(home, value, is_leaf=is_leaf)
+        homes = jax.tree.map(
+            home,
+            state._replace(inner=None),
+            is_leaf=lambda x: isinstance(x, Pending | LeftOut) or is_shards(x),
+        )
+        return homes._replace(inner=self.inner_shardings(state.inner))
 
     def row_shardings(self, rows: PyTree) -> PyTree:
-        """Return NamedShardings of rows (n, ...), split as the parameter they are of."""
+        """Return NamedShardings of rows (n, ...), split as their parameters are."""
+        number_of = numbering(self.leaves)
 
         def home(path: Sequence[Any], x: Any) -> NamedSharding:
-            i = self._number(path)
+            i = number_of(path)
             known = i >= 0 and x.shape == (self.workers, *self.leaves[i].shape)
             return self.sharding(self.axis, *(self.leaves[i].spec if known else ()))
 
@@ -363,18 +313,23 @@ class Layout:
         return tuple(x for leaf, x in each if leaf.whole)
 
     def _lay(self, tree: PyTree, dtype: Any = None) -> Arrays:
-        """Pack the leaves that are split, as blocks (n, *part), into buffers."""
+        """Pack the leaves that are split, blocks (n, *part), into buffers."""
         blocks = jax.tree.leaves(tree)
         return tuple(g.lay([blocks[i] for i in g.leaves], dtype) for g in self.groups)
 
-    def _take(self, buffers: Arrays, whole: Arrays) -> PyTree:
-        """Return the tree of blocks (n, *part), and of leaves that are whole."""
-        rest, blocks = iter(whole), {}
-        for group, buffer in zip(self.groups, buffers, strict=True):
-            blocks |= dict(zip(group.leaves, group.take(buffer), strict=True))
-        return self.treedef.unflatten(
-            [next(rest) if f.whole else blocks[i] for i, f in enumerate(self.leaves)]
-        )
+    def _take(self, fn: Callable, spec: P, out_specs: PyTree) -> Callable:
+        """Map (buffers, whole) to fn(leaf, x), x its blocks (n, *part) or whole."""
+
+        def local(buffers: Arrays, whole: Arrays) -> PyTree:
+            blocks: dict[int, jax.Array] = {}
+            rest = iter(whole)
+            for group, buffer in zip(self.groups, buffers, strict=True):
+                blocks |= dict(zip(group.leaves, group.take(buffer), strict=True))
+            each = enumerate(self.leaves)
+            xs = [next(rest) if leaf.whole else blocks[i] for i, leaf in each]
+            return self.map(fn, self.treedef.unflatten(xs))
+
+        return self.everywhere(local, (spec, self._whole_specs), out_specs)
 
     # ---- gradients, to the shards' owners
 
@@ -425,8 +380,7 @@ class Layout:
     def sum_small(self, pending: Pending) -> tuple[Totals, Arrays]:
         """Sum what is not packed over the workers, in one all-reduce if it is small.
 
-        Returns:
-          The totals, and the reduced gradients of the leaves that stay whole.
+        Returns the totals, and the reduced gradients of the leaves that stay whole.
         """
 
         def local(rows: Arrays) -> Arrays:
@@ -461,16 +415,13 @@ class Layout:
 
     def all_to_all(self, buffers: Arrays, axis: str) -> Arrays:
         """Send block i of every worker's buffers to worker i: [n * rows, ...]."""
-        return self.on_buffers(lambda xs: lax.all_to_all(xs, axis, 0, 0, tiled=True))(
-            buffers
-        )
+        exchange = lambda xs: lax.all_to_all(xs, axis, 0, 0, tiled=True)  # noqa: E731
+        return self.on_buffers(exchange)(buffers)
 
     def split(self, reduced: Arrays, whole: Arrays | None = None) -> PyTree:
         """Turn reduced buffers into shards, in the master copy's dtype.
 
-        Args:
-          reduced: of the leaves that are split.
-          whole: the others; None: zeros.
+        `whole` are the leaves that are not split; None: zeros.
         """
         if whole is None:
             leaves = (leaf for leaf in self.leaves if leaf.whole)
@@ -479,22 +430,14 @@ class Layout:
         def shard(leaf: Leaf, x: jax.Array) -> jax.Array:
             return (x if leaf.whole or leaf.in_blocks else x[0]).astype(leaf.master)
 
-        run = self.everywhere(
-            lambda *args: self.map(shard, self._take(*args)),
-            (self._own, self._whole_specs),
-            self._shard_specs,
-        )
-        return run(reduced, whole)
+        return self._take(shard, self._own, self._shard_specs)(reduced, whole)
 
     # ---- parameters, to all workers
 
     def join(self, shards: PyTree, dtype: Any = None) -> Arrays:
         """Pack shards into buffers to gather, in the wire's dtypes or another."""
-
-        def local(shards: PyTree) -> Arrays:
-            return self._lay(self.map(_block, shards), dtype)
-
-        return self.everywhere(local, (self._shard_specs,), self._own)(shards)
+        pack = lambda shards: self._lay(self.map(Leaf.blocks, shards), dtype)  # noqa: E731
+        return self.everywhere(pack, (self._shard_specs,), self._own)(shards)
 
     def all_gather(self, outgoing: Outgoing, axis: str) -> Outgoing:
         """Gather the shares along one data axis on every worker of it.
@@ -515,9 +458,7 @@ class Layout:
     def unpack(self, gathered: Outgoing, dtype: Any = None) -> PyTree:
         """Turn what was gathered into parameters, without communication.
 
-        Args:
-          gathered: by all axes.
-          dtype: of the leaves that were split; None: each parameter's own.
+        Leaves that were split get `dtype`, or their own if that is None.
         """
 
         def param(leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -525,14 +466,13 @@ class Layout:
                 return x.astype(leaf.dtype)
             return leaf.assemble(x).astype(dtype or leaf.dtype)
 
-        run = self.everywhere(
-            lambda *args: self.map(param, self._take(*args)),
-            (self._over(()), self._whole_specs),
-            self._param_specs,
-        )
+        run = self._take(param, self._over(()), self._param_specs)
         return run(gathered.buffers, gathered.whole)
 
     # ---- without buffers
+
+    def _leafwise(self, fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+        return self.everywhere(functools.partial(self.map, fn), (in_specs,), out_specs)
 
     def shard(self, params: PyTree) -> PyTree:
         """Turn parameters into shards, in the master copy's dtype."""
@@ -544,10 +484,7 @@ class Layout:
             blocks, i = leaf.cut(x), lax.axis_index(self.order)
             return lax.dynamic_index_in_dim(blocks, i, keepdims=leaf.in_blocks)
 
-        run = self.everywhere(
-            functools.partial(self.map, share), (self._param_specs,), self._shard_specs
-        )
-        return run(params)
+        return self._leafwise(share, self._param_specs, self._shard_specs)(params)
 
     def gather_exact(self, shards: PyTree) -> PyTree:
         """Gather shards to parameters, in their own dtype whatever the wire's."""
@@ -556,15 +493,7 @@ class Layout:
             x = x.astype(leaf.dtype)
             if leaf.whole:
                 return x
-            x = _block(leaf, x)
-            return leaf.assemble(lax.all_gather(x, self.order, axis=0, tiled=True))
+            blocks = lax.all_gather(leaf.blocks(x), self.order, axis=0, tiled=True)
+            return leaf.assemble(blocks)
 
-        run = self.everywhere(
-            functools.partial(self.map, param), (self._shard_specs,), self._param_specs
-        )
-        return run(shards)
-
-
-def _block(leaf: Leaf, x: jax.Array) -> jax.Array:
-    """A device's own shard as blocks (1, *part), if the leaf is split."""
-    return x if leaf.whole or leaf.in_blocks else x[None]
+        return self._leafwise(param, self._shard_specs, self._param_specs)(shards)

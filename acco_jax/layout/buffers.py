@@ -1,4 +1,4 @@
-"""One buffer for the workers' parts of many leaves.
+"""What crosses the network: one buffer for the workers' parts of many leaves.
 
 A buffer is [n * rows, width]; rows i * rows to (i + 1) * rows, block i, hold part i of
 every leaf: first those that fill whole rows, then the others, one after the other, and
@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,38 @@ MAX_ODD = 512
 WIDTHS = (1024, 768, 512, 256, 128)  # wide rows are the cheapest to pack
 WIDE = (1024, 512, 256, 128)  # where most leaves have no such rows of their own
 MAX_PADDING = 0.01  # of a buffer
+
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Pending(NamedTuple):
+    """Local gradients that have not crossed the network yet: every worker's own."""
+
+    buffers: Arrays  # sums over microbatches, packed in the wire's dtypes
+    whole: Arrays  # rows (n, *shape): the same of leaves that stay whole
+    weight: jax.Array  # (n,) their weights
+    loss: jax.Array  # (n,) the sums of their losses; 0 where nobody gave one
+
+
+class Totals(NamedTuple):
+    """What gradients are sums of, over all workers."""
+
+    weight: jax.Array  # []
+    loss: jax.Array  # []
+
+
+class LeftOut(NamedTuple):
+    """What rounding left out of the gradients sent so far (see `acco_jax.wire`)."""
+
+    buffers: Arrays  # every worker's own, in the wire's dtype
+
+
+class Outgoing(NamedTuple):
+    """Parameters on their way to all workers; also when they have arrived."""
+
+    buffers: Arrays  # of each worker's shards, then of all; in the wire's dtypes
+    whole: Arrays  # leaves that every worker has; they stay where they are
 
 
 @dataclasses.dataclass(frozen=True)

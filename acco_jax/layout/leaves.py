@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -142,6 +142,10 @@ class Leaf:
             return self._assemble(x, self._split)
         return x[tuple(map(slice, self.shape))] if self.padded else x
 
+    def blocks(self, x: jax.Array) -> jax.Array:
+        """Turn a device's own shard into blocks [1, *part]; what is whole stays."""
+        return x if self.whole or self.in_blocks else x[None]
+
     @property
     def _parts(self) -> tuple[int, ...]:
         return (1,) * len(self.local) if self.parts is None else self.parts
@@ -206,6 +210,21 @@ def path_names(path: Sequence[Any]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
+def numbering(leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], int]:
+    """Return a function that tells by an array's path which parameter it belongs to.
+
+    It is the number of the one whose path ends that path, the longest; -1: none does.
+    """
+    by_path = {leaf.path: i for i, leaf in enumerate(leaves)}
+
+    def number(path: Sequence[Any]) -> int:
+        names = path_names(path)
+        ends = (names[start:] for start in range(len(names) + 1))
+        return next((by_path[end] for end in ends if end in by_path), -1)
+
+    return number
+
+
 def check_floating(name: str, dtype: Any) -> None:
     """Raises a ValueError for an argument that is neither None nor floating point."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -217,11 +236,10 @@ def check_floating(name: str, dtype: Any) -> None:
 
 def describe(
     params: PyTree,
-    *,
     mesh: Mesh,
     axis: tuple[str, ...],
-    comm_dtype: Any = None,
-    param_specs: PyTree | None = None,
+    comm_dtype: Any,
+    param_specs: PyTree | None,
 ) -> tuple[Any, tuple[Leaf, ...]]:
     """Describe the parameters before they are split over the workers.
 
