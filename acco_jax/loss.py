@@ -1,0 +1,109 @@
+"""What a loss function may return, and how that adds up over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+PyTree = Any
+
+
+class Sums(NamedTuple):
+    """What every worker adds up over its microbatches; row i is worker i's."""
+
+    grads: PyTree  # (n, *param.shape), the accumulator's dtype
+    loss: jax.Array  # (n,)
+    weight: jax.Array  # (n,)
+    aux: PyTree  # (n, ...)
+
+
+def with_arrays(fn: Callable[..., Any]) -> Partial:
+    """A function as a pytree of the arrays that it carries; a Partial as it is."""
+    return fn if isinstance(fn, Partial) else Partial(fn)
+
+
+def _check_numbers(out: PyTree) -> None:
+    """Raises a ValueError unless a loss function returned numbers, which add up."""
+    for path, x in jax.tree_util.tree_leaves_with_path(out):
+        dtype = getattr(x, "dtype", None)
+        if dtype is None and isinstance(x, int | float | complex):
+            continue
+        kinds = np.number, np.bool_
+        if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"loss_fn returned {repr(x) if dtype is None else dtype}"
+                f"{place and ' at ' + place}: return numbers alone, because they are "
+                "summed over the microbatches."
+            )
+
+
+def evaluate(
+    loss_fn: Callable[..., Any], microbatch: PyTree, rng: Any, params: PyTree
+) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+    """Return (loss [], (weight [], aux)), aux None if the loss function has none.
+
+    Raises:
+      ValueError: the loss function returned something else.
+    """
+    out = loss_fn(params, microbatch, rng)
+    _check_numbers(out)
+    forms = "return loss, (loss, aux) or (loss, weight, aux)."
+    if not isinstance(out, tuple):
+        out = out, 1.0, None
+    elif len(out) == 2:
+        out = out[0], 1.0, out[1]
+    if len(out) != 3:
+        raise ValueError(f"loss_fn returned a tuple of {len(out)}: {forms}")
+    if out[0] is None:
+        raise ValueError(f"loss_fn returned None for a loss: {forms}")
+    loss, weight = jnp.asarray(out[0]), jnp.asarray(out[1])
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}:"
+            " return a floating-point scalar, the mean or the sum over the rows."
+        )
+    if weight.shape:
+        raise ValueError(
+            f"loss_fn returned a weight of shape {weight.shape}: return a scalar, "
+            "the number of targets."
+        )
+    return loss, (weight, jax.tree.map(jnp.asarray, out[2]))
+
+
+def where(condition: jax.Array, tree: PyTree) -> PyTree:
+    """Return the tree, or zeros where the condition does not hold."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+
+
+def counted(sums: Sums) -> Sums:
+    """Return the sums; what has no weight counts for nothing, not even a NaN."""
+    grads, loss = where(sums.weight != 0, (sums.grads, sums.loss))
+    return sums._replace(grads=grads, loss=loss)
+
+
+def add(sums: Sums, more: Sums) -> Sums:
+    """Return their sum, in the first one's dtypes."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, counted(more))
+
+
+def widened(sums: Sums) -> Sums:
+    """Return the sums in at least 32 bits, gradients as they are.
+
+    There booleans are counted and small floats do not stick.
+    """
+
+    def wide(x: jax.Array, least: Any = jnp.float32) -> jax.Array:
+        return x.astype(jnp.promote_types(x.dtype, least))
+
+    def number(x: jax.Array) -> jax.Array:
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return wide(x, jnp.float32 if inexact else jnp.int32)
+
+    loss, weight = wide(sums.loss), wide(sums.weight)
+    return Sums(sums.grads, loss, weight, jax.tree.map(number, sums.aux))
