@@ -9,18 +9,10 @@ from typing import Any
 
 Inputs = int  # a set of input numbers: bit i stands for input i
 
-# Equations that call a program with their last operands, and where it stands.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "remat": "jaxpr",
-    "checkpoint": "jaxpr",
-}
+# Equations that call a program with their last operands, under either name.
+CALLS = {"jit", "pjit", "closed_call", "core_call"}
+REMATS = {"checkpoint", "remat", "remat2"}
+_CALLS = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 
 
 def dependence(closed: Any, inputs: Sequence[Inputs]) -> list[Inputs]:
@@ -37,23 +29,38 @@ def dependence(closed: Any, inputs: Sequence[Inputs]) -> list[Inputs]:
       For each result, the union of the sets that it depends on.
     """
     jaxpr = _jaxpr(closed)
-    known: dict[Any, Inputs] = dict(zip(jaxpr.invars, inputs, strict=True))
+    sets: dict[Any, Inputs] = dict(zip(jaxpr.invars, inputs, strict=True))
     # Neither literals nor constants are in it: they depend on nothing.
-    read = lambda v: 0 if hasattr(v, "val") else known.get(v, 0)  # noqa: E731
+    read = lambda v: 0 if hasattr(v, "val") else sets.get(v, 0)  # noqa: E731
     for eqn in jaxpr.eqns:
         outs = _equation(eqn, [read(v) for v in eqn.invars])
-        known.update(zip(eqn.outvars, outs, strict=True))
+        sets.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
 def _equation(eqn: Any, args: list[Inputs]) -> list[Inputs]:
     name, params = eqn.primitive.name, eqn.params
-    called = params.get(_CALLS.get(name))
-    if called is not None:
-        return dependence(called, args[len(args) - len(_jaxpr(called).invars) :])
+    if name in _CALLS and (program := called(params)) is not None:
+        return dependence(program, args[len(args) - len(_jaxpr(program).invars) :])
     if name in _CONTROL:
         return _CONTROL[name](params, args)
     return [_union(args)] * len(eqn.outvars)
+
+
+def called(params: dict[str, Any]) -> Any:
+    """Return the program that an equation with these parameters calls, or None."""
+    return params.get("jaxpr", params.get("call_jaxpr"))
+
+
+def carry_of(params: dict[str, Any], args: Sequence[Any]) -> tuple[int, int]:
+    """Return where a scan's carry begins and where it ends, among its operands."""
+    if "num_consts" in params:
+        consts, carry = params["num_consts"], params["num_carry"]
+    else:  # jax 0.12
+        consts, carry, _ = (
+            len(list(part)) for part in params["ft_in"].update(args).unpack()
+        )
+    return consts, consts + carry
 
 
 def _cond(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
@@ -63,32 +70,31 @@ def _cond(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
 
 
 def _while(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    asked, used, carry = args[:first], args[first:][:second], args[first + second :]
+    begin = params["cond_nconsts"]
+    end = begin + params["body_nconsts"]
+    cond_consts, body_consts, carry = args[:begin], args[begin:end], args[end:]
 
     def step(carry: list[Inputs]) -> list[Inputs]:
-        (goes_on,) = dependence(params["cond_jaxpr"], asked + carry)
-        return [goes_on | x for x in dependence(params["body_jaxpr"], used + carry)]
+        (goes_on,) = dependence(params["cond_jaxpr"], cond_consts + carry)
+        outs = dependence(params["body_jaxpr"], body_consts + carry)
+        return [goes_on | x for x in outs]
 
-    return _grown(step, carry)
+    return _fixed_point(step, carry)
 
 
 def _scan(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
-    if "num_consts" in params:
-        first, count = params["num_consts"], params["num_carry"]
-    else:  # jax 0.12
-        parts = params["ft_in"].update(args).unpack()
-        first, count, _ = (len(list(part)) for part in parts)
-    consts, carry, xs = args[:first], args[first:][:count], args[first + count :]
+    begin, end = carry_of(params, args)
+    consts, carry, xs = args[:begin], args[begin:end], args[end:]
 
-    def step(carry: list[Inputs]) -> list[Inputs]:
-        return dependence(params["jaxpr"], consts + carry + xs)[:count]
+    def body(carry: list[Inputs]) -> list[Inputs]:
+        return dependence(params["jaxpr"], consts + carry + xs)
 
-    carry = _grown(step, carry)  # with what it is where the loop runs no time
-    return carry + dependence(params["jaxpr"], consts + carry + xs)[count:]
+    # with what the carry is where the loop runs no time
+    carry = _fixed_point(lambda carry: body(carry)[: end - begin], carry)
+    return carry + body(carry)[end - begin :]
 
 
-def _grown(
+def _fixed_point(
     step: Callable[[list[Inputs]], list[Inputs]], carry: list[Inputs]
 ) -> list[Inputs]:
     """The smallest sets that hold `carry` and that a further step adds nothing to."""

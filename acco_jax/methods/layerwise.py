@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from acco_jax.transforms.dependence import CALLS, REMATS, called, carry_of
+
 PyTree = Any
 Arrays = list[jax.Array]
-
-_JITS = {"jit", "pjit", "closed_call", "core_call"}
-_REMATS = {"checkpoint", "remat", "remat2"}
 
 
 class Reduction(NamedTuple):
@@ -43,7 +42,7 @@ class Reduction(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What every call of the identity needs, per leaf."""
+    """What the identities need, per leaf."""
 
     earlier: Sequence[jax.Array | None]
     shards: Sequence[jax.Array]
@@ -61,7 +60,7 @@ def reduced_gradients(
     valid: jax.Array | None,
     reduction: Reduction,
 ) -> tuple[tuple[jax.Array, PyTree], Arrays]:
-    """Return fn(params) and its gradient plus `earlier`, reduced.
+    """Compute fn(params) and its gradient plus `earlier`, reduced.
 
     Args:
       fn: params -> (loss [], the rest).
@@ -85,10 +84,10 @@ def reduced_gradients(
     def value(shards: Sequence[jax.Array]) -> tuple[jax.Array, PyTree]:
         inputs, values = _Inputs(earlier, shards, valid), jax.tree.leaves(params)
         for group in groups:
-            at_once = _identity(reduction, group, sliced=False)
-            given = [values[i] for i in group]
-            given = at_once(given, *inputs.of(group), valid)
-            for i, x in zip(group, given, strict=True):
+            identity = _identity(reduction, group, sliced=False)
+            own: Any = [values[i] for i in group]
+            own, _ = identity(own, *inputs.of(group), valid, ())
+            for i, x in zip(group, own, strict=True):
                 values[i] = x
         outs = _Evaluation(inputs, reduction).run(closed, values, tags)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
@@ -98,29 +97,11 @@ def reduced_gradients(
 
 def _identity(
     reduction: Reduction, leaves: Sequence[int], sliced: bool
-) -> Callable[..., Arrays]:
-    """(values, earlier, shards, valid) -> values; backward, the sums are reduced."""
-
-    @jax.custom_vjp
-    def identity(values, earlier, shards, valid):  # type: ignore[no-untyped-def]
-        return values
-
-    def forward(values, earlier, shards, valid):  # type: ignore[no-untyped-def]
-        return values, (earlier, valid)
-
-    def backward(kept, gradients):  # type: ignore[no-untyped-def]
-        buffers = reduction.pack(leaves, gradients, *kept)
-        return None, None, reduction.scatter(leaves, buffers, sliced), None
-
-    identity.defvjp(forward, backward)
-    return identity
-
-
-def _handing_on(reduction: Reduction, leaves: Sequence[int]) -> Callable[..., Any]:
+) -> Callable[..., Any]:
     """(values, earlier, shards, valid, buffers) -> (values, buffers).
 
-    Backward, the cotangent of the buffers (the next layer's sums) is reduced, and this
-    layer's sums become the cotangent of the buffers of the layer before.
+    Backward, the sums are reduced. With buffers, their cotangent (the next layer's
+    sums) is, and this layer's sums become that of the buffers of the layer before.
     """
 
     @jax.custom_vjp
@@ -130,10 +111,11 @@ def _handing_on(reduction: Reduction, leaves: Sequence[int]) -> Callable[..., An
     def forward(values, earlier, shards, valid, buffers):  # type: ignore[no-untyped-def]
         return (values, buffers), (earlier, valid)
 
-    def backward(kept, cotangents):  # type: ignore[no-untyped-def]
+    def backward(residuals, cotangents):  # type: ignore[no-untyped-def]
         gradients, buffers = cotangents
-        mine = reduction.pack(leaves, gradients, *kept)
-        return None, None, reduction.scatter(leaves, buffers, True), None, mine
+        own = reduction.pack(leaves, gradients, *residuals)
+        buffers, own = (buffers, own) if len(buffers) else (own, ())
+        return None, None, reduction.scatter(leaves, buffers, sliced), None, own
 
     identity.defvjp(forward, backward)
     return identity
@@ -146,7 +128,7 @@ def _first(reduction: Reduction, leaves: Sequence[int]) -> Callable[..., Arrays]
     def identity(shards, buffers):  # type: ignore[no-untyped-def]
         return buffers
 
-    def backward(kept, buffers):  # type: ignore[no-untyped-def]
+    def backward(_, buffers):  # type: ignore[no-untyped-def]
         return reduction.scatter(leaves, buffers, True), None
 
     identity.defvjp(lambda shards, buffers: (buffers, None), backward)
@@ -157,18 +139,8 @@ def _first(reduction: Reduction, leaves: Sequence[int]) -> Callable[..., Arrays]
 
 
 def _body(eqn: Any) -> core.ClosedJaxpr:
-    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    body = called(eqn.params)
     return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
-
-
-def _carry(eqn: Any) -> tuple[int, int]:
-    """Where a scan's carry begins and where it ends, among its operands."""
-    if "num_consts" in eqn.params:
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    else:  # jax 0.12
-        parts = eqn.params["ft_in"].update(eqn.invars).unpack()
-        consts, carry, _ = (len(list(part)) for part in parts)
-    return consts, consts + carry
 
 
 def _find_uses(jaxpr: Any, tags: dict[Any, int], uses: dict[int, list[bool]]) -> None:
@@ -177,18 +149,18 @@ def _find_uses(jaxpr: Any, tags: dict[Any, int], uses: dict[int, list[bool]]) ->
     A conversion is not a use, what is done with its result is.
     """
     for eqn in jaxpr.eqns:
-        name, found = eqn.primitive.name, _tagged(eqn.invars, tags)
-        if name == "convert_element_type" and found:
-            tags[eqn.outvars[0]] = found[0]
-        elif name in _JITS | _REMATS and found:
-            inner = _body(eqn).jaxpr
-            inner_tags = {inner.invars[k]: i for k, i in found.items()}
-            _find_uses(inner, inner_tags, uses)
+        name, leaves = eqn.primitive.name, _tagged(eqn.invars, tags)
+        if name == "convert_element_type" and leaves:
+            tags[eqn.outvars[0]] = leaves[0]
+        elif name in CALLS | REMATS and leaves:
+            body = _body(eqn).jaxpr
+            _find_uses(body, {body.invars[k]: i for k, i in leaves.items()}, uses)
         else:
-            for k, leaf in found.items():
-                uses[leaf].append(name == "scan" and k >= _carry(eqn)[1])
-    for leaf in _tagged(jaxpr.outvars, tags).values():
-        uses[leaf].append(False)
+            for k, i in leaves.items():
+                scanned = name == "scan" and k >= carry_of(eqn.params, eqn.invars)[1]
+                uses[i].append(scanned)
+    for i in _tagged(jaxpr.outvars, tags).values():
+        uses[i].append(False)
 
 
 def _tagged(atoms: Sequence[Any], tags: dict[Any, int]) -> dict[int, int]:
@@ -212,73 +184,69 @@ class _Evaluation(NamedTuple):
             return v.val if isinstance(v, core.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            name, found = eqn.primitive.name, _tagged(eqn.invars, tags)
+            name, leaves = eqn.primitive.name, _tagged(eqn.invars, tags)
             values = [read(v) for v in eqn.invars]
-            if name in _JITS | _REMATS and found:
-                outs = self.call(eqn, values, found)
-            elif name == "scan" and found:
-                outs = self.scan(eqn, values, found)
+            if name in CALLS | REMATS and leaves:
+                outs = self.call(eqn, values, leaves)
+            elif name == "scan" and leaves:
+                outs = self.scan(eqn, values, leaves)
             else:
                 bind_params = eqn.primitive.get_bind_params(eqn.params)
                 with eqn.ctx.manager:
                     outs = eqn.primitive.bind(*values, **bind_params)
-                if name == "convert_element_type" and found:
-                    tags[eqn.outvars[0]] = found[0]
+                if name == "convert_element_type" and leaves:
+                    tags[eqn.outvars[0]] = leaves[0]
             outs = outs if eqn.primitive.multiple_results else [outs]
             env |= dict(zip(eqn.outvars, outs, strict=True))
         return [jnp.asarray(read(v), v.aval.dtype) for v in jaxpr.outvars]
 
-    def call(self, eqn: Any, values: list[Any], found: dict[int, int]) -> list[Any]:
+    def call(self, eqn: Any, values: list[Any], leaves: dict[int, int]) -> list[Any]:
         body = _body(eqn)
-        tags = {body.jaxpr.invars[k]: i for k, i in found.items()}
+        tags = {body.jaxpr.invars[k]: i for k, i in leaves.items()}
 
         def call(*values: Any) -> list[Any]:
             return self.run(body, values, tags)
 
-        if eqn.primitive.name in _REMATS:
-            kept = {k: eqn.params[k] for k in ("prevent_cse", "policy")}
-            return jax.checkpoint(call, **kept)(*values)
+        if eqn.primitive.name in REMATS:
+            options = {k: eqn.params[k] for k in ("prevent_cse", "policy")}
+            return jax.checkpoint(call, **options)(*values)
         return call(*values)
 
-    def scan(self, eqn: Any, values: list[Any], found: dict[int, int]) -> list[Any]:
-        """The same scan with the slices of the found leaves wrapped in its body."""
-        begin, end = _carry(eqn)
+    def scan(self, eqn: Any, values: list[Any], positions: dict[int, int]) -> list[Any]:
+        """The same scan with the slices of the tagged leaves wrapped in its body."""
+        begin, end = carry_of(eqn.params, eqn.invars)
         body, reduction = core.jaxpr_as_fun(eqn.params["jaxpr"]), self.reduction
-        leaves, valid = list(found.values()), self.inputs.valid
+        leaves, valid = list(positions.values()), self.inputs.valid
         earlier, shards = self.inputs.of(leaves)
+        identity = _identity(reduction, leaves, sliced=True)
         buffers: Any = ()
         if reduction.pipelined:
             at = -1 if eqn.params["reverse"] else 0
             first = [None if e is None else e[at] for e in earlier]
-            given = [values[k][at] for k in found]
-            buffers = reduction.pack(leaves, given, first, None)
+            slices = [values[k][at] for k in positions]
+            buffers = reduction.pack(leaves, slices, first, None)
             buffers = list(map(jnp.zeros_like, buffers))
             buffers = _first(reduction, leaves)([s[at] for s in shards], buffers)
             # iteration i of the backward pass reduces what iteration i + 1 has left
-            shards = [_moved(s, eqn.params["reverse"]) for s in shards]
+            shards = [_shift(s, eqn.params["reverse"]) for s in shards]
 
         def step(carry: Any, slices: Any) -> tuple[Any, list[Any]]:
             (carry, buffers), (xs, earlier, shards) = carry, slices
-            given = [xs[k - end] for k in found]
-            if reduction.pipelined:
-                hand_on = _handing_on(reduction, leaves)
-                given, buffers = hand_on(given, earlier, shards, valid, buffers)
-            else:
-                at_once = _identity(reduction, leaves, sliced=True)
-                given = at_once(given, earlier, shards, valid)
+            own = [xs[k - end] for k in positions]
+            own, buffers = identity(own, earlier, shards, valid, buffers)
             xs = list(xs)
-            for k, x in zip(found, given, strict=True):
+            for k, x in zip(positions, own, strict=True):
                 xs[k - end] = x
             outs = body(*values[:begin], *carry, *xs)
             return (outs[: end - begin], buffers), outs[end - begin :]
 
-        kept = {k: eqn.params[k] for k in ("reverse", "length", "unroll")}
+        options = {k: eqn.params[k] for k in ("reverse", "length", "unroll")}
         init, stacked = (values[begin:end], buffers), (values[end:], earlier, shards)
-        (carry, _), ys = lax.scan(step, init, stacked, **kept)
+        (carry, _), ys = lax.scan(step, init, stacked, **options)
         return [*carry, *ys]
 
 
-def _moved(shards: jax.Array, reverse: bool) -> jax.Array:
+def _shift(shards: jax.Array, reverse: bool) -> jax.Array:
     """Each layer's shard in the place of the one before it, in the scan's order."""
     blank = jnp.zeros_like(shards[:1])
     return jnp.concatenate([blank, shards[:-1]] if reverse else [shards[1:], blank])
