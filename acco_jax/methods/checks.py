@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
+import traceback
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from acco_jax.layout import Layout
+from acco_jax.layout import Layout, Leaf, path_names
 
 PyTree = Any
 
 
 def place_weight(layout: Layout, weight: Any) -> jax.Array:
-    """(n,) weights on their workers; None means 1 each.
+    """Put (n,) weights on their workers; None means 1 each.
 
     Those of a jax.Array would have to be waited for: they are not read, and one below 0
     becomes 0.
@@ -31,7 +32,10 @@ def place_weight(layout: Layout, weight: Any) -> jax.Array:
     if weight is None:
         weight = jnp.ones(n)
     elif not isinstance(weight, jax.Array) and np.any(np.less(weight, 0)):
-        raise ValueError(f"weight {np.asarray(weight).tolist()} has one below 0.")
+        raise ValueError(
+            f"weight {np.asarray(weight).tolist()} has one below 0: give each worker 0 "
+            "or more, such as its number of targets."
+        )
     if np.shape(weight) != (n,):
         raise ValueError(
             f"weight has shape {np.shape(weight)}: give one weight per worker, ({n},)."
@@ -47,51 +51,55 @@ def check_params(layout: Layout, params: PyTree | None) -> None:
         raise ValueError(
             "update needs the current params: tx.update(grads, state, params)."
         )
-    _check_structure("params", layout, params)
-    for leaf, p in zip(layout.leaves, jax.tree.leaves(params), strict=True):
+    for leaf, p in _by_leaf("params", layout, params):
         if jnp.shape(p) != leaf.shape:
             raise ValueError(
-                f"params {leaf} has shape {jnp.shape(p)}, but init saw {leaf.shape}."
+                f"params {leaf} has shape {jnp.shape(p)}, but init saw {leaf.shape}: "
+                "make a new state with init."
             )
     check_dtypes(layout, params)
 
 
 def check_dtypes(layout: Layout, params: PyTree) -> None:
     """Raises a ValueError unless params, or rows of them, are of the dtypes of init."""
-    for leaf, p in zip(layout.leaves, jax.tree.leaves(params), strict=True):
+    for leaf, p in _by_leaf("params", layout, params):
         # NumPy's float64 becomes float32 where jax_enable_x64 is off
-        found, held = jnp.result_type(p), jnp.result_type(leaf.dtype)
-        if found != held:
+        dtype, expected = jnp.result_type(p), jnp.result_type(leaf.dtype)
+        if dtype != expected:
             raise ValueError(
-                f"params {leaf} is {found}, but init saw {held}: cast it back, or make "
-                "a new state with init."
+                f"params {leaf} is {dtype}, but init saw {expected}: cast it back, or "
+                "make a new state with init."
             )
 
 
 def check_grads(layout: Layout, grads: PyTree) -> None:
     """Raises a ValueError unless grads are rows of what `layout` was made for."""
-    _check_structure("grads", layout, grads)
-    n = layout.workers
-    for leaf, g in zip(layout.leaves, jax.tree.leaves(grads), strict=True):
-        if jnp.shape(g) != (n, *leaf.shape):
+    for leaf, g in _by_leaf("grads", layout, grads):
+        shape = (layout.workers, *leaf.shape)
+        if jnp.shape(g) != shape:
             raise ValueError(
-                f"grads {leaf} has shape {jnp.shape(g)} instead of "
-                f"{(n, *leaf.shape)}: give one row per worker, the sum of its own "
-                "microbatch gradients (see acco_jax.local_gradients)."
+                f"grads {leaf} has shape {jnp.shape(g)} instead of {shape}: give one "
+                "row per worker, the sum of its own microbatch gradients (see "
+                "acco_jax.local_gradients)."
             )
 
 
-def _check_structure(what: str, layout: Layout, tree: PyTree) -> None:
+def _by_leaf(what: str, layout: Layout, tree: PyTree) -> Iterable[tuple[Leaf, Any]]:
     if jax.tree.structure(tree) != layout.treedef:
         raise ValueError(
-            f"{what} has another tree structure than the parameters given to init."
+            f"{what} has another tree structure than the parameters given to init: "
+            "give the same tree, or make a new state with init."
         )
+    return zip(layout.leaves, jax.tree.leaves(tree), strict=True)
 
 
 def check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
-    names = ", ".join(sorted(extra))
+    """Raises a ValueError for extra arguments that inner cannot take."""
     if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
-        raise ValueError(f"inner takes no extra arguments, but update got {names}.")
+        names = ", ".join(sorted(extra))
+        raise ValueError(
+            f"inner takes no extra arguments, but update got {names}: leave them out."
+        )
     for name, value in extra.items():
         if any(callable(x) for x in jax.tree.leaves(value)):
             raise ValueError(
@@ -109,16 +117,10 @@ def checked_update(
     *,
     in_loop: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """inner.update, whose state must come back as it went in.
+    """Run inner.update, whose state must come back as it went in.
 
-    Args:
-      inner: the optimizer.
-      gradient: what it is given; so are `state`, `params` and `extra`.
-      state: as init or the update before made it.
-      params: of the same structure as `gradient`.
-      extra: keyword arguments.
-      in_loop: whether the state's dtypes must stay, as in a compiled loop; else they
-        may become wider, as the first updates of some optimizers make them.
+    Its dtypes may become wider, as the first updates of some optimizers make them, but
+    not `in_loop`, a compiled one.
 
     Raises:
       ValueError: it needs an argument that is not in `extra`, or the state has another
@@ -142,44 +144,43 @@ def checked_update(
             f"inner needs {missing[1]}, which it was not given: use tx.update and pass "
             "it by keyword."
         ) from error
+    _check_unchanged(state, new, in_loop)
+    return updates, new
+
+
+def _check_unchanged(state: PyTree, new: PyTree, in_loop: bool) -> None:
     before, after = _by_name(state), _by_name(new)
     for name in [*before, *after]:
-        was, is_ = _described(before.get(name)), _described(after.get(name))
-        if was != is_ and not _meet(after.get(name), before.get(name), in_loop):
+        old, now = before.get(name), after.get(name)
+        was, is_ = _described(old), _described(now)
+        if was != is_ and not _compatible(old, now, in_loop):
             raise ValueError(
                 f"inner changes its state: {name or 'it'} was {was} and is {is_} after "
                 "an update, which must return what init does."
             )
-    if _differ(state, new):  # a list for a tuple, say
+    structure: Any = jax.tree.structure(state)
+    if structure != jax.tree.structure(new):  # a list for a tuple, say
         raise ValueError(
             "inner changes its state: its leaves are in another kind of container "
             "after an update, which must return what init does."
         )
-    return updates, new
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
     named = jax.tree_util.tree_leaves_with_path(tree)
-    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {keystr(path): x for path, x in named}
+    return {"/".join(path_names(path)): x for path, x in named}
 
 
 def _described(x: Any) -> str:
     return "absent" if x is None else f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def _meet(new: Any, old: Any, in_loop: bool) -> bool:
-    """Whether both are of one shape, and what is chosen of them of either's dtype."""
+def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
+    """Whether what jnp.where chooses of the two has the dtype of either."""
     if new is None or old is None or jnp.shape(new) != jnp.shape(old):
         return False
-    either = (
-        {jnp.result_type(old)} if in_loop else {jnp.result_type(x) for x in (new, old)}
-    )
-    return jnp.result_type(new, old) in either
-
-
-def _differ(a: PyTree, b: PyTree) -> bool:
-    return bool(jax.tree.structure(a) != jax.tree.structure(b))  # type: ignore[operator]
+    dtypes = [jnp.result_type(x) for x in ((old,) if in_loop else (old, new))]
+    return jnp.result_type(new, old) in dtypes
 
 
 # --------------------------------------------- what a method may and may not stand in
@@ -193,17 +194,19 @@ _LOOPS = {"chain": ("fn", "init_fns"), "named_chain": ("tx", "transforms")}
 
 
 def as_updated(params: PyTree) -> PyTree:
-    """What `init` was given, in the form in which `update` will be.
+    """Return what `init` was given, in the form that `update` will be given.
 
     flax's nnx.Optimizer gives init its Variables, and update the arrays in them.
     """
     nnx = sys.modules.get("flax.nnx")
-    frame: types.FrameType | None = sys._getframe(1)
-    while nnx is not None and frame is not None:
-        if frame.f_globals.get("__name__") == "flax.nnx.training.optimizer":
-            return nnx.as_pure(params)
-        frame = frame.f_back
+    callers = (_module(frame) for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    if nnx is not None and "flax.nnx.training.optimizer" in callers:
+        return nnx.as_pure(params)
     return params
+
+
+def _module(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
 
 
 def refuse_wrappers() -> None:
@@ -211,10 +214,9 @@ def refuse_wrappers() -> None:
 
     A member of a chain is not told what follows it, so the calling frames are asked.
     """
-    frame: types.FrameType | None = sys._getframe(2)
     called: types.FrameType | None = None
-    while frame is not None:
-        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        module, code = _module(frame), frame.f_code
         if module.startswith("optax.") and not module.endswith("_test"):
             wrapper = code.co_qualname.split(".")[0]
             if wrapper not in _HARMLESS:
@@ -225,7 +227,7 @@ def refuse_wrappers() -> None:
                 )
             if wrapper in _LOOPS and code.co_name != "<genexpr>":
                 _refuse_followers(wrapper, frame, called)
-        frame, called = frame.f_back, frame
+        called = frame
 
 
 def _refuse_followers(
@@ -240,8 +242,8 @@ def _refuse_followers(
         return
     if wrapper == "named_chain":
         members = [pair[-1] for pair in members if isinstance(pair, tuple) and pair]
-    found = [other is member for other in members]
-    if any(found) and not found[-1]:
+    positions = [other is member for other in members]
+    if any(positions) and not positions[-1]:
         raise ValueError(
             f"this method must be the last member of optax.{wrapper}: what stands "
             "after it would change the parameters behind its back; put it inside, "

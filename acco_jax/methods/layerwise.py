@@ -113,7 +113,7 @@ def _identity(
 
     def backward(residuals, cotangents):  # type: ignore[no-untyped-def]
         gradients, buffers = cotangents
-        own = reduction.pack(leaves, gradients, *residuals)
+        own: Any = reduction.pack(leaves, gradients, *residuals)
         buffers, own = (buffers, own) if len(buffers) else (own, ())
         return None, None, reduction.scatter(leaves, buffers, sliced), None, own
 
