@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from acco_jax.layout import path_names
 from acco_jax.methods.dependence import dependence
 
 PyTree = Any
+State = dict[str, Any]  # the arrays of an optimizer's state by their paths
 
 
 class PerLayerState(NamedTuple):
@@ -78,19 +80,18 @@ def per_layer(
     def init_fn(params: PyTree) -> PerLayerState:
         if not jax.tree.leaves(params):  # optax.tree_map_params gives a placeholder
             return PerLayerState(inner.init(params))
-        leaves = _leaves(stacked, params)
-        parts = _parts(inner, leaves)
-        _refuse_across(inner, leaves, parts, {})
+        tree = _read(stacked, params)
+        parts = _parts(inner, tree)
+        _refuse_across(inner, tree, parts, {})
 
-        def init(params: PyTree) -> list[Any]:
-            return jax.tree.leaves(inner.init(params))
+        def init(params: PyTree) -> State:
+            return _by_path(inner.init(params))
 
         states = [
-            part.over_layers(init, 0, part.axes)(leaves.only(part, params))
+            part.over_layers(init, 0, part.axes)(tree.only(part, params))
             for part in parts
         ]
-        like = jax.eval_shape(inner.init, leaves.layer)
-        return PerLayerState(_join(like, parts, states))
+        return PerLayerState(_join(jax.eval_shape(inner.init, tree.layer), states))
 
     def update_fn(
         updates: PyTree,
@@ -98,25 +99,26 @@ def per_layer(
         params: PyTree | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PerLayerState]:
-        leaves = _leaves(stacked, updates)
-        parts = _parts(inner, leaves)
+        tree = _read(stacked, updates)
+        parts = _parts(inner, tree)
         if extra:
-            _refuse_across(inner, leaves, parts, extra)
+            _refuse_across(inner, tree, parts, extra)
+        whole = _by_path(state.inner_state)
 
-        def run(part: _Part) -> tuple[list[Any], list[Any]]:
-            def update(grads: PyTree, state: list[Any], params: PyTree) -> Any:
-                own = part.treedef.unflatten(state)
+        def run(part: _Part) -> tuple[list[Any], State]:
+            def update(grads: PyTree, state: State, params: PyTree) -> Any:
+                own = part.treedef.unflatten(state[path] for path in part.axes)
                 grads, own = inner.update(grads, own, params, **extra)
-                return jax.tree.leaves(grads), jax.tree.leaves(own)
+                return jax.tree.leaves(grads), _by_path(own)
 
             update = part.over_layers(update, (0, part.axes, 0), (0, part.axes))
-            grads, at = (leaves.only(part, tree) for tree in (updates, params))
-            return update(grads, _own(part, state.inner_state), at)
+            own = {path: whole[path] for path in part.axes}
+            return update(tree.only(part, updates), own, tree.only(part, params))
 
-        found = [run(part) for part in parts]
-        moved = leaves.join(parts, [updates for updates, _ in found])
-        states = [own for _, own in found]
-        return moved, PerLayerState(_join(state.inner_state, parts, states))
+        results = [run(part) for part in parts]
+        updates = tree.join(parts, [own for own, _ in results])
+        inner_state = _join(state.inner_state, [own for _, own in results])
+        return updates, PerLayerState(inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -128,151 +130,127 @@ class _Part:
     Attributes:
       layers: their number; None: of the leaves that are not stacked.
       treedef: the structure of inner's state for these leaves.
-      paths: of its arrays; the array of the same path of the whole state is theirs.
-      axes: which axis of each counts layers; None: it is kept once, for no leaf.
+      axes: by path of its arrays, which are those of the same path of the whole state,
+        the axis that counts layers; None: the array is kept once, for no leaf.
     """
 
     layers: int | None
     treedef: Any
-    paths: list[str]
-    axes: list[int | None]
+    axes: dict[str, int | None]
 
     def over_layers(self, fn: Callable, in_axes: Any, out_axes: Any) -> Callable:
-        """fn for one layer -> fn for all of them."""
+        """Turn fn for one layer into fn for all of them."""
         if self.layers is None:
             return fn
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaves:
-    """The parameters' tree: one record per leaf.
+class _Leaf(NamedTuple):
+    name: str  # such as 'h/attn/kernel'
+    layers: int | None  # how many axis 0 counts; None: the leaf is not stacked
+    one_layer: jax.ShapeDtypeStruct  # what inner sees
 
-    Attributes:
-      treedef: the tree.
-      names: such as 'h/attn/kernel'.
-      layers: how many of them axis 0 counts; None: the leaf is not stacked.
-      one_layer: shape and dtype of what inner sees.
-    """
+
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """The parameters' tree."""
 
     treedef: Any
-    names: list[str]
-    layers: list[int | None]
-    one_layer: list[jax.ShapeDtypeStruct]
+    leaves: list[_Leaf]
 
     @property
     def layer(self) -> PyTree:
         """The tree that inner would see if all leaves had one layer."""
-        return self.treedef.unflatten(self.one_layer)
+        return self.treedef.unflatten(leaf.one_layer for leaf in self.leaves)
 
-    def two_layers(self) -> _Leaves:
-        """The tree of two layers with a leaf for each."""
-        both = [
-            i for i, n in enumerate(self.layers) for _ in range(1 + (n is not None))
-        ]
-        pairs = zip(self.layers, self.one_layer, strict=True)
-        tree = self.treedef.unflatten(x if n is None else [x, x] for n, x in pairs)
-        return _Leaves(
-            jax.tree.structure(tree),
-            [self.names[i] for i in both],
-            [self.layers[i] for i in both],
-            [self.one_layer[i] for i in both],
+    def two_layers(self) -> _Tree:
+        """Return the tree of two layers with a leaf for each."""
+        tree = self.treedef.unflatten(
+            leaf if leaf.layers is None else [leaf, leaf] for leaf in self.leaves
         )
+        is_leaf = lambda x: isinstance(x, _Leaf)  # noqa: E731
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+        return _Tree(treedef, leaves)
 
     @property
     def groups(self) -> list[int | None]:
         """The numbers of layers that occur, None first."""
-        return sorted(set(self.layers), key=lambda n: (n is not None, n))
+        numbers = {leaf.layers for leaf in self.leaves}
+        return sorted(numbers, key=lambda n: (n is not None, n))
 
-    def masked(self, layers: int | None, leaves: Sequence[Any]) -> PyTree:
-        """The tree with only those of the leaves that have so many layers."""
+    def masked(self, layers: int | None, values: Iterable[Any]) -> PyTree:
+        """Return the tree with the values of leaves with so many layers alone."""
         return self.treedef.unflatten(
-            x if n == layers else optax.MaskedNode()
-            for n, x in zip(self.layers, leaves, strict=True)
+            x if leaf.layers == layers else optax.MaskedNode()
+            for leaf, x in zip(self.leaves, values, strict=True)
         )
 
     def only(self, part: _Part, tree: PyTree | None) -> PyTree | None:
-        if tree is None:
-            return None
-        return self.masked(part.layers, jax.tree.leaves(tree))
+        """Return the tree with a part's leaves alone."""
+        return None if tree is None else self.masked(part.layers, jax.tree.leaves(tree))
 
-    def join(self, parts: Sequence[_Part], leaves: Sequence[list[Any]]) -> PyTree:
-        """The inverse of `only` for all parts."""
-        rest = {p.layers: iter(xs) for p, xs in zip(parts, leaves, strict=True)}
-        return self.treedef.unflatten(next(rest[n]) for n in self.layers)
+    def join(self, parts: Sequence[_Part], values: Iterable[list[Any]]) -> PyTree:
+        """Join the leaves of all parts: the inverse of `only`."""
+        rest = {p.layers: iter(xs) for p, xs in zip(parts, values, strict=True)}
+        return self.treedef.unflatten(next(rest[leaf.layers]) for leaf in self.leaves)
 
 
-def _leaves(stacked: PyTree | Callable[[PyTree], PyTree], tree: PyTree) -> _Leaves:
+def _read(stacked: PyTree | Callable[[PyTree], PyTree], tree: PyTree) -> _Tree:
     """Reads the tree; raises a ValueError for a stacked leaf without an axis."""
     marks = stacked(tree) if callable(stacked) else stacked
     marks = jax.tree.leaves(jax.tree.broadcast(marks, tree))
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = ["/".join(path_names(path)) or "the parameter" for path, _ in flat]
-    shapes = [jnp.shape(x) for _, x in flat]
-    for name, shape, mark in zip(names, shapes, marks, strict=True):
+    leaves = []
+    for (path, x), mark in zip(flat, marks, strict=True):
+        name, shape = "/".join(path_names(path)) or "the parameter", jnp.shape(x)
         if mark and not shape:
             raise ValueError(
                 f"{name} is marked as stacked, but its shape is (): mark leaves whose "
                 "axis 0 counts layers."
             )
-    layers = [s[0] if mark else None for s, mark in zip(shapes, marks, strict=True)]
-    one_layer = [
-        jax.ShapeDtypeStruct(jnp.shape(x)[n is not None :], jnp.result_type(x))
-        for n, (_, x) in zip(layers, flat, strict=True)
-    ]
-    return _Leaves(treedef, names, layers, one_layer)
+        one_layer = jax.ShapeDtypeStruct(shape[bool(mark) :], jnp.result_type(x))
+        leaves.append(_Leaf(name, shape[0] if mark else None, one_layer))
+    return _Tree(treedef, leaves)
 
 
 # ------------------------------------------- inner's state, part by part and as a whole
 
 
-def _parts(inner: optax.GradientTransformation, leaves: _Leaves) -> list[_Part]:
+def _parts(inner: optax.GradientTransformation, tree: _Tree) -> list[_Part]:
     """What inner keeps for each group of leaves, by tracing its init alone."""
+    one_layer = [leaf.one_layer for leaf in tree.leaves]
     states = [
-        jax.eval_shape(inner.init, leaves.masked(n, leaves.one_layer))
-        for n in leaves.groups
+        jax.eval_shape(inner.init, tree.masked(n, one_layer)) for n in tree.groups
     ]
-    count = collections.Counter(path for s in states for path in _paths(s))
-    nothing = leaves.treedef.unflatten([optax.MaskedNode()] * len(leaves.names))
+    count = collections.Counter(path for state in states for path in _by_path(state))
     with contextlib.suppress(Exception):  # if it fails, inner needs a leaf to begin
-        count.update(_paths(jax.eval_shape(inner.init, nothing)))
+        empty = tree.masked(-1, one_layer)
+        count.update(list(_by_path(jax.eval_shape(inner.init, empty))))
     # What is kept for several groups, or where there is no leaf at all, is no leaf's.
     return [
         _Part(
             layers=n,
             treedef=jax.tree.structure(state),
-            paths=_paths(state),
-            axes=[None if count[path] > 1 else 0 for path in _paths(state)],
+            axes={path: None if count[path] > 1 else 0 for path in _by_path(state)},
         )
-        for n, state in zip(leaves.groups, states, strict=True)
+        for n, state in zip(tree.groups, states, strict=True)
     ]
 
 
-def _paths(state: PyTree) -> list[str]:
+def _by_path(state: PyTree) -> State:
     flat = jax.tree_util.tree_leaves_with_path(state)
-    return [jax.tree_util.keystr(path) for path, _ in flat]
+    return {jax.tree_util.keystr(path): x for path, x in flat}
 
 
-def _own(part: _Part, state: PyTree) -> list[Any]:
-    """The arrays of the whole state that are a part's."""
-    found = dict(zip(_paths(state), jax.tree.leaves(state), strict=True))
-    return [found[path] for path in part.paths]
-
-
-def _join(like: PyTree, parts: Sequence[_Part], states: Sequence[list[Any]]) -> PyTree:
+def _join(like: PyTree, states: Sequence[State]) -> PyTree:
     """The whole state, of the structure of `like`, from those of the parts."""
-    found: dict[str, Any] = {}
-    for part, own in zip(parts, states, strict=True):
-        for path, x in zip(part.paths, own, strict=True):
-            found.setdefault(path, x)
-    paths = _paths(like)
-    if set(paths) != set(found):
-        differ = sorted(set(paths) ^ set(found))
+    arrays, paths = collections.ChainMap(*states), list(_by_path(like))
+    if differ := sorted(set(paths) ^ set(arrays)):
         raise ValueError(
             f"inner keeps {differ[0]} for the whole tree or for a part of it, but not "
             "for both: per_layer needs a state made of trees like the parameters'."
         )
-    return jax.tree.unflatten(jax.tree.structure(like), [found[p] for p in paths])
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[p] for p in paths])
 
 
 # ------------------------------------------------------------ what looks across leaves
@@ -280,7 +258,7 @@ def _join(like: PyTree, parts: Sequence[_Part], states: Sequence[list[Any]]) -> 
 
 def _refuse_across(
     inner: optax.GradientTransformationExtraArgs,
-    leaves: _Leaves,
+    whole: _Tree,
     parts: Sequence[_Part],
     extra: dict[str, Any],
 ) -> None:
@@ -289,34 +267,30 @@ def _refuse_across(
     The program is read for one layer, and for two with a leaf each. An inner that
     cannot be traced lacks extra arguments; it is read once `update` gets them.
     """
-    if all(n is None for n in leaves.layers):
+    if all(leaf.layers is None for leaf in whole.leaves):
         return
-    once = {
-        path
-        for part in parts
-        for path, axis in zip(part.paths, part.axes, strict=True)
-        if axis is None
-    }
-    for tree in (leaves, leaves.two_layers()):
+    once = {path for p in parts for path, axis in p.axes.items() if axis is None}
+    for tree in (whole, whole.two_layers()):
         try:
-            updates, state = _met(inner, tree.layer, extra)
+            updates, state = _dependences(inner, tree.layer, extra)
         except Exception:
             continue
-        stacked = sum(1 << i for i, n in enumerate(tree.layers) if n is not None)
-        for i, met in enumerate(updates):
+        marks = enumerate(leaf.layers is not None for leaf in tree.leaves)
+        stacked = sum(1 << i for i, mark in marks if mark)
+        for i, inputs in enumerate(updates):
             own = 1 << i
-            if others := met & (~own if own & stacked else stacked):
-                name = tree.names[i]
+            if others := inputs & (~own if own & stacked else stacked):
+                name = tree.leaves[i].name
                 raise _across(f"the update of {name}", name, others, tree)
-        for path, met in state.items():
-            if met & stacked and (met & (met - 1) or path in once):
-                raise _across(f"{path} of inner's state", "", met, tree)
+        for path, inputs in state.items():
+            if inputs & stacked and (inputs & (inputs - 1) or path in once):
+                raise _across(f"{path} of inner's state", "", inputs, tree)
 
 
-def _across(what: str, own: str, met: int, tree: _Leaves) -> ValueError:
-    """The refusal of what has met the leaves of these bits."""
-    found = [name for i, name in enumerate(tree.names) if met >> i & 1]
-    names = list(dict.fromkeys("its other layers" if x == own else x for x in found))
+def _across(what: str, own: str, inputs: int, tree: _Tree) -> ValueError:
+    """The refusal of what depends on the leaves of these bits."""
+    names = [leaf.name for i, leaf in enumerate(tree.leaves) if inputs >> i & 1]
+    names = list(dict.fromkeys("its other layers" if x == own else x for x in names))
     shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
     return ValueError(
         f"{what} depends on {shown}, but per_layer shows inner each layer by itself: "
@@ -325,10 +299,10 @@ def _across(what: str, own: str, met: int, tree: _Leaves) -> ValueError:
     )
 
 
-def _met(
+def _dependences(
     inner: optax.GradientTransformationExtraArgs, tree: PyTree, extra: dict[str, Any]
 ) -> tuple[list[int], dict[str, int]]:
-    """Which leaves have met in each update and in each array of inner's state.
+    """Which leaves each update and each array of inner's state depends on.
 
     After any number of updates; bit i of a number stands for leaf i's gradient and
     parameter.
@@ -340,10 +314,11 @@ def _met(
     first, state = jax.make_jaxpr(inner.init, return_shape=True)(tree)
     program = jax.make_jaxpr(update)(tree, state, tree)
     bits = [1 << i for i in range(len(jax.tree.leaves(tree)))]
-    kept = dependence(first, bits)
+    sets = dependence(first, bits)
     while True:
-        out = dependence(program, bits + kept + bits)
+        out = dependence(program, bits + sets + bits)
         updates, after = out[: len(bits)], out[len(bits) :]
-        if all(new | old == old for new, old in zip(after, kept, strict=True)):
-            return updates, dict(zip(_paths(state), kept, strict=True))
-        kept = [new | old for new, old in zip(after, kept, strict=True)]
+        after = list(map(operator.or_, after, sets))
+        if after == sets:
+            return updates, dict(zip(_by_path(state), sets, strict=True))
+        sets = after
