@@ -63,7 +63,7 @@ _KINDS = {
 
 
 def generation(device_kind_or_topology: str) -> str | None:
-    """The key of `OPTIONS` for a device kind or a topology, None if it is not known."""
+    """Return the key of `OPTIONS` for a device kind or a topology, None if unknown."""
     name = device_kind_or_topology.lower()
     parts = name.split(":")
     if parts[0] == "tpu" and len(parts) > 1:
@@ -89,27 +89,23 @@ def compiler_options(
       Options for jax.jit(compiler_options=...), which make_train_step uses by default;
       empty for devices that need none or are not known.
     """
-    kind = generation(device_kind_or_topology)
-    options = dict(OPTIONS.get(kind or "", {}))
-    if kind == "gpu" and model_axis:
+    chip = generation(device_kind_or_topology)
+    options = dict(OPTIONS.get(chip or "", {}))
+    if chip == "gpu" and model_axis:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     return options
 
 
 @contextlib.contextmanager
 def naming_unknown_options() -> Iterator[None]:
-    """Turns a compiler's refusal of an option into one line.
-
-    Raises:
-      ValueError: the installed compiler does not know an option; nothing has run.
-    """
+    """Turn a compiler's refusal of an option, before anything runs, into one line."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"No such compile option: '(\w+)'", str(error))
-        if found is None:
+        option = re.search(r"No such compile option: '(\w+)'", str(error))
+        if option is None:
             raise
         raise ValueError(
             f"the compiler of jax {jax.__version__} on this device does not know the "
-            f"option {found[1]!r}: pass compiler_options without it."
+            f"option {option[1]!r}: pass compiler_options without it."
         ) from error

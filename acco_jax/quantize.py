@@ -63,11 +63,11 @@ def quantize(x: jax.Array, bits: int, axes: tuple[str, ...] = ()) -> jax.Array:
 
     column = lax.broadcasted_iota(jnp.uint32, (1, width), 1)
     lowest = ((code >> jnp.minimum(column, SCALE_BITS - 1)) & 1).astype(jnp.float32)
-    given = 2 * jnp.round((x - lowest) / 2) + lowest  # nearest with that lowest bit
+    marked = 2 * jnp.round((x - lowest) / 2) + lowest  # nearest with that lowest bit
     most = limit - 1 + lowest
-    given = jnp.clip(given, -most, most)
+    marked = jnp.clip(marked, -most, most)
     free = jnp.clip(jnp.round(x), -limit, limit)
-    q = jnp.where(column < SCALE_BITS, given, free).astype(jnp.int32)
+    q = jnp.where(column < SCALE_BITS, marked, free).astype(jnp.int32)
     q = q.astype(jnp.uint32) & (2**bits - 1)
     parts = [q[:, i : i + words] for i in range(0, width, words)]
     shifted = [part << bits * i for i, part in enumerate(parts)]
@@ -75,36 +75,24 @@ def quantize(x: jax.Array, bits: int, axes: tuple[str, ...] = ()) -> jax.Array:
 
 
 def dequantize(q: jax.Array, bits: int) -> jax.Array:
-    """Integers times scales, exact products: the inverse of `quantize`.
+    """Multiply integers by their scales, exactly: the inverse of `quantize`.
 
-    Args:
-      q: uint32 [rows, width * bits / 32].
-      bits: as given to `quantize`.
-
-    Returns:
-      float32 [rows, width].
+    Turns uint32 [rows, width * bits / 32] into float32 [rows, width].
     """
     return _integers(q, bits) * _scales(q)
 
 
 def dequantized_sum(q: jax.Array, bits: int, senders: int) -> jax.Array:
-    """The sum over senders of what they quantized, added in their order.
+    """Sum what several senders quantized, added in their order.
 
-    One reduction over the senders XLA:CPU does not vectorize: it takes some twenty
-    times as long as these additions.
-
-    Args:
-      q: uint32 [senders * rows, width * bits / 32].
-      bits: as given to `quantize`.
-      senders: how many.
-
-    Returns:
-      float32 [rows, width].
+    Turns uint32 [senders * rows, width * bits / 32] into float32 [rows, width]. One
+    reduction over the senders XLA:CPU does not vectorize: it takes some twenty times as
+    long as these additions.
     """
 
     def add(total: jax.Array, sent: Any) -> tuple[jax.Array, None]:
-        low, scales = sent
-        return total + _integers(low, bits) * scales, None
+        words, scales = sent
+        return total + _integers(words, bits) * scales, None
 
     sent = [x.reshape(senders, -1, x.shape[1]) for x in (q, _scales(q))]
     start = jnp.zeros_like(_integers(sent[0][0], bits))
@@ -127,7 +115,7 @@ def _integers(q: jax.Array, bits: int) -> jax.Array:
 
 
 def _scale_above(least: jax.Array) -> jax.Array:
-    """The bits, in a uint32, of the smallest normal bfloat16 that is not below."""
+    """The bits, in a uint32, of the smallest normal bfloat16 that is not below it."""
     above = lax.bitcast_convert_type(least, jnp.uint32) + 0xFFFF >> 16
     code = jnp.where(least > 0, jnp.maximum(above, _SMALLEST), 0)
     return jnp.where(jnp.isfinite(least), code, _NAN)

@@ -23,12 +23,9 @@ _EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Hold the documents of a prepared data set, by split.
+    """Hold the documents of a prepared data set, by split."""
 
-    `fingerprint` names the documents and their split: it is fit for a file name.
-    """
-
-    fingerprint: str
+    fingerprint: str  # names the documents and their split; fit for a file name
     train: Callable[[], Iterator[str]]
     validation: Callable[[], Iterator[str]]
 
@@ -51,9 +48,10 @@ class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
     url_infos = None
 
     def _info(self) -> tfds.core.DatasetInfo:
-        features = {"path": tfds.features.Text(), "text": tfds.features.Text()}
-        features = tfds.features.FeaturesDict(features)
-        return tfds.core.DatasetInfo(builder=self, features=features)
+        features = {name: tfds.features.Text() for name in ("path", "text")}
+        return tfds.core.DatasetInfo(
+            builder=self, features=tfds.features.FeaturesDict(features)
+        )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager  # nothing is downloaded
@@ -65,12 +63,12 @@ class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
                 f"{config.root} has {len(paths)} files of UTF-8 text: put in at least "
                 "2, one document each (training and held-out documents are apart)"
             )
-        drawn = sorted(paths, key=_uniform)
-        held_out = sum(_uniform(path) < config.held_out for path in paths)
-        held_out = min(max(held_out, 1), len(paths) - 1)
+        paths.sort(key=_uniform)
+        count = sum(_uniform(path) < config.held_out for path in paths)
+        count = min(max(count, 1), len(paths) - 1)
         return {
-            "train": self._generate_examples(sorted(drawn[held_out:])),
-            "validation": self._generate_examples(sorted(drawn[:held_out])),
+            "train": self._generate_examples(sorted(paths[count:])),
+            "validation": self._generate_examples(sorted(paths[:count])),
         }
 
     def _generate_examples(self, paths: list[str]) -> Iterator[tuple[bytes, Any]]:
@@ -126,24 +124,20 @@ def folder_config(folder: str | os.PathLike, held_out: float = 0.05) -> FolderCo
 def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
     """Prepare a data set if it is not yet, and open it, without TensorFlow.
 
-    Args:
-      config: what `load_corpus` takes.
-      data_dir: where tfds keeps prepared data sets.
+    Takes the config of `load_corpus` and where tfds keeps prepared data sets.
 
     Raises:
       ValueError: if the data set, the split or the text feature is not there.
     """
     with _quiet():
         if config.name == "stdlib":
-            builder = StdlibSource(
-                config=stdlib_config(config.held_out), data_dir=data_dir
-            )
+            folder = stdlib_config(config.held_out)
+            builder = StdlibSource(config=folder, data_dir=data_dir)
         elif config.name == "text_folder":
             if not config.folder:
                 raise ValueError("name='text_folder' needs folder: a folder of text")
-            builder = TextFolder(
-                config=folder_config(config.folder, config.held_out), data_dir=data_dir
-            )
+            folder = folder_config(config.folder, config.held_out)
+            builder = TextFolder(config=folder, data_dir=data_dir)
         else:
             builder = _named_builder(config.name, data_dir)
         prepared = builder.is_prepared()
@@ -199,14 +193,12 @@ def _documents(
     splits = [split for split in (train, validation) if split]
     rows = {split: _rows(builder, config.name, feature, split) for split in splits}
 
-    def read(split: str) -> Iterator[str]:
+    def read(split: str, held_out: bool | None = None) -> Iterator[str]:
         for example in rows[split]:
             text = example[feature]
-            yield text if isinstance(text, str) else text.decode(errors="replace")
-
-    def drawn(held_out: bool) -> Iterator[str]:
-        texts = read(train)
-        return (t for t in texts if (_uniform(t) < config.held_out) == held_out)
+            text = text if isinstance(text, str) else text.decode(errors="replace")
+            if held_out is None or (_uniform(text) < config.held_out) == held_out:
+                yield text
 
     sizes = [
         (s.name, s.num_examples, s.num_bytes) for s in builder.info.splits.values()
@@ -216,7 +208,7 @@ def _documents(
     fingerprint = f"{builder.name}-{digest}"
     if validation:
         return Source(fingerprint, lambda: read(train), lambda: read(validation))
-    return Source(fingerprint, lambda: drawn(False), lambda: drawn(True))
+    return Source(fingerprint, lambda: read(train, False), lambda: read(train, True))
 
 
 def _rows(

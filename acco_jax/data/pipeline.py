@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import itertools
 import json
 import math
@@ -31,26 +30,16 @@ class Corpus:
 
     A token array is end-of-text, then every document followed by end-of-text: each
     document's tokens and its end all have a predecessor, so all are targets.
-
-    Attributes:
-      tokenizer: what made the tokens.
-      train_tokens: uint16 or uint32 (n,), memory-mapped.
-      validation_tokens: as `train_tokens`.
-      train_bytes: size of the training documents' text in UTF-8.
-      validation_bytes: size of the held-out documents' text in UTF-8.
-      train_documents: number of training documents.
-      validation_documents: number of held-out documents.
-      checksum: CRC-32 of all tokens, training's first.
     """
 
     tokenizer: Tokenizer
-    train_tokens: np.ndarray
+    train_tokens: np.ndarray  # uint16 or uint32 (n,), memory-mapped
     validation_tokens: np.ndarray
-    train_bytes: int
+    train_bytes: int  # of the documents' text in UTF-8
     validation_bytes: int
     train_documents: int
     validation_documents: int
-    checksum: int
+    checksum: int  # CRC-32 of all tokens, training's first
 
 
 def load_corpus(
@@ -156,12 +145,14 @@ def train_iterator(
     if skew:
         if workers % process_count:
             raise ValueError(
-                f"{workers} workers are not divisible by {process_count} processes"
+                f"{workers} workers are not divisible by {process_count} processes: "
+                f"set workers to a multiple of {process_count}"
             )
-        parts = _skewed(corpus, rows, batch_size, seed, workers, skew)
-        mine = np.array_split(np.arange(workers), process_count)[process_index]
+        share = workers // process_count
+        own = slice(process_index * share, (process_index + 1) * share)
+        parts = _skewed(corpus, rows, batch_size, seed, workers, skew)[own]
         dataset = grain.MapDataset.range(_ENDLESS).map(
-            functools.partial(_joined, [parts[i] for i in mine])
+            lambda k: {"tokens": np.concatenate([part[k]["tokens"] for part in parts])}
         )
     else:
         dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
@@ -183,17 +174,12 @@ def validation_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Iterate once, in order, over this process's part of the held-out batches.
 
-    With a limit, the batches are spread evenly over the split, whose parts differ.
-
     Every held-out target appears once with mask 1; the last batch is filled up with
-    end-of-text at mask 0. All processes get the same number of batches.
+    end-of-text at mask 0. All processes get the same number of batches. With a limit,
+    the batches are spread evenly over the split, whose parts differ.
 
     Args:
-      corpus: from `load_corpus`.
-      length: T, targets per row.
-      batch_size: rows of the global batch.
-      process_index: this process, of `process_count`.
-      process_count: number of processes that share the global batch.
+      corpus, length, batch_size, process_index, process_count: as `train_iterator`'s.
       limit: number of batches; None: all.
 
     Returns:
@@ -206,7 +192,7 @@ def validation_batches(
     rows = _divide(batch_size, length, process_index, process_count)
     tokens, end_of_text = corpus.validation_tokens, corpus.tokenizer.end_of_text
     batches = math.ceil((len(tokens) - 1) / (batch_size * length))
-    taken = batches if limit is None else min(batches, limit)
+    count = batches if limit is None else min(batches, limit)
     targets = rows * length
     columns = np.arange(rows)[:, None] * length + np.arange(length + 1)
 
@@ -221,19 +207,16 @@ def validation_batches(
             "mask": mask.reshape(rows, length).astype(np.float32),
         }
 
-    return map(batch, (i * batches // taken for i in range(taken)))
+    return map(batch, (i * batches // count for i in range(count)))
 
 
 def bits_per_byte(
     total_nats: float, corpus: Corpus, *, targets: float | None = None
 ) -> float:
-    """Convert a loss over held-out targets to bits per byte of their text.
+    """Convert the summed loss of held-out targets, nats, to bits per byte of text.
 
-    Args:
-      total_nats: the sum of the targets' losses, nats.
-      corpus: from `load_corpus`.
-      targets: number of targets in the sum; None: all. Fewer (`limit` of
-        `validation_batches`) are taken to have the whole split's bytes per target.
+    `targets` is their number; None: all. Fewer (`limit` of `validation_batches`) are
+    taken to have the whole split's bytes per target.
     """
     total = len(corpus.validation_tokens) - 1
     share = 1.0 if targets is None else targets / total
@@ -257,16 +240,11 @@ class _Rows:
 
 
 def _skewed(
-    corpus: Corpus,
-    rows: _Rows,
-    batch_size: int,
-    seed: int,
-    workers: int,
-    skew: float,
+    corpus: Corpus, rows: _Rows, batch_size: int, seed: int, workers: int, skew: float
 ) -> list[grain.MapDataset]:
     """Each worker's endless part of the global batches."""
     if not 0 < skew <= 1:
-        raise ValueError(f"skew {skew} must be in 0 .. 1")
+        raise ValueError(f"skew {skew} is out of range: set it to 0 .. 1")
     if batch_size % workers:
         raise ValueError(
             f"batch_size {batch_size} is not divisible by {workers} workers: set it to "
@@ -280,20 +258,15 @@ def _skewed(
                 "tokens: lower length, set skew to 0, or use more text"
             )
         seeds = map(int, np.random.SeedSequence([seed, i]).generate_state(2))
-        drawn = [
+        shuffled = [
             grain.MapDataset.source(source).shuffle(seed=s).repeat()
             for source, s in zip((own, rows), seeds, strict=True)
         ]
-        dataset = drawn[0]
+        dataset = shuffled[0]
         if skew < 1:
-            dataset = grain.MapDataset.mix(drawn, weights=[skew, 1 - skew])
+            dataset = grain.MapDataset.mix(shuffled, weights=[skew, 1 - skew])
         parts.append(dataset.batch(batch_size // workers, drop_remainder=True))
     return parts
-
-
-def _joined(parts: list[grain.MapDataset], k: int) -> dict[str, np.ndarray]:
-    """Batch k of several workers, one after the other."""
-    return {"tokens": np.concatenate([part[k]["tokens"] for part in parts])}
 
 
 def _groups(corpus: Corpus, length: int, count: int) -> list[_Rows]:
@@ -421,12 +394,12 @@ def _write_tokens(folder: Path, source: corpora.Source, tokenizer: Tokenizer) ->
 
 def _checksum(folder: Path) -> int:
     """CRC-32 of the tokens in a folder."""
-    found = 0
+    checksum = 0
     for split in ("train", "validation"):
         with open(folder / f"{split}.bin", "rb") as file:
             while part := file.read(2**24):
-                found = zlib.crc32(part, found)
-    return found
+                checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _pack(

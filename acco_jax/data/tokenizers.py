@@ -1,10 +1,10 @@
 """Text to token ids and back: bytes, or a byte-level BPE trained on the corpus."""
 
+import abc
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -12,50 +12,51 @@ import tokenizers
 _BYTES = 256
 
 
-class Tokenizer(Protocol):
-    """Turn text into token ids; ids are 0 .. vocab_size - 1, the last ends a text."""
+class Tokenizer(abc.ABC):
+    """Turn text into token ids and back.
 
-    @property
-    def vocab_size(self) -> int: ...
+    Attributes:
+      vocab_size: ids are 0 .. vocab_size - 1.
+      end_of_text: the last of them, which ends a text.
+      fingerprint: names the tokenizer; fit for a file name.
+    """
 
-    @property
-    def end_of_text(self) -> int: ...
+    vocab_size: int
+    end_of_text: int
+    fingerprint: str
 
-    @property
-    def fingerprint(self) -> str: ...
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, int32 (n,), without an end-of-text id."""
+        return self.encode_batch([text])[0]
 
-    def encode(self, text: str) -> np.ndarray: ...
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of several texts, each int32 (n,)."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    @abc.abstractmethod
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids, integers (n,), leaving out ends of text.
 
-    def decode(self, ids: np.ndarray) -> str: ...
+        Bytes that are not UTF-8 (a text cut in the middle) become U+FFFD.
+        """
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Take every byte of the UTF-8 text as a token; id 256 ends a text."""
 
     vocab_size = _BYTES + 1
     end_of_text = _BYTES
     fingerprint = "bytes"
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32 (n,), without an end-of-text id."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, each int32 (n,)."""
-        return [self.encode(text) for text in texts]
+        return [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, integers (n,), leaving out ends of text.
-
-        Bytes that are not UTF-8 (a text cut in the middle) become U+FFFD.
-        """
         ids = np.asarray(ids)
         return ids[ids < _BYTES].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-class BpeTokenizer:
+class BpeTokenizer(Tokenizer):
     """Take the tokens of a byte-level BPE; the id after its last ends a text.
 
     The end of text is no string of the vocabulary, so that no text can contain it.
@@ -113,19 +114,10 @@ class BpeTokenizer:
         partial.write_text(self._bpe.to_str(), encoding="utf-8")
         os.replace(partial, path)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32 (n,), without an end-of-text id."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, each int32 (n,), in parallel threads."""
-        encodings = self._bpe.encode_batch_fast(list(texts))
+        encodings = self._bpe.encode_batch_fast(list(texts))  # in parallel threads
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, integers (n,), leaving out ends of text.
-
-        Bytes that are not UTF-8 (a text cut in the middle) become U+FFFD.
-        """
         ids = np.asarray(ids)
         return self._bpe.decode(ids[ids < self.end_of_text].tolist())

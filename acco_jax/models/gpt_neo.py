@@ -37,7 +37,7 @@ ATTENTION = (None, "xla", "cudnn")  # of jax.nn.dot_product_attention
 
 @dataclasses.dataclass(frozen=True)
 class GPTNeoConfig:
-    """Describe a GPT-Neo; raise ValueError for sizes that do not fit together."""
+    """Describe a GPT-Neo whose sizes fit together."""
 
     vocab_size: int
     max_length: int  # positions in the learned table
@@ -94,7 +94,7 @@ _SIZES = {
 def size(name: str, **overrides: Any) -> GPTNeoConfig:
     """Return a published configuration, with fields overridden.
 
-    Raises ValueError for an unknown name. Source: the EleutherAI/gpt-neo-* model cards.
+    Source: the EleutherAI/gpt-neo-* model cards.
     """
     if name not in _SIZES:
         raise ValueError(f"size {name!r} is unknown: use one of {', '.join(_SIZES)}")
@@ -242,10 +242,7 @@ def _graphdef(config: GPTNeoConfig) -> Any:
 
 
 def apply(config: GPTNeoConfig, params: Params, tokens_BxT: jax.Array) -> jax.Array:
-    """Return the logits (B, T, V) float32 of int32 tokens under `params`.
-
-    Raises ValueError when T exceeds `max_length`.
-    """
+    """Return the logits (B, T, V) float32 of int32 tokens under `params`."""
     return nnx.merge(_graphdef(config), params)(tokens_BxT)
 
 
@@ -283,11 +280,9 @@ def stacked(params: Params) -> Params:
     keys are the paths of kernels. For `acco_jax.per_layer`.
     """
 
-    def in_blocks(path: tuple[Any, ...], leaf: Any) -> bool:
-        del leaf
-        return "/".join(path_names(path)).startswith("h/")
-
-    return jax.tree_util.tree_map_with_path(in_blocks, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "/".join(path_names(path)).startswith("h/"), params
+    )
 
 
 def count_params(config: GPTNeoConfig) -> int:
@@ -319,11 +314,12 @@ def from_transformers(
     Returns NumPy arrays of `param_dtype` in the structure of `init_params`. Raises
     ValueError for a missing weight or a shape that the configuration does not have.
     """
-    renamed = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
+    weights = ("kernel", "embedding", "scale")
 
     def weight(keys: tuple[str, ...]) -> np.ndarray:
         *modules, leaf = keys
-        name = ".".join(("transformer", *modules, renamed.get(leaf, leaf)))
+        last = "weight" if leaf in weights else leaf
+        name = ".".join(("transformer", *modules, last))
         name = name.replace(".attn.", ".attn.attention.")
         if name not in state_dict:
             raise ValueError(f"{name} is not in the state dict: is it a GPT-Neo's?")

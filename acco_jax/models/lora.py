@@ -51,27 +51,26 @@ def init(
       ValueError: in one line, what does not fit: a pattern that matches nothing or is
         no regular expression, a leaf that is no kernel, a rank out of range.
     """
-    ranks = _ranks(params, rank, pattern)
+    leaves = _by_name(params)
+    ranks = _ranks(leaves, rank, pattern)
+    names = [name for name in leaves if name in ranks]
     adapters = {}
-    for k, (path, w) in zip(
-        jax.random.split(key, len(ranks)), _named(params, ranks), strict=True
-    ):
+    for k, name in zip(jax.random.split(key, len(names)), names, strict=True):
+        w, r = leaves[name], ranks[name]
         *lead, rows, columns = w.shape
-        r = ranks[path]
         a = jax.random.normal(k, (*lead, rows, r), jnp.float32) / rows**0.5
         b = jnp.zeros((*lead, r, columns), w.dtype)
-        adapters[path] = {"a": a.astype(w.dtype), "b": b}
+        adapters[name] = {"a": a.astype(w.dtype), "b": b}
     return adapters
 
 
 def merge(params: PyTree, adapters: Adapters, scale: float) -> PyTree:
-    """The model with its adapters: W + scale * a @ b, in each kernel's dtype.
+    """Return the model with its adapters: W + scale * a @ b, in each kernel's dtype.
 
     Raises:
       ValueError: an adapter's path is not in `params`.
     """
-    names = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    if unknown := sorted(adapters.keys() - names):
+    if unknown := sorted(adapters.keys() - _by_name(params).keys()):
         raise ValueError(
             f"there are adapters for {unknown[0]}, which the parameters do not have: "
             "give the parameters that lora.init was given."
@@ -90,7 +89,7 @@ def merge(params: PyTree, adapters: Adapters, scale: float) -> PyTree:
 
 
 def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
-    """The loss of the merged model, as a function of the adapters alone.
+    """Return the loss of the merged model, as a function of the adapters alone.
 
     Kernels are merged in float32 and rounded to the base's dtype: of a base in bfloat16
     the loss does not see a change below half of a weight's last place.
@@ -101,9 +100,9 @@ def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
       scale: as for `merge`.
 
     Returns:
-      A function (adapters, microbatch, rng) that carries `base` as a jax.tree_util.
-      Partial does: for `make_train_step` and `local_gradients` an argument of the
-      compiled program, not a constant in its text.
+      A function (adapters, microbatch, rng) that carries `base` as a Partial does: for
+      `make_train_step` and `local_gradients` an argument of the compiled program, not a
+      constant in its text.
     """
 
     def loss(base: PyTree, adapters: Adapters, microbatch: PyTree, rng: Any) -> Any:
@@ -113,7 +112,7 @@ def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
 
 
 def _ranks(
-    params: PyTree, rank: int | Mapping[str, int], pattern: str | None
+    leaves: Mapping[str, Any], rank: int | Mapping[str, int], pattern: str | None
 ) -> dict[str, int]:
     """Path to rank of every leaf that gets an adapter; raises as `init`."""
     if isinstance(rank, Mapping) == (pattern is not None):
@@ -121,22 +120,21 @@ def _ranks(
             "LoRA needs a rank with a pattern, or a mapping from patterns to ranks "
             "without: give one of them."
         )
-    wanted = rank if isinstance(rank, Mapping) else {str(pattern): rank}
-    leaves = {_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
     ranks: dict[str, int] = {}
-    for expression, r in wanted.items():
+    patterns = rank if isinstance(rank, Mapping) else {str(pattern): rank}
+    for expression, r in patterns.items():
         try:
-            found = [name for name in leaves if re.search(expression, name)]
+            names = [name for name in leaves if re.search(expression, name)]
         except re.error as error:
             raise ValueError(
                 f"LoRA's pattern {expression!r} is no regular expression: {error}."
             ) from None
-        if not found:
+        if not names:
             raise ValueError(
                 f"LoRA's pattern {expression!r} matches no parameter: they have names "
                 f"such as {max(leaves, key=lambda n: leaves[n].size)}."
             )
-        for name in found:
+        for name in names:
             shape = leaves[name].shape
             if len(shape) < 2 or name.rpartition("/")[2] in ("bias", "scale"):
                 raise ValueError(
@@ -152,9 +150,8 @@ def _ranks(
     return ranks
 
 
-def _named(params: PyTree, chosen: Mapping[str, int]) -> list[tuple[str, Any]]:
-    named = [(_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
-    return [(name, x) for name, x in named if name in chosen]
+def _by_name(params: PyTree) -> dict[str, Any]:
+    return {_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def _name(path: Any) -> str:
