@@ -70,21 +70,13 @@ class Accumulator:
 
     A pytree: of the arrays of a loss function that is a jax.tree_util.Partial. Programs
     take it as an argument, so that those arrays are no constants in their text.
-
-    Attributes:
-      loss_fn: (params, microbatch, rng) -> loss | (loss, aux) | (loss, weight, aux); a
-        Partial, also if it was given as a function.
-      mesh: the devices.
-      axis: the data axes; the others stay as they are inside `loss_fn`.
-      microbatches: how many each worker's part of the batch holds.
-      dtype: of the sums; None means each parameter's own.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any]  # as for `local_gradients`; becomes a Partial
     mesh: Mesh
-    axis: tuple[str, ...]
-    microbatches: int
-    dtype: Any = None
+    axis: tuple[str, ...]  # the data axes; the others stay as they are inside `loss_fn`
+    microbatches: int  # how many each worker's part of the batch holds
+    dtype: Any = None  # of the sums; None: each parameter's own
 
     def __post_init__(self) -> None:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
@@ -138,8 +130,7 @@ class Accumulator:
         """Split every leaf's axis 0 over the workers.
 
         Raises:
-          ValueError: a leaf's axis 0 does not divide by n * microbatches, or two
-            leaves have different numbers of rows.
+          ValueError: it does not divide by n * microbatches, or leaves differ in it.
         """
         parts = self.workers * self.microbatches
         first: tuple[str, int] | None = None
@@ -166,8 +157,7 @@ class Accumulator:
         to 0 ... `microbatches`.
 
         Raises:
-          ValueError: wrong shape or dtype, or a count that can be read and is negative
-            or above `microbatches`.
+          ValueError: wrong shape or dtype, or a count that can be read is out of range.
         """
         if counts is None:
             return None

@@ -135,7 +135,7 @@ def train_iterator(
     Raises:
       ValueError: if the corpus has less than one batch, or it cannot be divided.
     """
-    rows_per_process = _divide(batch_size, length, process_index, process_count)
+    share = _rows_per_process(batch_size, length, process_index, process_count)
     rows = _Rows(corpus.train_tokens, length)
     if len(rows) < batch_size:
         raise ValueError(
@@ -148,16 +148,16 @@ def train_iterator(
                 f"{workers} workers are not divisible by {process_count} processes: "
                 f"set workers to a multiple of {process_count}"
             )
-        share = workers // process_count
-        own = slice(process_index * share, (process_index + 1) * share)
-        parts = _skewed(corpus, rows, batch_size, seed, workers, skew)[own]
+        parts = _skewed(corpus, rows, batch_size, seed, workers, skew)
+        first = process_index * workers // process_count
+        parts = parts[first : first + workers // process_count]
         dataset = grain.MapDataset.range(_ENDLESS).map(
             lambda k: {"tokens": np.concatenate([part[k]["tokens"] for part in parts])}
         )
     else:
         dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
         # Endless, so nothing is dropped; else grain overflows at 1 row.
-        dataset = dataset.batch(rows_per_process, drop_remainder=True)
+        dataset = dataset.batch(share, drop_remainder=True)
         dataset = dataset[process_index::process_count]
     options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     return iter(dataset.to_iter_dataset(options))
@@ -185,11 +185,8 @@ def validation_batches(
     Returns:
       An iterator over {"tokens": int32 (rows, length + 1), "mask": float32 (rows,
       length)}, rows = batch_size // process_count.
-
-    Raises:
-      ValueError: if the batch cannot be divided.
     """
-    rows = _divide(batch_size, length, process_index, process_count)
+    rows = _rows_per_process(batch_size, length, process_index, process_count)
     tokens, end_of_text = corpus.validation_tokens, corpus.tokenizer.end_of_text
     batches = math.ceil((len(tokens) - 1) / (batch_size * length))
     count = batches if limit is None else min(batches, limit)
@@ -308,10 +305,9 @@ class _Documents:
         return np.concatenate(pieces)
 
 
-def _divide(
+def _rows_per_process(
     batch_size: int, length: int, process_index: int, process_count: int
 ) -> int:
-    """Return the rows per process of a global batch."""
     if length < 1 or batch_size < 1:
         raise ValueError(
             f"length {length} and batch_size {batch_size} must be 1 or more"

@@ -35,21 +35,14 @@ MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no paramet
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How each parameter is split over the workers.
-
-    Attributes:
-      mesh: the devices.
-      axis: the data axes' names, slowest first; their product is the number of workers.
-      treedef: the parameters' tree structure.
-      leaves: one record per parameter, in tree order.
-      mirrors: for each array of the optimizer's state the number of the parameter that
-        it is a moment of, or None.
-    """
+    """How each parameter is split over the workers."""
 
     mesh: Mesh
-    axis: tuple[str, ...]
-    treedef: Any
-    leaves: tuple[Leaf, ...]
+    axis: tuple[str, ...]  # the data axes, slowest network first
+    treedef: Any  # the parameters' tree structure
+    leaves: tuple[Leaf, ...]  # one record per parameter, in tree order
+    # for each array of the optimizer's state the number of the parameter that it is a
+    # moment of, or None
     mirrors: tuple[int | None, ...] = ()
 
     # up to so many elements of leaves that stay whole are summed with the weights

@@ -62,21 +62,13 @@ class Outgoing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The leaves of one buffer.
+    """The leaves of one buffer."""
 
-    Attributes:
-      dtype: that travels.
-      width: of a row.
-      rows: of each worker's block.
-      leaves: their numbers, in the order in which they lie.
-      parts: the shape of one worker's part of each.
-    """
-
-    dtype: np.dtype
-    width: int
-    rows: int
-    leaves: tuple[int, ...]
-    parts: tuple[tuple[int, ...], ...]
+    dtype: np.dtype  # that travels
+    width: int  # of a row
+    rows: int  # of each worker's block
+    leaves: tuple[int, ...]  # their numbers, in the order in which they lie
+    parts: tuple[tuple[int, ...], ...]  # the shape of one worker's part of each
 
     @property
     def aligned(self) -> int:
@@ -113,12 +105,7 @@ def _fills_rows(part: tuple[int, ...], width: int) -> bool:
 
 
 def make_group(dtype: np.dtype, parts: Mapping[int, tuple[int, ...]]) -> Group:
-    """Lay out one buffer.
-
-    Args:
-      dtype: that travels.
-      parts: leaf's number -> the shape of a worker's part of it.
-    """
+    """Lay out one buffer; `parts` are by leaf's number the shapes of workers' parts."""
     total = sum(map(math.prod, parts.values()))
     width = _best_width(total, parts.values())
     order = sorted(parts, key=lambda i: not _fills_rows(parts[i], width))

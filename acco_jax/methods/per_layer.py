@@ -27,12 +27,10 @@ State = dict[str, Any]  # the arrays of an optimizer's state by their paths
 
 
 class PerLayerState(NamedTuple):
-    """State of `per_layer`.
+    """State of `per_layer`: it has the structure of inner's own for the whole tree.
 
-    Attributes:
-      inner_state: has the structure of inner's own state for the whole tree. What inner
-        keeps for a stacked leaf has the layers on axis 0, so a moment has the shape of
-        its parameter; what it keeps for no leaf (a count) is there once.
+    What inner keeps for a stacked leaf has the layers on axis 0, so a moment has the
+    shape of its parameter; what it keeps for no leaf (a count) is there once.
     """
 
     inner_state: PyTree
@@ -125,17 +123,12 @@ def per_layer(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The leaves with as many layers, and what inner keeps for them.
+    """The leaves with as many layers, and what inner keeps for them."""
 
-    Attributes:
-      layers: their number; None: of the leaves that are not stacked.
-      treedef: the structure of inner's state for these leaves.
-      axes: by path of its arrays, which are those of the same path of the whole state,
-        the axis that counts layers; None: the array is kept once, for no leaf.
-    """
-
-    layers: int | None
-    treedef: Any
+    layers: int | None  # None: of the leaves that are not stacked
+    treedef: Any  # of inner's state for these leaves
+    # by path of its arrays, which are those of the same path of the whole state, the
+    # axis that counts layers; None: the array is kept once, for no leaf
     axes: dict[str, int | None]
 
     def over_layers(self, fn: Callable, in_axes: Any, out_axes: Any) -> Callable:
@@ -186,7 +179,6 @@ class _Tree:
         )
 
     def only(self, part: _Part, tree: PyTree | None) -> PyTree | None:
-        """Return the tree with a part's leaves alone."""
         return None if tree is None else self.masked(part.layers, jax.tree.leaves(tree))
 
     def join(self, parts: Sequence[_Part], values: Iterable[list[Any]]) -> PyTree:

@@ -48,8 +48,8 @@ def init(
       {path: {"a": (..., in, r), "b": (..., r, out)}} in the kernels' dtypes.
 
     Raises:
-      ValueError: in one line, what does not fit: a pattern that matches nothing or is
-        no regular expression, a leaf that is no kernel, a rank out of range.
+      ValueError: a pattern matches nothing or is no regular expression, a leaf is no
+        kernel, or a rank is out of range.
     """
     leaves = _by_name(params)
     ranks = _ranks(leaves, rank, pattern)
