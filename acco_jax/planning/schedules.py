@@ -12,36 +12,19 @@ of such a pair are was read from schedules of jax 0.10.2 and 0.12 (libtpu 0.0.42
 JAX is not imported.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import functools
-import itertools
-import math
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from acco_jax.planning.hlo import (
     Computation,
     Groups,
     Instruction,
+    bytes_of,
     device_groups,
-    parse,
-    product_flops,
-    size_of,
 )
-
-_KINDS = {
-    "reduce-scatter": "reduce-scatter",
-    "all-gather": "all-gather",
-    "all-reduce": "all-reduce",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
-    "send": "send-recv",
-    "recv": "send-recv",
-}
-_FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
-_FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
-_MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
+from acco_jax.planning.module import FREE, KINDS, MOVES, Module, tuple_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +143,14 @@ class Schedule:
         Raises:
             ValueError: if there is no such collective.
         """
-        chosen = self.select(min_bytes, groups)
-        total = sum(c.bytes * c.times for c in chosen)
-        if not total:
+        collectives = self.select(min_bytes, groups)
+        if not sum(c.bytes * c.times for c in collectives):
             over = "" if groups is None else f" over groups {groups}"
             raise ValueError(
                 f"no collective of at least {min_bytes} bytes{over} among the "
                 f"{len(self.collectives)} of the schedule"
             )
-        return sum(c.bytes * c.times for c in chosen if c.hidden) / total
+        return hidden_share(collectives)
 
     def summary(self, min_bytes: int = 1 << 20) -> str:
         """Describes collectives and loops in lines of text, small collectives apart."""
@@ -199,6 +181,22 @@ def _line(c: Collective) -> str:
     return line + (f" ({', '.join(c.whiles_between)})" if c.whiles_between else "")
 
 
+def hidden_share(collectives: Iterable[Collective]) -> float:
+    """Share of the bytes of collectives that is hidden; 1 if there are none."""
+    collectives = list(collectives)
+    total = sum(c.bytes * c.times for c in collectives)
+    hidden = sum(c.bytes * c.times for c in collectives if c.hidden)
+    return hidden / total if total else 1.0
+
+
+def _matches(groups: Groups, choice: int | Collection[Collection[int]] | None) -> bool:
+    if choice is None:
+        return True
+    if isinstance(choice, int):
+        return bool(groups) and max(map(len, groups)) == choice
+    return bool(groups) and set(map(frozenset, groups)) == set(map(frozenset, choice))
+
+
 def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Schedule:
     """Reads `compiled.as_text()`.
 
@@ -216,441 +214,212 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
             f"not the text of a compiled, scheduled module: {text[:40]!r}; "
             "pass jit(f).lower(...).compile().as_text()"
         )
-    return _Reader(text, trip_counts).schedule()
-
-
-def _matches(found: Groups, wanted: int | Collection[Collection[int]] | None) -> bool:
-    if wanted is None:
-        return True
-    if isinstance(wanted, int):
-        return bool(found) and max(map(len, found)) == wanted
-    return bool(found) and {frozenset(g) for g in found} == set(map(frozenset, wanted))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Site:
-    """A computation whose lines run in order, and how often it runs."""
-
-    computation: Computation
-    times: int
-
-
-_Real = tuple[Computation, Instruction]  # a collective and the computation it is in
-
-
-class _Reader:
-    def __init__(self, text: str, trip_counts: Mapping[str, int] | int | None):
-        header = text.split("\n", 1)[0]
-        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-        self.devices = math.prod(map(int, counts))
-        self.computations, self.entry = parse(text)
-        self.given = trip_counts
-        self.flops_in = functools.cache(self._flops_in)
-        self.bytes_in = functools.cache(self._bytes_in)
-        self.trips = functools.cache(self._trips)
-        self.collectives_in = functools.cache(self._collectives_in)
-
-    def schedule(self) -> Schedule:
-        sites = list(self.sites(_Site(self.computations[self.entry], 1)))
-        loops = tuple(
-            Loop(
-                x.name, self.where(site), self.trips(c.name, x.name), self.body_flops(x)
+    module = Module(text, trip_counts)
+    runs = list(module.runs())
+    loops = [x for c, _ in runs for x in c.instructions if x.opcode == "while"]
+    if isinstance(trip_counts, Mapping):
+        unknown = [x.name for x in loops if module.stated_trips(x) is None]
+        if wrong := set(trip_counts) - set(unknown):
+            raise ValueError(
+                f"trip count given for {min(wrong)!r}, but the loops of unknown "
+                f"trip count are {unknown}"
             )
-            for site in sites
-            for c in [site.computation]
-            for x in c.instructions
-            if x.opcode == "while"
-        )
-        if isinstance(self.given, Mapping):
-            unknown = [
-                x.name
-                for site in sites
-                for x in site.computation.instructions
-                if x.opcode == "while" and self.known_trips(site.computation, x) is None
-            ]
-            if wrong := set(self.given) - set(unknown):
-                raise ValueError(
-                    f"trip count given for {min(wrong)!r}, but the loops of unknown "
-                    f"trip count are {unknown}"
-                )
-        entry = self.computations[self.entry]
-        operations = tuple(
-            Operation(x.position, x.opcode, x.name, self.flops(entry, x), size)
-            for x in entry.instructions
-            for size in [self.accessed(entry, x)]
-            if x.opcode not in _FREE
-        )
-        return Schedule(
-            collectives=tuple(f for site in sites for f in self.collectives(site)),
-            operations=operations,
-            loops=loops,
-            flops=self.flops_in(self.entry),
-        )
+    sections = [_Section(module, c, times) for c, times in runs]
+    return Schedule(
+        collectives=tuple(c for section in sections for c in section.collectives()),
+        operations=tuple(
+            Operation(x.position, x.opcode, x.name, module.flops(x), module.bytes(x))
+            for x in module.entry.instructions
+            if x.opcode not in FREE
+        ),
+        loops=tuple(
+            Loop(
+                x.name,
+                _place(module, x.computation),
+                module.trips(x),
+                sum(map(module.flops_in, module.called(x))),
+            )
+            for x in loops
+        ),
+        flops=module.flops_in(module.entry),
+    )
 
-    # ---- which computations run, and how often
 
-    def sites(self, site: _Site) -> Iterator[_Site]:
-        """The computation and those that it runs line by line, once per call."""
-        yield site
-        c = site.computation
-        for x in c.instructions:
-            if x.opcode not in ("while", "call", "conditional"):
-                continue
-            times = site.times * self.count(c, x) if x.opcode == "while" else site.times
-            for name in x.called:
-                yield from self.sites(_Site(self.computations[name], times))
+def _place(module: Module, c: Computation) -> str:
+    return "ENTRY" if c is module.entry else c.name
 
-    def where(self, site: _Site) -> str:
-        name = site.computation.name
-        return "ENTRY" if name == self.entry else name
 
-    def count(self, c: Computation, x: Instruction) -> int:
-        """Trips of a loop, an unknown number counted as one."""
-        trips = self.trips(c.name, x.name)
-        return 1 if trips is None else trips
+class _Section:
+    """A computation whose lines run in order, `times` per execution of the program."""
 
-    def _trips(self, computation: str, loop: str) -> int | None:
-        c = self.computations[computation]
-        known = self.known_trips(c, c.by_name[loop])
-        if known is not None:
-            return known
-        return self.given.get(loop) if isinstance(self.given, Mapping) else self.given
+    def __init__(self, module: Module, computation: Computation, times: int) -> None:
+        self._module, self._computation, self._times = module, computation, times
+        self._lines = computation.instructions
 
-    def known_trips(self, c: Computation, x: Instruction) -> int | None:
-        """From the compiler's note (GPU), else from a condition i < constant (TPU)."""
-        noted = x.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
-        if noted is not None:
-            return int(noted)
-        condition = self.computations[x.attribute(r"condition=%?([\w.\-]+)") or ""]
-        test, start = condition.root, c.operand(x, 0)
-        if test.opcode != "compare" or test.attribute("direction=(LT)") is None:
-            return None
-        counter, limit = (_source(condition, name) for name in test.operands)
-        if counter.opcode != "get-tuple-element" or start is None:
-            return None
-        index = _index(counter)
-        if start.opcode != "tuple":
-            return None
-        first = _constant(_source(c, start.operands[index]))
-        last = _constant(limit)
-        body = self.computations[_body(x)]
-        step = _step(body, index)
-        if first is None or last is None or step is None:
-            return None
-        return max(0, -(-(last - first) // step))
-
-    # ---- FLOPs and bytes
-
-    def body_flops(self, x: Instruction) -> int:
-        return sum(map(self.flops_in, x.called))
-
-    def _flops_in(self, name: str) -> int:
-        c = self.computations[name]
-        return sum(self.flops(c, x) for x in c.instructions)
-
-    def flops(self, c: Computation, x: Instruction) -> int:
-        """FLOPs of matrix products; of a conditional's branches the cheapest counts."""
-        if x.opcode == "while":
-            return self.count(c, x) * self.body_flops(x)
-        inside = [self.flops_in(name) for name in x.called]
-        if x.opcode == "conditional":
-            return min(inside)
-        return sum(inside) or product_flops(x, c.operands_of(x))
-
-    def _bytes_in(self, name: str) -> int:
-        c = self.computations[name]
-        return sum(self.accessed(c, x) for x in c.instructions)
-
-    def accessed(self, c: Computation, x: Instruction) -> int:
-        """Bytes read and written; of a conditional's branches the dearest counts."""
-        if x.opcode in _FREE or x.opcode.endswith("-done"):
-            return 0
-        if x.opcode == "while":
-            return self.count(c, x) * sum(map(self.bytes_in, x.called))
-        if x.opcode == "call":
-            return sum(map(self.bytes_in, x.called))
-        if x.opcode == "conditional":
-            return max(map(self.bytes_in, x.called))
-        if x.attribute(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"'):
-            return 0  # what a TPU only makes, or has already in one piece
-        operands = c.operands_of(x)
-        if x.opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * x.size
-        if x.opcode == "dynamic-update-slice":
-            return 2 * operands[1].size
-        if x.opcode == "fusion":
-            return self.fused_bytes(x, operands)
-        if x.opcode == "slice-start":
-            return 2 * (x.size - operands[0].size)
-        if x.opcode.endswith(("-start", "-update")):  # its result repeats the operands
-            return max(x.size, sum(o.size for o in operands))
-        return x.size + sum(o.size for o in operands)
-
-    def fused_bytes(self, x: Instruction, operands: list[Instruction]) -> int:
-        """Bytes of a fusion: only the slices where it reads or updates slices alone."""
-        inner = self.computations[x.called[0]]
-        total = 0
-        for p in inner.instructions:
-            if p.opcode == "parameter" and int(p.arguments) < len(operands):
-                total += min(_read(inner, p), operands[int(p.arguments)].size)
-        results = [inner.root]
-        if inner.root.opcode == "tuple":
-            results = inner.operands_of(inner.root)
-        for r in results:
-            while r.opcode == "bitcast" and r.operands:
-                r = inner.by_name[r.operands[0]]
-            update = inner.operand(r, 1) if r.opcode == "dynamic-update-slice" else None
-            total += r.size if update is None else update.size
-        return total
-
-    # ---- collectives
-
-    def collectives(self, site: _Site) -> list[Collective]:
-        """The collectives of one computation, in order."""
-        c = site.computation
-        found: list[Collective] = []
+    def collectives(self) -> list[Collective]:
+        """Returns the collectives of the computation, in order."""
+        collectives: list[Collective] = []
         transfers: dict[str, list[Instruction]] = {}
-        for x in c.instructions:
+        for x in self._lines:
             kind = x.opcode.removesuffix("-start")
-            started = kind != x.opcode
+            starts = kind != x.opcode
             if kind in ("send", "recv"):
                 transfers.setdefault(_transfer(x), []).append(x)
-            elif kind in _KINDS:
-                found.append(self.paired(site, x, (c, x), started))
-            elif started or kind == "fusion":
-                fused = self.holds(x, "AsyncCollectiveStart")
-                for real in itertools.chain(*map(self.collectives_in, x.called)):
-                    if fused:
-                        found.append(self.fused(site, x, real))
-                    elif not self.continues(x, real[1]):
-                        found.append(self.paired(site, x, real, started))
-        found += [self.transferred(site, xs) for xs in transfers.values()]
-        return sorted(found, key=lambda f: f.start)
+            elif kind in KINDS:
+                collectives.append(self._pair(x, x, starts))
+            elif starts or kind == "fusion":
+                woven = self._module.holds(x, "AsyncCollectiveStart")
+                for inner in self._module.collectives_of(x):
+                    if woven:
+                        collectives.append(self._woven(x, inner))
+                    elif not self._continues(x, inner):
+                        collectives.append(self._pair(x, inner, starts))
+        collectives += map(self._sent, transfers.values())
+        return sorted(collectives, key=lambda c: c.start)
 
-    def _collectives_in(self, name: str) -> tuple[_Real, ...]:
-        """Collectives inside a fusion or an asynchronously called computation."""
-        c = self.computations[name]
-        found: list[_Real] = [(c, x) for x in c.instructions if x.opcode in _KINDS]
-        for x in c.instructions:
-            if x.opcode in ("fusion", "call"):
-                found += itertools.chain(*map(self.collectives_in, x.called))
-        return tuple(found)
-
-    def holds(self, x: Instruction, target: str) -> bool:
-        """Whether a fusion contains a custom call to `target`."""
-        return x.opcode == "fusion" and any(
-            f'custom_call_target="{target}"' in y.attributes
-            for name in x.called
-            for y in self.computations[name].instructions
-        )
-
-    def continues(self, x: Instruction, real: Instruction) -> bool:
+    def _continues(self, x: Instruction, inner: Instruction) -> bool:
         """Whether a TPU fusion carries on or ends what another one started."""
-        return '"async_collective_fusion_config"' in real.attributes or self.holds(
-            x, "AsyncCollectiveDone"
+        return (
+            '"async_collective_fusion_config"' in inner.attributes
+            or self._module.holds(x, "AsyncCollectiveDone")
         )
 
-    def paired(
-        self, site: _Site, x: Instruction, real: _Real, started: bool
-    ) -> Collective:
+    def _pair(self, x: Instruction, inner: Instruction, starts: bool) -> Collective:
         """A collective that starts and ends in one computation."""
-        if not started or _is_sync(x) or _is_sync(real[1]):
-            return self.described(site, x, real, x, x, asynchronous=False)
+        if not starts or any('"is_sync":true' in y.attributes for y in (x, inner)):
+            return self._describe(x, inner, x, x, asynchronous=False)
         launch, done = x, None
-        for y in site.computation.instructions[x.position + 1 :]:
-            if launch.name in y.operands and y.opcode.endswith("-update"):
+        for y in self._lines[x.position + 1 :]:
+            if launch.name in y.operand_names and y.opcode.endswith("-update"):
                 launch = y  # the start has only made ready
-            elif launch.name in y.operands and y.opcode.endswith("-done"):
+            elif launch.name in y.operand_names and y.opcode.endswith("-done"):
                 done = y
                 break
-        return self.described(site, x, real, launch, done)
+        return self._describe(x, inner, launch, done)
 
-    def transferred(self, site: _Site, xs: list[Instruction]) -> Collective:
+    def _sent(self, halves: list[Instruction]) -> Collective:
         """Sends and receives of one transfer: all launched, none completed."""
-        c = site.computation
-        done = [
+        names = {x.name for x in halves}
+        ends = [
             y
-            for y in c.instructions
+            for y in self._lines
             if y.opcode in ("send-done", "recv-done")
-            and any(x.name in y.operands for x in xs)
+            and not names.isdisjoint(y.operand_names)
         ]
-        first = min(done, key=lambda y: y.position) if len(done) == len(xs) else None
-        largest = max(xs, key=lambda x: size_of(x.arrays[:1]))
-        return self.described(site, xs[0], (c, largest), xs[-1], first)
+        done = ends[0] if len(ends) == len(halves) else None
+        largest = max(halves, key=lambda x: bytes_of(x.arrays[:1]))
+        return self._describe(halves[0], largest, halves[-1], done)
 
-    def fused(self, site: _Site, x: Instruction, real: _Real) -> Collective:
+    def _woven(self, x: Instruction, inner: Instruction) -> Collective:
         """A TPU collective that a fusion starts and another, maybe in a loop, ends."""
-        c = site.computation
-        for y in c.instructions[x.position + 1 :]:
-            inner = c if y.opcode != "while" else self.computations[_body(y)]
-            for z in [y] if inner is c else inner.instructions:
-                if self.holds(z, "AsyncCollectiveDone") and x is self.origin(
-                    c, inner, z, y
-                ):
-                    within = inner.instructions[: z.position] if inner is not c else []
-                    return self.described(site, x, real, x, y, (inner, within))
-        return self.described(site, x, real, x, None)
+        for y in self._lines[x.position + 1 :]:
+            loop = y.opcode == "while"
+            for z in self._module.body(y).instructions if loop else [y]:
+                ends = self._module.holds(z, "AsyncCollectiveDone")
+                if ends and x is self._origin(z, y):
+                    before = z.computation.instructions[: z.position] if loop else []
+                    return self._describe(x, inner, x, y, before)
+        return self._describe(x, inner, x, None)
 
-    def origin(
-        self,
-        c: Computation,
-        inner: Computation,
-        done: Instruction,
-        loop: Instruction,
-    ) -> Instruction | None:
-        """The fusion that started what `done`, in c or in a loop's body, ends."""
-        at, index = inner, 0
-        x = at.operand(done, 0)
-        while x is not None and not self.holds(x, "AsyncCollectiveStart"):
+    def _origin(self, done: Instruction, loop: Instruction) -> Instruction | None:
+        """The fusion that started what `done`, here or in a loop's body, ends."""
+        index = 0
+        x = done.operand(0)
+        while x is not None and not self._module.holds(x, "AsyncCollectiveStart"):
             if x.opcode == "get-tuple-element":
-                index = _index(x)
-                x = at.operand(x, 0)
+                index, x = tuple_index(x), x.operand(0)
             elif x.opcode == "tuple":
-                x = at.operand(x, index)
-            elif x.opcode == "while" or x.opcode in _MOVES:  # a loop keeps the state
-                x = at.operand(x, 0)
-            elif x.opcode == "parameter" and at is not c:
-                at, x = c, c.operand(loop, 0)
+                x = x.operand(index)
+            elif x.opcode == "while" or x.opcode in MOVES:  # a loop keeps the state
+                x = x.operand(0)
+            elif x.opcode == "parameter" and x.computation is not self._computation:
+                x = loop.operand(0)
             else:  # a fusion that carries it on
                 alias = x.attribute(
                     rf"output_to_operand_aliasing=\{{.*?\{{{index}\}}: \((\d+), "
                 )
-                x = None if alias is None else at.operand(x, int(alias))
+                x = None if alias is None else x.operand(int(alias))
         return x
 
-    def carried(self, c: Computation, x: Instruction, state: str | None) -> int:
-        """FLOPs in x of the fusions that carry on the collective `state`."""
+    def _carried(self, x: Instruction, chain: str | None) -> int:
+        """FLOPs in x of the fusions that carry on the collective of a chain."""
         if x.opcode == "while":
-            body = self.computations[_body(x)]
-            inside = sum(self.carried(body, y, state) for y in body.instructions)
-            return self.count(c, x) * inside
+            body = self._module.body(x).instructions
+            return self._module.count(x) * sum(self._carried(y, chain) for y in body)
         if x.opcode != "fusion":
             return 0
-        reals = itertools.chain(*map(self.collectives_in, x.called))
-        return self.flops(c, x) if any(_state(r) == state for _, r in reals) else 0
+        chains = map(_chain, self._module.collectives_of(x))
+        return self._module.flops(x) if chain in chains else 0
 
-    def described(
+    def _describe(
         self,
-        site: _Site,
         x: Instruction,
-        real: _Real,
+        inner: Instruction,
         launch: Instruction,
         done: Instruction | None,
-        inside: tuple[Computation, Sequence[Instruction]] | None = None,
+        before: Sequence[Instruction] = (),
         asynchronous: bool = True,
     ) -> Collective:
-        """Puts together what is known of a collective.
+        """Puts together what the text says of a collective.
 
         Args:
-            site: where it is.
             x: what starts it.
-            real: the collective itself.
+            inner: the collective itself, x or in what x runs.
             launch: its real launch.
             done: its end, or the loop that its end is in.
-            inside: of that loop, the part before the end.
+            before: of that loop's body, the part before the end.
             asynchronous: whether other operations can run meanwhile.
         """
-        c, (owner, r) = site.computation, real
-        between: list[tuple[Computation, Instruction]] = []
+        between: list[Instruction] = []
         if done is not None:
-            between = [
-                (c, y) for y in c.instructions[launch.position + 1 : done.position]
-            ]
-        if inside is not None:
-            between += [(inside[0], y) for y in inside[1]]
-        arrays = r.arrays
-        if r.opcode in ("send", "recv"):  # (buffer, flags, token)
-            size = size_of(arrays[:1])
-        else:
-            if r is launch and done is launch and r.opcode.endswith("-start"):
-                # that waits right there; its result repeats the operands
-                arrays = arrays[len(r.operands) :] or arrays
-            elif r is launch and done is not None:
-                arrays = done.arrays
-            size = max(size_of(arrays), sum(o.size for o in owner.operands_of(r)))
+            between = [*self._lines[launch.position + 1 : done.position], *before]
+        flops = {y: self._module.flops(y) for y in between}
         carried = None
-        if self.holds(x, "AsyncCollectiveStart"):
-            carried = sum(self.carried(at, y, _state(r)) for at, y in between)
-        flops = [self.flops(at, y) for at, y in between]
+        if self._module.holds(x, "AsyncCollectiveStart"):
+            carried = sum(self._carried(y, _chain(inner)) for y in between)
+        size, dtype = _buffer(inner, launch, done)
         return Collective(
             name=x.name,
-            kind=_KINDS[r.opcode.removesuffix("-start")],
+            kind=KINDS[inner.opcode.removesuffix("-start")],
             bytes=size,
-            dtype=arrays[0][0] if arrays else "",
+            dtype=dtype,
             asynchronous=asynchronous,
             start=launch.position,
             done=None if done is None else done.position,
-            where=self.where(site),
-            times=site.times,
-            groups=device_groups(r, self.devices),
-            flops_between=sum(flops),
+            where=_place(self._module, self._computation),
+            times=self._times,
+            groups=device_groups(inner, self._module.devices),
+            flops_between=sum(flops.values()),
             flops_carried=carried,
             whiles_between=tuple(
-                y.name
-                for (_, y), f in zip(between, flops, strict=True)
-                if f and y.opcode == "while"
+                y.name for y, f in flops.items() if f and y.opcode == "while"
             ),
         )
 
 
-def _read(c: Computation, x: Instruction) -> int:
-    """Bytes that are read of a fused computation's value: of slices only the slices."""
-    total = x.size if x.root else 0
-    for u in c.instructions:
-        if x.name not in u.operands:
-            continue
-        first = u.operands[0] == x.name
-        if first and u.opcode in ("bitcast", "dynamic-slice", "slice", "gather"):
-            total += _read(c, u)
-        elif not first or u.opcode != "dynamic-update-slice":
-            total += x.size
-        # an updated buffer is not read, only written at the slice
-    return min(total, x.size)
+def _buffer(
+    x: Instruction, launch: Instruction, done: Instruction | None
+) -> tuple[int, str]:
+    """Bytes of a collective's full buffer, and the data type that travels."""
+    arrays = x.arrays
+    if x.opcode in ("send", "recv"):  # (buffer, flags, token)
+        return bytes_of(arrays[:1]), arrays[0][0]
+    if x is launch and done is launch and x.opcode.endswith("-start"):
+        # that waits right there; its result repeats the operands
+        arrays = arrays[len(x.operand_names) :] or arrays
+    elif x is launch and done is not None:
+        arrays = done.arrays
+    size = max(bytes_of(arrays), sum(operand.bytes for operand in x.operands))
+    return size, arrays[0][0] if arrays else ""
 
 
-def _is_sync(x: Instruction) -> bool:
-    return '"is_sync":true' in x.attributes
-
-
-def _body(loop: Instruction) -> str:
-    return loop.attribute(r"\bbody=%?([\w.\-]+)") or ""
-
-
-def _index(x: Instruction) -> int:
-    return int(x.attribute(r"\bindex=(\d+)") or 0)
-
-
-def _state(real: Instruction) -> str | None:
+def _chain(x: Instruction) -> str | None:
     """What the fusions of one TPU collective have in common."""
-    chain = real.attribute(r'chain_id="(\d+)"')
-    return chain and f"{real.opcode} {chain}"
+    chain = x.attribute(r'chain_id="(\d+)"')
+    return chain and f"{x.opcode} {chain}"
 
 
 def _transfer(x: Instruction) -> str:
     """What the sends and receives of one transfer have in common."""
-    meeting = x.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
-    return meeting or x.attribute(r"channel_id=(\d+)") or x.name
-
-
-def _source(c: Computation, name: str) -> Instruction:
-    """The instruction that a value comes from, copies left out."""
-    x = c.by_name[name]
-    while x.opcode in _MOVES and x.operands:
-        x = c.by_name[x.operands[0]]
-    return x
-
-
-def _constant(x: Instruction) -> int | None:
-    found = re.fullmatch(r"-?\d+", x.arguments) if x.opcode == "constant" else None
-    return int(found[0]) if found else None
-
-
-def _step(body: Computation, index: int) -> int | None:
-    """What a loop's body adds to element `index` of its tuple."""
-    if body.root.opcode != "tuple":
-        return None
-    x = _source(body, body.root.operands[index])
-    if x.opcode != "add":
-        return None
-    values = [_constant(_source(body, name)) for name in x.operands]
-    return next((v for v in values if v is not None and v > 0), None)
+    rendezvous = x.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
+    return rendezvous or x.attribute(r"channel_id=(\d+)") or x.name
