@@ -81,13 +81,25 @@ class Chip:
     fast_bandwidth: float
     slow_bandwidth: float
     fast_latency: float
-    slow_latency: float
+    slow_latency: float = 14e-6
     dimensions: int = 2
     devices_per_chip: int = 1
     gpu: Gpu | None = None
 
 
-_HOPPER = Gpu(
+_A100 = Gpu(
+    capability=(8, 0),
+    accelerated=False,
+    cores=108,
+    fp32_lanes=64,
+    clock_ghz=1.41,
+    memory_clock_khz=1_593_000,
+    l2_bytes=41_943_040,
+    shared_bytes=167_936,
+    shared_optin_bytes=166_912,
+    nvlinks=12,
+)
+_H100 = Gpu(
     capability=(9, 0),
     accelerated=True,
     cores=132,
@@ -99,107 +111,30 @@ _HOPPER = Gpu(
     shared_optin_bytes=232_448,
     nvlinks=18,
 )
+_H200 = dataclasses.replace(_H100, memory_clock_khz=3_750_000)
 
-_A100 = Chip(
-    name="a100",
-    title="NVIDIA A100-SXM4-80GB",
-    platform="gpu",
-    flops=312e12,
-    memory_bytes=85_100_068_864,
-    memory_bandwidth=2.03904e12,
-    fast_bandwidth=300e9,
-    slow_bandwidth=25e9,
-    fast_latency=3.4e-6,
-    slow_latency=14e-6,
-    gpu=Gpu(
-        capability=(8, 0),
-        accelerated=False,
-        cores=108,
-        fp32_lanes=64,
-        clock_ghz=1.41,
-        memory_clock_khz=1_593_000,
-        l2_bytes=41_943_040,
-        shared_bytes=167_936,
-        shared_optin_bytes=166_912,
-        nvlinks=12,
-    ),
+# Name, title, platform, FLOP/s; bytes of HBM; bytes/s of HBM, NVLink or ICI, NIC or
+# DCN; latency of NVLink or ICI. A device of TPU7x is half a chip of 2307 TFLOP/s,
+# 192 GiB, 7380 GB/s, 1200 GB/s and 100 Gbit/s.
+# fmt: off
+_CHIPS = (
+    Chip("a100", "NVIDIA A100-SXM4-80GB", "gpu", 312e12,
+         85_100_068_864, 2.03904e12, 300e9, 25e9, 3.4e-6, gpu=_A100),
+    Chip("h100", "NVIDIA H100 80GB HBM3", "gpu", 989.4e12,
+         84_942_979_072, 3.35232e12, 450e9, 50e9, 3.4e-6, gpu=_H100),
+    Chip("h200", "NVIDIA H200 141GB HBM3e", "gpu", 989.4e12,
+         151_397_597_184, 4.8e12, 450e9, 50e9, 3.4e-6, gpu=_H200),
+    Chip("v5e", "TPU v5e", "tpu", 197e12,
+         16 * GIB, 819e9, 200e9, 3.125e9, 1e-6),
+    Chip("v5p", "TPU v5p", "tpu", 459e12,
+         95 * GIB, 2.765e12, 600e9, 6.25e9, 1e-6, dimensions=3),
+    Chip("v6e", "TPU v6e", "tpu", 918e12,
+         32 * GIB, 1.638e12, 400e9, 12.5e9, 1e-6),
+    Chip("tpu7x", "TPU7x", "tpu", 1153.5e12,
+         96 * GIB, 3.69e12, 300e9, 6.25e9, 1e-6, dimensions=3, devices_per_chip=2),
 )
-_H100 = Chip(
-    name="h100",
-    title="NVIDIA H100 80GB HBM3",
-    platform="gpu",
-    flops=989.4e12,
-    memory_bytes=84_942_979_072,
-    memory_bandwidth=3.35232e12,
-    fast_bandwidth=450e9,
-    slow_bandwidth=50e9,
-    fast_latency=3.4e-6,
-    slow_latency=14e-6,
-    gpu=_HOPPER,
-)
-_H200 = dataclasses.replace(
-    _H100,
-    name="h200",
-    title="NVIDIA H200 141GB HBM3e",
-    memory_bytes=151_397_597_184,
-    memory_bandwidth=4.8e12,
-    gpu=dataclasses.replace(_HOPPER, memory_clock_khz=3_750_000),
-)
-_V5E = Chip(
-    name="v5e",
-    title="TPU v5e",
-    platform="tpu",
-    flops=197e12,
-    memory_bytes=16 * GIB,
-    memory_bandwidth=819e9,
-    fast_bandwidth=200e9,
-    slow_bandwidth=3.125e9,
-    fast_latency=1e-6,
-    slow_latency=14e-6,
-)
-_V5P = Chip(
-    name="v5p",
-    title="TPU v5p",
-    platform="tpu",
-    flops=459e12,
-    memory_bytes=95 * GIB,
-    memory_bandwidth=2.765e12,
-    fast_bandwidth=600e9,
-    slow_bandwidth=6.25e9,
-    fast_latency=1e-6,
-    slow_latency=14e-6,
-    dimensions=3,
-)
-_V6E = Chip(
-    name="v6e",
-    title="TPU v6e",
-    platform="tpu",
-    flops=918e12,
-    memory_bytes=32 * GIB,
-    memory_bandwidth=1.638e12,
-    fast_bandwidth=400e9,
-    slow_bandwidth=12.5e9,
-    fast_latency=1e-6,
-    slow_latency=14e-6,
-)
-_TPU7X = Chip(  # half a chip: 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s, 100 Gbit/s
-    name="tpu7x",
-    title="TPU7x",
-    platform="tpu",
-    flops=1153.5e12,
-    memory_bytes=96 * GIB,
-    memory_bandwidth=3.69e12,
-    fast_bandwidth=300e9,
-    slow_bandwidth=6.25e9,
-    fast_latency=1e-6,
-    slow_latency=14e-6,
-    dimensions=3,
-    devices_per_chip=2,
-)
-
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {c.name: c for c in (_A100, _H100, _H200, _V5E, _V5P, _V6E, _TPU7X)}
-)
+# fmt: on
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
 
 # Hopper's throughput per data type (keys: xla_data.proto's PrimitiveType), in units per
 # core and operations per clock. Ampere has none: XLA then falls back to the fp32 lanes.
@@ -210,13 +145,50 @@ _MATRIX_OPS |= dict.fromkeys((19, 20, 23, 24, 25, 28, 29, 33, 35, 36), 1024)
 _MATRIX_CLOCK_GHZ = 1.8295201
 
 
-def _rates(kind: str, rates: Mapping[int, tuple[float, int, int]]) -> list[str]:
-    lines = [
-        f"    rate_infos {{ key: {key} value {{ clock_rate_ghz: {clock} "
-        f"units_per_core: {units} ops_per_clock: {ops} }} }}"
-        for key, (clock, units, ops) in rates.items()
-    ]
-    return [f"  {kind}_unit_description {{", *lines, "  }"]
+_TARGET = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_bytes}
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fp32_lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {chip.memory_bandwidth:.0f}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {chip.memory_bytes}
+  shared_memory_per_block_optin: {gpu.shared_optin_bytes}
+  cuda_compute_capability {{ major: {gpu.capability[0]} minor: {gpu.capability[1]} \
+feature_extension: {feature} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+{rates}\
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {version}"
+  model_str: "sm_{version} with {chip.memory_bytes}B RAM, {gpu.cores} cores, \
+{clock_khz:.0f}KHz clock, {gpu.memory_clock_khz}KHz mem clock, {gpu.l2_bytes}B L2$"
+  device_address_bits: 64
+  pcie_bandwidth: 34359738368
+  ecc_enabled: true
+  name: "{chip.title}"
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+  cub_version: "3.1.2"
+  device_interconnect_info {{ active_links: {gpu.nvlinks} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{chip.title}"
+"""
 
 
 def target_config(chip: Chip) -> str:
@@ -231,10 +203,7 @@ def target_config(chip: Chip) -> str:
     gpu = chip.gpu
     if gpu is None:
         raise ValueError(f"chip {chip.name!r} is not a GPU: it has no target config")
-    major, minor = gpu.capability
-    feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
-    suffix = "a" if gpu.accelerated else ""
-    rates: list[str] = []
+    rates = ""
     if gpu.accelerated:
         scalar = {k: (gpu.clock_ghz, *v) for k, v in _SCALAR_UNITS.items()}
         matrix = {  # fp64 products run at the boost clock, the others lower
@@ -242,52 +211,21 @@ def target_config(chip: Chip) -> str:
             for k, ops in _MATRIX_OPS.items()
         }
         rates = _rates("scalar", scalar) + _rates("matrix", matrix)
-    model = (
-        f"sm_{major}.{minor}{suffix} with {chip.memory_bytes}B RAM, {gpu.cores} cores, "
-        f"{gpu.clock_ghz * 1e6:.0f}KHz clock, {gpu.memory_clock_khz}KHz mem clock, "
-        f"{gpu.l2_bytes}B L2$"
+    major, minor = gpu.capability
+    return _TARGET.format(
+        chip=chip,
+        gpu=gpu,
+        version=f"{major}.{minor}{'a' if gpu.accelerated else ''}",
+        feature="ACCELERATED_FEATURES" if gpu.accelerated else "NONE",
+        clock_khz=gpu.clock_ghz * 1e6,
+        rates=rates,
     )
-    lines = [
-        "gpu_device_info {",
-        "  threads_per_block_limit: 1024",
-        "  threads_per_warp: 32",
-        "  shared_memory_per_block: 49152",
-        f"  shared_memory_per_core: {gpu.shared_bytes}",
-        "  threads_per_core_limit: 2048",
-        f"  core_count: {gpu.cores}",
-        f"  fpus_per_core: {gpu.fp32_lanes}",
-        "  block_dim_limit_x: 2147483647",
-        "  block_dim_limit_y: 65535",
-        "  block_dim_limit_z: 65535",
-        f"  memory_bandwidth: {chip.memory_bandwidth:.0f}",
-        f"  l2_cache_size: {gpu.l2_bytes}",
-        f"  clock_rate_ghz: {gpu.clock_ghz}",
-        f"  device_memory_size: {chip.memory_bytes}",
-        f"  shared_memory_per_block_optin: {gpu.shared_optin_bytes}",
-        f"  cuda_compute_capability {{ major: {major} minor: {minor} "
-        f"feature_extension: {feature} }}",
-        "  registers_per_core_limit: 65536",
-        "  registers_per_block_limit: 65536",
-        *rates,
-        "  thread_dim_limit_x: 1024",
-        "  thread_dim_limit_y: 1024",
-        "  thread_dim_limit_z: 64",
-        '  device_vendor: "NVIDIA Corporation"',
-        f'  platform_version: "Compute Capability {major}.{minor}{suffix}"',
-        f'  model_str: "{model}"',
-        "  device_address_bits: 64",
-        "  pcie_bandwidth: 34359738368",
-        "  ecc_enabled: true",
-        f'  name: "{chip.title}"',
-        '  driver_version: "13.0.0"',
-        '  runtime_version: "12.8.0"',
-        '  compile_time_toolkit_version: "12.8.0"',
-        '  dnn_version: "9.10.0"',
-        '  cub_version: "3.1.2"',
-        f"  device_interconnect_info {{ active_links: {gpu.nvlinks} }}",
-        "}",
-        'platform_name: "CUDA"',
-        "dnn_version_info { major: 9 minor: 10 patch: 0 }",
-        f'device_description_str: "{chip.title}"',
-    ]
-    return "\n".join(lines) + "\n"
+
+
+def _rates(kind: str, rates: Mapping[int, tuple[float, int, int]]) -> str:
+    lines = (
+        f"    rate_infos {{ key: {key} value {{ clock_rate_ghz: {clock} "
+        f"units_per_core: {units} ops_per_clock: {ops} }} }}\n"
+        for key, (clock, units, ops) in rates.items()
+    )
+    return f"  {kind}_unit_description {{\n{''.join(lines)}  }}\n"

@@ -16,22 +16,24 @@ at once, between slices a second stage over the data-centre network
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from acco_jax.planning.chips import Chip
 from acco_jax.planning.schedules import Collective, Operation, Schedule
 from acco_jax.planning.topologies import Topology
+from acco_jax.training.names import check_name
 
 # JAX devices of the largest slice: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
 LARGEST_SLICE = {"v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 2 * 9216}
 EFFICIENCY = 0.8
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
-SMALL = 1 << 16  # bytes: below, NCCL takes a tree and the protocol of low latency,
-SMALL_HOP, SMALL_FAR = 0.6e-6, 5e-6  # seconds per step over NVLink and the network
+# Below so many bytes NCCL takes a tree and the protocol of low latency: seconds per
+# step over NVLink and over the network.
+SMALL_BYTES = 1 << 16
+SMALL_HOP_SECONDS, SMALL_NETWORK_SECONDS = 0.6e-6, 5e-6
 FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
 _BITS = {"f32": 32, "bf16": 16, "f16": 16}
 
@@ -48,56 +50,41 @@ class Figure:
 def figures(
     chip: Chip, changes: Mapping[str, float] | None = None
 ) -> dict[str, Figure]:
-    """All that predictions rest on, by name.
+    """Returns all that predictions rest on, by name.
 
     Args:
-      chip: whose figures to take.
-      changes: other values, by name, in the same units (SI).
+      chip: the device.
+      changes: values to use instead, by name, in the same units (SI).
 
     Raises:
       ValueError: a name that does not exist, or a value that is not positive.
     """
-    sheet = (
-        "NVIDIA's data sheet"
-        if chip.platform == "gpu"
-        else f"docs.cloud.google.com/tpu/docs/{chip.name}"
-    )
+    gpu = chip.platform == "gpu"
+    sheet = f"docs.cloud.google.com/tpu/docs/{chip.name}"
+    sheet = "NVIDIA's data sheet" if gpu else sheet
     nccl = "NCCL's tuning.cc"
-    hop = nccl if chip.platform == "gpu" else "JAX's scaling book, per hop"
-    assumed = "assumed: share of the peak that is reached"
-    found = {
-        "flops": Figure(chip.flops, "FLOP/s", f"{sheet}: bf16, dense"),
-        "memory_bytes": Figure(chip.memory_bytes, "B", sheet),
-        "memory_bandwidth": Figure(chip.memory_bandwidth, "B/s", sheet),
-        "fast_bandwidth": Figure(
-            chip.fast_bandwidth,
-            "B/s",
-            f"{sheet}: {'NVLink' if chip.gpu else 'ICI'}, one way, all links",
-        ),
-        "slow_bandwidth": Figure(
-            chip.slow_bandwidth,
-            "B/s",
-            "NVIDIA's DGX data sheet: a network adapter per GPU"
-            if chip.gpu
-            else f"{sheet}: data-centre network",
-        ),
-        "fast_latency": Figure(chip.fast_latency, "s", hop),
-        "slow_latency": Figure(chip.slow_latency, "s", nccl),
-        "compute_efficiency": Figure(EFFICIENCY, "", assumed),
-        "memory_efficiency": Figure(EFFICIENCY, "", assumed),
-        "network_efficiency": Figure(EFFICIENCY, "", assumed),
+    fast = f"{sheet}: {'NVLink' if gpu else 'ICI'}, one way, all links"
+    slow = f"{sheet}: data-centre network"
+    slow = "NVIDIA's DGX data sheet: a network adapter per GPU" if gpu else slow
+    sources = {
+        "flops": ("FLOP/s", f"{sheet}: bf16, dense"),
+        "memory_bytes": ("B", sheet),
+        "memory_bandwidth": ("B/s", sheet),
+        "fast_bandwidth": ("B/s", fast),
+        "slow_bandwidth": ("B/s", slow),
+        "fast_latency": ("s", nccl if gpu else "JAX's scaling book, per hop"),
+        "slow_latency": ("s", nccl),
     }
+    table = {k: Figure(getattr(chip, k), *source) for k, source in sources.items()}
+    for part in ("compute", "memory", "network"):
+        assumed = "assumed: share of the peak that is reached"
+        table[f"{part}_efficiency"] = Figure(EFFICIENCY, "", assumed)
     for name, value in (changes or {}).items():
-        if name not in found:
-            near = difflib.get_close_matches(name, list(found), 1, cutoff=0)[0]
-            raise ValueError(
-                f"there is no figure {name!r} (did you mean {near!r}?): known are "
-                + ", ".join(found)
-            )
+        check_name("the name of a figure", name, table)
         if not 0 < value < math.inf:
             raise ValueError(f"the figure {name} is {value:g}: it must be positive.")
-        found[name] = Figure(value, found[name].unit, "given on the command line")
-    return found
+        table[name] = Figure(value, table[name].unit, "given on the command line")
+    return table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +111,12 @@ class Machine:
         return len({device // self.topology.fast_domain for device in c.groups[0]})
 
     def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
-        """Time of one collective.
+        """Predicts the time of one collective, in seconds.
 
         Args:
           kind: as in `Collective`.
           size: bytes of the full buffer.
-          devices: that take part.
+          devices: number of devices that take part.
           domain: how many of them are in one host or slice.
         """
         if devices < 2:
@@ -143,8 +130,9 @@ class Machine:
         rounds = 2 if kind == "all-reduce" else 1
         domains = -(-devices // domain)
         outside = (devices - domain) / devices  # of a device's blocks, for all-to-all
-        if self.topology.platform == "gpu" and size < SMALL:
-            return 2 * ((domain - 1) * SMALL_HOP + math.log2(domains) * SMALL_FAR)
+        if self.topology.platform == "gpu" and size < SMALL_BYTES:
+            within = (domain - 1) * SMALL_HOP_SECONDS
+            return 2 * (within + math.log2(domains) * SMALL_NETWORK_SECONDS)
         if kind == "collective-permute":  # to one neighbour
             return size / fast + hop if domains == 1 else size / slow + far
         if self.topology.platform == "gpu":
@@ -206,7 +194,7 @@ class Prediction:
 
 
 def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
-    """Walks through a schedule.
+    """Predicts how long a schedule takes.
 
     Args:
       schedule: as compiled for the machine's topology.
@@ -214,7 +202,33 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
       devices: how many to predict for; where it is not the topology's own number, the
         data axis's collectives grow (or shrink) to it and nothing else changes.
     """
-    return _Walk(schedule, machine, devices).run()
+    timeline = _Timeline(schedule, machine, devices)
+    # (position, order there, what happens, to what); what ends in an operation (a
+    # TPU's loop) ends after it, the rest before
+    before, during, launch, after = range(4)
+    events: list[tuple[int, int, Any, Any]] = [
+        (o.position, during, timeline.compute, o) for o in schedule.operations
+    ]
+    working = {o.position for o in schedule.operations if o.flops}
+    for c in schedule.collectives:
+        if c.where == "ENTRY":
+            done = c.done if c.asynchronous and c.done is not None else c.start
+            late = done in working or done == c.start
+            events.append((c.start, launch, timeline.begin, c))
+            events.append((done, after if late else before, timeline.end, c))
+    for _, _, happen, subject in sorted(events, key=lambda event: event[:2]):
+        happen(subject)
+    for c in schedule.collectives:
+        if c.where != "ENTRY":
+            timeline.repeat(c)
+    computation = (s.end - s.start for s in timeline.spans if s.track == "computation")
+    return Prediction(
+        tuple(timeline.spans),
+        timeline.matrix,
+        sum(computation),
+        timeline.communication,
+        timeline.exposed,
+    )
 
 
 def synchronous(prediction: Prediction, half_rounds: int) -> float:
@@ -250,130 +264,108 @@ def in_few_bits(
     """
 
     # the gradients' way comes first, whatever a compiler made of its collectives
-    reduces = set(list(names)[: len(names) // 2])
+    gradients = set(names[: len(names) // 2])
 
     def fewer(c: Collective) -> Collective:
-        bits = reduce_bits if c.name in reduces else gather_bits
-        if c.name in reduces and c.name in within:
+        reduces = c.name in gradients
+        bits = reduce_bits if reduces else gather_bits
+        if reduces and c.name in within:
             bits = None
         if c.name not in names or bits is None or c.dtype not in _BITS:
             return c
-        size = c.bytes * bits // _BITS[c.dtype]
-        if c.name not in reduces or c.kind == "send-recv":
-            return dataclasses.replace(c, bytes=size)
+        c = dataclasses.replace(c, bytes=c.bytes * bits // _BITS[c.dtype])
+        if not reduces or c.kind == "send-recv":
+            return c
         hidden = c.asynchronous and hide_reduction
-        return dataclasses.replace(
-            c, bytes=size, asynchronous=hidden, kind="all-to-all"
-        )
+        return dataclasses.replace(c, asynchronous=hidden, kind="all-to-all")
 
     collectives = tuple(map(fewer, schedule.collectives))
     return dataclasses.replace(schedule, collectives=collectives)
 
 
-class _Walk:
+class _Timeline:
+    """A walk through a schedule, in seconds: when computation and network are busy."""
+
     def __init__(self, schedule: Schedule, machine: Machine, devices: int) -> None:
-        self.schedule, self.machine, self.devices = schedule, machine, devices
-        self.clock = self.network_free = self.exposed = self.matrix = 0.0
-        self.communication = 0.0
-        self.begun: dict[str, float] = {}
+        self._machine, self._devices = machine, devices
+        self._launches = {c.start for c in schedule.collectives if c.where == "ENTRY"}
+        self._clock = self._network_free = 0.0
+        self._starts: dict[str, float] = {}
+        self.matrix = self.communication = self.exposed = 0.0
         self.spans: list[Span] = []
 
-    def run(self) -> Prediction:
-        schedule = self.schedule
-        # (position, order there, what happens, to what); what ends in an operation (a
-        # TPU's loop) ends after it, the rest before
-        before, during, start, after = range(4)
-        events: list[tuple[int, int, Callable[[Any], None], Any]] = [
-            (o.position, during, self.compute, o) for o in schedule.operations
-        ]
-        working = {o.position for o in schedule.operations if o.flops}
-        for c in schedule.collectives:
-            if c.where != "ENTRY":
-                continue
-            done = c.done if c.asynchronous and c.done is not None else c.start
-            late = done in working or done == c.start
-            events.append((c.start, start, self.begin, c))
-            events.append((done, after if late else before, self.end, c))
-        for _, _, happens, what in sorted(events, key=lambda event: event[:2]):
-            happens(what)
-        for c in self.schedule.collectives:
-            if c.where != "ENTRY":
-                self.inside(c)
-        computation = sum(
-            s.end - s.start for s in self.spans if s.track == "computation"
-        )
-        return Prediction(
-            tuple(self.spans),
-            self.matrix,
-            computation,
-            self.communication,
-            self.exposed,
-        )
-
     def compute(self, o: Operation) -> None:
-        if o.kind.endswith(("-start", "-update", "-done")) or any(
-            o.position == c.start and c.where == "ENTRY" and not o.flops
-            for c in self.schedule.collectives
+        """Adds an operation, unless it is part of a collective."""
+        if o.kind.endswith(("-start", "-update", "-done")) or (
+            o.position in self._launches and not o.flops
         ):
             return
-        value = self.machine.value
-        seconds = o.flops / (value("flops") * value("compute_efficiency"))
-        seconds += o.bytes / (value("memory_bandwidth") * value("memory_efficiency"))
+        memory = self._machine.value("memory_bandwidth")
+        memory *= self._machine.value("memory_efficiency")
+        seconds = self._product_seconds(o.flops) + o.bytes / memory
         self.matrix += seconds if o.flops else 0.0
         name = PRODUCTS if o.flops else OTHER
-        self.add("computation", name, self.clock, self.clock + seconds)
-        self.clock += seconds
-
-    def seconds(self, c: Collective) -> float:
-        machine, topology = self.machine, self.machine.topology
-        if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
-            seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
-            slices = max(1, self.devices * topology.slices // topology.devices)
-            return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))
-        if (c.group_size or topology.devices) == topology.devices:  # everyone
-            domain = machine.domain(self.devices)
-            return machine.seconds(c.kind, c.bytes, self.devices, domain)
-        size, domains = len(c.groups[0]), machine.domains(c)
-        here = topology.devices // topology.fast_domain
-        if here > 1 and domains == here:  # across all of them, however many there are
-            domains = max(1, self.devices // topology.fast_domain)
-            size = size // here * domains
-        return machine.seconds(c.kind, c.bytes, size, size // domains)
+        self._add("computation", name, self._clock, self._clock + seconds)
+        self._clock += seconds
 
     def begin(self, c: Collective) -> None:
-        self.begun[c.name] = max(self.clock, self.network_free)
-        self.network_free = self.begun[c.name] + self.seconds(c)
+        """Launches a collective, which goes on when the network is free."""
+        self._starts[c.name] = max(self._clock, self._network_free)
+        self._network_free = self._starts[c.name] + self._seconds(c)
 
     def end(self, c: Collective) -> None:
-        seconds, begun = self.seconds(c), self.begun[c.name]
+        """Waits for a collective."""
+        seconds, start = self._seconds(c), self._starts[c.name]
         # woven into the fusions of a TPU v5e it goes on inside these alone
         share = 1.0
         if c.flops_carried is not None:
             share = c.flops_carried / c.flops_between if c.flops_between else 0.0
-        passed = max(0.0, self.clock - begun)
+        passed = max(0.0, self._clock - start)
         if passed * share >= seconds:
-            finished = begun + seconds / share if share else begun
+            finish = start + seconds / share if share else start
         else:
-            finished = max(begun, self.clock) + seconds - passed * share
-        self.add("communication", c.kind, begun, finished)
-        if finished > self.clock:
-            self.add("waiting", c.kind, self.clock, finished)
-            self.exposed += finished - self.clock
-            self.clock = finished
+            finish = max(start, self._clock) + seconds - passed * share
+        self._add("communication", c.kind, start, finish)
+        if finish > self._clock:
+            self._wait(c.kind, finish - self._clock)
+            self._clock = finish
         self.communication += seconds
-        self.network_free = max(finished, self.network_free)
+        self._network_free = max(finish, self._network_free)
 
-    def inside(self, c: Collective) -> None:
-        """A collective in a loop's body, once per trip: what outlasts the products."""
-        seconds, value = self.seconds(c), self.machine.value
-        beside = c.flops_between / (value("flops") * value("compute_efficiency"))
-        waits = c.times * max(0.0, seconds - (beside if c.hidden else 0.0))
+    def repeat(self, c: Collective) -> None:
+        """Adds a collective of a loop's body: what outlasts the products, each trip."""
+        seconds = self._seconds(c)
+        beside = self._product_seconds(c.flops_between) if c.hidden else 0.0
+        wait = c.times * max(0.0, seconds - beside)
         self.communication += c.times * seconds
-        self.add("waiting", c.kind, self.clock, self.clock + waits)
-        self.clock += waits
-        self.exposed += waits
+        self._wait(c.kind, wait)
+        self._clock += wait
 
-    def add(self, track: str, name: str, start: float, end: float) -> None:
+    def _product_seconds(self, flops: int) -> float:
+        value = self._machine.value
+        return flops / (value("flops") * value("compute_efficiency"))
+
+    def _seconds(self, c: Collective) -> float:
+        machine, topology = self._machine, self._machine.topology
+        if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
+            seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
+            slices = max(1, self._devices * topology.slices // topology.devices)
+            return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))
+        if (c.group_size or topology.devices) == topology.devices:  # everyone
+            domain = machine.domain(self._devices)
+            return machine.seconds(c.kind, c.bytes, self._devices, domain)
+        size, domains = len(c.groups[0]), machine.domains(c)
+        total = topology.devices // topology.fast_domain
+        if total > 1 and domains == total:  # across all of them, however many there are
+            domains = max(1, self._devices // topology.fast_domain)
+            size = size // total * domains
+        return machine.seconds(c.kind, c.bytes, size, size // domains)
+
+    def _wait(self, name: str, seconds: float) -> None:
+        self._add("waiting", name, self._clock, self._clock + seconds)
+        self.exposed += seconds
+
+    def _add(self, track: str, name: str, start: float, end: float) -> None:
         last = self.spans[-1] if self.spans else None
         if last and (last.track, last.name, last.end) == (track, name, start):
             self.spans[-1] = dataclasses.replace(last, end=end)

@@ -1,4 +1,4 @@
-"""Tells the optimizer's own collectives from those that a step asks for.
+"""Tells the optimizer's own collectives from those of the train step.
 
 The exchange's are in the program as written. An optimizer that looks across shards
 (muon's Newton-Schulz, adafactor's and lamb's norms, clipping) is written as if nothing
@@ -15,24 +15,24 @@ from acco_jax import footprint
 from acco_jax.planning import hlo
 from acco_jax.planning.schedules import Collective
 
-# What a compiler may make of a collective that it was asked for, beside the same and a
-# transfer between slices.
+# What a compiler may make of a step's collective, beside the same and a transfer
+# between slices.
 _INSTEAD = {
     "reduce-scatter": ("all-reduce",),
     "all-gather": ("all-reduce",),
     "all-reduce": ("reduce-scatter", "all-gather"),
 }
 _LETTERS = {"i": "s", "ui": "u"}  # of integers: StableHLO's name, HLO's
-PADDING = 0.02  # share of a collective's bytes that may go beyond what was asked for
+PADDING = 0.02  # share of a collective's bytes that may go beyond the step's own
 
 
 @dataclasses.dataclass
-class _Asked:
-    """Collectives of one kind, data type and group.
+class _Pool:
+    """The step's collectives of one kind, data type and group.
 
     Attributes:
-      sizes: bytes of each that was not yet found.
-      left: bytes not yet found.
+      sizes: bytes of each that has no match in the schedule yet.
+      left: bytes without a match yet.
     """
 
     kind: str
@@ -41,10 +41,10 @@ class _Asked:
     sizes: list[int] = dataclasses.field(default_factory=list)
     left: int = 0
 
-    def whole(self, c: Collective) -> int:
-        """Bytes of a found one, for as many numbers of the type that was asked for."""
-        here, there = hlo.bits(self.dtype) or 1, hlo.bits(c.dtype) or 1
-        return c.bytes * c.times * here // there
+    def bytes_of(self, c: Collective) -> int:
+        """Returns the bytes that c's numbers take in the pool's data type."""
+        bits, compiled_bits = hlo.bits(self.dtype) or 1, hlo.bits(c.dtype) or 1
+        return c.bytes * c.times * bits // compiled_bits
 
     def suits(self, c: Collective, likeness: int) -> bool:
         """Whether c may be one of these, or several of them combined.
@@ -55,13 +55,12 @@ class _Asked:
             and of the same type and group; 2: and of the same kind; 3: and of the size
             of one of these, or 4: of all.
         """
-        if not 0 < self.whole(c) <= 2 * self.left:
+        if not 0 < self.bytes_of(c) <= 2 * self.left:
             return False
-        if likeness >= 1:
-            group = c.group_size or self.group  # of a transfer it is unknown
-            if (c.dtype, group) != (self.dtype, self.group):
-                return False
-        if likeness == 4 and self.whole(c) != self.left:
+        group = c.group_size or self.group  # of a transfer it is unknown
+        if likeness >= 1 and (c.dtype, group) != (self.dtype, self.group):
+            return False
+        if likeness == 4 and self.bytes_of(c) != self.left:
             return False
         if likeness == 3 and c.bytes not in self.sizes:
             return False
@@ -71,52 +70,52 @@ class _Asked:
         return c.kind == self.kind or c.kind in instead
 
     def take(self, c: Collective) -> int:
-        """Counts c as found; returns the bytes of one execution that go beyond."""
+        """Matches c; returns the bytes of one execution that go beyond the pool."""
         if c.bytes in self.sizes:
             self.sizes.remove(c.bytes)
-        whole = self.whole(c)
-        beyond = max(0, whole - self.left)
-        self.left -= whole - beyond
-        return c.bytes * beyond // whole if beyond > PADDING * whole else 0
+        total = self.bytes_of(c)
+        beyond = max(0, total - self.left)
+        self.left -= total - beyond
+        return c.bytes * beyond // total if beyond > PADDING * total else 0
 
 
 def own(
-    found: Sequence[Collective], asked: Iterable[footprint.Collective]
+    collectives: Sequence[Collective], source: Iterable[footprint.Collective]
 ) -> list[tuple[Collective, int]]:
-    """The collectives that the step did not ask for, and their bytes.
+    """Returns the collectives that the step did not write, and their bytes.
 
     Compilers combine collectives, and turn one kind into another: those most alike are
-    matched first, and of them the largest. A collective that combines what was asked
-    for with no more than as much again counts with what is beyond. Transfers between
-    slices of a type that was asked for do not count.
+    matched first, and of them the largest. A collective that combines the step's own
+    with no more than as much again counts with what is beyond. Transfers between
+    slices of a type that the step sends do not count.
 
     Args:
-      found: of the compiled schedule.
-      asked: of the StableHLO of the same program.
+      collectives: of the compiled schedule.
+      source: of the StableHLO of the same program.
 
     Returns:
-      In the order of `found`, with the bytes of one execution of the collective.
+      In the order of `collectives`, with the bytes of one execution.
     """
-    wanted: dict[tuple[str, str, int], _Asked] = {}
-    for a in asked:
-        if a.group > 1:
-            key = (a.kind.replace("_", "-"), _dtype(a.dtype), a.group)
-            w = wanted.setdefault(key, _Asked(*key))
-            w.sizes += [a.whole] * a.times
-            w.left += a.whole * a.times
-    extra = {i: c.bytes for i, c in enumerate(found)}
-    largest = sorted(extra, key=lambda i: -found[i].bytes)
+    pools: dict[tuple[str, str, int], _Pool] = {}
+    for c in source:
+        if c.group > 1:
+            key = (c.kind.replace("_", "-"), _dtype(c.dtype), c.group)
+            pool = pools.setdefault(key, _Pool(*key))
+            pool.sizes += [c.whole] * c.times
+            pool.left += c.whole * c.times
+    extra = {i: c.bytes for i, c in enumerate(collectives)}
+    largest = sorted(extra, key=lambda i: -collectives[i].bytes)
     for likeness in (4, 3, 2, 1, 0):
         for i in largest[:]:
-            suitable = [w for w in wanted.values() if w.suits(found[i], likeness)]
-            if suitable:
-                extra[i] = suitable[0].take(found[i])
+            suitable = (p for p in pools.values() if p.suits(collectives[i], likeness))
+            if match := next(suitable, None):
+                extra[i] = match.take(collectives[i])
                 largest.remove(i)
-    types = {w.dtype for w in wanted.values()}
+    dtypes = {pool.dtype for pool in pools.values()}
     for i in largest:  # a small transfer is padded: no size tells what it is of
-        if found[i].kind == "send-recv" and found[i].dtype in types:
+        if collectives[i].kind == "send-recv" and collectives[i].dtype in dtypes:
             extra[i] = 0
-    return [(found[i], size) for i, size in extra.items() if size]
+    return [(collectives[i], size) for i, size in extra.items() if size]
 
 
 def _dtype(name: str) -> str:

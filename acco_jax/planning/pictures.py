@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.patches import Patch
+
 from acco_jax.planning.costs import OTHER, PRODUCTS, Prediction
+from acco_jax.training.figures import subplots
 
 _COLORS = {
     PRODUCTS: "#4c78a8",
@@ -23,15 +26,6 @@ _ROWS = {"communication": 0, "computation": 1}
 _METHOD_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d")
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> None:
     """Draws one half-round of each method: computation above communication.
 
@@ -40,10 +34,8 @@ def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> N
       path: of the PNG to write.
       title: of the picture.
     """
-    from matplotlib.patches import Patch
-
-    figure = _figure(10, 1.3 + 1.25 * len(predictions))
-    all_axes = figure.subplots(len(predictions), 1, squeeze=False, sharex=True)[:, 0]
+    rows = len(predictions)
+    figure, all_axes = subplots(10, 1.3 + 1.25 * rows, rows, sharex=True)
     longest = max(p.total for p in predictions.values())
     unit, scale = ("ms", 1e3) if longest > 2e-3 else ("µs", 1e6)
     seen: dict[str, Any] = {}
@@ -61,7 +53,8 @@ def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> N
         ax.set_yticks(list(_ROWS.values()), list(_ROWS))
         ax.set_ylim(-0.55, 1.55)
         ax.tick_params(axis="y", length=0)
-        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.grid(visible=False)
+        ax.spines["left"].set_visible(False)
         ax.set_title(
             f"{method}: {prediction.total * scale:.3g} {unit}, "
             f"{prediction.hidden:.0%} of the communication hidden",
@@ -91,32 +84,29 @@ def scaling(
       title: of the picture.
       compiled: the number of devices that was compiled for.
     """
-    figure = _figure(10, 4)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = subplots(10, 4, 1, 2)
     methods = list(dict.fromkeys(r["method"] for r in rows))
     longest = max(max(r["computation"], r["communication"]) for r in rows)
     unit, scale = ("s", 1) if longest > 2 else ("ms", 1e3)
     for method, color in zip(methods, itertools.cycle(_METHOD_COLORS)):
-        mine = sorted(
+        points = sorted(
             (r for r in rows if r["method"] == method), key=lambda r: r["devices"]
         )
-        n = [r["devices"] for r in mine]
+        n = [r["devices"] for r in points]
         style = {"color": color, "marker": "o", "ms": 4}
-        each = [r["tokens_per_second"] / r["devices"] for r in mine]
+        each = [r["tokens_per_second"] / r["devices"] for r in points]
         left.plot(n, each, label=method, **style)
         right.plot(
-            n, [r["exposed"] * scale for r in mine],
+            n, [r["exposed"] * scale for r in points],
             color=color, lw=5, alpha=0.35, label=f"{method}: not hidden",
         )  # fmt: skip
         right.plot(
-            n, [r["communication"] * scale for r in mine],
+            n, [r["communication"] * scale for r in points],
             ls="--", label=f"{method}: communication", **style,
         )  # fmt: skip
-    first = [r for r in rows if r["method"] == methods[0]]
-    right.axhline(
-        first[0]["computation"] * scale,
-        color="0.4", ls=":", label=f"{methods[0]}: computation",
-    )  # fmt: skip
+    computation = next(r["computation"] for r in rows if r["method"] == methods[0])
+    label = f"{methods[0]}: computation"
+    right.axhline(computation * scale, color="0.4", ls=":", label=label)
     ticks = sorted({r["devices"] for r in rows})
     for ax in (left, right):
         ax.set_xscale("log", base=2)
@@ -124,8 +114,6 @@ def scaling(
         ax.minorticks_off()
         ax.set_xlabel("devices")
         ax.set_ylim(bottom=0)
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
         ax.axvline(compiled, color="0.7", lw=0.8, zorder=0)
     left.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     left.set_ylabel("predicted tokens/s per device")

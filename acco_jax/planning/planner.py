@@ -7,7 +7,6 @@ print(report.text(plan))
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from acco_jax.planning.programs import Compiled, DoesNotFit, Program
 from acco_jax.planning.schedules import Collective
 from acco_jax.planning.topologies import Topology
 from acco_jax.training import config as configs
+from acco_jax.training.names import check_name
 
 BASELINE = "zero1"
 USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network library's
@@ -29,7 +29,7 @@ USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network li
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked beside experiment and topology.
+    """Options of a plan.
 
     Attributes:
       methods: to compile; () for the experiment's own and zero1.
@@ -44,11 +44,11 @@ class Request:
     fit: bool = True
 
 
-class Line(NamedTuple):
-    """How a microbatch's rows fill the memory."""
+class LargestMicrobatch(NamedTuple):
+    """How many rows of a microbatch fit into memory."""
 
-    largest: int  # rows that fit
-    per_row: float | None  # bytes that one more takes; None: no second one fits
+    rows: int
+    bytes_per_row: float | None  # None: no second size fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Outcome:
     program: Program
     compiled: Compiled
     prediction: costs.Prediction
-    line: Line | None  # None if it was not looked for, or not found
-    own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` says
+    largest: LargestMicrobatch | None  # None: not looked for, or nothing fits
+    own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
 
     @property
     def method(self) -> str:
@@ -67,13 +67,13 @@ class Outcome:
 
     @property
     def half_rounds(self) -> float:
-        """Of an optimizer step; below 1 where a call takes several (inner) steps."""
+        """Half-rounds of an optimizer step; below 1 where one takes inner steps."""
         tx = self.program.tx
         return tx.half_rounds if tx.steps_per_call == 1 else 1 / tx.steps_per_call
 
     @property
     def collectives(self) -> list[Collective]:
-        """The data axis's, of at least 1 MiB."""
+        """The data axis's collectives of at least 1 MiB."""
         return self.compiled.schedule.select(groups=self.program.groups)
 
     @property
@@ -88,7 +88,7 @@ class Plan:
     config: ConfigDict
     model: gpt_neo.GPTNeoConfig
     machine: costs.Machine
-    asked: tuple[str, ...]  # methods whose communication must be hidden
+    checked: tuple[str, ...]  # methods whose communication must be hidden
     outcomes: tuple[Outcome, ...]
     growth: tuple[dict[str, Any], ...]  # a row per method and number of devices
     few_bits: tuple[dict[str, Any], ...]  # a row per method and choice of bits
@@ -99,14 +99,14 @@ class Plan:
 
     @property
     def exposed(self) -> list[tuple[str, Collective]]:
-        """What --require-hidden objects to."""
-        asked = (o for o in self.outcomes if o.method in self.asked)
-        return [(o.method, c) for o in asked for c in o.exposed]
+        """Methods and collectives that --require-hidden objects to."""
+        outcomes = (o for o in self.outcomes if o.method in self.checked)
+        return [(o.method, c) for o in outcomes for c in o.exposed]
 
     def row(self, method: str) -> dict[str, Any]:
-        """Predicted for the topology itself."""
-        wanted = (method, self.topology.devices)
-        return next(r for r in self.growth if (r["method"], r["devices"]) == wanted)
+        """Returns the predictions for the topology itself."""
+        key = (method, self.topology.devices)
+        return next(r for r in self.growth if (r["method"], r["devices"]) == key)
 
 
 def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
@@ -115,23 +115,17 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     Args:
       config: of `acco_jax.training.config.default_config`'s form.
       topology: the machine.
-      request: what else is asked.
+      request: options.
 
     Raises:
-      ValueError: in one line and before any compile, what cannot work; and after it,
-        that a method does not fit into memory.
+      ValueError: in one line, before any compile what cannot work; after it that a
+        method does not fit into memory.
       RuntimeError: the compiler is not installed; says how to install it.
     """
     configs.validate(config)
-    asked = request.methods or (config.method,)
     methods = dict.fromkeys(request.methods or (config.method, BASELINE))
     for name in methods:
-        if name not in METHODS:
-            near = difflib.get_close_matches(name, list(METHODS), 1, cutoff=0)[0]
-            raise ValueError(
-                f"there is no method {name!r} (did you mean {near!r}?): known are "
-                + ", ".join(METHODS)
-            )
+        check_name("--method", name, METHODS)
     machine = costs.Machine(topology, costs.figures(topology.chip, request.changes))
     numbers = sorted({topology.devices, *request.devices})
     for n in numbers:
@@ -140,13 +134,21 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     mesh = programs.data_mesh(topology, config.domains)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
-    growth = _growth(outcomes, config, model, machine, numbers)
-    few = tuple(row for o in outcomes for row in _few_bits(o, config, machine))
-    return Plan(config, model, machine, asked, outcomes, growth, few)
+    return Plan(
+        config,
+        model,
+        machine,
+        request.methods or (config.method,),
+        outcomes,
+        tuple(
+            row for n in numbers for row in _growth(outcomes, config, model, machine, n)
+        ),
+        tuple(row for o in outcomes for row in _few_bits(o, config, machine)),
+    )
 
 
 def of_method(config: ConfigDict, method: str) -> ConfigDict:
-    """The experiment under a method: `method_options` are the config's own method's."""
+    """Returns the experiment with another method, without the first's options."""
     other = config.copy_and_resolve_references()
     with other.unlocked():
         if method != config.method:
@@ -158,10 +160,9 @@ def of_method(config: ConfigDict, method: str) -> ConfigDict:
 def _check_devices(n: int, machine: costs.Machine) -> None:
     domain = machine.domain(max(n, 1))
     if n < 1 or n % domain:
-        name = "host" if machine.topology.platform == "gpu" else "slice"
         raise ValueError(
             f"devices is {n}: it must be at least 1 and, above {domain}, a multiple of "
-            f"that, the devices of a {name}."
+            f"that, the devices of a {machine.topology.domain_name}."
         )
 
 
@@ -177,33 +178,35 @@ def _outcome(
         if size == 1:
             advice = "set model.remat, or take more devices"
         elif fit:
-            line = _line(config, program, machine, 1, None)
-            fits = line is not None and line.largest
-            advice = f"at most about {fits} would fit" if fits else "nor does 1"
+            largest = _largest_microbatch(config, program, machine, 1, None)
+            rows = largest and largest.rows
+            advice = f"at most about {rows} would fit" if rows else "nor does 1"
         raise ValueError(
             f"{method} with microbatch_size {size} does not fit into the memory of a "
             f"{machine.topology.chip.title}: {error}; {advice}."
         ) from None
-    line = _line(config, program, machine, size, compiled) if fit else None
+    largest = None
+    if fit:
+        largest = _largest_microbatch(config, program, machine, size, compiled)
     prediction = costs.predict(compiled.schedule, machine, machine.topology.devices)
     own = optimizers_own(program, compiled, machine.topology)
-    return Outcome(program, compiled, prediction, line, own)
+    return Outcome(program, compiled, prediction, largest, own)
 
 
 def optimizers_own(
     program: Program, compiled: Compiled, topology: Topology
 ) -> list[tuple[Collective, int]] | None:
-    """The data axis's collectives that the step did not ask for, and their bytes.
+    """Returns the data axis's collectives that the step did not write, and their bytes.
 
     An optimizer that looks across shards causes them; a few scalars are the step's.
-    None where they cannot be told: what it asked for is not known, or one data axis is
+    None where they cannot be told: the step's own are not known, or one data axis is
     over slices, for which the compiler splits every collective.
     """
     split = topology.slices > 1 and program.mesh.devices.ndim == 1
-    if compiled.asked is None or split:
+    if compiled.source_collectives is None or split:
         return None
-    found = compiled.schedule.select(1, groups=program.groups)
-    return optimizers.own(found, compiled.asked)
+    collectives = compiled.schedule.select(1, groups=program.groups)
+    return optimizers.own(collectives, compiled.source_collectives)
 
 
 def _compile(program: Program, machine: costs.Machine) -> Compiled:
@@ -215,24 +218,24 @@ def _compile(program: Program, machine: costs.Machine) -> Compiled:
     return compiled
 
 
-def _line(
+def _largest_microbatch(
     config: ConfigDict,
     program: Program,
     machine: costs.Machine,
     rows: int,
     compiled: Compiled | None,
-) -> Line | None:
-    """Memory by the microbatch's rows, from two compiles; None if none fits.
+) -> LargestMicrobatch | None:
+    """Extrapolates memory by a microbatch's rows from two compiles; None if none fits.
 
     Args:
       config: the experiment.
       program: its method's.
-      machine: whose memory it is.
+      machine: with the memory to fill.
       rows: of one of the two microbatches.
-      compiled: with so many, if that is known.
+      compiled: the program with so many rows, if there is one.
     """
 
-    def total(size: int) -> int:
+    def total_bytes(size: int) -> int:
         other = of_method(config, program.method)
         other.microbatch_size = size
         logging.info("compiling %s with microbatches of %d", program.method, size)
@@ -240,7 +243,7 @@ def _line(
 
     room = machine.value("memory_bytes") * USABLE
     try:
-        low = compiled.memory.total if compiled else total(rows)
+        low = compiled.memory.total if compiled else total_bytes(rows)
     except DoesNotFit:
         return None
     sizes = [rows // 2, 2 * rows]  # of the second; the best one lies near the limit
@@ -251,20 +254,22 @@ def _line(
         if size < 1 or size == rows:
             continue
         try:
-            per_row = (total(size) - low) / (size - rows)
+            per_row = (total_bytes(size) - low) / (size - rows)
         except DoesNotFit:
             continue
         most = rows + int((room - low) // per_row) if per_row > 0 else rows
-        return Line(max(most, 0), per_row)
-    return Line(rows, None)
+        return LargestMicrobatch(max(most, 0), per_row)
+    return LargestMicrobatch(rows, None)
 
 
 def _few_bits(
     o: Outcome, config: ConfigDict, machine: costs.Machine
 ) -> list[dict[str, Any]]:
-    """Predictions for gathers and reductions in few bits, of a method that sends all.
+    """Predicts gathers and reductions in few bits, for a method that sends all bits.
 
-    The first row is the method as compiled; () for what cannot, or already does.
+    Returns:
+      A row per choice of bits, the first as compiled; [] for a method that has no such
+      options, or already sends few bits.
     """
     tx = o.program.tx
     if isinstance(tx, acco_jax.LocalMethod):
@@ -275,10 +280,10 @@ def _few_bits(
     within = [c.name for c in o.collectives if machine.domains(c) == 1]
     rows: list[dict[str, Any]] = []
     for gather_bits, reduce_bits in ((None, None), *costs.FEW_BITS):
+        bits: dict[str, Any] = {"gather_bits": gather_bits, "reduce_bits": reduce_bits}
         other = of_method(config, o.method)
         with other.unlocked():
-            other.method_options.gather_bits = gather_bits
-            other.method_options.reduce_bits = reduce_bits
+            other.method_options.update(bits)
         try:
             configs.validate(other)  # whether the method has such options
             configs.method(other, o.method, tx.mesh, tx.axis)
@@ -287,30 +292,25 @@ def _few_bits(
         schedule = costs.in_few_bits(
             o.compiled.schedule,
             names,
-            gather_bits,
-            reduce_bits,
+            **bits,
             hide_reduction=machine.topology.platform == "gpu",
             within=within if len(tx.axis) > 1 else (),
         )
         p = costs.predict(schedule, machine, machine.topology.devices)
         sent = sum(c.bytes * c.times for c in schedule.collectives if c.name in names)
-        rows.append(
-            {
-                "method": o.method,
-                "gather_bits": gather_bits,
-                "reduce_bits": reduce_bits,
-                "bytes": o.half_rounds * sent,
-                "communication": o.half_rounds * p.communication,
-                "hidden": p.hidden,
-                "step": o.half_rounds * p.total,
-            }
-        )
-    if len(rows) < 2:
-        return []
-    for row in rows:
-        row["share_of_bytes"] = row["bytes"] / max(rows[0]["bytes"], 1)
-        row["speedup"] = rows[0]["step"] / row["step"]
-    return rows
+        row: dict[str, Any] = {
+            "method": o.method,
+            **bits,
+            "bytes": o.half_rounds * sent,
+            "communication": o.half_rounds * p.communication,
+            "hidden": p.hidden,
+            "step": o.half_rounds * p.total,
+        }
+        first = rows[0] if rows else row
+        row["share_of_bytes"] = row["bytes"] / max(first["bytes"], 1)
+        row["speedup"] = first["step"] / row["step"]
+        rows.append(row)
+    return rows if len(rows) > 1 else []
 
 
 def _growth(
@@ -318,42 +318,41 @@ def _growth(
     config: ConfigDict,
     model: gpt_neo.GPTNeoConfig,
     machine: costs.Machine,
-    numbers: list[int],
-) -> tuple[dict[str, Any], ...]:
-    """Predictions for several numbers of devices, from one compile of each method."""
+    devices: int,
+) -> list[dict[str, Any]]:
+    """Predicts a step of each method on so many devices, from its one compile."""
     here = machine.topology.devices
-    rows: list[dict[str, Any]] = []
-    for n in numbers:
-        times: dict[str, float] = {}
-        formulas: dict[str, float] = {}
-        for o in outcomes:
-            p = costs.predict(o.compiled.schedule, machine, n)
-            h = o.half_rounds
-            tokens = h * o.program.computed * n / here
-            tokens *= config.microbatch_size * config.length
-            memory = o.compiled.memory
-            times[o.method] = h * p.total
-            if isinstance(o.program.tx, acco_jax.Method):  # it communicates each step's
-                formulas[o.method] = costs.synchronous(p, o.program.tx.half_rounds)
-            model_flops = gpt_neo.flops_per_token(model, config.length) * tokens
-            rows.append(
-                {
-                    "method": o.method,
-                    "devices": n,
-                    "computation": h * p.computation,
-                    "communication": h * p.communication,
-                    "exposed": h * p.exposed,
-                    "hidden": p.hidden,
-                    "step": h * p.total,
-                    "tokens_per_step": int(tokens),
-                    "tokens_per_second": tokens / (h * p.total),
-                    "model_flops_utilization": model_flops
-                    / (h * p.total * n * machine.value("flops")),
-                    "memory": int(memory.total + memory.shards * (here / n - 1)),
-                }
-            )
-        for row in rows[-len(outcomes) :]:
-            baseline = times.get(BASELINE, formulas.get(row["method"]))
-            row["speedup_over_zero1"] = baseline and baseline / row["step"]
-            row["zero1_compiled"] = BASELINE in times
-    return tuple(rows)
+    flops_per_token = gpt_neo.flops_per_token(model, config.length)
+    rows, formulas = [], []
+    for o in outcomes:
+        p = costs.predict(o.compiled.schedule, machine, devices)
+        step, memory = o.half_rounds * p.total, o.compiled.memory
+        tokens = o.half_rounds * o.program.computed * devices / here
+        tokens *= config.microbatch_size * config.length
+        peak_flops = step * devices * machine.value("flops")
+        # zero1 stands for methods that communicate in each step
+        formula = None
+        if isinstance(o.program.tx, acco_jax.Method):
+            formula = costs.synchronous(p, o.program.tx.half_rounds)
+        formulas.append(formula)
+        rows.append(
+            {
+                "method": o.method,
+                "devices": devices,
+                "computation": o.half_rounds * p.computation,
+                "communication": o.half_rounds * p.communication,
+                "exposed": o.half_rounds * p.exposed,
+                "hidden": p.hidden,
+                "step": step,
+                "tokens_per_step": int(tokens),
+                "tokens_per_second": tokens / step,
+                "model_flops_utilization": flops_per_token * tokens / peak_flops,
+                "memory": int(memory.total + memory.shards * (here / devices - 1)),
+            }
+        )
+    compiled = next((r["step"] for r in rows if r["method"] == BASELINE), None)
+    for row, formula in zip(rows, formulas, strict=True):
+        baseline = compiled or formula
+        row["speedup_over_zero1"] = baseline and baseline / row["step"]
+        row["zero1_compiled"] = compiled is not None
+    return rows

@@ -7,6 +7,7 @@ compiled = program.compile()  # its schedule, memory and text
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -48,17 +49,17 @@ class DoesNotFit(Exception):
 
 
 def what_it_needs(message: str) -> str:
-    """A compiler's out-of-memory message in a few words.
+    """Shortens a compiler's out-of-memory message.
 
     libtpu says "Used 40.00G of 31.25G hbm", or "... for HLO temporaries (3.76T) exceeds
-    available HBM (31.25G)"; what is worded otherwise is given as it is, its first line.
+    available HBM (31.25G)"; of what is worded otherwise the first line stays.
     """
-    for words in (
+    for pattern in (
         r"Used ([\d.]+\w) of ([\d.]+\w) \w+",
         r"\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)",
     ):
-        if found := re.search(words, message):
-            return f"it needs {found[1]} of {found[2]} of memory"
+        if match := re.search(pattern, message):
+            return f"it needs {match[1]} of {match[2]} of memory"
     return message.splitlines()[0]
 
 
@@ -67,9 +68,9 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parts: what is kept from one half-round to the next, and the batch, by name.
+      parts: what stays from one half-round to the next, and the batch, by name.
       total: peak of the compiled program, by its memory analysis.
-      shards: those of the parts of which a device holds the less the more there are.
+      shards: those of the parts that more devices divide among them.
     """
 
     parts: dict[str, int]
@@ -84,15 +85,15 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program's text and what was read from it.
+    """A compiled program and what was read from it.
 
     Attributes:
       text: its optimized HLO.
       schedule: what was read from the text.
       memory: of one device.
-      seconds: that it took to compile.
+      seconds: time that the compiler took.
       bytes_accessed: by the compiler's own analysis of cost; None where it has none.
-      asked: the collectives of the program as written; None where one is in a loop
+      source_collectives: those of the program as written; None where one is in a loop
         whose length the program does not say.
     """
 
@@ -101,7 +102,7 @@ class Compiled:
     memory: Memory
     seconds: float
     bytes_accessed: float | None = None
-    asked: tuple[footprint.Collective, ...] | None = None
+    source_collectives: tuple[footprint.Collective, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Program:
       microbatches: of each worker in a half-round.
       counts: how many of them each worker computes; () for all.
       arguments: params, state, batch, counts: abstract arrays with shardings.
-      frozen: bytes that the loss function holds on a device beside them.
+      frozen: bytes on a device that the loss function holds beside them.
     """
 
     method: str
@@ -168,16 +169,14 @@ class Program:
             raise DoesNotFit(what_it_needs(str(error))) from error
         seconds, text = time.perf_counter() - start, compiled.as_text()
         schedule = schedules.read(text, trip_counts=self._trips(text))
-        try:
+        accessed, source = None, None
+        # unimplemented where there is no device
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
-        except jax.errors.JaxRuntimeError:  # unimplemented where there is no device
-            accessed = None
-        try:
-            asked = tuple(footprint.collectives(lowered))
-        except ValueError:
-            asked = None
+        with contextlib.suppress(ValueError):
+            source = tuple(footprint.collectives(lowered))
         memory = self._memory(compiled)
-        return Compiled(text, schedule, memory, seconds, accessed, asked)
+        return Compiled(text, schedule, memory, seconds, accessed, source)
 
     def _trips(self, text: str) -> dict[str, int]:
         """Trips of the loops whose bounds the compiler cannot know.
@@ -187,13 +186,13 @@ class Program:
         but the last, or what the step hides on GPU because it runs once.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
-        most, places = max(self.counts, default=self.microbatches), len(loops)
+        most, pieces = max(self.counts, default=self.microbatches), len(loops)
         if self.microbatches == 1 or isinstance(self.tx, acco_jax.LocalMethod):
             return dict.fromkeys(loops, most)  # or an inner step's microbatches
-        if places < 2:
+        if pieces < 2:
             return dict.fromkeys(loops, most - 1 if self.counts else 1)
-        spans = (piece(most, k, places) for k in range(places))
-        return {x: end - first for x, (first, end) in zip(loops, spans, strict=True)}
+        bounds = (piece(most, k, pieces) for k in range(pieces))
+        return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 
     def _memory(self, compiled: Any) -> Memory:
         params, state, batch, counts = self.arguments
@@ -203,11 +202,8 @@ class Program:
             fields = ("master", "inner", "carry")
         for field, value in zip(state._fields, state, strict=True):
             size, name = bytes_held(value), _NAMES.get(field, field)
-            split = [
-                x
-                for x in jax.tree.leaves(value if field in fields else ())
-                if not x.sharding.is_fully_replicated
-            ]
+            leaves = jax.tree.leaves(value if field in fields else ())
+            split = [x for x in leaves if not x.sharding.is_fully_replicated]
             if split:
                 shards, name = shards + bytes_held(split), f"{name} (shard)"
             if size > 64:  # not the counters
@@ -222,7 +218,7 @@ class Program:
 
 
 def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
-    """All devices of a topology along the data axes, as training has them.
+    """Returns all devices of a topology along the data axes, as training has them.
 
     Args:
       topology: the devices.
@@ -233,12 +229,12 @@ def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
       RuntimeError: the compiler is not installed; says how to install it.
       ValueError: another number of domains; the compiler does not know the topology.
     """
-    there = topology.devices // topology.fast_domain
+    total = topology.devices // topology.fast_domain
     domains = topology.slices if domains is None else domains
-    if domains not in (1, there):
-        name = "hosts" if topology.platform == "gpu" else "slices"
+    if domains not in (1, total):
         raise ValueError(
-            f"domains is {domains}, but {topology} has {there} {name}: give that or 1."
+            f"domains is {domains}, but {topology} has {total} "
+            f"{topology.domain_name}s: give that or 1."
         )
     devices = topologies.mesh(topology).devices.reshape(domains, -1)
     if domains == 1:
@@ -251,7 +247,7 @@ def data_axes(mesh: Mesh, model_axis: str = "model") -> tuple[str, ...]:
 
 
 def vocab_size(config: ConfigDict) -> int:
-    """The tokenizer's number of tokens, without a corpus.
+    """Returns the tokenizer's number of tokens, without a corpus.
 
     Raises:
       ValueError: it cannot be told from the config.
@@ -268,7 +264,7 @@ def vocab_size(config: ConfigDict) -> int:
 
 
 def describe(config: ConfigDict, mesh: Mesh) -> Program:
-    """The half-round of an experiment.
+    """Describes the half-round of an experiment.
 
     Args:
       config: of `acco_jax.training.config.default_config`'s form, valid.
@@ -277,47 +273,30 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     Raises:
       ValueError: in one line, what cannot work.
     """
-    axes, method = data_axes(mesh), config.method
-    tx = configs.method(config, method, mesh, axes)
-    share = tx.half_rounds
-    per_step = config.microbatches_per_step
-    if per_step % share:
-        raise ValueError(
-            f"microbatches_per_step is {per_step}, which does not divide into the "
-            f"{share} half-rounds of a step of {method}: use a multiple."
-        )
-    microbatches, counts = per_step // share, tuple(config.counts)
-    if counts and (
-        len(counts) != mesh.size or not 0 <= min(counts) <= max(counts) <= microbatches
-    ):
-        raise ValueError(
-            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
-            f"the {mesh.size} workers, or none."
-        )
+    tx = configs.method(config, config.method, mesh, data_axes(mesh))
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
     if config.microbatches != "fixed":
         raise ValueError(
-            f"microbatches is {config.microbatches!r}, found while a run communicates: "
-            "plan needs 'fixed'."
+            f"microbatches is {config.microbatches!r}, but their number is not known "
+            "before a run: plan needs 'fixed'."
         )
-    model = configs.model(config, vocab_size(config))
     replicated = NamedSharding(mesh, P())
 
     def freeze(make: Callable[[], PyTree]) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-            jax.eval_shape(make),
-        )
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
 
+    model = configs.model(config, vocab_size(config))
     loss_fn, init = configs.trained(config, model, freeze)
     return assemble(
-        method,
+        config.method,
         tx,
         loss_fn,
         jax.eval_shape(init),
         microbatches=microbatches,
-        counts=counts,
+        counts=tuple(config.counts),
         microbatch=(config.microbatch_size, config.length + 1),
     )
 
@@ -332,7 +311,7 @@ def assemble(
     microbatch: tuple[int, int],
     counts: tuple[int, ...] = (),
 ) -> Program:
-    """The half-round of any model whose batch is {"tokens": int32 (rows, length)}.
+    """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
 
     Args:
       method: a name for it.
@@ -344,13 +323,6 @@ def assemble(
       counts: how many microbatches each worker computes; () for all.
     """
     mesh, axes = tx.mesh, tx.axis
-    shapes = jax.eval_shape(functools.partial(acco_jax.start, tx), params)
-    shardings = acco_jax.start_shardings(tx, params)
-    rows = NamedSharding(mesh, P(axes))
-
-    def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
     step = acco_jax.make_train_step(
         loss_fn,
         tx,
@@ -360,12 +332,17 @@ def assemble(
         form="fused",
     )
     workers = math.prod(mesh.shape[a] for a in axes)
-    held = workers * microbatches * tx.steps_per_call
-    shape = (held * microbatch[0], microbatch[1])
+    rows = workers * microbatches * tx.steps_per_call * microbatch[0]
+    split = NamedSharding(mesh, P(axes))
+    tokens = jax.ShapeDtypeStruct((rows, microbatch[1]), jnp.int32, sharding=split)
     arguments = (
-        *jax.tree.map(placed, shapes, shardings),
-        {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)},
-        jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=rows) if counts else None,
+        *jax.tree.map(
+            lambda x, sharding: x.update(sharding=sharding),
+            jax.eval_shape(functools.partial(acco_jax.start, tx), params),
+            acco_jax.start_shardings(tx, params),
+        ),
+        {"tokens": tokens},
+        jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=split) if counts else None,
     )
     frozen = bytes_held(with_arrays(loss_fn))
     return Program(method, tx, step, microbatches, counts, arguments, frozen)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,28 @@ from acco_jax.footprint import NEGLIGIBLE
 from acco_jax.planning import pictures
 from acco_jax.planning.costs import Figure
 from acco_jax.planning.planner import Outcome, Plan
-from acco_jax.planning.schedules import Collective
+from acco_jax.planning.schedules import Collective, hidden_share
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 GIB = 2**30
+_LARGE = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
+_SMALL = {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
+
+# A table's columns: a heading, and how a row of predictions fills it.
+Columns = Mapping[str, Callable[[Any], str]]
+_SPEED: Columns = {
+    "step": lambda r: seconds(r["step"]),
+    "tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}",
+}
+_GAIN: Columns = {
+    "hidden time": lambda r: f"{r['hidden']:.0%}",
+    "over zero1": lambda r: (
+        f"{r['speedup_over_zero1']:.2f}x" if r["speedup_over_zero1"] else "-"
+    ),
+}
 
 
 def text(plan: Plan) -> str:
-    """The whole report, in lines."""
+    """Returns the whole report."""
     blocks = [_head(plan), _figures(plan)]
     blocks += [_method(plan, o) for o in plan.outcomes]
     blocks += [_comparison(plan)]
@@ -35,7 +49,7 @@ def text(plan: Plan) -> str:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """The same as JSON-ready values, in SI units."""
+    """Returns the same as JSON-ready values, in SI units."""
     return {
         "topology": str(plan.topology),
         "devices": plan.topology.devices,
@@ -43,10 +57,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "jax": jax.__version__,
         "parameters": plan.outcomes[0].program.parameters,
         "figures": {
-            name: {"value": f.value, "unit": f.unit, "source": f.source}
-            for name, f in plan.machine.figures.items()
+            name: dataclasses.asdict(figure)
+            for name, figure in plan.machine.figures.items()
         },
-        "methods": {o.method: _read_dict(plan, o) for o in plan.outcomes},
+        "methods": {o.method: _method_dict(plan, o) for o in plan.outcomes},
         "predicted": list(plan.growth),
         "few_bits": list(plan.few_bits),
         "exposed": [{"method": m, "name": c.name} for m, c in plan.exposed],
@@ -80,46 +94,31 @@ def write(
     return lines
 
 
-def _read_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
+def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
     memory = o.compiled.memory
     return {
         "half_rounds_per_step": o.half_rounds,
         "microbatches": o.program.microbatches,
         "compile_seconds": o.compiled.seconds,
         "flops": o.compiled.schedule.flops,
-        "hidden_bytes_fraction": _hidden(o),
+        "hidden_bytes_fraction": hidden_share(o.collectives),
         "optimizers_own": o.own and _own_dict(o.own),
-        "collectives": [
-            {
-                "name": c.name,
-                "kind": c.kind,
-                "bytes": c.bytes,
-                "dtype": c.dtype,
-                "times": c.times,
-                "start": c.start,
-                "done": c.done,
-                "where": c.where,
-                "loops_between": list(c.whiles_between),
-                "flops_between": c.flops_between,
-                "flops_carried": c.flops_carried,
-                "hidden": c.hidden,
-            }
-            for c in o.collectives
-        ],
+        "collectives": [_collective_dict(c) for c in o.collectives],
         "memory": {
             **memory.parts,
             "temporaries": memory.temporaries,
             "total": memory.total,
             "of": plan.machine.value("memory_bytes"),
         },
-        "largest_microbatch": o.line and o.line.largest,
+        "largest_microbatch": o.largest and o.largest.rows,
     }
 
 
-def _hidden(o: Outcome) -> float:
-    total = sum(c.bytes * c.times for c in o.collectives)
-    hidden = sum(c.bytes * c.times for c in o.collectives if c.hidden)
-    return hidden / total if total else 1.0
+def _collective_dict(c: Collective) -> dict[str, Any]:
+    names = ("name", "kind", "bytes", "dtype", "times", "start", "done", "where",
+             "flops_between", "flops_carried", "hidden")  # fmt: skip
+    values = {name: getattr(c, name) for name in names}
+    return values | {"loops_between": list(c.whiles_between)}
 
 
 def _head(plan: Plan) -> str:
@@ -143,7 +142,10 @@ def _head(plan: Plan) -> str:
 
 def _figures(plan: Plan) -> str:
     rows = [(name, quantity(f), f.source) for name, f in plan.machine.figures.items()]
-    lines = ["figures (per device; --set=NAME=VALUE changes one)", _table(rows, "lrl")]
+    lines = [
+        "figures (per device; --set=NAME=VALUE changes one)",
+        _aligned(rows, "lrl"),
+    ]
     if plan.model.dtype != jnp.bfloat16:
         lines.append(
             f"note: model.dtype is {plan.config.model.dtype}, but products are timed "
@@ -154,29 +156,28 @@ def _figures(plan: Plan) -> str:
 
 def _method(plan: Plan, o: Outcome) -> str:
     p, row = o.prediction, plan.row(o.method)
+    tx, microbatches = o.program.tx, _many(o.program.microbatches, "microbatch", "es")
+    calls = f"{_many(tx.half_rounds, 'half-round')} per step"
+    if tx.steps_per_call > 1:
+        calls = f"{tx.steps_per_call} inner steps per half-round"
     lines = [
-        f"{o.method}: {_calls(o)}, "
-        f"{_many(o.program.microbatches, 'microbatch', 'es')} in each",
+        f"{o.method}: {calls}, {microbatches} in each",
         f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s), "
         "collectives of the data axis of at least 1 MiB:",
-        _table([_collective(c) for c in o.collectives], "lrlll", indent=4)
+        _aligned([_collective(c) for c in o.collectives], "lrlll", indent=4)
         or "    none",
         *(f"    {note}" for note in _notes(plan, o)),
-        f"    hidden: {_hidden(o):.0%} of the bytes",
-        *(f"    {words}" for words in _own(o)),
+        f"    hidden: {hidden_share(o.collectives):.0%} of the bytes",
+        *_own(o),
         f"  READ from the memory analysis, GiB per device of "
         f"{plan.machine.value('memory_bytes') / GIB:.1f}:",
-        _table(_memory(o), "lr", indent=4),
+        _aligned(_memory(o), "lr", indent=4),
     ]
-    if o.line is not None:
-        lines.append(
-            f"    largest microbatch that fits: about {o.line.largest} rows"
-            + (
-                f" ({o.line.per_row / 2**20:,.0f} MiB per row, from two compiles)"
-                if o.line.per_row is not None
-                else ""
-            )
-        )
+    if o.largest is not None:
+        line = f"    largest microbatch that fits: about {o.largest.rows} rows"
+        if (per_row := o.largest.bytes_per_row) is not None:
+            line += f" ({per_row / 2**20:,.0f} MiB per row, from two compiles)"
+        lines.append(line)
     lines += [
         "  PREDICTED:",
         f"    half-round    {seconds(p.total)} = computation {seconds(p.computation)}"
@@ -187,14 +188,6 @@ def _method(plan: Plan, o: Outcome) -> str:
         f"{row['model_flops_utilization']:.0%} of peak FLOP/s",
     ]
     return "\n".join(lines)
-
-
-def _calls(o: Outcome) -> str:
-    """How half-rounds make a step, or (inner) steps a call."""
-    tx = o.program.tx
-    if tx.steps_per_call > 1:
-        return f"{tx.steps_per_call} inner steps per half-round"
-    return f"{_many(tx.half_rounds, 'half-round')} per step"
 
 
 def _many(number: int, noun: str, ending: str = "s") -> str:
@@ -223,18 +216,18 @@ def _collective(c: Collective) -> tuple[str, ...]:
 
 
 def _own_dict(own: Sequence[tuple[Collective, int]]) -> dict[str, dict[str, int]]:
-    """Number and bytes of the optimizer's own collectives, by kind."""
-    found: dict[str, dict[str, int]] = {}
+    """Returns number and bytes of the optimizer's own collectives, by kind."""
+    kinds: dict[str, dict[str, int]] = {}
     for c, size in own:
-        row = found.setdefault(c.kind, {"number": 0, "bytes": 0, "hidden_bytes": 0})
+        row = kinds.setdefault(c.kind, {"number": 0, "bytes": 0, "hidden_bytes": 0})
         row["number"] += c.times
         row["bytes"] += c.times * size
         row["hidden_bytes"] += c.times * size if c.hidden else 0
-    return found
+    return kinds
 
 
 def _own(o: Outcome) -> list[str]:
-    """A line about them, if one carries more than a few numbers."""
+    """Describes the optimizer's collectives if one carries more than a few numbers."""
     if o.own is None or all(size < NEGLIGIBLE for _, size in o.own):
         return []
     rows = _own_dict(o.own)
@@ -244,7 +237,7 @@ def _own(o: Outcome) -> list[str]:
     )
     total = sum(row["bytes"] for row in rows.values())
     hidden = sum(row["hidden_bytes"] for row in rows.values())
-    line = f"the optimizer's own, of any size: {'; '.join(kinds)}"
+    line = f"    the optimizer's own, of any size: {'; '.join(kinds)}"
     return [f"{line}; {hidden / total:.0%} of these bytes hidden"]
 
 
@@ -255,19 +248,17 @@ def _bytes(size: int) -> str:
 
 
 def _notes(plan: Plan, o: Outcome) -> list[str]:
-    """What the table of collectives does not say of itself."""
+    """Returns notes on the table of collectives."""
     notes = []
     if len(o.program.step.turns()) > 1:
         notes.append(
             "note: its half-rounds differ; this is one of them, and stands for all"
         )
     own = {c.name for c, size in o.own or () if size == c.bytes}
-    asked = [c for c in o.collectives if c.name not in own]
-    reduces = [c for c in asked if c.kind == "all-reduce"]
-    means = o.method == "ddp" or isinstance(o.program.tx, acco_jax.LocalMethod)
-    if not reduces or means:
+    kinds = {c.kind for c in o.collectives if c.name not in own}
+    averages = o.method == "ddp" or isinstance(o.program.tx, acco_jax.LocalMethod)
+    if "all-reduce" not in kinds or averages:
         return notes
-    kinds = {c.kind for c in asked}
     gone = "reduce-scatter" if "reduce-scatter" not in kinds else "all-gather"
     notes.append(
         f"note: {plan.topology.chip.title}'s compiler turned the {gone} into an "
@@ -287,87 +278,68 @@ def _memory(o: Outcome) -> list[tuple[str, str]]:
 
 
 def _comparison(plan: Plan) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("method", "step", "tokens/s", "hidden (read)", "hidden time", "over zero1")
-    ]
-    for o in plan.outcomes:
-        row = plan.row(o.method)
-        rows.append(
-            (
-                o.method,
-                seconds(row["step"]),
-                f"{row['tokens_per_second']:,.0f}",
-                f"{_hidden(o):.0%}",
-                f"{row['hidden']:.0%}",
-                _times(row["speedup_over_zero1"]),
-            )
-        )
+    hidden = {o.method: hidden_share(o.collectives) for o in plan.outcomes}
+    columns: Columns = {
+        "method": lambda r: r["method"],
+        **_SPEED,
+        "hidden (read)": lambda r: f"{hidden[r['method']]:.0%}",
+        **_GAIN,
+    }
     compiled = plan.growth[0]["zero1_compiled"]
     how = "as compiled" if compiled else "by formula: it was not among the methods"
-    return f"PREDICTED side by side (zero1 {how})\n" + _table(rows, "lrrrrr")
+    rows = [plan.row(o.method) for o in plan.outcomes]
+    return f"PREDICTED side by side (zero1 {how})\n" + _table(columns, rows, "lrrrrr")
 
 
 def _few_bits(plan: Plan) -> str:
-    head = "method gather reduce MiB/step share communication hidden step faster"
-    rows: list[tuple[str, ...]] = [tuple(head.split())]
-
-    rows += [
-        (
-            r["method"],
-            *(
-                f"{r[b]} bits" if r[b] else "all"
-                for b in ("gather_bits", "reduce_bits")
-            ),
-            f"{r['bytes'] / 2**20:,.1f}",
-            f"{r['share_of_bytes']:.3f}",
-            seconds(r["communication"]),
-            f"{r['hidden']:.0%}",
-            seconds(r["step"]),
-            f"{r['speedup']:.2f}x",
-        )
-        for r in plan.few_bits
-    ]
-    table = (
+    columns: Columns = {
+        "method": lambda r: r["method"],
+        "gather": lambda r: f"{r['gather_bits']} bits" if r["gather_bits"] else "all",
+        "reduce": lambda r: f"{r['reduce_bits']} bits" if r["reduce_bits"] else "all",
+        "MiB/step": lambda r: f"{r['bytes'] / 2**20:,.1f}",
+        "share": lambda r: f"{r['share_of_bytes']:.3f}",
+        "communication": lambda r: seconds(r["communication"]),
+        "hidden": lambda r: f"{r['hidden']:.0%}",
+        "step": lambda r: seconds(r["step"]),
+        "faster": lambda r: f"{r['speedup']:.2f}x",
+    }
+    block = (
         "PREDICTED with method_options.gather_bits and reduce_bits (the same schedule, "
-        "its collectives\nscaled; packing not counted)\n" + _table(rows, "lllrrrrrr")
+        "its collectives\nscaled; packing not counted)\n"
+        + _table(columns, plan.few_bits, "lllrrrrrr")
     )
     topology, flat = plan.topology, plan.outcomes[0].program.mesh.devices.ndim == 1
     hosts = topology.devices // topology.fast_domain
     if topology.platform == "gpu" and flat and 1 < hosts < topology.devices:
-        table += (
+        block += (
             f"\n  note: with config.domains={hosts} gradients are summed within a host "
             "first, and reduce_bits\n  is for the network between hosts alone"
         )
-    return table
+    return block
 
 
 def _growth(plan: Plan) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("devices", "method", "step", "tokens/s", "hidden time", "over zero1", "GiB")
-    ]
-    rows += [
-        (
-            f"{r['devices']:,}",
-            r["method"],
-            seconds(r["step"]),
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['hidden']:.0%}",
-            _times(r["speedup_over_zero1"]),
-            f"{r['memory'] / GIB:,.2f}",
-        )
-        for r in plan.growth
-    ]
+    columns: Columns = {
+        "devices": lambda r: f"{r['devices']:,}",
+        "method": lambda r: r["method"],
+        **_SPEED,
+        **_GAIN,
+        "GiB": lambda r: f"{r['memory'] / GIB:,.2f}",
+    }
     return (
         f"PREDICTED as devices grow (compiled for {plan.topology.devices}; for others "
         "the collectives by formula, the same work per device)\n"
-        + _table(rows, "rlrrrrr")
+        + _table(columns, plan.growth, "rlrrrrr")
     )
 
 
-def _table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
-    if not rows:
-        return ""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+def _table(columns: Columns, rows: Iterable[Mapping[str, Any]], align: str) -> str:
+    cells = ([cell(row) for cell in columns.values()] for row in rows)
+    return _aligned([list(columns), *cells], align)
+
+
+def _aligned(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = (
@@ -378,24 +350,15 @@ def _table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
     return "\n".join(lines)
 
 
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
 def seconds(value: float) -> str:
-    return _scaled(value, "s", _SMALL)
+    return quantity(Figure(value, "s", ""))
 
 
 def quantity(figure: Figure) -> str:
     """With a prefix: 989.4 TFLOP/s."""
     if not figure.unit:
         return f"{figure.value:g}"
-    prefixes = _SMALL if figure.unit == "s" else _PREFIXES
-    return _scaled(figure.value, figure.unit, prefixes)
-
-
-def _scaled(value: float, unit: str, prefixes: Any) -> str:
-    for scale, prefix in prefixes:
-        if value >= scale:
-            return f"{value / scale:.4g} {prefix}{unit}"
-    return f"{value:.4g} {unit}"
+    for prefix, scale in (_SMALL if figure.unit == "s" else _LARGE).items():
+        if figure.value >= scale:
+            return f"{figure.value / scale:.4g} {prefix}{figure.unit}"
+    return f"{figure.value:.4g} {figure.unit}"

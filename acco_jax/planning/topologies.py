@@ -10,17 +10,18 @@ the chips whose compilers are installed.
 """
 
 import dataclasses
-import difflib
 import importlib.util
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies as jax_topologies
 
 from acco_jax.planning.chips import CHIPS, Chip, target_config
-
-if TYPE_CHECKING:
-    import jax
+from acco_jax.training.names import check_name
 
 _FORMS = "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE (tpu:v5e:4x4)"
 _PLUGINS = {
@@ -61,6 +62,11 @@ class Topology:
         """Number of devices that NVLink or ICI joins: a host or a slice."""
         return self.shape[1] if self.platform == "gpu" else self.devices // self.slices
 
+    @property
+    def domain_name(self) -> str:
+        """What such a set of devices is called."""
+        return "host" if self.platform == "gpu" else "slice"
+
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         slices = f" x {self.slices} slices" if self.slices > 1 else ""
@@ -81,13 +87,11 @@ class Topology:
                 f"planning for {self} needs the {self.platform.upper()} compiler: "
                 f"pip install 'acco-jax[plan-{self.platform}]'"
             )
-        from jax.experimental import topologies
-
         shape = "x".join(map(str, self.shape))
         try:
             if self.platform == "gpu":  # partitions x hosts x devices: a host each
                 hosts, gpus = self.shape
-                return topologies.get_topology_desc(
+                return jax_topologies.get_topology_desc(
                     platform="cuda",
                     topology_name="",
                     target_config=target_config(self.chip),
@@ -96,7 +100,7 @@ class Topology:
             for variable, value in _TPU_ENVIRONMENT.items():
                 os.environ.setdefault(variable, value)
             options = {"num_slices": self.slices} if self.slices > 1 else {}
-            return topologies.get_topology_desc(
+            return jax_topologies.get_topology_desc(
                 platform="tpu", topology_name=f"{self.chip.name}:{shape}", **options
             )
         except Exception as error:
@@ -118,13 +122,9 @@ def parse(text: str, slices: int = 1) -> Topology:
     if match is None:
         raise ValueError(f"topology {text!r} is not of the form {_FORMS}")
     platform, name, dimensions = match.groups()
+    check_name(f"topology {text!r}: the platform", platform, ("gpu", "tpu"))
     names = [c.name for c in CHIPS.values() if c.platform == platform]
-    if not names:
-        near = _nearest(platform, ["gpu", "tpu"])
-        raise ValueError(f"topology {text!r}: unknown platform {platform!r}{near}")
-    if name not in names:
-        near = _nearest(name, names)
-        raise ValueError(f"topology {text!r}: unknown {platform} chip {name!r}{near}")
+    check_name(f"topology {text!r}: the {platform} chip", name, names)
     chip = CHIPS[name]
     shape = tuple(map(int, dimensions.split("x")))
     if platform == "gpu" and len(shape) == 1:
@@ -145,7 +145,7 @@ def parse(text: str, slices: int = 1) -> Topology:
 
 def mesh(
     topology: Topology, data: str = "data", model: int = 1, model_axis: str = "model"
-) -> "jax.sharding.Mesh":
+) -> jax.sharding.Mesh:
     """Makes a mesh of described devices, the model axis over neighbouring ones.
 
     Args:
@@ -161,14 +161,10 @@ def mesh(
         ValueError: if `model` does not divide the devices of a host or slice.
     """
     if model < 1 or topology.fast_domain % model:
-        domain = "host" if topology.platform == "gpu" else "slice"
         raise ValueError(
             f"model axis of size {model} does not divide the {topology.fast_domain} "
-            f"devices of a {domain} of {topology}"
+            f"devices of a {topology.domain_name} of {topology}"
         )
-    import jax
-    import numpy as np
-
     devices = np.array(topology.description().devices)
     if topology.slices == 1:
         return jax.sharding.Mesh(devices.reshape(-1, model), (data, model_axis))
@@ -178,8 +174,6 @@ def mesh(
 
 def use_cpu() -> None:
     """Makes JAX's own backend the CPU; call it before any backend has started."""
-    import jax
-
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -188,8 +182,3 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing
         return False
-
-
-def _nearest(value: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(value, known, n=1, cutoff=0.0)
-    return f" (did you mean {near[0]!r}?); known: {', '.join(known)}"

@@ -15,6 +15,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
+from acco_jax.training.files import write_whole
+
 PyTree = Any
 
 
@@ -36,8 +38,8 @@ class Checkpoints:
             sound = bool(multihost_utils.broadcast_one_to_all(np.bool_(sound)))
         if not sound:
             raise ValueError(
-                f"every checkpoint in {self._folder} is damaged: put a sound copy back "
-                "or, to start from scratch, remove that folder."
+                f"every checkpoint in {self._folder} is damaged: restore an intact "
+                "copy or, to start from scratch, remove that folder."
             )
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -49,7 +51,7 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """The half-rounds done in the newest sound checkpoint, None without any."""
+        """Returns the half-rounds of the newest sound checkpoint, None without any."""
         return self._manager.latest_step()
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
@@ -70,10 +72,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             sums = _checksums(self._folder / str(half_round))
-            target = self._sums(half_round)
-            partial = target.with_suffix(".partial")
-            partial.write_text(json.dumps(sums))
-            os.replace(partial, target)
+            write_whole(self._sums(half_round), json.dumps(sums))
         if jax.process_count() > 1:  # or the others wait in a collective that times out
             multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
         # only now: a process killed before the checksums leaves the last sound one
@@ -87,15 +86,14 @@ class Checkpoints:
 
         Args:
           half_round: as given to `save`.
-          like: the tree, of arrays or ShapeDtypeStructs with shardings, of what is
-            wanted.
+          like: the tree to restore, of arrays or ShapeDtypeStructs with shardings.
 
         Returns:
           The arrays and the host data.
         """
         names = _named(like)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, names)
-        found = self._manager.restore(
+        checkpoint = self._manager.restore(
             half_round,
             args=ocp.args.Composite(
                 arrays=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
@@ -104,9 +102,9 @@ class Checkpoints:
         leaves, treedef = jax.tree.flatten(like)
         arrays = [
             jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
-            for x, a in zip(leaves, found.arrays.values(), strict=True)
+            for x, a in zip(leaves, checkpoint.arrays.values(), strict=True)
         ]
-        return jax.tree.unflatten(treedef, arrays), found.host
+        return jax.tree.unflatten(treedef, arrays), checkpoint.host
 
     def close(self) -> None:
         self._manager.close()
@@ -140,11 +138,10 @@ class Checkpoints:
             written = json.loads(self._sums(step).read_text())
         except (OSError, ValueError):
             return "its checksums are missing"
-        found = _checksums(self._folder / str(step))
-        wrong = sorted(
-            k for k in written.keys() | found if written.get(k) != found.get(k)
-        )
-        return f"{wrong[0]} differs" if wrong else None
+        actual = _checksums(self._folder / str(step))
+        names = sorted(written.keys() | actual)
+        wrong = next((k for k in names if written.get(k) != actual.get(k)), None)
+        return wrong and f"{wrong} differs"
 
 
 def _is_key(x: Any) -> bool:

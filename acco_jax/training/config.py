@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,14 @@ from ml_collections import ConfigDict, config_dict
 from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
+from acco_jax.training.names import check_name, suggestion
 from acco_jax.transforms.base import Options
 from acco_jax.transforms.per_layer import per_layer
 
 PyTree = Any
 PLACEHOLDER = config_dict.placeholder
 
-# What an optimizer is given where optimizer.options does not say otherwise.
+# Keyword arguments of an optimizer where optimizer.options does not say otherwise.
 DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 
 # Optimizers that look across leaves or draw noise, and are elementwise otherwise: they
@@ -32,7 +34,19 @@ DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
 
 # Arguments of a method that are not method_options: the config has fields for them.
-GIVEN = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype")
+ARGUMENTS = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype")
+
+# The smallest value of numeric fields, and what to say of a smaller one.
+MINIMA = {
+    **dict.fromkeys(
+        ("steps", "microbatch_size", "microbatches_per_step", "length", "log_every",
+         "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints"),
+        (1, "it must be at least 1."),
+    ),
+    "optimizer.clip": (0, "give 0 for none."),
+    "optimizer.warmup_steps": (0, "give 0 for none."),
+    "lora.rank": (0, "give 0 for no adapters."),
+}  # fmt: skip
 
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
@@ -41,7 +55,7 @@ HARMLESS = frozenset(
 
 
 def default_config() -> ConfigDict:
-    """Every field there is; an experiment starts from this and changes some.
+    """Returns every field there is; an experiment starts from this and changes some.
 
     It is not locked, so that optimizer.options takes new keys from the command line;
     `validate` refuses fields that are not here.
@@ -60,9 +74,7 @@ def default_config() -> ConfigDict:
     c.domains = PLACEHOLDER(int)
 
     c.method = "acco"  # a key of acco_jax.methods.METHODS
-    c.method_options = ConfigDict(
-        type_safe=False
-    )  # further keyword arguments of the method
+    c.method_options = ConfigDict(type_safe=False)  # further arguments of the method
     c.comm_dtype = PLACEHOLDER(str)  # None: each parameter's own
     c.accumulate_dtype = PLACEHOLDER(str)  # None: each parameter's own
     c.form = "auto"  # 'fused', 'split'
@@ -81,48 +93,10 @@ def default_config() -> ConfigDict:
     # worker, for workers of unequal speed. Empty: all.
     c.counts = ()
 
-    c.optimizer = ConfigDict()
-    # Any optimizer of optax or optax.contrib that takes a learning_rate, and its other
-    # keyword arguments; adamw's are b2=0.95 and weight_decay=0.1 unless set here.
-    c.optimizer.name = "adamw"
-    c.optimizer.learning_rate = 1e-3
-    c.optimizer.options = ConfigDict(type_safe=False)
-    c.optimizer.schedule = "cosine"  # to zero at the last step; or 'constant'
-    c.optimizer.warmup_steps = 0
-    c.optimizer.clip = 1.0  # global norm of the mean gradient; 0: none
-
-    c.data = ConfigDict()
-    c.data.name = "stdlib"  # 'text_folder', or any tensorflow_datasets name
-    c.data.folder = PLACEHOLDER(str)  # of 'text_folder'
-    c.data.text_feature = "text"
-    c.data.train_split = "train"
-    c.data.validation_split = "validation"
-    c.data.held_out = 0.05  # of the documents, where there is no validation split
-    c.data.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
-    c.data.tokenizer = "bytes"  # or 'bpe', trained on the training split
-    c.data.vocab_size = PLACEHOLDER(int)  # of 'bpe'
-    # Which part of its rows each worker reads from documents of its own, that no other
-    # reads them from: 0: none, all workers have the same distribution; 1: all.
-    c.data.skew = 0.0
-
-    c.model = ConfigDict()
-    c.model.size = PLACEHOLDER(str)  # a name of acco_jax.models.gpt_neo.size
-    c.model.width = 128
-    c.model.layers = 4
-    c.model.heads = 4
-    c.model.window = 256  # of the local layers
-    c.model.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
-    c.model.dtype = "bfloat16"  # of the computation
-    c.model.param_dtype = "bfloat16"  # the master copy is float32 all the same
-    c.model.remat = False
-    c.model.attention = PLACEHOLDER(str)  # 'xla', 'cudnn'; None: what JAX chooses
-
-    c.lora = ConfigDict()
-    c.lora.rank = 0  # of the adapters that are trained instead of the model; 0: none
-    c.lora.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
-    # Instead of both: pairs (pattern, rank), of which the first that matches counts.
-    c.lora.ranks = ()
-    c.lora.scale = 1.0  # W + scale * a @ b
+    c.optimizer = _optimizer_fields()
+    c.data = _data_fields()
+    c.model = _model_fields()
+    c.lora = _lora_fields()
 
     c.log_every = 10  # half-rounds
     c.eval_every = 100  # optimizer steps
@@ -132,40 +106,93 @@ def default_config() -> ConfigDict:
     return c
 
 
+def _optimizer_fields() -> ConfigDict:
+    c = ConfigDict()
+    # Any optimizer of optax or optax.contrib that takes a learning_rate, and its other
+    # keyword arguments; adamw's are b2=0.95 and weight_decay=0.1 unless set here.
+    c.name = "adamw"
+    c.learning_rate = 1e-3
+    c.options = ConfigDict(type_safe=False)
+    c.schedule = "cosine"  # to zero at the last step; or 'constant'
+    c.warmup_steps = 0
+    c.clip = 1.0  # global norm of the mean gradient; 0: none
+    return c
+
+
+def _data_fields() -> ConfigDict:
+    c = ConfigDict()
+    c.name = "stdlib"  # 'text_folder', or any tensorflow_datasets name
+    c.folder = PLACEHOLDER(str)  # of 'text_folder'
+    c.text_feature = "text"
+    c.train_split = "train"
+    c.validation_split = "validation"
+    c.held_out = 0.05  # of the documents, where there is no validation split
+    c.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
+    c.tokenizer = "bytes"  # or 'bpe', trained on the training split
+    c.vocab_size = PLACEHOLDER(int)  # of 'bpe'
+    # Which part of its rows each worker reads from documents of its own, that no other
+    # reads them from: 0: none, all workers have the same distribution; 1: all.
+    c.skew = 0.0
+    return c
+
+
+def _model_fields() -> ConfigDict:
+    c = ConfigDict()
+    c.size = PLACEHOLDER(str)  # a name of acco_jax.models.gpt_neo.size
+    c.width = 128
+    c.layers = 4
+    c.heads = 4
+    c.window = 256  # of the local layers
+    c.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
+    c.dtype = "bfloat16"  # of the computation
+    c.param_dtype = "bfloat16"  # the master copy is float32 all the same
+    c.remat = False
+    c.attention = PLACEHOLDER(str)  # 'xla', 'cudnn'; None: what JAX chooses
+    return c
+
+
+def _lora_fields() -> ConfigDict:
+    c = ConfigDict()
+    c.rank = 0  # of the adapters that are trained instead of the model; 0: none
+    c.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
+    # Instead of both: pairs (pattern, rank), of which the first that matches counts.
+    c.ranks = ()
+    c.scale = 1.0  # W + scale * a @ b
+    return c
+
+
 def validate(config: ConfigDict) -> None:
-    """Refuse a config that cannot run, before anything is built.
+    """Refuses a config that cannot run, before anything is built.
 
     Raises:
       ValueError: in one line, naming the field, its value and the remedy.
     """
-    _check_fields(config, default_config(), "")
-    _one_of("method", config.method, METHODS)
-    known = list(inspect.signature(METHODS[config.method]).parameters)
-    if known[-1] == "options":  # **options: what all sharding methods share
-        known[-1:] = [f.name for f in dataclasses.fields(Options)]
-    known = [name for name in known if name not in GIVEN]
+    _check_fields(config, default_config())
+    check_name("method", config.method, METHODS)
+    names = list(inspect.signature(METHODS[config.method]).parameters)
+    if names[-1] == "options":  # **options: what all sharding methods share
+        names[-1:] = [f.name for f in dataclasses.fields(Options)]
+    names = [name for name in names if name not in ARGUMENTS]
     for field in config.method_options:
-        _one_of(f"method_options of {config.method}", field, known)
-    _one_of("form", config.form, FORMS)
-    _one_of("optimizer.schedule", config.optimizer.schedule, ("cosine", "constant"))
-    for field in ("comm_dtype", "accumulate_dtype"):
-        if config[field] is not None:
-            dtype(field, config[field])
-    for name in ("dtype", "param_dtype"):
-        dtype(f"model.{name}", config.model[name])
-    positive = ("steps", "microbatch_size", "microbatches_per_step", "length",
-                "log_every", "eval_every", "eval_batches", "checkpoint_every",
-                "keep_checkpoints")  # fmt: skip
-    for name in positive:
-        if config[name] < 1:
-            raise ValueError(f"{name} is {config[name]}: it must be at least 1.")
-    for name in ("clip", "warmup_steps"):
-        if not config.optimizer[name] >= 0:
-            raise ValueError(
-                f"optimizer.{name} is {config.optimizer[name]}: give 0 for none."
-            )
-    if config.lora.rank < 0:
-        raise ValueError(f"lora.rank is {config.lora.rank}: give 0 for no adapters.")
+        check_name(f"method_options of {config.method}", field, names)
+    check_name("form", config.form, FORMS)
+    check_name("optimizer.schedule", config.optimizer.schedule, ("cosine", "constant"))
+    dtype("comm_dtype", config.comm_dtype)
+    dtype("accumulate_dtype", config.accumulate_dtype)
+    for field, (least, remedy) in MINIMA.items():
+        value = operator.attrgetter(field)(config)
+        if not value >= least:
+            raise ValueError(f"{field} is {value}: {remedy}")
+    _check_microbatches(config)
+    _check_ranks(config.lora)
+    if not 0 <= config.data.skew <= 1:
+        raise ValueError(f"data.skew is {config.data.skew}: it must lie from 0 to 1.")
+    optimizer(config)
+    model(config, vocab_size=1)  # the tokenizer's comes with the corpus
+
+
+def _check_microbatches(config: ConfigDict) -> None:
+    """Refuses `microbatches` and `counts` that exclude each other."""
     if config.microbatches not in ("fixed", "adaptive") and not replayed(config):
         raise ValueError(
             f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive' or "
@@ -174,22 +201,44 @@ def validate(config: ConfigDict) -> None:
     if config.microbatches != "fixed" and len(config.counts):
         raise ValueError(
             f"counts is {tuple(config.counts)}, but microbatches="
-            f"{config.microbatches!r} finds them: leave one out."
+            f"{config.microbatches!r} determines them: leave one out."
         )
-    _check_ranks(config.lora)
-    if not 0 <= config.data.skew <= 1:
-        raise ValueError(f"data.skew is {config.data.skew}: it must lie from 0 to 1.")
     if len(config.counts) and not any(config.counts):
         raise ValueError(
             "counts is 0 for every worker, so nothing would ever be computed: give at "
             "least one worker a microbatch."
         )
-    optimizer(config)
-    model(config, vocab_size=1)  # the tokenizer's comes with the corpus
+
+
+def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) -> int:
+    """Returns the microbatches of each worker in a half-round.
+
+    Args:
+      config: of the experiment.
+      half_rounds: of an optimizer step.
+      workers: how many workers there are.
+
+    Raises:
+      ValueError: the step does not divide into half-rounds, or counts do not fit.
+    """
+    per_step, counts = config.microbatches_per_step, tuple(config.counts)
+    if per_step % half_rounds:
+        raise ValueError(
+            f"microbatches_per_step is {per_step}, which does not divide into the "
+            f"{half_rounds} half-rounds of a step of {config.method}: use a multiple."
+        )
+    microbatches = per_step // half_rounds
+    fits = len(counts) == workers and set(counts) <= set(range(microbatches + 1))
+    if counts and not fits:
+        raise ValueError(
+            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
+            f"the {workers} workers, or none."
+        )
+    return microbatches
 
 
 def replayed(config: ConfigDict) -> str:
-    """The log that a run repeats; '' if it repeats none."""
+    """Returns the log that a run repeats; '' if it repeats none."""
     kind, _, file = config.microbatches.partition(":")
     return file if kind == "replay" else ""
 
@@ -208,19 +257,21 @@ def _check_ranks(c: ConfigDict) -> None:
         )
 
 
-def dtype(field: str, name: str) -> Any:
-    """A floating dtype by name; ValueError names the field."""
+def dtype(field: str, name: str | None) -> Any:
+    """Returns a floating dtype by name, None for None; an error names the field."""
+    if name is None:
+        return None
     try:
-        found = jnp.dtype(name)
+        value = jnp.dtype(name)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        value = None
+    if value is None or not jnp.issubdtype(value, jnp.floating):
         raise ValueError(f"{field} is {name!r}: give a floating dtype, e.g. bfloat16.")
-    return found
+    return value
 
 
 def learning_rate(config: ConfigDict) -> optax.Schedule:
-    """The schedule, counted in optimizer steps."""
+    """Returns the schedule, counted in optimizer steps."""
     peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
     if config.optimizer.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1))
@@ -231,7 +282,7 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
 
 
 def optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """The inner optimizer: clipping, then any optax optimizer by name.
+    """Returns the inner optimizer: clipping, then any optax optimizer by name.
 
     On the model, which stacks its layers, it does what it would do on one with a leaf
     for each of them; so too on adapters of the model.
@@ -242,39 +293,38 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
     c = config.optimizer
     make = getattr(optax, c.name, None) or getattr(optax.contrib, c.name, None)
     if not callable(make):
-        names = [*dir(optax), *dir(optax.contrib)]
-        close = difflib.get_close_matches(c.name, names, 1)
+        close = suggestion(c.name, [*dir(optax), *dir(optax.contrib)])
         raise ValueError(
             f"optimizer.name is {c.name!r}, which optax does not have"
-            + (f": did you mean {close[0]!r}?" if close else ".")
+            + (f":{close}" if close else ".")
         )
-    known = list(inspect.signature(make).parameters)
-    if "learning_rate" not in known:
+    names = list(inspect.signature(make).parameters)
+    if "learning_rate" not in names:
         raise ValueError(
             f"optimizer.name is {c.name!r}, which takes no learning_rate: name an "
             "optax optimizer, such as adamw, lion or sgd."
         )
-    known.remove("learning_rate")
+    names.remove("learning_rate")
     for field in c.options:
-        _one_of(f"optimizer.options of {c.name}", field, known)
+        check_name(f"optimizer.options of {c.name}", field, names)
     options = DEFAULT_OPTIONS.get(c.name, {}) | c.options.to_dict()
     try:
-        made = make(learning_rate(config), **options)
+        inner = make(learning_rate(config), **options)
     except Exception as error:
         raise ValueError(
             f"optimizer.options {options} do not suit {c.name}: {error}"
         ) from error
     if c.name not in ACROSS_LEAVES:
-        made = per_layer(made, gpt_neo.stacked)
-    return optax.chain(optax.clip_by_global_norm(c.clip), made) if c.clip else made
+        inner = per_layer(inner, gpt_neo.stacked)
+    return optax.chain(optax.clip_by_global_norm(c.clip), inner) if c.clip else inner
 
 
 def method(
     config: ConfigDict, name: str, mesh: Mesh, axis_name: str | tuple[str, ...]
 ) -> Any:
-    """A method around the config's optimizer.
+    """Builds a method around the config's optimizer.
 
-    One that takes an `inner_learning_rate` is given the optimizer's schedule, unless
+    One that takes an `inner_learning_rate` gets the optimizer's schedule, unless
     method_options has another.
 
     Args:
@@ -293,18 +343,14 @@ def method(
         optimizer(config),
         mesh=mesh,
         axis_name=axis_name,
-        comm_dtype=_maybe_dtype(config, "comm_dtype"),
-        accumulate_dtype=_maybe_dtype(config, "accumulate_dtype"),
+        comm_dtype=dtype("comm_dtype", config.comm_dtype),
+        accumulate_dtype=dtype("accumulate_dtype", config.accumulate_dtype),
         **options,
     )
 
 
-def _maybe_dtype(config: ConfigDict, field: str) -> Any:
-    return dtype(field, config[field]) if config[field] else None
-
-
 def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
-    """The model's sizes.
+    """Returns the model's sizes.
 
     Args:
       config: of the experiment.
@@ -314,23 +360,27 @@ def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
       ValueError: sizes that do not fit together, or too small a vocabulary.
     """
     c = config.model
-    wanted = c.vocab_size or vocab_size
-    if wanted < vocab_size:
+    rows = c.vocab_size or vocab_size
+    if rows < vocab_size:
         raise ValueError(
-            f"model.vocab_size is {wanted}, but the tokenizer has {vocab_size} tokens: "
+            f"model.vocab_size is {rows}, but the tokenizer has {vocab_size} tokens: "
             "leave it unset or raise it."
         )
-    sizes = {} if c.size else {"width": c.width, "layers": c.layers, "heads": c.heads}
-    make = gpt_neo.GPTNeoConfig if not c.size else lambda **k: gpt_neo.size(c.size, **k)
+    make: Callable[..., gpt_neo.GPTNeoConfig]
+    if c.size:
+        make = functools.partial(gpt_neo.size, c.size)
+    else:
+        make = functools.partial(
+            gpt_neo.GPTNeoConfig, width=c.width, layers=c.layers, heads=c.heads
+        )
     return make(
-        vocab_size=wanted,
+        vocab_size=rows,
         max_length=config.length,
         window=c.window,
         dtype=dtype("model.dtype", c.dtype),
         param_dtype=dtype("model.param_dtype", c.param_dtype),
         remat=c.remat,
         attention=c.attention,
-        **sizes,
     )
 
 
@@ -339,13 +389,13 @@ def trained(
     model: gpt_neo.GPTNeoConfig,
     freeze: Callable[[Callable[[], PyTree]], PyTree],
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
-    """What is trained, the model or adapters of it: its loss, and how it starts.
+    """Returns the loss of what is trained, the model or adapters, and its initializer.
 
     Args:
       config: of the experiment.
       model: its sizes.
-      freeze: from a function that makes parameters to what stands for them; called for
-        the model whose adapters are trained.
+      freeze: turns a function that makes parameters into what stands for them; called
+        for the model whose adapters are trained.
 
     Raises:
       ValueError: the adapters do not fit the model.
@@ -369,33 +419,33 @@ def trained(
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """Names the first field in which a run's config differs; '' if none matters."""
+    """Names the first field in which two configs differ; '' if none matters."""
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            if found := differing_field(a, b, f"{prefix}{key}."):
-                return found
+            if difference := differing_field(a, b, f"{prefix}{key}."):
+                return difference
         elif a != b and prefix + key not in HARMLESS:
             return f"{prefix}{key}={a!r}, not {b!r}"
     return ""
 
 
-def _check_fields(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
+def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> None:
+    """Refuses fields that do not exist, lack, or have a value of another type."""
     for field in config:
-        if field not in known:
-            close = difflib.get_close_matches(field, list(known), 1)
+        if field not in default:
+            close = suggestion(prefix + field, [prefix + name for name in default])
             raise ValueError(
-                f"config has no field {prefix}{field}"
-                + (f": did you mean {prefix}{close[0]}?" if close else ".")
+                f"config has no field {prefix}{field}" + (f":{close}" if close else ".")
             )
-        kind, value = known.get_type(field), config.get(field)
-        if not _is_a(kind, value) and not (value is None and known[field] is None):
+        kind, value = default.get_type(field), config.get(field)
+        if not _is_a(kind, value) and not (value is None and default[field] is None):
             raise ValueError(
                 f"{prefix}{field} is {value!r}: give a value of type {kind.__name__}."
             )
         if kind is ConfigDict and field not in ("options", "method_options"):
-            _check_fields(value, known[field], f"{prefix}{field}.")
-    missing = next((f for f in known if f not in config), None)
+            _check_fields(value, default[field], f"{prefix}{field}.")
+    missing = next((f for f in default if f not in config), None)
     if missing is not None:
         raise ValueError(
             f"config lacks the field {prefix}{missing}: build it from "
@@ -406,13 +456,3 @@ def _check_fields(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
 def _is_a(kind: type, value: Any) -> bool:
     wider = {float: (float, int), tuple: (tuple, list)}
     return isinstance(value, wider.get(kind, kind))
-
-
-def _one_of(field: str, value: str, known: Any) -> None:
-    if value not in known:
-        close = difflib.get_close_matches(str(value), list(known), 1)
-        raise ValueError(
-            f"{field} is {value!r}: "
-            + (f"did you mean {close[0]!r}? " if close else "")
-            + f"Known: {', '.join(known)}."
-        )

@@ -1,25 +1,25 @@
 """The microbatches that every worker computed in every half-round: counts.jsonl.
 
-One JSON list of n integers a line, written where counts are found while a run goes on;
+One JSON list of n integers a line, written where counts adapt during a run;
 `--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run to the bit.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from acco_jax.adaptive import check_counts, read_counts
+from acco_jax.training.files import write_rows
 
 FILE = "counts.jsonl"
 
 
 class CountsLog:
-    """Counts of a run so far; process 0 writes them.
+    """The counts of a run so far, which process 0 writes.
 
     Attributes:
       total: microbatches of all workers so far.
@@ -40,20 +40,18 @@ class CountsLog:
         rows = read_counts(path, done)
         if len(rows) < done:
             raise ValueError(
-                f"{path} has {len(rows)} half-rounds, but the checkpoint is of {done}: "
-                "put a sound copy back, or use another workdir."
+                f"{path} has {len(rows)} half-rounds, but the checkpoint is of "
+                f"half-round {done}: restore a complete copy, or use another workdir."
             )
         self.total = sum(map(sum, rows))
         self.last = rows[-1] if rows else []
         self._file = None
         if jax.process_index() == 0:
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(partial, path)
+            write_rows(path, rows)
             self._file = path.open("a")
 
     def add(self, counts: Sequence[int]) -> None:
-        """Takes the next half-round's counts, one for each worker."""
+        """Appends the next half-round's counts, one for each worker."""
         self.last = [int(c) for c in counts]
         self.total += sum(self.last)
         if self._file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ import jax
 import tensorboardX
 import tqdm
 from absl import logging
+
+from acco_jax.training.files import write_rows
 
 FILE = "metrics.jsonl"
 
@@ -49,7 +50,7 @@ class Recorder:
           late: whether to write an interval late; False for steps that wait.
         """
         self._late = late
-        self._held: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
@@ -57,10 +58,9 @@ class Recorder:
             return
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / FILE
-        kept = [r for r in read(workdir) if _precedes(r, done)]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(partial, path)
+        # evaluations come before a checkpoint, but for the final one
+        rows = (r for r in read(workdir) if r["kind"] != "final")
+        write_rows(path, [r for r in rows if r["half_round"] <= done])
         self._file = path.open("a")
         self._board = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=done + 1
@@ -75,28 +75,42 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Of the run so far, earlier parts of it included."""
+        """Seconds of the run so far, earlier parts of it included."""
         return time.perf_counter() - self._start
 
-    def train(self, known: dict[str, Any], device: dict[str, jax.Array]) -> None:
+    def train(self, host: dict[str, Any], device: dict[str, jax.Array]) -> None:
         """Takes this interval's metrics and writes the last one's.
 
         Args:
-          known: host values: half_round, tokens, ...
+          host: values on the host: half_round, tokens, ...
           device: scalars on the device, possibly not computed yet.
 
         Raises:
           FloatingPointError: the last interval's loss is not finite.
         """
-        held, self._held = self._held, (known, device)
-        self._write_train(held)
+        self.flush()
+        self._pending = (host, device)
         if not self._late:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is held back; raises as `train` does."""
-        held, self._held = self._held, None
-        self._write_train(held)
+        """Writes the pending metrics; raises as `train` does."""
+        if self._pending is None:
+            return
+        (host, device), self._pending = self._pending, None
+        values = {k: v.item() for k, v in jax.device_get(device).items()}
+        check(values["loss"], "the loss", host["half_round"])
+        if not self._writes:
+            return
+        before, tokens = self._mark
+        self._mark = (time.perf_counter(), host["tokens"])
+        rate = (host["tokens"] - tokens) / max(self._mark[0] - before, 1e-9)
+        times = {"seconds": self.seconds, "tokens_per_second": rate}
+        self._write(host | values | times)
+        self._bar.set_postfix_str(
+            f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
+        )
+        self._bar.update(host["half_round"] - self._bar.n)
 
     @contextlib.contextmanager
     def pause(self, tokens: int) -> Iterator[None]:
@@ -123,29 +137,11 @@ class Recorder:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Closes the files; what is held back is lost."""
+        """Closes the files; pending metrics are lost."""
         if self._writes:
             self._bar.close()
             self._board.close()
             self._file.close()
-
-    def _write_train(self, held: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
-        if held is None:
-            return
-        known, device = held
-        values = {k: v.item() for k, v in jax.device_get(device).items()}
-        check(values["loss"], "the loss", known["half_round"])
-        if not self._writes:
-            return
-        before, tokens = self._mark
-        self._mark = (time.perf_counter(), known["tokens"])
-        rate = (known["tokens"] - tokens) / max(self._mark[0] - before, 1e-9)
-        times = {"seconds": self.seconds, "tokens_per_second": rate}
-        self._write(known | values | times)
-        self._bar.set_postfix_str(
-            f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
-        )
-        self._bar.update(known["half_round"] - self._bar.n)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
@@ -161,12 +157,13 @@ def check(loss: float, what: str, half_round: int) -> None:
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"{what} is {loss} at half-round {half_round}: lower "
-            "optimizer.learning_rate, in a new workdir; the checkpoints are of before."
+            "optimizer.learning_rate and use a new workdir; the checkpoints in this "
+            "one were written before that half-round."
         )
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """The rows of a run so far; a line that a killed process left cut is dropped."""
+    """Reads the rows of a run so far, but a line that a killed process left cut."""
     path = workdir / FILE
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -175,11 +172,3 @@ def read(workdir: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return rows
-
-
-def _precedes(row: dict[str, Any], done: int) -> bool:
-    """Whether a run that continues after `done` half-rounds will not write it again.
-
-    Evaluations come before a checkpoint, but for the final one.
-    """
-    return row["kind"] != "final" and row["half_round"] <= done

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
 from acco_jax.training import metrics
+from acco_jax.training.figures import subplots
 
 SUMMARY = "summary.json"
 
@@ -41,7 +44,7 @@ def finished(folder: Path) -> bool:
 
 
 def read(folder: Path, method: str, seed: int) -> Result:
-    """The result of a finished run.
+    """Reads the result of a finished run.
 
     Args:
       folder: its workdir.
@@ -76,29 +79,29 @@ def read(folder: Path, method: str, seed: int) -> Result:
     )
 
 
-def write(found: list[Result], folder: Path) -> str:
+def write(runs: list[Result], folder: Path) -> str:
     """Writes table.md, results.csv and loss.png into a folder; returns the table."""
-    text = table(found)
+    text = table(runs)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
     with (folder / "results.csv").open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(names)
-        writer.writerows([getattr(r, name) for name in names] for r in found)
-    draw(found, folder / "loss.png")
+        writer.writerows([getattr(r, name) for name in names] for r in runs)
+    draw(runs, folder / "loss.png")
     return text
 
 
-def by_method(found: Iterable[Result]) -> dict[str, list[Result]]:
+def by_method(runs: Iterable[Result]) -> dict[str, list[Result]]:
     groups: dict[str, list[Result]] = {}
-    for result in found:
+    for result in runs:
         groups.setdefault(result.method, []).append(result)
     return groups
 
 
-def table(found: list[Result]) -> str:
-    """A Markdown table with a row per method: means over its seeds."""
-    groups = by_method(found)
+def table(runs: list[Result]) -> str:
+    """Returns a Markdown table with a row per method: means over its seeds."""
+    groups = by_method(runs)
     first, *others = groups
     columns: dict[str, Callable[[list[Result]], str]] = {
         "method": lambda rs: rs[0].method,
@@ -131,10 +134,9 @@ def _mean(field: str, show: Callable[[float], str]) -> Callable[[list[Result]], 
 
 
 def _against(first: list[Result]) -> Callable[[list[Result]], str]:
-    """How far final losses lie above a method's, seed by seed, in percent of its own.
+    """Shows how far final losses lie above a method's, in percent of its own.
 
-    The mean of the seeds that both have, and where there are several, its standard
-    error.
+    It is the mean of the seeds that both have, and of several its standard error.
     """
     losses = {r.seed: r.final_loss for r in first}
 
@@ -178,41 +180,35 @@ class Curve:
     high: list[float]
 
 
-def curve(results: list[Result]) -> Curve:
-    """The evaluations that all seeds of a method have."""
-    rows = [{e["half_round"]: e for e in r.evaluations} for r in results]
+def curve(runs: list[Result]) -> Curve:
+    """Returns the evaluations that all seeds of a method have."""
+    rows = [{e["half_round"]: e for e in r.evaluations} for r in runs]
     common = sorted(set.intersection(*(set(r) for r in rows)))
-    at = [[r[h] for r in rows] for h in common]
-    losses = [[e["loss"] for e in row] for row in at]
-    sent = [r.bytes_sent_per_worker for r in results]
-    mean = lambda key: [statistics.fmean(e[key] for e in row) for row in at]  # noqa: E731
-    tokens = mean("tokens")
+    values = {
+        key: [[row[h][key] for row in rows] for h in common]
+        for key in ("tokens", "seconds", "loss")
+    }
+    sent = runs[0].bytes_sent_per_worker
     return Curve(
-        tokens,
-        mean("seconds"),
+        tokens=list(map(statistics.fmean, values["tokens"])),
+        seconds=list(map(statistics.fmean, values["seconds"])),
         # every half-round sends the same
-        None if sent[0] is None else [sent[0] * h / common[-1] for h in common],
-        [statistics.fmean(x) for x in losses],
-        [min(x) for x in losses],
-        [max(x) for x in losses],
+        bytes_sent=None if sent is None else [sent * h / common[-1] for h in common],
+        mean=list(map(statistics.fmean, values["loss"])),
+        low=list(map(min, values["loss"])),
+        high=list(map(max, values["loss"])),
     )
 
 
-def draw(found: list[Result], path: Path) -> None:
+def draw(runs: list[Result], path: Path) -> None:
     """Draws held-out loss against tokens, time and bytes; a band is the seeds' range.
 
     Args:
-      found: of every method at least one result.
+      runs: of every method at least one.
       path: of the PNG to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    curves = {name: curve(rs) for name, rs in by_method(found).items()}
-    figure = Figure(figsize=(13, 4.6), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3, sharey=True)
+    curves = {name: curve(group) for name, group in by_method(runs).items()}
+    figure, axes = subplots(13, 4.6, 1, 3, sharey=True)
     panels = (("tokens", "tokens", ""), ("seconds", "time", "s"),
               ("bytes_sent", "sent by each worker", "B"))  # fmt: skip
     for ax, (field, label, unit) in zip(axes, panels, strict=True):
@@ -227,14 +223,12 @@ def draw(found: list[Result], path: Path) -> None:
         ax.set_xlim(left=0)
         ax.xaxis.set_major_locator(MaxNLocator(6))
         ax.xaxis.set_major_formatter(EngFormatter(unit))
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
     ends = [c.bytes_sent[-1] for c in curves.values() if c.bytes_sent]
     if ends and min(ends) > 0 and max(ends) > 5 * min(ends):
         axes[2].set_xscale("log")
         axes[2].autoscale(axis="x")  # the limit of 0 would stay, off the scale
         axes[2].xaxis.set_major_formatter(EngFormatter("B"))
-    axes[0].set_ylim(*_shown(curves.values()))
+    axes[0].set_ylim(*_loss_limits(curves.values()))
     axes[0].set_ylabel("held-out loss (nats per token)")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
@@ -244,14 +238,14 @@ def draw(found: list[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _shown(curves: Iterable[Curve]) -> tuple[float, float]:
-    """Losses of interest: without the descent of the first fifth of each run."""
-    shown = [
+def _loss_limits(curves: Iterable[Curve]) -> tuple[float, float]:
+    """Limits of an axis without the descent of the first fifth of each run."""
+    losses = [
         loss
         for c in curves
-        for tokens, *losses in zip(c.tokens, c.low, c.high, strict=True)
+        for tokens, *ends in zip(c.tokens, c.low, c.high, strict=True)
         if tokens >= 0.2 * c.tokens[-1]
-        for loss in losses
+        for loss in ends
     ]
-    margin = 0.05 * (max(shown) - min(shown)) or 0.05 * max(shown)
-    return min(shown) - margin, max(shown) + margin
+    margin = 0.05 * (max(losses) - min(losses)) or 0.05 * max(losses)
+    return min(losses) - margin, max(losses) + margin

@@ -67,7 +67,7 @@ def test_figures_can_be_replaced():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"flop": 1.0}, "no figure 'flop' (did you mean 'flops'?): known are flops,"),
+        ({"flop": 1.0}, "figure is 'flop': did you mean 'flops'? Known: flops,"),
         ({"flops": 0.0}, "the figure flops is 0: it must be positive."),
         ({"flops": float("nan")}, "the figure flops is nan: it must be positive."),
     ],
@@ -411,8 +411,8 @@ def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys
     kinds = ["reduce_scatter"]
 
     def with_asked(program):
-        asked = tuple(footprint.Collective(k, "bf16", shape, 16) for k in kinds)
-        return dataclasses.replace(compile_(program), asked=asked)
+        source = tuple(footprint.Collective(k, "bf16", shape, 16) for k in kinds)
+        return dataclasses.replace(compile_(program), source_collectives=source)
 
     monkeypatch.setattr(programs.Program, "compile", with_asked)
     file = tmp_path / "plan.json"
@@ -502,20 +502,20 @@ def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology=gpu:h20:4x8"], "unknown gpu chip 'h20' (did you mean 'h200'?)"),
+        (["--topology=gpu:h20:4x8"], "the gpu chip is 'h20': did you mean 'h200'?"),
         (["--topology=h200"], "'h200' is not of the form gpu:CHIP:HOSTSxGPUS"),
         (["--slices=2"], "slices is 2, but must be 1 for GPUs"),
-        (["--method=aco"], "no method 'aco' (did you mean 'acco'?): known are acco"),
+        (["--method=aco"], "--method is 'aco': did you mean 'acco'? Known: acco,"),
         (["--devices=12"], "devices is 12: it must be at least 1 and, above 8, a mult"),
         (["--devices=8,x"], "--devices: 'x' is no whole number."),
         (["--devices=0"], "devices is 0: it must be at least 1"),
         (["--set=flops"], "--set=flops: give NAME=NUMBER"),
-        (["--set=flop=1"], "there is no figure 'flop'"),
+        (["--set=flop=1"], "the name of a figure is 'flop': did you mean"),
         (["--config.microbatches_per_step=3"], "does not divide into the 2 half-round"),
         (["--config.microbatch_size=0"], "microbatch_size is 0: it must be at least 1"),
         (["--config.counts=(1,)"], "counts is (1,): give one number from 0 to 1 for"),
         (["--config.form=split"], "form is 'split', which is for CPUs"),
-        (["--config.microbatches=adaptive"], "microbatches is 'adaptive', found while"),
+        (["--config.microbatches=adaptive"], "microbatches is 'adaptive', but their"),
         (["--config.data.tokenizer=bpe"], "set data.vocab_size or model.vocab_size"),
         (["--config.model.heads=3"], "width=128 is not divisible by heads=3"),
     ],

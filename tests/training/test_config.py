@@ -1,5 +1,8 @@
 """What an experiment may set, and the one line that refuses the rest."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +22,13 @@ def set_field(config, field, value):
 
 
 WRONG = [
-    ("optimzer", 1, r"no field optimzer: did you mean optimizer\?"),
+    ("optimzer", 1, r"no field optimzer: did you mean 'optimizer'\?"),
     (
         "optimizer.learning_rat",
         1,
-        r"no field optimizer.learning_rat: did you mean opti",
+        r"no field optimizer.learning_rat: did you mean 'opti",
     ),
-    ("data.nmae", "x", r"no field data.nmae: did you mean data.name\?"),
+    ("data.nmae", "x", r"no field data.nmae: did you mean 'data.name'\?"),
     ("entirely_different", 1, r"no field entirely_different\."),
     ("method", "aco", r"method is 'aco': did you mean 'acco'\? Known: acco, "),
     ("method_options.warmup", 1, r"method_options of acco is 'warmup': Known: "),
@@ -45,7 +48,7 @@ WRONG = [
     ("lora.ranks", (("mlp", 0.5),), r"lora.ranks has \('mlp', 0.5\): give pairs"),
     ("lora.ranks", ("mlp", 4), r"lora.ranks has 'mlp': give pairs"),
     ("data.skew", 1.5, r"data.skew is 1.5: it must lie from 0 to 1"),
-    ("lora.rnak", 1, r"no field lora.rnak: did you mean lora.rank\?"),
+    ("lora.rnak", 1, r"no field lora.rnak: did you mean 'lora.rank'\?"),
 ]
 
 
@@ -94,7 +97,17 @@ def test_what_the_config_has_fields_for_is_no_method_option():
 
 
 def test_the_default_is_valid_and_starts_no_backend():
-    configs.validate(configs.default_config())
+    """In a process of its own: this one has a backend already."""
+    script = """
+import jax
+from jax._src import xla_bridge
+from acco_jax.training import config as configs
+configs.validate(configs.default_config())
+assert not xla_bridge.backends_are_initialized()
+jax.devices()
+assert xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def updates_of(**optimizer):
