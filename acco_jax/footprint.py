@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.mlir import ir
 
 PyTree = Any
@@ -35,21 +36,13 @@ NEGLIGIBLE = 1000  # bytes of an all-reduce that are not counted: losses, norms,
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation of a program.
+    """One collective operation of a program."""
 
-    Attributes:
-      kind: a key of RING.
-      dtype: as StableHLO names it, such as 'bf16' or 'ui8'.
-      shape: of the whole: what is reduced, or what all have after a gather.
-      group: how many devices take part together.
-      times: how often it runs in one run of the program.
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: int
-    times: int = 1
+    kind: str  # a key of RING
+    dtype: str  # as StableHLO names it, such as 'bf16' or 'ui8'
+    shape: tuple[int, ...]  # of the whole: what is reduced, or gathered
+    group: int  # how many devices take part together
+    times: int = 1  # how often it runs in one run of the program
 
     @property
     def whole(self) -> int:
@@ -71,7 +64,7 @@ def _bits(dtype: str) -> int:
 
 
 def bytes_held(tree: PyTree) -> int:
-    """Bytes that one device holds of a tree of (abstract) arrays with shardings."""
+    """Returns the bytes on one device of a tree of (abstract) arrays with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -79,28 +72,23 @@ def bytes_held(tree: PyTree) -> int:
 
 
 def bytes_sent(*lowered: Any) -> int:
-    """Bytes that each worker sends when each of these programs runs once.
+    """Returns the bytes that each worker sends when each of these programs runs once.
+
+    All-reduces below 1 kB are left out.
 
     Args:
       *lowered: what `jax.jit(f).lower(...)` or `TrainStep.lowered` return.
 
-    All-reduces below 1 kB are left out.
-
     Raises:
       ValueError: a collective runs in a loop whose length the program does not say.
     """
-    return round(
-        sum(
-            c.sent
-            for program in lowered
-            for c in collectives(program)
-            if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE
-        )
-    )
+    every = (c for program in lowered for c in collectives(program))
+    large = (c for c in every if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE)
+    return round(sum(c.sent for c in large))
 
 
 def collectives(lowered: Any) -> list[Collective]:
-    """The collectives of a program, in its order; of a conditional, the costliest way.
+    """Returns a program's collectives in order; of a conditional the costliest branch.
 
     Raises:
       ValueError: as `bytes_sent`.
@@ -133,11 +121,11 @@ def _of(op: Any, called: Callable[[str], list[Collective]]) -> list[Collective]:
     ]
     if op.name in ("stablehlo.case", "stablehlo.if"):
         return max(inside, key=lambda branch: sum(c.sent for c in branch))
-    found = [c for region in inside for c in region]
-    if op.name == "stablehlo.while" and found:
-        times = _trip_count(op)
-        return [dataclasses.replace(c, times=times * c.times) for c in found]
-    return found
+    collectives = [c for region in inside for c in region]
+    if op.name == "stablehlo.while" and collectives:
+        trips = _trip_count(op)
+        return [dataclasses.replace(c, times=trips * c.times) for c in collectives]
+    return collectives
 
 
 def _collective(op: Any, kind: str) -> list[Collective]:
@@ -169,10 +157,7 @@ def _group_size(op: Any) -> int:
 
 
 def _rows(attribute: Any) -> list[list[int]]:
-    elements = ir.DenseIntElementsAttr(attribute)
-    numbers = [int(elements[i]) for i in range(len(elements))]
-    width = ir.RankedTensorType(attribute.type).shape[1]
-    return [numbers[i : i + width] for i in range(0, len(numbers), width)]
+    return np.asarray(ir.DenseIntElementsAttr(attribute)).tolist()
 
 
 def _trip_count(loop: Any) -> int:
@@ -188,10 +173,10 @@ def _trip_count(loop: Any) -> int:
         less = "LT" in str(test.attributes["comparison_direction"])
         if less and isinstance(i.owner, ir.Block):
             k = ir.BlockArgument(i).arg_number
-            after = _last(body).operands[k].owner
+            update = _last(body).operands[k].owner
             bounds = [_constant(loop.operands[k]), _constant(stop)]
-            if not isinstance(after, ir.Block) and after.name == "stablehlo.add":
-                bounds += [_constant(x) for x in after.operands if x.owner != body]
+            if not isinstance(update, ir.Block) and update.name == "stablehlo.add":
+                bounds += [_constant(x) for x in update.operands if x.owner != body]
             if len(bounds) == 3 and None not in bounds:
                 return len(range(*bounds))  # type: ignore[arg-type]
     raise ValueError(
@@ -205,7 +190,7 @@ def _last(block: Any) -> Any:
 
 
 def _constant(value: Any) -> int | None:
-    """The integer that a value is, also where a loop or a region only passes it on."""
+    """The integer that a value is, also where a loop or a region passes it on."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
         if owner.name != "stablehlo.constant":
@@ -214,6 +199,7 @@ def _constant(value: Any) -> int | None:
     op, k = owner.owner.operation, ir.BlockArgument(value).arg_number
     if op.name == "stablehlo.while":
         body = op.regions[1].blocks[0]
-        kept = _last(body).operands[k] == body.arguments[k]
-        return _constant(op.operands[k]) if kept else None
-    return _constant(op.operands[k]) if op.name == "sdy.manual_computation" else None
+        passed_on = _last(body).operands[k] == body.arguments[k]
+    else:
+        passed_on = op.name == "sdy.manual_computation"
+    return _constant(op.operands[k]) if passed_on else None

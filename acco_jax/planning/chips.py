@@ -25,66 +25,37 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA's GpuTargetConfigProto says of one GPU beside the common figures.
+    """What XLA's GpuTargetConfigProto says of one GPU beside the common figures."""
 
-    Attributes:
-        capability: compute capability, (major, minor).
-        accelerated: whether the compiler may use the "a" features (sm_90a).
-        cores: streaming multiprocessors.
-        fp32_lanes: fp32 units per core.
-        clock_ghz: boost clock.
-        memory_clock_khz: memory clock, part of the model string.
-        l2_bytes: size of the L2 cache.
-        shared_bytes: shared memory per core.
-        shared_optin_bytes: shared memory that one block may ask for.
-        nvlinks: active NVLinks.
-    """
-
-    capability: tuple[int, int]
-    accelerated: bool
-    cores: int
-    fp32_lanes: int
-    clock_ghz: float
-    memory_clock_khz: int
+    capability: tuple[int, int]  # compute capability: (major, minor)
+    accelerated: bool  # whether the compiler may use the "a" features (sm_90a)
+    cores: int  # streaming multiprocessors
+    fp32_lanes: int  # fp32 units per core
+    clock_ghz: float  # boost clock
+    memory_clock_khz: int  # part of the model string
     l2_bytes: int
-    shared_bytes: int
-    shared_optin_bytes: int
+    shared_bytes: int  # shared memory per core
+    shared_optin_bytes: int  # shared memory that one block may ask for
     nvlinks: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak figures of one device.
+    """Peak figures of one device."""
 
-    Attributes:
-        name: as in a topology, e.g. "h200".
-        title: the vendor's name.
-        platform: "gpu" or "tpu".
-        flops: peak dense bf16 FLOP/s.
-        memory_bytes: HBM capacity.
-        memory_bandwidth: HBM bytes/s.
-        fast_bandwidth: bytes/s that a device sends over NVLink or ICI, all links.
-        slow_bandwidth: bytes/s that a device sends over its NIC or DCN.
-        fast_latency: seconds per step over NVLink or ICI.
-        slow_latency: seconds per step over the network.
-        dimensions: number of dimensions of a shape (TPU torus; GPU hosts x devices).
-        devices_per_chip: JAX devices per chip of the shape.
-        gpu: what the GPU compiler needs, None for a TPU.
-    """
-
-    name: str
-    title: str
+    name: str  # as in a topology, e.g. "h200"
+    title: str  # the vendor's name
     platform: Literal["gpu", "tpu"]
-    flops: float
-    memory_bytes: int
-    memory_bandwidth: float
-    fast_bandwidth: float
-    slow_bandwidth: float
-    fast_latency: float
-    slow_latency: float = 14e-6
-    dimensions: int = 2
-    devices_per_chip: int = 1
-    gpu: Gpu | None = None
+    flops: float  # peak dense bf16 FLOP/s
+    memory_bytes: int  # HBM capacity
+    memory_bandwidth: float  # HBM bytes/s
+    fast_bandwidth: float  # bytes/s that a device sends over NVLink or ICI, all links
+    slow_bandwidth: float  # bytes/s that a device sends over its NIC or DCN
+    fast_latency: float  # seconds per step over NVLink or ICI
+    slow_latency: float = 14e-6  # seconds per step over the network
+    dimensions: int = 2  # of a shape: of a TPU's torus; GPU hosts x devices
+    devices_per_chip: int = 1  # JAX devices per chip of the shape
+    gpu: Gpu | None = None  # what the GPU compiler needs
 
 
 _A100 = Gpu(

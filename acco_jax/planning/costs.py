@@ -165,21 +165,13 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One half-round, in seconds.
+    """One half-round, in seconds."""
 
-    Attributes:
-      spans: for a timeline.
-      matrix: of the computation, loops and operations that hold matrix products.
-      computation: all of it, without waiting.
-      communication: all collectives, hidden or not.
-      exposed: waiting for them.
-    """
-
-    spans: tuple[Span, ...]
-    matrix: float
-    computation: float
-    communication: float
-    exposed: float
+    spans: tuple[Span, ...]  # for a timeline
+    matrix: float  # loops and operations that hold matrix products
+    computation: float  # all of it, without waiting
+    communication: float  # all collectives, hidden or not
+    exposed: float  # waiting for them
 
     @property
     def total(self) -> float:

@@ -38,28 +38,16 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation.
-
-    Attributes:
-        computation: the computation that holds it.
-        position: its index there.
-        name: without the percent sign.
-        shape: of the result, as text with layouts.
-        opcode: such as "all-gather-start".
-        operand_names: names of the instructions that it reads.
-        arguments: the text between the parentheses.
-        attributes: the text after them, without metadata.
-        is_root: whether its result is the computation's.
-    """
+    """One line of a computation."""
 
     computation: Computation = dataclasses.field(repr=False)
-    position: int
+    position: int  # index in the computation
     name: str
-    shape: str
+    shape: str  # of the result, as text with layouts
     opcode: str
     operand_names: tuple[str, ...]
-    arguments: str
-    attributes: str
+    arguments: str  # the text between the parentheses
+    attributes: str  # the text after them, without metadata
     is_root: bool
 
     @functools.cached_property

@@ -27,25 +27,17 @@ MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
 
 
 class Module:
-    """The text of a compiled program, with trip counts for its loops.
-
-    Attributes:
-        devices: number of devices that it runs on.
-        computations: by name.
-        entry: the computation that the program is.
-        flops_in: FLOPs of the matrix products of a computation.
-        bytes_in: bytes that a computation reads and writes.
-        collectives_in: collectives inside a fusion or an asynchronously called
-            computation.
-    """
+    """The text of a compiled program, with trip counts for its loops."""
 
     def __init__(self, text: str, trip_counts: Mapping[str, int] | int | None) -> None:
         header = text.split("\n", 1)[0]
         counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+        # how many devices it runs on
         self.devices = math.prod(map(int, counts))
         self.computations, entry = parse(text)
         self.entry = self.computations[entry]
         self._trip_counts = trip_counts
+        # of a computation, each found once
         self.flops_in = functools.cache(self._flops_in)
         self.bytes_in = functools.cache(self._bytes_in)
         self.collectives_in = functools.cache(self._collectives_in)

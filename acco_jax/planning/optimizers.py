@@ -28,18 +28,13 @@ PADDING = 0.02  # share of a collective's bytes that may go beyond the step's ow
 
 @dataclasses.dataclass
 class _Pool:
-    """The step's collectives of one kind, data type and group.
-
-    Attributes:
-      sizes: bytes of each that has no match in the schedule yet.
-      left: bytes without a match yet.
-    """
+    """The step's collectives of one kind, data type and group, as far as unmatched."""
 
     kind: str
     dtype: str
     group: int
-    sizes: list[int] = dataclasses.field(default_factory=list)
-    left: int = 0
+    sizes: list[int] = dataclasses.field(default_factory=list)  # bytes of each
+    left: int = 0  # bytes of all
 
     def bytes_of(self, c: Collective) -> int:
         """Returns the bytes that c's numbers take in the pool's data type."""
@@ -49,11 +44,9 @@ class _Pool:
     def suits(self, c: Collective, likeness: int) -> bool:
         """Whether c may be one of these, or several of them combined.
 
-        Args:
-          c: a collective of the schedule.
-          likeness: 0: of as many numbers and a kind that compilers make of this one; 1:
-            and of the same type and group; 2: and of the same kind; 3: and of the size
-            of one of these, or 4: of all.
+        With likeness 0 of as many numbers and a kind that compilers make of this one;
+        1: and of the same type and group; 2: and of the same kind; 3: and of the size
+        of one of these, or 4: of all.
         """
         if not 0 < self.bytes_of(c) <= 2 * self.left:
             return False

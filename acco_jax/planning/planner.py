@@ -29,19 +29,12 @@ USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network li
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Options of a plan.
+    """Options of a plan."""
 
-    Attributes:
-      methods: to compile; () for the experiment's own and zero1.
-      devices: to predict for, beside the topology's own number.
-      changes: figures to use instead of the table's, by name.
-      fit: whether to look for the largest microbatch (one more compile per method).
-    """
-
-    methods: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
-    changes: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    fit: bool = True
+    methods: tuple[str, ...] = ()  # to compile; (): the experiment's own and zero1
+    devices: tuple[int, ...] = ()  # to predict for, beside the topology's own number
+    changes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of figures
+    fit: bool = True  # look for the largest microbatch: one more compile per method
 
 
 class LargestMicrobatch(NamedTuple):

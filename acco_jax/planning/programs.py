@@ -65,17 +65,11 @@ def what_it_needs(message: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-      parts: what stays from one half-round to the next, and the batch, by name.
-      total: peak of the compiled program, by its memory analysis.
-      shards: those of the parts that more devices divide among them.
-    """
-
-    parts: dict[str, int]
-    total: int
-    shards: int = 0
+    parts: dict[str, int]  # what stays from one half-round to the next, and the batch
+    total: int  # peak of the compiled program, by its memory analysis
+    shards: int = 0  # those of the parts that more devices divide among them
 
     @property
     def temporaries(self) -> int:
@@ -85,47 +79,30 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program and what was read from it.
+    """A compiled program and what was read from it."""
 
-    Attributes:
-      text: its optimized HLO.
-      schedule: what was read from the text.
-      memory: of one device.
-      seconds: time that the compiler took.
-      bytes_accessed: by the compiler's own analysis of cost; None where it has none.
-      source_collectives: those of the program as written; None where one is in a loop
-        whose length the program does not say.
-    """
-
-    text: str
+    text: str  # its optimized HLO
     schedule: schedules.Schedule
     memory: Memory
-    seconds: float
+    seconds: float  # that the compiler took
+    # By the compiler's own analysis of cost; None where it has none.
     bytes_accessed: float | None = None
+    # The collectives of the program as written; None where one is in a loop whose
+    # length the program does not say.
     source_collectives: tuple[footprint.Collective, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One method's half-round on described devices; not compiled yet.
-
-    Attributes:
-      method: its name.
-      tx: the method.
-      step: the fused train step.
-      microbatches: of each worker in a half-round.
-      counts: how many of them each worker computes; () for all.
-      arguments: params, state, batch, counts: abstract arrays with shardings.
-      frozen: bytes on a device that the loss function holds beside them.
-    """
+    """One method's half-round on described devices; not compiled yet."""
 
     method: str
     tx: acco_jax.Method | acco_jax.LocalMethod
-    step: acco_jax.TrainStep
-    microbatches: int
-    counts: tuple[int, ...]
-    arguments: tuple[Any, Any, Any, Any]
-    frozen: int = 0
+    step: acco_jax.TrainStep  # in the fused form
+    microbatches: int  # of each worker in a half-round
+    counts: tuple[int, ...]  # how many of them each worker computes; () for all
+    arguments: tuple[Any, Any, Any, Any]  # params, state, batch, counts, all abstract
+    frozen: int = 0  # bytes on a device that the loss function holds beside them
 
     @property
     def mesh(self) -> Mesh:
@@ -324,12 +301,7 @@ def assemble(
     """
     mesh, axes = tx.mesh, tx.axis
     step = acco_jax.make_train_step(
-        loss_fn,
-        tx,
-        mesh=mesh,
-        axis_name=axes,
-        microbatches=microbatches,
-        form="fused",
+        loss_fn, tx, mesh=mesh, axis_name=axes, microbatches=microbatches, form="fused"
     )
     workers = math.prod(mesh.shape[a] for a in axes)
     rows = workers * microbatches * tx.steps_per_call * microbatch[0]

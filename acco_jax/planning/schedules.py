@@ -29,42 +29,27 @@ from acco_jax.planning.module import FREE, KINDS, MOVES, Module, tuple_index
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the schedule.
+    """One collective of the schedule."""
 
-    Attributes:
-        name: the instruction that starts it.
-        kind: "reduce-scatter", "all-gather", "all-reduce", "all-to-all",
-            "collective-permute" or "send-recv" (one transfer's sends and receives).
-        bytes: of the full buffer: a reduce-scatter's operand, an all-gather's result.
-        dtype: what travels, in HLO's name ("bf16").
-        asynchronous: whether other operations can run meanwhile.
-        start: position of the real launch in `where`.
-        done: position of the completion there; None if it was not found.
-        where: "ENTRY", or the computation that holds it (a loop's body).
-        times: executions per execution of the program (loops around it).
-        groups: devices that take part together, numbered within a slice where there
-            are several TPU slices; () if the text does not say.
-        flops_between: FLOPs of matrix products between launch and completion.
-        flops_carried: those of them in fusions that carry the collective on, where the
-            compiler wove it into fusions (TPU v5e): it is taken to go on inside these
-            alone. None where the hardware needs no such help.
-        whiles_between: loops with matrix products between launch and completion; only
-            loops that lie there whole.
-    """
-
-    name: str
+    name: str  # the instruction that starts it
+    # "reduce-scatter", "all-gather", "all-reduce", "all-to-all", "collective-permute",
+    # or "send-recv": one transfer's sends and receives
     kind: str
-    bytes: int
-    dtype: str
-    asynchronous: bool
-    start: int
-    done: int | None
-    where: str
-    times: int
+    bytes: int  # of the full buffer: a reduce-scatter's operand, an all-gather's result
+    dtype: str  # what travels, in HLO's name ("bf16")
+    asynchronous: bool  # whether other operations can run meanwhile
+    start: int  # position of the real launch in `where`
+    done: int | None  # position of the completion there; None if there is none
+    where: str  # "ENTRY", or the computation that holds it (a loop's body)
+    times: int  # executions per execution of the program (loops around it)
+    # Devices that take part together, numbered within a slice where there are several
+    # TPU slices; () if the text does not say.
     groups: Groups
-    flops_between: int
+    flops_between: int  # FLOPs of matrix products between launch and completion
+    # Those of them in fusions that carry the collective on, where the compiler wove it
+    # into fusions (TPU v5e): it is taken to go on inside these alone. Else None.
     flops_carried: int | None
-    whiles_between: tuple[str, ...]
+    whiles_between: tuple[str, ...]  # loops with matrix products that lie there whole
 
     @property
     def hidden(self) -> bool:
@@ -100,19 +85,14 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What `read` found.
+    """Collectives, operations and loops of a compiled program."""
 
-    Attributes:
-        collectives: in order of execution, those of a loop's body after its ENTRY.
-        operations: ENTRY's, for a timeline; those that cost nothing are left out.
-        loops: every loop that runs; one with trips None is counted as one trip.
-        flops: FLOPs of all matrix products.
-    """
-
-    collectives: tuple[Collective, ...]
-    operations: tuple[Operation, ...]
-    loops: tuple[Loop, ...]
-    flops: int
+    collectives: tuple[
+        Collective, ...
+    ]  # in order, those of a loop's body after ENTRY's
+    operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
+    loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
+    flops: int  # of all matrix products
 
     def select(
         self,

@@ -38,19 +38,12 @@ _TPU_ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A set of identical devices.
+    """A set of identical devices."""
 
-    Attributes:
-        platform: "gpu" or "tpu".
-        chip: the device's figures.
-        shape: (hosts, GPUs per host), or the chips of one slice along each dimension.
-        slices: TPU slices joined by the data-centre network.
-    """
-
-    platform: str
+    platform: str  # "gpu" or "tpu"
     chip: Chip
-    shape: tuple[int, ...]
-    slices: int = 1
+    shape: tuple[int, ...]  # (hosts, GPUs per host), or chips along each dimension
+    slices: int = 1  # TPU slices of that shape, joined by the data-centre network
 
     @property
     def devices(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import logging
 
-from acco_jax.training import commands, devices, network, results
+from acco_jax.training import commands, devices, network, results, signals
 from acco_jax.training import config as configs
 
 Start = Callable[[list[str]], list[subprocess.Popen]]
@@ -24,36 +24,22 @@ Start = Callable[[list[str]], list[subprocess.Popen]]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A method to compare.
+    """A method to compare."""
 
-    Attributes:
-      name: as written; also of its folder and in the table.
-      flags: that make a run one of this method.
-    """
-
-    name: str
-    flags: tuple[str, ...]
+    name: str  # as written; also of its folder and in the table
+    flags: tuple[str, ...]  # that make a run one of this method
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to compare.
+    """What to compare."""
 
-    Attributes:
-      config: flags that say the experiment.
-      entries: the methods.
-      workdir: of all runs and the results.
-      seeds: how many of each method.
-      rate: of the link between processes, as `network.parse` takes it; None: no link.
-      processes: of each run.
-    """
-
-    config: tuple[str, ...]
+    config: tuple[str, ...]  # flags that say the experiment
     entries: tuple[Entry, ...]
-    workdir: Path
-    seeds: int
-    rate: str | None = None
-    processes: int = 1
+    workdir: Path  # of all runs and the results
+    seeds: int  # of each method
+    rate: str | None = None  # of the link between processes, for `network.parse`
+    processes: int = 1  # of each run
 
     def flags(self, entry: Entry) -> list[str]:
         return [*self.config, *entry.flags]
@@ -68,7 +54,7 @@ class Request:
 
 
 def parse(text: str) -> tuple[Entry, ...]:
-    """Methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
+    """Parses methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
 
     In parentheses: arguments of the method, or config.FIELD=VALUE.
 
@@ -77,14 +63,14 @@ def parse(text: str) -> tuple[Entry, ...]:
     """
     names = _split(text.replace(" ", ""))
     entries = tuple(map(_entry, names))
-    twice = next((n for n in names if names.count(n) > 1), None)
-    if twice is not None:
-        raise ValueError(f"--methods names {twice} twice: give it once.")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--methods names {name} twice: give it once.")
     return entries
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of parentheses."""
+    """Splits at the commas outside of parentheses."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -96,19 +82,17 @@ def _split(text: str) -> list[str]:
 
 
 def _entry(name: str) -> Entry:
-    found = re.fullmatch(r"(\w+)(?:\(([^/]+)\))?", name)
-    options = _split(found[2]) if found and found[2] else []
+    match = re.fullmatch(r"(\w+)(?:\(([^/]+)\))?", name)
+    options = _split(match[2]) if match and match[2] else []
     option = r"[\w.]+=([^=()]+|\([^=()]+\))"
-    if not found or not all(re.fullmatch(option, o) for o in options):
+    if not match or not all(re.fullmatch(option, o) for o in options):
         raise ValueError(
             f"--methods has {name!r}: write NAME or NAME(option=value,...), separated "
             "by commas."
         )
-    given = tuple(
-        f"--{o}" if o.startswith("config.") else f"--config.method_options.{o}"
-        for o in options
-    )
-    return Entry(name, (f"--config.method={found[1]}", *given))
+    fields = (o if o.startswith("config.") else f"config.method_options.{o}"
+              for o in options)  # fmt: skip
+    return Entry(name, (f"--config.method={match[1]}", *(f"--{f}" for f in fields)))
 
 
 def check(request: Request) -> None:
@@ -123,7 +107,8 @@ def check(request: Request) -> None:
     devices.choose_platform(
         total if several else first.get("devices"), several_processes=False
     )
-    from acco_jax.training import preparation  # what it imports may touch devices
+    # what it imports may touch devices
+    from acco_jax.training import preparation
 
     for entry in request.entries:
         folder = request.folder(entry, request.seed_numbers[0])
@@ -151,7 +136,7 @@ def compare(request: Request, checking: list[str]) -> str:
     _check_elsewhere(checking, request.rate is not None)
     _check_folders(request)
     failed = []
-    with _starting(request) as start, _passing_signals() as running:
+    with _starting(request) as start, _passing_signals() as wait:
         for seed in request.seed_numbers:
             for entry in request.entries:
                 folder = request.folder(entry, seed)
@@ -159,20 +144,15 @@ def compare(request: Request, checking: list[str]) -> str:
                     logging.info("%s, seed %d: finished before", entry.name, seed)
                     continue
                 logging.info("%s, seed %d", entry.name, seed)
-                command = [
-                    *request.flags(entry),
-                    f"--config.seed={seed}",
-                    f"--workdir={folder}",
-                    "--time_gradients",
-                ]
-                running(start, command)
+                flags = [f"--config.seed={seed}", f"--workdir={folder}"]
+                wait(start([*request.flags(entry), *flags, "--time_gradients"]))
                 if not results.finished(folder):
                     failed.append(f"{entry.name}/seed-{seed}")
     table = _report(request)
     if failed:
         raise ValueError(
-            f"no result of {', '.join(failed)} (what went wrong is above): the same "
-            "command tries again; table.md has the others."
+            f"no result of {', '.join(failed)}: see the error above, and repeat the "
+            "command to try again; table.md has the others."
         )
     return table
 
@@ -190,17 +170,17 @@ def _check_elsewhere(arguments: list[str], on_cpu: bool) -> None:
 
 
 def _check_folders(request: Request) -> None:
-    """Refuses what earlier runs of other configs have left for the other seeds."""
+    """Refuses folders of the other seeds that hold runs of other configs."""
     for entry in request.entries:
-        seeds = request.seed_numbers
-        path = request.folder(entry, seeds[0]) / "config.json"
-        like = json.loads(path.read_text())
-        for seed in seeds[1:]:
+        first, *seeds = request.seed_numbers
+        path = request.folder(entry, first) / "config.json"
+        config = json.loads(path.read_text())
+        for seed in seeds:
             folder = request.folder(entry, seed)
             if not (folder / "config.json").exists():
                 continue
             old = json.loads((folder / "config.json").read_text())
-            if field := configs.differing_field(old, like | {"seed": seed}):
+            if field := configs.differing_field(old, config | {"seed": seed}):
                 raise ValueError(
                     f"workdir {folder} belongs to a run with {field}: use another "
                     "workdir, or the same config."
@@ -208,35 +188,33 @@ def _check_folders(request: Request) -> None:
 
 
 def _report(request: Request) -> str:
-    found = [
+    runs = [
         results.read(request.folder(entry, seed), entry.name, seed)
         for entry in request.entries
         for seed in request.seed_numbers
         if results.finished(request.folder(entry, seed))
     ]
-    if not found:
-        raise ValueError("every run has failed (what went wrong is above).")
-    return results.write(found, request.workdir)
+    if not runs:
+        raise ValueError("every run has failed: see the errors above.")
+    return results.write(runs, request.workdir)
 
 
 @contextlib.contextmanager
 def _starting(request: Request) -> Iterator[Start]:
-    """Yields what starts a run's processes, on a network of their own if asked."""
+    """Yields what starts a run's processes, on a shaped network if asked for."""
     command = [sys.executable, "-m", "acco_jax.train"]
     if request.rate is None:
         yield lambda arguments: [_popen([*command, *arguments])]
         return
     with network.joined(request.processes, network.parse(request.rate)) as net:
-        port = 9911
+        flags = [f"--coordinator={net.address(0)}:9911"]
+        flags += [f"--processes={request.processes}"]
 
         def start(arguments: list[str]) -> list[subprocess.Popen]:
-            together = [
-                f"--coordinator={net.address(0)}:{port}",
-                f"--processes={request.processes}",
-            ]
+            together = [*command, *arguments, *flags]
             return [
                 _popen(
-                    net.command(i, [*command, *arguments, *together, f"--process={i}"]),
+                    net.command(i, [*together, f"--process={i}"]),
                     env=network.environment(),
                 )
                 for i in range(request.processes)
@@ -246,7 +224,7 @@ def _starting(request: Request) -> Iterator[Start]:
 
 
 def _popen(command: list[str], **options: Any) -> subprocess.Popen:
-    """A process that is told to stop when this one dies, and not by the terminal."""
+    """Starts a process that stops when this one dies, and not by the terminal."""
 
     def with_parent() -> None:
         if sys.platform == "linux":
@@ -263,8 +241,8 @@ def _popen(command: list[str], **options: Any) -> subprocess.Popen:
 
 
 @contextlib.contextmanager
-def _passing_signals() -> Iterator[Callable[[Start, list[str]], None]]:
-    """Yields running(start, arguments), which waits, and passes on what it is told.
+def _passing_signals() -> Iterator[Callable[[list[subprocess.Popen]], None]]:
+    """Yields wait(processes), which passes on signals while they run.
 
     SIGINT and SIGTERM reach the run as SIGTERM, so that it stops with a checkpoint; a
     second SIGINT stops it at once. Then nothing more is started.
@@ -272,27 +250,23 @@ def _passing_signals() -> Iterator[Callable[[Start, list[str]], None]]:
     Raises:
       ValueError: stopped; says how to go on.
     """
-    told: list[int] = []
-    processes: list[subprocess.Popen] = []
+    received: list[int] = []
+    running: list[subprocess.Popen] = []
 
-    def tell(number: int, frame: Any) -> None:
-        told.append(number)
-        for process in processes:
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        for process in running:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM if len(told) == 1 else number)
+                process.send_signal(signal.SIGTERM if len(received) == 1 else number)
 
-    def running(start: Start, arguments: list[str]) -> None:
-        processes[:] = start(arguments)
+    def wait(processes: list[subprocess.Popen]) -> None:
+        running[:] = processes
         for process in processes:
             if process.wait():  # the others wait for it in vain
                 for other in processes:
                     other.terminate()
-        if told:
+        if received:
             raise ValueError("stopped: the same command continues.")
 
-    before = {n: signal.signal(n, tell) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield running
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signals.handler(handle):
+        yield wait

@@ -24,7 +24,7 @@ from acco_jax import data, footprint
 from acco_jax.gradients import with_arrays
 from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
-from acco_jax.training import metrics, reports, timing
+from acco_jax.training import metrics, reports, signals, timing
 from acco_jax.training.counts import CountsLog
 from acco_jax.training.preparation import (
     Experiment,
@@ -36,7 +36,7 @@ from acco_jax.training.preparation import (
 )
 
 PyTree = Any
-LATEST = 1800  # seconds that processes may compile longer than another
+COMPILE_SECONDS = 1800  # that a process may compile longer than another
 
 
 class Evaluator:
@@ -45,26 +45,24 @@ class Evaluator:
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = e = experiment
         self._loss_fn, rows = with_arrays(e.loss_fn), P(e.mesh.axis_names)
-        no_rng: Any = None
 
+        @functools.partial(jax.jit, donate_argnums=3)
+        @functools.partial(
+            jax.shard_map, mesh=e.mesh, in_specs=(P(), P(), rows, rows),
+            out_specs=rows, check_vma=False,
+        )  # fmt: skip
         def add(
             loss_fn: Partial, params: PyTree, batch: PyTree, sums: jax.Array
         ) -> jax.Array:
             # sums: (1, 2) nats and targets of this worker's rows so far
-            return sums + jnp.stack(loss_fn(params, batch, no_rng)[:2])
+            return sums + jnp.stack(loss_fn(params, batch, None)[:2])
 
-        in_specs = (P(), P(), rows, rows)
-        self._add = jax.jit(
-            jax.shard_map(
-                add, mesh=e.mesh, in_specs=in_specs, out_specs=rows, check_vma=False
-            ),
-            donate_argnums=3,
-        )
+        self._add = add
         replicated = NamedSharding(e.mesh, P())
         self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
 
     def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
-        """(nats per token, bits per byte) over `limit` batches, or all."""
+        """Returns nats per token and bits per byte over `limit` batches, or all."""
         e = self._experiment
         batches = data.validation_batches(
             e.corpus,
@@ -74,8 +72,8 @@ class Evaluator:
             process_count=jax.process_count(),
             limit=limit,
         )
-        mine = np.zeros((e.workers // jax.process_count(), 2), np.float32)
-        sums = to_devices(mine, e.mesh)
+        zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
+        sums = to_devices(zeros, e.mesh)
         for batch in batches:
             rows = to_devices(batch, e.mesh)
             sums = self._add(self._loss_fn, params, rows, sums)
@@ -85,11 +83,7 @@ class Evaluator:
 
 
 class _Run:
-    """A run under way: what half-rounds change, and what is done between them.
-
-    Attributes:
-      done: half-rounds so far.
-    """
+    """A run under way: what half-rounds change, and what is done between them."""
 
     def __init__(self, experiment: Experiment) -> None:
         e = self._experiment = experiment
@@ -97,13 +91,13 @@ class _Run:
         self._evaluate = Evaluator(e)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
         self._finite = jax.jit(
-            lambda tree: jnp.all(
-                jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])
+            lambda tree: jax.tree.reduce(
+                jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
             )
         )
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
-        self.done, seconds = 0, 0.0
+        self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (latest := e.checkpoints.latest()) is None:
             self.params, self.state = initial(e)
         else:
@@ -129,7 +123,7 @@ class _Run:
             e.step.compile(self.params, self.state, batch, self._counts)
             everyone = set(range(jax.process_count()))
             multihost.sync_global_processes(
-                "ready to train", timeout=LATEST, processes=everyone
+                "ready to train", timeout=COMPILE_SECONDS, processes=everyone
             )
 
     @property
@@ -152,7 +146,7 @@ class _Run:
             self._log.add(jax.device_get(self._metrics["counts"]))
             microbatches = self._log.last
         if self.done % e.config.log_every == 0:
-            known = {
+            host = {
                 "kind": "train",
                 "half_round": self.done,
                 "tokens": self.tokens,
@@ -160,7 +154,7 @@ class _Run:
             }
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
             rate = self._rate(device["step"])
-            self._recorder.train(known, device | {"learning_rate": rate})
+            self._recorder.train(host, device | {"learning_rate": rate})
 
     def validate(self, limit: int | None) -> dict[str, Any]:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
@@ -171,7 +165,7 @@ class _Run:
             row = {
                 "kind": "validation" if limit else "final",
                 "half_round": self.done,
-                "step": e.steps_done(self.done),
+                "step": e.tx.steps_done(self.done),
                 "tokens": self.tokens,
                 "seconds": self._recorder.seconds,
                 "loss": loss,
@@ -181,7 +175,7 @@ class _Run:
         return row
 
     def save(self) -> None:
-        """Writes a checkpoint, but never one that is not finite, nor one twice."""
+        """Writes a checkpoint once, and never one that is not finite."""
         checkpoints = self._experiment.checkpoints
         if checkpoints.latest() == self.done:
             return
@@ -207,13 +201,13 @@ def run(
     stop_after: int | None = None,
     time_gradients: bool = False,
 ) -> dict[str, Any] | None:
-    """Train, or continue a run, to its end.
+    """Trains, or continues a run, to its end.
 
     Args:
       experiment: from `prepare`.
       stop_after: stop after so many half-rounds in all, with a checkpoint, as an
         interrupted run does.
-      time_gradients: at the end also measure what the gradients take by themselves.
+      time_gradients: at the end also time the gradients by themselves.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -226,29 +220,28 @@ def run(
     _announce(experiment)
     with (
         _stop_signals() as stopped,
-        contextlib.closing(_Run(experiment)) as going,
+        contextlib.closing(_Run(experiment)) as runner,
         jax.transfer_guard("disallow"),
     ):
-        while going.done < last and not stopped(going.done):
-            going.half_round()
-            crossed = functools.partial(_crossed, experiment, going.done)
-            if crossed(config.eval_every) or going.done == total:
-                going.validate(config.eval_batches)
-            if crossed(config.checkpoint_every) and going.done < total:
-                going.save()
-        going.save()
-        row = going.validate(None) if going.done == total else None
+        while runner.done < last and not stopped(runner.done):
+            runner.half_round()
+            crossed = functools.partial(_crossed, experiment, runner.done)
+            if crossed(config.eval_every) or runner.done == total:
+                runner.validate(config.eval_batches)
+            if crossed(config.checkpoint_every) and runner.done < total:
+                runner.save()
+        runner.save()
+        row = runner.validate(None) if runner.done == total else None
     if row is not None:
-        measured = _footprint(experiment, going.params, going.state)
+        measured = _footprint(experiment, runner.params, runner.state)
         if time_gradients:
-            theta = acco_jax.committed_params(going.state, going.params)
-            measured["gradient_seconds_per_token"] = _gradient_seconds(
-                experiment, theta
-            )
+            params = acco_jax.committed_params(runner.state, runner.params)
+            seconds = _gradient_seconds(experiment, params)
+            measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
     logging.info(
         "stopped after half-round %d of %d: the same command continues",
-        going.done, total,
+        runner.done, total,
     )  # fmt: skip
     return None
 
@@ -258,8 +251,11 @@ def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
 
     A call of several steps may pass it; a step may end with a later half-round.
     """
-    now = experiment.steps_done(half_rounds)
-    before = experiment.steps_done(half_rounds - experiment.tx.half_rounds)
+    tx = experiment.tx
+    now, before = (
+        tx.steps_done(half_rounds),
+        tx.steps_done(half_rounds - tx.half_rounds),
+    )
     return now is not None and now // every > max(before or 0, 0) // every
 
 
@@ -276,20 +272,18 @@ def _announce(experiment: Experiment) -> None:
 
 
 def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
-    """What a worker has sent in the whole run, and what a device holds."""
+    """Returns what a worker has sent in the whole run, and what a device holds."""
     e = experiment
     arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
-    turns = e.step.turns()
-    sent: int | None
+    turns, sent = e.step.turns(), None
     try:
-        once = {k: e.step.lowered(*arrays, half_round=k) for k in turns}
-        period = sum(
-            times * footprint.bytes_sent(*once[k]) for k, times in turns.items()
+        period_bytes = sum(
+            times * footprint.bytes_sent(*e.step.lowered(*arrays, half_round=k))
+            for k, times in turns.items()
         )
-        sent = round(e.half_rounds * period / sum(turns.values()))
+        sent = round(e.half_rounds * period_bytes / sum(turns.values()))
     except ValueError as error:  # a finished run is not lost for it
         logging.warning("bytes_sent_per_worker is not known: %s", error)
-        sent = None
     return {
         "bytes_sent_per_worker": sent,
         "state_bytes_per_device": footprint.bytes_held((params, state)),
@@ -297,44 +291,40 @@ def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, 
 
 
 def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
-    """Seconds of all workers per token, for local gradients at `params` alone."""
-    e = experiment
-    batch, counts = to_devices(next(batches(e)), e.mesh), counts_of(e)
-    steps, dtype = e.tx.steps_per_call, e.config.accumulate_dtype
+    """Times local gradients alone: seconds of all workers per token."""
+    e, counts = experiment, counts_of(experiment)
+    steps = e.tx.steps_per_call
     seconds = timing.gradient_seconds(
         e.loss_fn,
         e.mesh,
         params,
-        batch,
+        to_devices(next(batches(e)), e.mesh),
         None if counts is None else counts * steps,
-        microbatches=e.held * steps,
-        accumulate_dtype=dtype and configs.dtype("accumulate_dtype", dtype),
+        microbatches=e.capacity * steps,
+        accumulate_dtype=configs.dtype("accumulate_dtype", e.config.accumulate_dtype),
     )
-    return seconds / (e.tokens * e.held // e.microbatches)
+    return seconds / (e.tokens * e.capacity // e.microbatches)
 
 
 def _finish(
     experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
+    """Returns a run's summary; process 0 also writes, draws and logs it."""
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,
         "devices": experiment.workers,
         "parameters": gpt_neo.count_params(experiment.model),
         "steps": config.steps,
-        "tokens": row["tokens"],
-        "seconds": row["seconds"],
-        "loss": row["loss"],
-        "bits_per_byte": row["bits_per_byte"],
+        **{k: row[k] for k in ("tokens", "seconds", "loss", "bits_per_byte")},
         **measured,
     }
-    if jax.process_index():
-        return summary  # process 0 reports
-    bigram = data.bigram_bits_per_byte(experiment.corpus)
-    summary["bigram_bits_per_byte"] = bigram
-    title = f"{config.method}, {config.data.name}, {experiment.workers} devices"
-    reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
-    logging.info("finished\n%s", reports.summarize(summary, workdir))
+    if jax.process_index() == 0:
+        bigram = data.bigram_bits_per_byte(experiment.corpus)
+        summary["bigram_bits_per_byte"] = bigram
+        title = f"{config.method}, {config.data.name}, {experiment.workers} devices"
+        reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
+        logging.info("finished\n%s", reports.summarize(summary, workdir))
     return summary
 
 
@@ -346,27 +336,15 @@ def _stop_signals() -> Iterator[Callable[[int], bool]]:
     way, with a checkpoint; a second SIGINT at once. Several processes agree on the
     half-round through JAX's preemption service.
     """
-    told: list[int] = []
-
-    def tell(number: int, frame: Any) -> None:
-        if told and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        told.append(number)
-
-    def stopped(half_round: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(half_round)
-        return bool(told)
-
     if jax.process_count() > 1:
-        yield stopped
+        yield multihost_utils.reached_preemption_sync_point
         return
-    before = {}
-    with contextlib.suppress(ValueError):  # not in the main thread: no signals
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, tell)
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    with signals.handler(handle):
+        yield lambda half_round: bool(received)

@@ -25,20 +25,14 @@ from acco_jax.models import gpt_neo
 from acco_jax.training import config as configs
 from acco_jax.training.checkpoints import Checkpoints
 from acco_jax.training.counts import check_log
-from acco_jax.training.reports import write_whole
+from acco_jax.training.files import write_whole
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything a run needs, checked; nothing has been trained yet.
-
-    Attributes:
-      loss_fn: of what is trained: a function, or a Partial that carries a frozen model.
-      init: what is trained, as it starts: jit-compatible.
-      microbatches: of each worker in a half-round.
-    """
+    """Everything a run needs, checked; nothing has been trained yet."""
 
     config: ConfigDict
     workdir: Path
@@ -49,10 +43,10 @@ class Experiment:
     step: acco_jax.TrainStep
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round, or in an inner step of one
-    held: int  # microbatches that its batch holds; more where counts adapt
+    capacity: int  # microbatches that a batch has room for; more where counts adapt
     checkpoints: Checkpoints
-    loss_fn: Callable[..., Any]
-    init: Callable[[], PyTree]
+    loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
+    init: Callable[[], PyTree]  # makes what is trained; jit-compatible
 
     @property
     def workers(self) -> int:
@@ -60,29 +54,25 @@ class Experiment:
 
     @property
     def half_rounds(self) -> int:
-        """Of the whole run: calls of the train step."""
+        """Calls of the train step in the whole run."""
         return self.tx.calls(self.config.steps)
 
     @property
     def rows(self) -> int:
-        """Of a half-round's global batch."""
-        microbatches = self.held * self.tx.steps_per_call
-        return self.workers * microbatches * self.config.microbatch_size
+        """Rows of a half-round's global batch."""
+        microbatches = self.workers * self.capacity * self.tx.steps_per_call
+        return microbatches * self.config.microbatch_size
 
     @property
     def tokens(self) -> int:
-        """Targets that a half-round counts, but where counts adapt."""
+        """Targets of a half-round, where counts do not adapt."""
         computed = self.config.counts or [self.microbatches] * self.workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
         return rows * self.config.length
 
-    def steps_done(self, half_rounds: int) -> int | None:
-        """Optimizer steps after so many half-rounds; None in the middle of one."""
-        return self.tx.steps_done(half_rounds)
-
 
 def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
-    """The devices along a data axis, or two where they form several domains.
+    """Returns the devices along a data axis, or two where they form several domains.
 
     Args:
       devices: domain after domain.
@@ -122,7 +112,7 @@ def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
 def prepare(
     config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
 ) -> Experiment:
-    """Build an experiment.
+    """Builds an experiment.
 
     Args:
       config: of `acco_jax.training.config.default_config`'s form.
@@ -138,25 +128,11 @@ def prepare(
     _check_workdir(workdir, identity)
     mesh = data_mesh(devices, config.domains)
     tx = configs.method(config, config.method, mesh, mesh.axis_names)
-    tx.calls(config.steps)  # says now if they are not whole rounds
-    per_step, share = config.microbatches_per_step, tx.half_rounds
-    if per_step % share:
-        raise ValueError(
-            f"microbatches_per_step is {per_step}, which does not divide into the "
-            f"{share} half-rounds of a step of {config.method}: use a multiple."
-        )
-    microbatches = per_step // share
-    _check_counts(tuple(config.counts), mesh.size, microbatches)
-    held = microbatches
-    if config.microbatches != "fixed":
-        held = config.most_microbatches
-        if held < microbatches:
-            raise ValueError(
-                f"most_microbatches is {held}, less than the {microbatches} that "
-                "microbatches_per_step gives a half-round: raise it."
-            )
-        if log := configs.replayed(config):
-            check_log(Path(log), tx.calls(config.steps), mesh.size, held)
+    half_rounds = tx.calls(config.steps)  # says now if they are not whole rounds
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
+    capacity = microbatches
+    if adapts := config.microbatches != "fixed":
+        capacity = _adaptive_capacity(config, microbatches, half_rounds, mesh.size)
     corpus = data.load_corpus(config.data, workdir=workdir)
     if jax.process_count() > 1:
         _check_same_text(corpus.checksum)
@@ -168,39 +144,52 @@ def prepare(
         config, model, lambda make: _start(config, make, mesh)
     )
     if config.base and not (config.lora.rank or config.lora.ranks):
-        init = Partial(_as_it_is, _start(config, init, mesh))
+        init = Partial(_identity, _start(config, init, mesh))
     step = acco_jax.make_train_step(
         loss_fn,
         tx,
         mesh=mesh,
         axis_name=mesh.axis_names,
-        microbatches=microbatches
-        if config.microbatches == "fixed"
-        else config.microbatches,
-        bounds=(microbatches, held),
+        microbatches=config.microbatches if adapts else microbatches,
+        bounds=(microbatches, capacity),
         form=config.form,
     )
     schedule = configs.learning_rate(config)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches, held,
-        checkpoints, loss_fn, init,
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
+        capacity, checkpoints, loss_fn, init,
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
     try:
-        experiment.tx.check(abstract_params(experiment))
+        tx.check(abstract_params(experiment))
     except Exception as error:
         raise ValueError(
             f"optimizer {config.optimizer.name} with the options given does not work "
             f"here: {error}"
         ) from error
     if jax.process_index() == 0:
-        write_whole(workdir / "config.json", json.dumps(identity, indent=2))
+        write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
     return experiment
 
 
+def _adaptive_capacity(
+    config: ConfigDict, microbatches: int, half_rounds: int, workers: int
+) -> int:
+    """Returns the most microbatches of a half-round whose counts adapt, checked."""
+    capacity = config.most_microbatches
+    if capacity < microbatches:
+        raise ValueError(
+            f"most_microbatches is {capacity}, less than the {microbatches} that "
+            "microbatches_per_step gives a half-round: raise it."
+        )
+    if log := configs.replayed(config):
+        check_log(Path(log), half_rounds, workers, capacity)
+    return capacity
+
+
 def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
-    """The parameters that a run starts from: those of `base`, or what `make` returns.
+    """Returns the parameters of the finished run `base`, or without one `make`'s.
 
     Raises:
       ValueError: `base` holds no finished run of this model.
@@ -213,9 +202,7 @@ def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree
         fields = ConfigDict({k: old[k] for k in configs.default_config()})
         base = prepare(fields, folder, list(mesh.devices.flat))
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"base is {folder}, no run to go on from: {error}") from (
-            error
-        )
+        raise ValueError(f"base is {folder}, no run to go on from: {error}") from error
     if (latest := base.checkpoints.latest()) is None:
         raise ValueError(f"base is {folder}, which has no checkpoint: train it.")
     if jax.eval_shape(base.init) != jax.eval_shape(make):
@@ -227,17 +214,8 @@ def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree
     return acco_jax.committed_params(state, params)
 
 
-def _as_it_is(params: PyTree) -> PyTree:
+def _identity(params: PyTree) -> PyTree:
     return params
-
-
-def _check_counts(counts: tuple[int, ...], workers: int, microbatches: int) -> None:
-    fits = len(counts) == workers and set(counts) <= set(range(microbatches + 1))
-    if counts and not fits:
-        raise ValueError(
-            f"counts is {counts}: give one number from 0 to {microbatches} for each of "
-            f"the {workers} workers."
-        )
 
 
 def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
@@ -258,11 +236,11 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
 
 def _check_same_text(checksum: int) -> None:
     """Refuses processes that read different text, each in the same line."""
-    found = multihost_utils.process_allgather(np.uint32(checksum))
-    if other := sorted(set(found.tolist()) - {int(found[0])}):
-        process = found.tolist().index(other[0])
+    checksums = multihost_utils.process_allgather(np.uint32(checksum)).tolist()
+    other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
+    if other is not None:
         raise ValueError(
-            f"process {process} has other text than process 0 (data set and tokenizer "
+            f"process {other} has other text than process 0 (data set and tokenizer "
             "make other tokens): give all of them the same files and versions."
         )
 
@@ -281,16 +259,16 @@ def batches(experiment: Experiment) -> Any:
 
 
 def counts_of(experiment: Experiment) -> jax.Array | None:
-    """How many microbatches each worker computes; None: all."""
+    """Returns how many microbatches each worker computes; None: all."""
     if not experiment.config.counts:
         return None
     counts = np.asarray(experiment.config.counts, np.int32)
-    mine = np.split(counts, jax.process_count())[jax.process_index()]
-    return to_devices(mine, experiment.mesh)
+    local = np.split(counts, jax.process_count())[jax.process_index()]
+    return to_devices(local, experiment.mesh)
 
 
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
-    """This process's rows -> global arrays split over the data axes."""
+    """Makes global arrays, split over the data axes, of this process's rows."""
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     with jax.transfer_guard_host_to_device("allow"):  # here it is meant
         return jax.tree.map(
@@ -299,30 +277,24 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
 
 
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Parameters as the train step takes them, and the sharded optimizer state."""
+    """Makes parameters as the train step takes them, and sharded optimizer state."""
     replicated = NamedSharding(experiment.mesh, P())
     make = jax.jit(lambda init: init(), out_shardings=replicated)
     return acco_jax.start(experiment.tx, make(with_arrays(experiment.init)))
 
 
 def abstract_params(experiment: Experiment) -> PyTree:
-    """Shapes, dtypes and shardings of the parameters that are trained."""
+    """Returns shapes, dtypes and shardings of the parameters that are trained."""
     replicated = NamedSharding(experiment.mesh, P())
-    return _placed(jax.eval_shape(experiment.init), replicated)
+    shapes = jax.eval_shape(experiment.init)
+    return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
 
 
 def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Shapes, dtypes and shardings of what `initial` returns."""
+    """Returns shapes, dtypes and shardings of what `initial` returns."""
     params, tx = abstract_params(experiment), experiment.tx
-    shapes = jax.eval_shape(functools.partial(acco_jax.start, tx), params)
-    return _placed(shapes, acco_jax.start_shardings(tx, params))
-
-
-def _placed(shapes: PyTree, shardings: PyTree) -> PyTree:
-    if isinstance(shardings, NamedSharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        shardings,
+        lambda x, sharding: x.update(sharding=sharding),
+        jax.eval_shape(functools.partial(acco_jax.start, tx), params),
+        acco_jax.start_shardings(tx, params),
     )
