@@ -118,42 +118,29 @@ _MATRIX_CLOCK_GHZ = 1.8295201
 
 _TARGET = """\
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152
   shared_memory_per_core: {gpu.shared_bytes}
-  threads_per_core_limit: 2048
-  core_count: {gpu.cores}
-  fpus_per_core: {gpu.fp32_lanes}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
+  shared_memory_per_block_optin: {gpu.shared_optin_bytes}
+  core_count: {gpu.cores} fpus_per_core: {gpu.fp32_lanes}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_memory_size: {chip.memory_bytes}
   memory_bandwidth: {chip.memory_bandwidth:.0f}
   l2_cache_size: {gpu.l2_bytes}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {chip.memory_bytes}
-  shared_memory_per_block_optin: {gpu.shared_optin_bytes}
   cuda_compute_capability {{ major: {gpu.capability[0]} minor: {gpu.capability[1]} \
 feature_extension: {feature} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
 {rates}\
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation"
   platform_version: "Compute Capability {version}"
   model_str: "sm_{version} with {chip.memory_bytes}B RAM, {gpu.cores} cores, \
 {clock_khz:.0f}KHz clock, {gpu.memory_clock_khz}KHz mem clock, {gpu.l2_bytes}B L2$"
-  device_address_bits: 64
-  pcie_bandwidth: 34359738368
-  ecc_enabled: true
+  device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true
   name: "{chip.title}"
-  driver_version: "13.0.0"
-  runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0"
-  dnn_version: "9.10.0"
-  cub_version: "3.1.2"
+  driver_version: "13.0.0" runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0" cub_version: "3.1.2"
   device_interconnect_info {{ active_links: {gpu.nvlinks} }}
 }}
 platform_name: "CUDA"

@@ -27,13 +27,7 @@ _METHOD_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755
 
 
 def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> None:
-    """Draws one half-round of each method: computation above communication.
-
-    Args:
-      predictions: by method.
-      path: of the PNG to write.
-      title: of the picture.
-    """
+    """Draws one half-round of each method as a PNG: computation above communication."""
     rows = len(predictions)
     figure, all_axes = subplots(10, 1.3 + 1.25 * rows, rows, sharex=True)
     longest = max(p.total for p in predictions.values())
@@ -75,14 +69,14 @@ def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> N
 def scaling(
     rows: Sequence[Mapping[str, Any]], path: Path, title: str, compiled: int
 ) -> None:
-    """Draws throughput and communication against the number of devices.
+    """Draws throughput and communication against the number of devices, as a PNG.
 
     Args:
       rows: with "method", "devices", "tokens_per_second" and, in seconds of an
         optimizer step, "computation", "communication" and "exposed".
-      path: of the PNG to write.
-      title: of the picture.
-      compiled: the number of devices that was compiled for.
+      path: where the picture is written.
+      title: above it.
+      compiled: number of devices that the programs were compiled for.
     """
     figure, (left, right) = subplots(10, 4, 1, 2)
     methods = list(dict.fromkeys(r["method"] for r in rows))

@@ -7,6 +7,7 @@ print(report.text(plan))
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -83,8 +84,8 @@ class Plan:
     machine: costs.Machine
     checked: tuple[str, ...]  # methods whose communication must be hidden
     outcomes: tuple[Outcome, ...]
-    growth: tuple[dict[str, Any], ...]  # a row per method and number of devices
-    few_bits: tuple[dict[str, Any], ...]  # a row per method and choice of bits
+    growth: list[dict[str, Any]]  # a row per method and number of devices
+    few_bits: list[dict[str, Any]]  # a row per method and choice of bits
 
     @property
     def topology(self) -> Topology:
@@ -127,17 +128,11 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     mesh = programs.data_mesh(topology, config.domains)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
-    return Plan(
-        config,
-        model,
-        machine,
-        request.methods or (config.method,),
-        outcomes,
-        tuple(
-            row for n in numbers for row in _growth(outcomes, config, model, machine, n)
-        ),
-        tuple(row for o in outcomes for row in _few_bits(o, config, machine)),
-    )
+    checked = request.methods or (config.method,)
+    growth = (_growth(outcomes, config, model, machine, n) for n in numbers)
+    few = (_few_bits(o, config, machine) for o in outcomes)
+    rows = [list(itertools.chain(*blocks)) for blocks in (growth, few)]
+    return Plan(config, model, machine, checked, outcomes, *rows)
 
 
 def of_method(config: ConfigDict, method: str) -> ConfigDict:
@@ -167,10 +162,8 @@ def _outcome(
     try:
         compiled = _compile(program, machine)
     except DoesNotFit as error:
-        advice = "lower it"
-        if size == 1:
-            advice = "set model.remat, or take more devices"
-        elif fit:
+        advice = "lower it" if size > 1 else "set model.remat, or take more devices"
+        if fit and size > 1:
             largest = _largest_microbatch(config, program, machine, 1, None)
             rows = largest and largest.rows
             advice = f"at most about {rows} would fit" if rows else "nor does 1"
@@ -220,12 +213,7 @@ def _largest_microbatch(
 ) -> LargestMicrobatch | None:
     """Extrapolates memory by a microbatch's rows from two compiles; None if none fits.
 
-    Args:
-      config: the experiment.
-      program: its method's.
-      machine: with the memory to fill.
-      rows: of one of the two microbatches.
-      compiled: the program with so many rows, if there is one.
+    `compiled` is the program with so many `rows`, if there is one already.
     """
 
     def total_bytes(size: int) -> int:

@@ -291,7 +291,7 @@ def assemble(
     """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
 
     Args:
-      method: a name for it.
+      method: the method's name.
       tx: the method, made for a mesh of described devices.
       loss_fn: as for `acco_jax.make_train_step`.
       params: abstract arrays.

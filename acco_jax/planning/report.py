@@ -61,8 +61,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for name, figure in plan.machine.figures.items()
         },
         "methods": {o.method: _method_dict(plan, o) for o in plan.outcomes},
-        "predicted": list(plan.growth),
-        "few_bits": list(plan.few_bits),
+        "predicted": plan.growth,
+        "few_bits": plan.few_bits,
         "exposed": [{"method": m, "name": c.name} for m, c in plan.exposed],
     }
 

@@ -14,7 +14,6 @@ import importlib.util
 import math
 import os
 import re
-from typing import Any
 
 import jax
 import numpy as np
@@ -65,11 +64,8 @@ class Topology:
         slices = f" x {self.slices} slices" if self.slices > 1 else ""
         return f"{self.platform}:{self.chip.name}:{shape}{slices}"
 
-    def description(self) -> Any:
+    def description(self) -> jax_topologies.TopologyDescription:
         """Describes the devices to the compiler; needs its plugin, not the devices.
-
-        Returns:
-            A jax.experimental.topologies.TopologyDescription.
 
         Raises:
             RuntimeError: if the compiler plugin is not installed.
@@ -158,7 +154,7 @@ def mesh(
             f"model axis of size {model} does not divide the {topology.fast_domain} "
             f"devices of a {topology.domain_name} of {topology}"
         )
-    devices = np.array(topology.description().devices)
+    devices: np.ndarray = np.array(topology.description().devices)
     if topology.slices == 1:
         return jax.sharding.Mesh(devices.reshape(-1, model), (data, model_axis))
     shape = (topology.slices, -1, model)

@@ -25,12 +25,14 @@ class Checkpoints:
 
     orbax writes the arrays, sharded; beside each checkpoint lies a file of checksums,
     so that a damaged one is seen instead of trained on.
-
-    Raises:
-      ValueError: there are checkpoints, and all of them are damaged.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
+        """Opens a folder, and sets damaged checkpoints in it aside.
+
+        Raises:
+          ValueError: there are checkpoints, and all of them are damaged.
+        """
         self._folder, self._keep = folder.absolute(), keep
         self._folder.mkdir(parents=True, exist_ok=True)
         sound = self._set_aside_damaged() if jax.process_index() == 0 else True
@@ -91,8 +93,7 @@ class Checkpoints:
         Returns:
           The arrays and the host data.
         """
-        names = _named(like)
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, names)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _named(like))
         checkpoint = self._manager.restore(
             half_round,
             args=ocp.args.Composite(
@@ -155,7 +156,7 @@ def _key_impl(x: Any) -> Any:
 
 
 def _data(x: Any) -> Any:
-    """What orbax can write of an array or a ShapeDtypeStruct."""
+    """Replaces keys, arrays or abstract, by their data, which orbax can write."""
     if not _is_key(x):
         return x
     if isinstance(x, jax.Array):
@@ -165,11 +166,10 @@ def _data(x: Any) -> Any:
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
-    """Leaves by an index that keeps their order and their path for whoever reads."""
-    flat = jax.tree_util.tree_leaves_with_path(tree)
+    """Names leaves by an index, which keeps their order, and by their path."""
     return {
         f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": _data(x)
-        for i, (path, x) in enumerate(flat)
+        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
     }
 
 

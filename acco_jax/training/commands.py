@@ -30,17 +30,13 @@ def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any
 
 
 def parser(config: Any) -> Callable[[list[str]], list[str]]:
-    """For absl.app: parses the command line and loads the config.
-
-    Args:
-      config: from `config_flag`.
-    """
+    """Returns what absl.app parses flags with: it also loads the config of a flag."""
 
     def parse(argv: list[str]) -> list[str]:
         try:
             rest = flags.FLAGS(argv)
             if not isinstance(config.value, ConfigDict):  # ml_collections' stand-in
-                problem = f"get_config() returned {config.value!r}"
+                problem = f"get_config() returned {config.value!r}, no ConfigDict"
                 raise ValueError(getattr(config.value, "_error", problem))
             if len(rest) > 1:
                 raise flags.Error(f"unexpected argument {rest[1]!r}")
@@ -54,7 +50,7 @@ def parser(config: Any) -> Callable[[list[str]], list[str]]:
 
 
 def config_arguments(config: str = "config") -> list[str]:
-    """The flags that give another process the config of this one."""
+    """Returns the flags that give another process the config of this one."""
     flag = flags.FLAGS[config]
     fields = config_flags.get_override_values(flag)
     return [
@@ -64,7 +60,7 @@ def config_arguments(config: str = "config") -> list[str]:
 
 
 def config_of(arguments: list[str]) -> ConfigDict:
-    """The config that a process with these flags has.
+    """Returns the config of a process with these flags.
 
     Raises:
       ValueError: in one line, a field or a value that cannot be.
@@ -80,7 +76,7 @@ def config_of(arguments: list[str]) -> ConfigDict:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, without the traceback that ml_collections puts before it."""
+    """Shortens an error by the traceback that ml_collections puts before it."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?

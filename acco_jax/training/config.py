@@ -211,12 +211,7 @@ def _check_microbatches(config: ConfigDict) -> None:
 
 
 def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) -> int:
-    """Returns the microbatches of each worker in a half-round.
-
-    Args:
-      config: of the experiment.
-      half_rounds: of an optimizer step.
-      workers: how many workers there are.
+    """Returns the microbatches of each worker in one of a step's half-rounds.
 
     Raises:
       ValueError: the step does not divide into half-rounds, or counts do not fit.
@@ -331,7 +326,7 @@ def method(
       config: of the experiment.
       name: a key of METHODS.
       mesh: the devices.
-      axis_name: its data axis or axes.
+      axis_name: the mesh's data axis or axes.
 
     Raises:
       ValueError: what the method refuses.
@@ -350,11 +345,7 @@ def method(
 
 
 def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
-    """Returns the model's sizes.
-
-    Args:
-      config: of the experiment.
-      vocab_size: of the tokenizer.
+    """Returns the model's sizes, for a tokenizer of so many tokens.
 
     Raises:
       ValueError: sizes that do not fit together, or too small a vocabulary.
@@ -366,14 +357,12 @@ def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
             f"model.vocab_size is {rows}, but the tokenizer has {vocab_size} tokens: "
             "leave it unset or raise it."
         )
-    make: Callable[..., gpt_neo.GPTNeoConfig]
+    sizes = {} if c.size else {k: c[k] for k in ("width", "layers", "heads")}
+    make: Callable[..., gpt_neo.GPTNeoConfig] = gpt_neo.GPTNeoConfig
     if c.size:
         make = functools.partial(gpt_neo.size, c.size)
-    else:
-        make = functools.partial(
-            gpt_neo.GPTNeoConfig, width=c.width, layers=c.layers, heads=c.heads
-        )
     return make(
+        **sizes,
         vocab_size=rows,
         max_length=config.length,
         window=c.window,

@@ -19,19 +19,10 @@ FILE = "counts.jsonl"
 
 
 class CountsLog:
-    """The counts of a run so far, which process 0 writes.
-
-    Attributes:
-      total: microbatches of all workers so far.
-      last: counts of the last half-round, empty before the first.
-    """
+    """The counts of a run so far, which process 0 writes."""
 
     def __init__(self, workdir: Path, done: int) -> None:
-        """Opens the log of a run, without half-rounds later than where it stands.
-
-        Args:
-          workdir: of the run.
-          done: half-rounds so far.
+        """Opens the log of a run, cut after the half-rounds done so far.
 
         Raises:
           ValueError: the log is damaged, or of fewer half-rounds.
@@ -43,8 +34,8 @@ class CountsLog:
                 f"{path} has {len(rows)} half-rounds, but the checkpoint is of "
                 f"half-round {done}: restore a complete copy, or use another workdir."
             )
-        self.total = sum(map(sum, rows))
-        self.last = rows[-1] if rows else []
+        self.total = sum(map(sum, rows))  # microbatches of all workers
+        self.last = rows[-1] if rows else []  # counts of the last half-round
         self._file = None
         if jax.process_index() == 0:
             write_rows(path, rows)

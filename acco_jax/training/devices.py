@@ -16,7 +16,7 @@ def has_accelerator() -> bool:
 
 
 def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None:
-    """Settles on the CPU where there is nothing else, with as many devices as asked.
+    """Chooses the CPU where there is nothing else, and how many devices it has.
 
     With an accelerator's plugin installed and no accelerator, JAX left to itself
     searches for one and prints a traceback.
@@ -38,12 +38,11 @@ def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None
 def launched_by_a_cluster() -> bool:
     """Whether a launcher that JAX detects started several of these processes."""
     counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    if any(int(os.environ.get(name, "1")) > 1 for name in counts):
-        return True
-    if "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        return True
-    return "KUBERNETES_SERVICE_HOST" in os.environ and (
-        "JOB_COMPLETION_INDEX" in os.environ
+    kubernetes = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+    return (
+        any(int(os.environ.get(name, "1")) > 1 for name in counts)
+        or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        or all(name in os.environ for name in kubernetes)
     )
 
 
@@ -58,15 +57,14 @@ def connect(
       process: which one this is.
 
     Raises:
-      ValueError: only some of the three are given, or they do not fit together, or the
-        others were not found.
+      ValueError: the three do not fit together, or the others were not found.
     """
     if coordinator is None and processes is None and process is None:
         if not launched_by_a_cluster():
             return
     elif coordinator is None or processes is None or process is None:
         raise ValueError(
-            "--coordinator, --processes and --process go together: give all three or, "
+            "--coordinator, --processes and --process go together: set all three or, "
             "under SLURM, Open MPI, Kubernetes or on Cloud TPU, none."
         )
     elif process >= processes:

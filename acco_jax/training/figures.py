@@ -6,16 +6,13 @@ from matplotlib.figure import Figure
 
 
 def subplots(width: float, height: float, *grid: int, **options: Any) -> Any:
-    """Makes a figure without pyplot's global state, which saves itself with Agg.
+    """Makes a figure, without pyplot's global state, and a flat array of its axes.
 
     Args:
       width: inches.
       height: inches.
-      *grid: rows and columns of axes.
+      *grid: numbers of rows and columns.
       **options: as for `Figure.subplots`.
-
-    Returns:
-      The figure and its axes, an array.
     """
     figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
     axes = figure.subplots(*grid, squeeze=False, **options).ravel()

@@ -30,13 +30,13 @@ _MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 def parse(text: str) -> float:
-    """Mbit/s of '500kbit', '200mbit' or '1.5gbit'.
+    """Reads '500kbit', '200mbit' or '1.5gbit' as Mbit/s.
 
     Raises:
       ValueError: it is no such rate.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
-    rate = float(found[1]) * _MBIT[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
+    rate = float(match[1]) * _MBIT[match[2]] if match else 0.0
     if rate <= 0:
         raise ValueError(
             f"the network's rate is {text!r}: give kbit, mbit or gbit a second, for "
@@ -46,20 +46,21 @@ def parse(text: str) -> float:
 
 
 def why_not() -> str | None:
-    """What this machine lacks, in one line; None if links can be shaped here."""
+    """Says what this machine lacks, in one line; None if links can be shaped here."""
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         return f"no {' and '.join(missing)} here: apt-get install -y iproute2."
     if os.geteuid() != 0:
         return "network namespaces are made by root: run as root."
-    probe = subprocess.run(["ip", "netns", "add", _name("probe")], capture_output=True)
-    subprocess.run(["ip", "netns", "del", _name("probe")], capture_output=True)
-    if probe.returncode:
-        return f"no network namespaces here: {probe.stderr.decode().strip()}"
+    try:
+        _run(f"ip netns add {_name('probe')}")
+        _run(f"ip netns del {_name('probe')}")
+    except OSError as error:
+        return f"this machine has no network namespaces: {error}"
     return None
 
 
 def environment() -> dict[str, str]:
-    """For the processes."""
+    """Returns the environment of the processes."""
     return {**os.environ, **ENVIRONMENT}
 
 
@@ -69,44 +70,41 @@ class Network:
     def __init__(self, processes: int, hosts: Path) -> None:
         self._hosts, self._processes = hosts, processes
         hub = _name("hub")
-        _sh("ip", "netns", "add", hub)
-        _sh("ip", "-n", hub, "link", "add", "bridge", "up", "type", "bridge")
+        _run(f"ip netns add {hub}")
+        _run(f"ip -n {hub} link add bridge up type bridge")
         for i in range(processes):
-            _sh("ip", "netns", "add", _name(i))
-            port = f"port{i}"
-            _sh("ip", "-n", hub, "link", "add", port, "type", "veth",
-                "peer", "name", "eth0", "netns", _name(i))  # fmt: skip
-            _sh("ip", "-n", hub, "link", "set", port, "up", "master", "bridge")
-            own = f"{self.address(i)}/24"
-            _sh("ip", "-n", _name(i), "addr", "add", own, "dev", "eth0")
-            _sh("ip", "-n", _name(i), "link", "set", "eth0", "up")
-            _sh("ip", "-n", _name(i), "link", "set", "lo", "up")
+            own, port = _name(i), f"port{i}"
+            _run(f"ip netns add {own}")
+            _run(f"ip -n {hub} link add {port} type veth peer name eth0 netns {own}")
+            _run(f"ip -n {hub} link set {port} up master bridge")
+            _run(f"ip -n {own} addr add {self.address(i)}/24 dev eth0")
+            _run(f"ip -n {own} link set eth0 up")
+            _run(f"ip -n {own} link set lo up")
 
     def address(self, process: int) -> str:
         return f"10.77.0.{process + 1}"
 
     def set_rate(self, mbit: float) -> None:
+        shape = f"tbf rate {mbit * 1000:.0f}kbit burst {BURST} latency 400ms"
         for i in range(self._processes):
-            _sh("tc", "-n", _name(i), "qdisc", "replace", "dev", "eth0", "root", "tbf",
-                "rate", f"{mbit * 1000:.0f}kbit", "burst", BURST,
-                "latency", "400ms")  # fmt: skip
+            _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 
     def command(self, process: int, arguments: list[str]) -> list[str]:
-        """These arguments, run as one of the processes, on a core of its own."""
+        """Returns these arguments, run as one process on a core of its own."""
         # gloo asks for the address of the machine's own name
         hosts = self._hosts / f"{process}.hosts"
         names = f"{self.address(process)} {platform.node()}\n127.0.0.1 localhost\n"
         hosts.write_text(names)
         mount = f'mount --bind {hosts} /etc/hosts; exec "$@"'
         cores = sorted(os.sched_getaffinity(0))
-        core = str(cores[process % len(cores)])
-        return ["ip", "netns", "exec", _name(process), "sh", "-ec", mount, "sh",
-                "taskset", "-c", core, *arguments]  # fmt: skip
+        core = cores[process % len(cores)]
+        prefix = f"ip netns exec {_name(process)} sh -ec".split()
+        return [*prefix, mount, *f"sh taskset -c {core}".split(), *arguments]
 
 
 @contextlib.contextmanager
 def joined(processes: int, mbit: float) -> Iterator[Network]:
-    """A network for so many processes, gone afterwards, however it ends."""
+    """Yields a network for so many processes, and removes it, however it ends."""
     with tempfile.TemporaryDirectory() as hosts:
         _remove()
         try:
@@ -119,20 +117,21 @@ def joined(processes: int, mbit: float) -> Iterator[Network]:
 
 def _remove() -> None:
     """Removes this process's namespaces, and those of others that were killed."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
-    for line in listed.stdout.splitlines():
+    for line in _run("ip netns list").splitlines():
         match line.split()[0].split("-"):
             case ["acco", pid, _] if (
                 pid == str(os.getpid()) or not Path("/proc", pid).exists()
             ):
-                subprocess.run(["ip", "netns", "del", line.split()[0]], check=False)
+                with contextlib.suppress(OSError):
+                    _run(f"ip netns del {line.split()[0]}")
 
 
 def _name(part: object) -> str:
     return f"acco-{os.getpid()}-{part}"
 
 
-def _sh(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: str) -> str:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise OSError(f"{command}: {done.stderr.strip()}")
+    return done.stdout

@@ -11,13 +11,9 @@ from acco_jax.training.files import write_whole
 
 
 def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> None:
-    """Draws the loss against tokens and against time.
+    """Draws the rows of metrics.jsonl as a PNG: loss against tokens and against time.
 
-    Args:
-      rows: of metrics.jsonl, in order.
-      bigram: bits per byte of the smoothed bigram, for a line to beat.
-      path: of the PNG to write.
-      title: of the picture.
+    A line marks `bigram`, the bits per byte of the smoothed bigram.
     """
     figure, axes = subplots(10, 4, 1, 2, sharey=True)
     per_nat = next(r["bits_per_byte"] / r["loss"] for r in rows if "bits_per_byte" in r)

@@ -44,13 +44,7 @@ def finished(folder: Path) -> bool:
 
 
 def read(folder: Path, method: str, seed: int) -> Result:
-    """Reads the result of a finished run.
-
-    Args:
-      folder: its workdir.
-      method: its name in the comparison.
-      seed: its seed.
-    """
+    """Reads the result of a finished run from its workdir."""
     summary = json.loads((folder / SUMMARY).read_text())
     config = json.loads((folder / "config.json").read_text())
     rows = metrics.read(folder)
@@ -92,11 +86,9 @@ def write(runs: list[Result], folder: Path) -> str:
     return text
 
 
-def by_method(runs: Iterable[Result]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in runs:
-        groups.setdefault(result.method, []).append(result)
-    return groups
+def by_method(runs: list[Result]) -> dict[str, list[Result]]:
+    names = dict.fromkeys(r.method for r in runs)
+    return {name: [r for r in runs if r.method == name] for name in names}
 
 
 def table(runs: list[Result]) -> str:
@@ -201,12 +193,7 @@ def curve(runs: list[Result]) -> Curve:
 
 
 def draw(runs: list[Result], path: Path) -> None:
-    """Draws held-out loss against tokens, time and bytes; a band is the seeds' range.
-
-    Args:
-      runs: of every method at least one.
-      path: of the PNG to write.
-    """
+    """Draws held-out loss against tokens, time and bytes; bands are seeds' ranges."""
     curves = {name: curve(group) for name, group in by_method(runs).items()}
     figure, axes = subplots(13, 4.6, 1, 3, sharey=True)
     panels = (("tokens", "tokens", ""), ("seconds", "time", "s"),

@@ -28,10 +28,10 @@ def gradient_seconds(
     accumulate_dtype: Any = None,
     times: int = 5,
 ) -> float:
-    """Seconds that all workers take for the local gradients of one batch.
+    """Times the local gradients of one batch, in seconds of all workers.
 
-    The median of `times` on each process, after one to warm up; then the slowest's.
-    Nothing is communicated meanwhile, and no optimizer runs.
+    It is the median of `times` on each process, after one to warm up; then the
+    slowest's. Nothing is communicated meanwhile, and no optimizer runs.
 
     Args:
       loss_fn: as for `acco_jax.local_gradients`.
@@ -62,8 +62,7 @@ def gradient_seconds(
         jax.block_until_ready(gradients(accumulator, params, batch, counts))
         return time.perf_counter() - start
 
-    taken = [seconds() for _ in range(1 + times)][1:]
-    mine = np.float32(statistics.median(taken))
+    median = np.float32(statistics.median([seconds() for _ in range(1 + times)][1:]))
     if jax.process_count() == 1:
-        return float(mine)
-    return float(np.max(multihost_utils.process_allgather(mine)))
+        return float(median)
+    return float(np.max(multihost_utils.process_allgather(median)))
