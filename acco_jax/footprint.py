@@ -1,4 +1,4 @@
-"""What a program sends and what a device holds, read off the program and the arrays.
+"""Bytes that a program sends and a device holds, read off program and arrays.
 
 bytes_sent(*step.lowered(params, state, batch))  # of one half-round, by each worker
 bytes_held((params, state))  # on one device
@@ -46,7 +46,7 @@ class Collective:
 
     @property
     def whole(self) -> int:
-        """Bytes of the whole, once."""
+        """Bytes of the whole buffer."""
         return -(-math.prod(self.shape) * _bits(self.dtype) // 8)
 
     @property
@@ -56,7 +56,7 @@ class Collective:
 
 
 def _bits(dtype: str) -> int:
-    """Of one element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>', ..."""
+    """Returns the bits of an element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>'."""
     if dtype == "i1":
         return 8
     number = int(re.findall(r"\d+", dtype)[0])
@@ -108,7 +108,7 @@ def collectives(lowered: Any) -> list[Collective]:
 
 
 def _of(op: Any, called: Callable[[str], list[Collective]]) -> list[Collective]:
-    """The collectives in an operation and in what it holds or calls."""
+    """Returns the collectives in an operation and in what it holds or calls."""
     op = op.operation
     dialect, _, kind = op.name.partition(".")
     if kind in RING and dialect == "stablehlo":
@@ -129,7 +129,7 @@ def _of(op: Any, called: Callable[[str], list[Collective]]) -> list[Collective]:
 
 
 def _collective(op: Any, kind: str) -> list[Collective]:
-    """One for each array that the operation moves."""
+    """Returns a collective for each array that the operation moves."""
     if kind == "collective_permute":
         pairs = _rows(op.attributes["source_target_pairs"])
         group = 1 + any(a != b for a, b in pairs)
@@ -141,7 +141,7 @@ def _collective(op: Any, kind: str) -> list[Collective]:
 
 
 def _group_size(op: Any) -> int:
-    """How many devices take part together; newer jax names the axes of a mesh."""
+    """Counts the devices that take part together; newer jax names a mesh's axes."""
     groups = op.attributes["replica_groups"]
     if "replica_group_mesh_axes" not in str(groups):
         return len(_rows(groups)[0])
@@ -161,7 +161,7 @@ def _rows(attribute: Any) -> list[list[int]]:
 
 
 def _trip_count(loop: Any) -> int:
-    """How often `for (i = start; i < stop; i += step)` runs.
+    """Counts the trips of a loop `for (i = start; i < stop; i += step)`.
 
     Raises:
       ValueError: the loop is of another kind, or its bounds are not constants.
@@ -190,7 +190,7 @@ def _last(block: Any) -> Any:
 
 
 def _constant(value: Any) -> int | None:
-    """The integer that a value is, also where a loop or a region passes it on."""
+    """Returns a value that is an integer, also where a loop or region passes it on."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
         if owner.name != "stablehlo.constant":

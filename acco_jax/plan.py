@@ -46,10 +46,10 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.INFO)
     try:
         topology = topologies.parse(str(_TOPOLOGY.value), _SLICES.value)
-        changes = dict(_number(text, "set") for text in _SET.value)
+        changes = dict(map(_number, _SET.value))
         if _GBPS.value is not None:
             changes["slow_bandwidth"] = _GBPS.value * 1e9 / 8
-        from acco_jax.planning import planner, report
+        from acco_jax.planning import planner, report  # slow: after the flags' check
 
         devices = tuple(_whole(text) for text in _DEVICES.value)
         methods = tuple(_METHOD.value)
@@ -62,10 +62,8 @@ def main(argv: list[str]) -> None:
     for line in report.write(plan, folder, _path(_JSON), _path(_DUMP_HLO)):
         print(line)
     if _REQUIRE_HIDDEN.value and plan.exposed:
-        names = ", ".join(
-            f"{c.kind} {c.name} of {method}" for method, c in plan.exposed
-        )
-        print(f"--require-hidden: exposed: {names}", file=sys.stderr)
+        names = (f"{c.kind} {c.name} of {method}" for method, c in plan.exposed)
+        print(f"--require-hidden: exposed: {', '.join(names)}", file=sys.stderr)
         sys.exit(EXPOSED)
 
 
@@ -73,13 +71,13 @@ def _path(flag: flags.FlagHolder) -> Path | None:
     return None if flag.value is None else Path(flag.value).expanduser()
 
 
-def _number(text: str, flag: str) -> tuple[str, float]:
+def _number(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
         return name, float(value)
     except ValueError:
         raise ValueError(
-            f"--{flag}={text}: give NAME=NUMBER, for example slow_bandwidth=50e9."
+            f"--set={text}: give NAME=NUMBER, for example slow_bandwidth=50e9."
         ) from None
 
 

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> None:
         clustered = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
         devices.choose_platform(config.get("devices"), several_processes=clustered)
         devices.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
-        from acco_jax.training import loop, preparation  # they may touch devices
+        # slow, and only now may anything touch devices
+        from acco_jax.training import loop, preparation
 
         experiment = preparation.prepare(config, workdir)
     except (ValueError, OSError) as error:

@@ -98,14 +98,14 @@ class Machine:
         return self.figures[name].value
 
     def domain(self, devices: int) -> int:
-        """How many of `devices` one domain holds, when there are so many in all."""
+        """Returns how many of `devices` one domain holds."""
         largest = self.topology.fast_domain
         if self.topology.platform == "tpu" and self.topology.slices == 1:
             largest = LARGEST_SLICE[self.topology.chip.name]
         return min(devices, largest)
 
     def domains(self, c: Collective) -> int:
-        """How many domains of the topology a collective's first group lies in."""
+        """Counts the topology's domains that a collective's first group lies in."""
         if c.kind == "send-recv" or not c.groups:
             return self.topology.devices // self.topology.fast_domain
         return len({device // self.topology.fast_domain for device in c.groups[0]})
@@ -195,8 +195,8 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
         data axis's collectives grow (or shrink) to it and nothing else changes.
     """
     timeline = _Timeline(schedule, machine, devices)
-    # (position, order there, what happens, to what); what ends in an operation (a
-    # TPU's loop) ends after it, the rest before
+    # (position, order there, method, argument); a collective that ends in an operation
+    # (a TPU's loop) ends after it, the others before
     before, during, launch, after = range(4)
     events: list[tuple[int, int, Any, Any]] = [
         (o.position, during, timeline.compute, o) for o in schedule.operations
@@ -208,8 +208,8 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
             late = done in working or done == c.start
             events.append((c.start, launch, timeline.begin, c))
             events.append((done, after if late else before, timeline.end, c))
-    for _, _, happen, subject in sorted(events, key=lambda event: event[:2]):
-        happen(subject)
+    for _, _, method, argument in sorted(events, key=lambda event: event[:2]):
+        method(argument)
     for c in schedule.collectives:
         if c.where != "ENTRY":
             timeline.repeat(c)
@@ -224,7 +224,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
 
 
 def synchronous(prediction: Prediction, half_rounds: int) -> float:
-    """Seconds of a ZeRO-1 step that computes what `half_rounds` half-rounds do.
+    """Predicts the seconds of a ZeRO-1 step that does the work of some half-rounds.
 
     All loops and matrix products, once what is beside them (the optimizer), and one
     half-round's communication with nothing beside it.
@@ -242,7 +242,7 @@ def in_few_bits(
     hide_reduction: bool,
     within: Collection[str] = (),
 ) -> Schedule:
-    """The schedule if its collectives carried fewer bits; packing is not counted.
+    """Returns the schedule with collectives of fewer bits; packing is not counted.
 
     Args:
       schedule: of a method that sends plain values.

@@ -152,7 +152,7 @@ def _add_instruction(computation: Computation, line: str) -> None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Position after the bracket that closes the one at `start`, strings skipped."""
+    """Returns the position after the bracket that closes the one at `start`."""
     depth = 0
     for match in re.compile(r'"(?:[^"\\]|\\.)*"|[()]').finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -165,7 +165,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def axis_groups(sizes: Mapping[str, int], *axes: str) -> Groups:
-    """Groups of devices 0, 1, ... of a row-major mesh that differ only along `axes`.
+    """Groups the devices 0, 1, ... of a row-major mesh that differ only along `axes`.
 
     Args:
         sizes: the mesh's axes and their sizes, outermost first.
@@ -217,7 +217,7 @@ def device_groups(x: Instruction, devices: int) -> Groups:
 
 
 def _connected(pairs: Sequence[tuple[str, str]]) -> Groups:
-    """Groups of the devices that a chain of pairs connects."""
+    """Groups the devices that a chain of pairs connects."""
     groups: list[set[int]] = []
     for pair in pairs:
         ends = set(map(int, pair))
@@ -239,7 +239,7 @@ def _integers(text: str | None) -> list[int]:
 
 
 def product_flops(x: Instruction) -> int:
-    """FLOPs of one dot, convolution, cuBLAS or cuDNN attention call, else 0."""
+    """Counts the FLOPs of a matrix product, attention included, else 0."""
     if x.opcode == "dot":
         contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
     elif x.opcode == "convolution":
@@ -256,7 +256,7 @@ def product_flops(x: Instruction) -> int:
 
 
 def _attention_flops(x: Instruction) -> int:
-    """2 products forward, 5 backward, each batch x heads x T x S x head size.
+    """Counts 2 products forward, 5 backward, each batch x heads x T x S x head size.
 
     The causal half is not taken off, as it is not for attention made of dots.
     """
@@ -267,7 +267,7 @@ def _attention_flops(x: Instruction) -> int:
 
 
 def _convolution_flops(x: Instruction) -> int:
-    """As XLA's HloCostAnalysis: products with padding and holes are not counted.
+    """Counts as XLA's HloCostAnalysis does, without products with padding and holes.
 
     TPU writes every dot as a convolution, batch dimensions as dilated windows.
     """
@@ -298,7 +298,7 @@ def _convolution_flops(x: Instruction) -> int:
 def _valid_taps(
     size: int, kernel: int, out: int, stride: int, low: int, hole: int, kernel_hole: int
 ) -> int:
-    """Pairs (output, kernel position) of one dimension that meet an input element."""
+    """Counts pairs (output, kernel position) of a dimension that meet an input."""
     last = (out - 1) * stride + (kernel - 1) * kernel_hole
     if hole == 1 and low == 0 and last < size:
         return out * kernel

@@ -1,4 +1,4 @@
-"""What a compiled module runs: its loops' trips, its FLOPs, the bytes it accesses."""
+"""Loop trips, FLOPs and accessed bytes of a compiled module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from acco_jax.planning.hlo import Computation, Instruction, parse, product_flops
 
-# What collectives are called here, by opcode.
+# The kind of a collective, by opcode.
 KINDS = {
     "reduce-scatter": "reduce-scatter",
     "all-gather": "all-gather",
@@ -64,19 +64,19 @@ class Module:
     # ---- trips of loops
 
     def trips(self, loop: Instruction) -> int | None:
-        """Trips of a loop, from its text or else from `trip_counts`."""
+        """Returns the trips of a loop, from its text or else from `trip_counts`."""
         trips, counts = self.stated_trips(loop), self._trip_counts
         if trips is not None:
             return trips
         return counts.get(loop.name) if isinstance(counts, Mapping) else counts
 
     def count(self, loop: Instruction) -> int:
-        """Trips of a loop, an unknown number counted as one."""
+        """Returns the trips of a loop, an unknown number counted as one."""
         trips = self.trips(loop)
         return 1 if trips is None else trips
 
     def stated_trips(self, loop: Instruction) -> int | None:
-        """From the compiler's note (GPU), else from a condition i < constant (TPU)."""
+        """Reads the compiler's note (GPU), else a condition i < constant (TPU)."""
         note = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if note is not None:
             return int(note)
@@ -98,7 +98,7 @@ class Module:
     # ---- FLOPs and bytes
 
     def flops(self, x: Instruction) -> int:
-        """FLOPs of matrix products; of a conditional's branches the cheapest counts."""
+        """Counts matrix products' FLOPs; of a conditional's branches the cheapest."""
         inside = [self.flops_in(c) for c in self.called(x)]
         if x.opcode == "while":
             return self.count(x) * sum(inside)
@@ -110,7 +110,7 @@ class Module:
         return sum(map(self.flops, c.instructions))
 
     def bytes(self, x: Instruction) -> int:
-        """Bytes read and written; of a conditional's branches the dearest counts."""
+        """Counts bytes read and written; of a conditional's branches the dearest."""
         if x.opcode in FREE or x.opcode.endswith("-done"):
             return 0
         if x.opcode in ("while", "call", "conditional"):
@@ -137,7 +137,7 @@ class Module:
         return sum(map(self.bytes, c.instructions))
 
     def _fused_bytes(self, x: Instruction) -> int:
-        """Bytes of a fusion: only the slices where it reads or updates slices alone."""
+        """Counts a fusion's bytes: slices where it reads or updates slices alone."""
         inner, operands = self.called(x)[0], x.operands
         total = 0
         for p in inner.instructions:
@@ -173,12 +173,12 @@ class Module:
 
 
 def tuple_index(x: Instruction) -> int:
-    """Which element a get-tuple-element takes."""
+    """Returns which element a get-tuple-element takes."""
     return int(x.attribute(r"\bindex=(\d+)") or 0)
 
 
 def _bytes_read(x: Instruction) -> int:
-    """Bytes that are read of a fused computation's value: of slices only the slices."""
+    """Counts the bytes read of a fused computation's value: of slices the slices."""
     total = x.bytes if x.is_root else 0
     for user in x.computation.instructions:
         if x.name not in user.operand_names:
@@ -193,7 +193,7 @@ def _bytes_read(x: Instruction) -> int:
 
 
 def _source(x: Instruction) -> Instruction:
-    """The instruction that a value comes from, copies left out."""
+    """Returns the instruction that a value comes from, copies left out."""
     while x.opcode in MOVES and x.operands:
         x = x.operands[0]
     return x
@@ -205,7 +205,7 @@ def _constant(x: Instruction) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """What a loop's body adds to element `index` of its tuple."""
+    """Returns what a loop's body adds to element `index` of its tuple."""
     if body.root.opcode != "tuple":
         return None
     x = _source(body.root.operands[index])

@@ -112,7 +112,7 @@ def own(
 
 
 def _dtype(name: str) -> str:
-    """HLO's name of a StableHLO type."""
+    """Returns HLO's name of a StableHLO type."""
     if name == "i1":
         return "pred"
     letters = name.rstrip("0123456789")

@@ -156,7 +156,7 @@ class Program:
         return Compiled(text, schedule, memory, seconds, accessed, source)
 
     def _trips(self, text: str) -> dict[str, int]:
-        """Trips of the loops whose bounds the compiler cannot know.
+        """Returns the trips of the loops whose bounds the compiler cannot know.
 
         They are the busiest worker's pieces, one beside each collective, or of one
         microbatch the forward and the backward pass. A single one is all microbatches

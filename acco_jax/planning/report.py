@@ -1,4 +1,4 @@
-"""What a plan says, as text and as JSON: what was read apart from what is predicted."""
+"""A plan as text and as JSON: what was read apart from what is predicted."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def write(
 ) -> list[str]:
     """Writes pictures, JSON and programs; returns a line about each."""
     folder.mkdir(parents=True, exist_ok=True)
-    title = f"{plan.topology}, {plan.outcomes[0].program.parameters / 1e6:,.1f}M"
-    title += " parameters: prediction"
+    parameters = f"{plan.outcomes[0].program.parameters / 1e6:,.1f}M parameters"
+    title = f"{plan.topology}, {parameters}: prediction"
     lines = [f"picture  {folder / 'timeline.png'}"]
     predictions = {o.method: o.prediction for o in plan.outcomes}
     pictures.timeline(predictions, folder / "timeline.png", title)
@@ -126,32 +126,27 @@ def _head(plan: Plan) -> str:
     counts = f", computed: {list(config.counts)}" if config.counts else ""
     sizes = " x ".join(map(str, program.mesh.devices.shape))
     axes = f"; two data axes, {sizes}" if program.mesh.devices.ndim > 1 else ""
-    return "\n".join(
-        (
-            f"{plan.topology}: {plan.topology.devices} x {plan.topology.chip.title}, "
-            f"none of them here{axes}",
-            f"{program.parameters / 1e6:,.1f}M parameters in "
-            f"{config.model.param_dtype}; per optimizer step and worker "
-            f"{config.microbatches_per_step} microbatches of "
-            f"{config.microbatch_size} x {config.length} tokens{counts}",
-            f"READ is from the schedule that jax {jax.__version__} compiled; PREDICTED "
-            "follows from it and the figures below. Nothing was run.",
-        )
+    return (
+        f"{plan.topology}: {plan.topology.devices} x {plan.topology.chip.title}, "
+        f"none of them here{axes}\n{program.parameters / 1e6:,.1f}M parameters in "
+        f"{config.model.param_dtype}; per optimizer step and worker "
+        f"{config.microbatches_per_step} microbatches of "
+        f"{config.microbatch_size} x {config.length} tokens{counts}\n"
+        f"READ is from the schedule that jax {jax.__version__} compiled; PREDICTED "
+        "follows from it and the figures below. Nothing was run."
     )
 
 
 def _figures(plan: Plan) -> str:
     rows = [(name, quantity(f), f.source) for name, f in plan.machine.figures.items()]
-    lines = [
-        "figures (per device; --set=NAME=VALUE changes one)",
-        _aligned(rows, "lrl"),
-    ]
+    block = "figures (per device; --set=NAME=VALUE changes one)\n"
+    block += _aligned(rows, "lrl")
     if plan.model.dtype != jnp.bfloat16:
-        lines.append(
-            f"note: model.dtype is {plan.config.model.dtype}, but products are timed "
+        block += (
+            f"\nnote: model.dtype is {plan.config.model.dtype}, but products are timed "
             "at the peak above: set flops to what this dtype reaches"
         )
-    return "\n".join(lines)
+    return block
 
 
 def _method(plan: Plan, o: Outcome) -> str:
@@ -355,7 +350,7 @@ def seconds(value: float) -> str:
 
 
 def quantity(figure: Figure) -> str:
-    """With a prefix: 989.4 TFLOP/s."""
+    """Formats a figure with a prefix: 989.4 TFLOP/s."""
     if not figure.unit:
         return f"{figure.value:g}"
     for prefix, scale in (_SMALL if figure.unit == "s" else _LARGE).items():

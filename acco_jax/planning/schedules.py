@@ -162,7 +162,7 @@ def _line(c: Collective) -> str:
 
 
 def hidden_share(collectives: Iterable[Collective]) -> float:
-    """Share of the bytes of collectives that is hidden; 1 if there are none."""
+    """Returns the share of the collectives' bytes that is hidden; 1 without any."""
     collectives = list(collectives)
     total = sum(c.bytes * c.times for c in collectives)
     hidden = sum(c.bytes * c.times for c in collectives if c.hidden)
@@ -265,7 +265,7 @@ class _Section:
         )
 
     def _pair(self, x: Instruction, inner: Instruction, starts: bool) -> Collective:
-        """A collective that starts and ends in one computation."""
+        """Describes a collective that starts and ends in one computation."""
         if not starts or any('"is_sync":true' in y.attributes for y in (x, inner)):
             return self._describe(x, inner, x, x, asynchronous=False)
         launch, done = x, None
@@ -278,7 +278,7 @@ class _Section:
         return self._describe(x, inner, launch, done)
 
     def _sent(self, halves: list[Instruction]) -> Collective:
-        """Sends and receives of one transfer: all launched, none completed."""
+        """Describes a transfer: all halves launched, none completed."""
         names = {x.name for x in halves}
         ends = [
             y
@@ -291,7 +291,7 @@ class _Section:
         return self._describe(halves[0], largest, halves[-1], done)
 
     def _woven(self, x: Instruction, inner: Instruction) -> Collective:
-        """A TPU collective that a fusion starts and another, maybe in a loop, ends."""
+        """Describes a TPU collective that a fusion starts and another ends."""
         for y in self._lines[x.position + 1 :]:
             loop = y.opcode == "while"
             for z in self._module.body(y).instructions if loop else [y]:
@@ -302,7 +302,7 @@ class _Section:
         return self._describe(x, inner, x, None)
 
     def _origin(self, done: Instruction, loop: Instruction) -> Instruction | None:
-        """The fusion that started what `done`, here or in a loop's body, ends."""
+        """Returns the fusion that started what `done`, maybe in a loop's body, ends."""
         index = 0
         x = done.operand(0)
         while x is not None and not self._module.holds(x, "AsyncCollectiveStart"):
@@ -322,7 +322,7 @@ class _Section:
         return x
 
     def _carried(self, x: Instruction, chain: str | None) -> int:
-        """FLOPs in x of the fusions that carry on the collective of a chain."""
+        """Counts FLOPs in x of fusions that carry on the collective of a chain."""
         if x.opcode == "while":
             body = self._module.body(x).instructions
             return self._module.count(x) * sum(self._carried(y, chain) for y in body)
@@ -342,13 +342,9 @@ class _Section:
     ) -> Collective:
         """Puts together what the text says of a collective.
 
-        Args:
-            x: what starts it.
-            inner: the collective itself, x or in what x runs.
-            launch: its real launch.
-            done: its end, or the loop that its end is in.
-            before: of that loop's body, the part before the end.
-            asynchronous: whether other operations can run meanwhile.
+        Instruction x starts it, `inner` is the collective itself, x or in what x runs;
+        `launch` is its real launch, `done` its end, or the loop whose body has the end
+        after the instructions `before`.
         """
         between: list[Instruction] = []
         if done is not None:
@@ -380,7 +376,7 @@ class _Section:
 def _buffer(
     x: Instruction, launch: Instruction, done: Instruction | None
 ) -> tuple[int, str]:
-    """Bytes of a collective's full buffer, and the data type that travels."""
+    """Returns the bytes of a collective's full buffer and the data type it carries."""
     arrays = x.arrays
     if x.opcode in ("send", "recv"):  # (buffer, flags, token)
         return bytes_of(arrays[:1]), arrays[0][0]
@@ -394,12 +390,12 @@ def _buffer(
 
 
 def _chain(x: Instruction) -> str | None:
-    """What the fusions of one TPU collective have in common."""
+    """Returns what the fusions of one TPU collective have in common."""
     chain = x.attribute(r'chain_id="(\d+)"')
     return chain and f"{x.opcode} {chain}"
 
 
 def _transfer(x: Instruction) -> str:
-    """What the sends and receives of one transfer have in common."""
+    """Returns what the sends and receives of one transfer have in common."""
     rendezvous = x.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
     return rendezvous or x.attribute(r"channel_id=(\d+)") or x.name

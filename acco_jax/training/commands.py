@@ -1,4 +1,4 @@
-"""What the commands share: one line for whatever is wrong with their flags."""
+"""Flags of the commands, with one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several methods and seeds, each an ordinary run in a process of its own."""
+"""Compares methods and seeds, each an ordinary run in a process of its own."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check(request: Request) -> None:
     devices.choose_platform(
         total if several else first.get("devices"), several_processes=False
     )
-    # what it imports may touch devices
+    # slow, and only now may anything touch devices
     from acco_jax.training import preparation
 
     for entry in request.entries:
@@ -158,7 +158,7 @@ def compare(request: Request, checking: list[str]) -> str:
 
 
 def _check_elsewhere(arguments: list[str], on_cpu: bool) -> None:
-    """`check` in a process of its own: this one must not take the devices."""
+    """Calls `check` in a process of its own: this one must not take the devices."""
     command = [sys.executable, "-m", "acco_jax.compare", *arguments]
     environment = network.environment() if on_cpu else None
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What an experiment can set, and what is wrong with what it did set."""
+"""The fields of an experiment, their checks, and what is built from them."""
 
 from __future__ import annotations
 

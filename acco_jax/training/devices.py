@@ -1,4 +1,4 @@
-"""Which devices a program runs on, decided before JAX starts a backend."""
+"""Chooses a program's devices, before JAX starts a backend."""
 
 from __future__ import annotations
 

@@ -146,12 +146,8 @@ class _Run:
             self._log.add(jax.device_get(self._metrics["counts"]))
             microbatches = self._log.last
         if self.done % e.config.log_every == 0:
-            host = {
-                "kind": "train",
-                "half_round": self.done,
-                "tokens": self.tokens,
-                "microbatches": microbatches,
-            }
+            host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
+                    "microbatches": microbatches}  # fmt: skip
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
@@ -183,10 +179,8 @@ class _Run:
             now = (self.params, self._metrics)
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
-            host = {
-                "batches": self._batches.get_state(),
-                "seconds": self._recorder.seconds,
-            }
+            seconds, position = self._recorder.seconds, self._batches.get_state()
+            host = {"batches": position, "seconds": seconds}
             checkpoints.save(self.done, (self.params, self.state), host)
 
     def close(self) -> None:
@@ -239,10 +233,8 @@ def run(
             seconds = _gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
-    logging.info(
-        "stopped after half-round %d of %d: the same command continues",
-        runner.done, total,
-    )  # fmt: skip
+    stopped_at = f"stopped after half-round {runner.done} of {total}"
+    logging.info("%s: the same command continues", stopped_at)
     return None
 
 
@@ -251,11 +243,8 @@ def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
 
     A call of several steps may pass it; a step may end with a later half-round.
     """
-    tx = experiment.tx
-    now, before = (
-        tx.steps_done(half_rounds),
-        tx.steps_done(half_rounds - tx.half_rounds),
-    )
+    steps_done, length = experiment.tx.steps_done, experiment.tx.half_rounds
+    now, before = steps_done(half_rounds), steps_done(half_rounds - length)
     return now is not None and now // every > max(before or 0, 0) // every
 
 

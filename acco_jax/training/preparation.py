@@ -1,4 +1,4 @@
-"""What a run needs, checked before anything is compiled."""
+"""Prepares a run: checks everything before anything is compiled."""
 
 from __future__ import annotations
 
@@ -78,9 +78,6 @@ def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
       devices: domain after domain.
       domains: how many of equal size share a fast network (hosts of GPUs, slices of
         TPUs); None: the slices that TPUs are in, else one.
-
-    Returns:
-      A mesh ("data",), or ("domain", "data").
 
     Raises:
       ValueError: the devices do not divide into so many, or a domain spans slices.

@@ -1,4 +1,4 @@
-"""What a finished run leaves for people: a picture and a short summary."""
+"""The picture and the short summary of a finished run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison leaves: a table, results.csv and pictures of the losses."""
+"""The results of a comparison: a table, results.csv and pictures of the losses."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _against(first: list[Result]) -> Callable[[list[Result]], str]:
 
 
 def _spread(values: list[float]) -> str:
-    """The mean, and the largest minus the smallest."""
+    """Shows the mean, and the largest minus the smallest."""
     return f"{statistics.fmean(values):.4f} ({max(values) - min(values):.4f})"
 
 

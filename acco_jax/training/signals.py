@@ -1,4 +1,4 @@
-"""What SIGINT (a person's) and SIGTERM (a scheduler's) do for a while."""
+"""Handlers of SIGINT (a person's) and SIGTERM (a scheduler's)."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""How long a run's gradients take by themselves: what no communication can shorten."""
+"""Times a run's gradients by themselves, which no communication can shorten."""
 
 from __future__ import annotations
 

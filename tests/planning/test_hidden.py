@@ -300,11 +300,6 @@ def test_exchanges_hide_behind_inner_steps(method):
     assert program.parameters == gpt_neo.count_params(MODEL)
 
 
-def test_the_fast_suite_has_a_gpu_and_a_tpu():
-    fast = [p.values[1].split(":")[0] for p in CASES if slow not in p.marks]
-    assert fast == ["gpu", "tpu"]
-
-
 @slow
 def test_what_does_not_fit_says_so():
     program = described("acco", "tpu:v6e:4x4", 1, 1, False)
