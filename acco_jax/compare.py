@@ -37,15 +37,21 @@ _CONFIG = commands.config_flag()
 _METHODS = flags.DEFINE_string(
     "methods", None, "Methods, with options: 'acco,zero1,dpu(warmup_steps=40)'."
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "For all runs and the results.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all runs and the results.")
 _SEEDS = flags.DEFINE_integer(
     "seeds", 3, "Seeds of each method: the config's, the next, ...", 1
 )
 _NETWORK = flags.DEFINE_string(
-    "network", None, "Join CPU processes by a link of this rate, such as 200mbit: root."
+    "network",
+    None,
+    "Join CPU processes by a link of this rate, such as 200mbit; needs root.",
 )
-_PROCESSES = flags.DEFINE_integer("processes", 2, "Of each run with --network.", 2)
-_CHECK = flags.DEFINE_bool("check", False, "Only say what cannot run, and exit.")
+_PROCESSES = flags.DEFINE_integer(
+    "processes", 2, "Processes of each run, with --network.", 2
+)
+_CHECK = flags.DEFINE_bool(
+    "check", False, "Only check whether all methods can run, and exit."
+)
 
 
 def main(argv: list[str]) -> None:

@@ -27,7 +27,9 @@ _SET = flags.DEFINE_list("set", [], "NAME=VALUE,...: other figures, in SI units.
 _GBPS = flags.DEFINE_float(
     "network-gbps", None, "Gbit/s per device over the network: sets slow_bandwidth."
 )
-_FIT = flags.DEFINE_bool("fit", True, "Look for the largest microbatch: one compile.")
+_FIT = flags.DEFINE_bool(
+    "fit", True, "Look for the largest microbatch: one more compile."
+)
 _OUT = flags.DEFINE_string("out", "plan", "Folder for the pictures.")
 _JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
 _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text.")

@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from acco_jax.training import commands, devices
 
 _CONFIG = commands.config_flag()
-_WORKDIR = flags.DEFINE_string("workdir", None, "For checkpoints and metrics.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints and metrics.")
 _STOP_AFTER = flags.DEFINE_integer(
     "stop_after", None, "Stop after so many half-rounds, with a checkpoint.", 1
 )

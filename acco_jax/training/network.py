@@ -50,7 +50,7 @@ def why_not() -> str | None:
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         return f"no {' and '.join(missing)} here: apt-get install -y iproute2."
     if os.geteuid() != 0:
-        return "network namespaces are made by root: run as root."
+        return "only root can make network namespaces: run as root."
     try:
         _run(f"ip netns add {_name('probe')}")
         _run(f"ip netns del {_name('probe')}")

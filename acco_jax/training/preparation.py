@@ -199,12 +199,12 @@ def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree
         fields = ConfigDict({k: old[k] for k in configs.default_config()})
         base = prepare(fields, folder, list(mesh.devices.flat))
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"base is {folder}, no run to go on from: {error}") from error
+        raise ValueError(f"base is {folder}, which holds no run: {error}") from error
     if (latest := base.checkpoints.latest()) is None:
         raise ValueError(f"base is {folder}, which has no checkpoint: train it.")
     if jax.eval_shape(base.init) != jax.eval_shape(make):
         raise ValueError(
-            f"base is {folder}, which holds another model: give the same model.*, "
+            f"base is {folder}, which holds another model: set the same model.*, "
             "length and tokenizer."
         )
     (params, state), _ = base.checkpoints.restore(latest, abstract(base))

@@ -95,7 +95,7 @@ def test_goes_on_from_the_parameters_of_another_run(dense_run, train, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"base": "/nowhere"}, "no run to go on from"),
+        ({"base": "/nowhere"}, "which holds no run: "),
         ({"model.width": 32}, "which holds another model"),
     ],
 )

@@ -30,4 +30,4 @@ def test_says_that_the_tools_are_missing(monkeypatch):
 def test_says_that_root_is_needed(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    assert network.why_not() == "network namespaces are made by root: run as root."
+    assert network.why_not() == "only root can make network namespaces: run as root."
