@@ -205,7 +205,6 @@ def test_extra_arguments_through_a_chain():
 
 
 def test_a_step_on_a_wrapped_method_is_refused():
-    mesh = make_mesh(2)
 
     def loss(p, batch, rng):
         return jnp.mean(batch @ p["w"]) + p["b"].sum()

@@ -1,8 +1,9 @@
 """Methods by name: each is one file, and nothing else knows any of them."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 # name -> the module here that defines it, imported when it is asked for
 MODULES = {
@@ -35,3 +36,13 @@ class _Methods(Mapping[str, Callable[..., Any]]):
 
 
 METHODS = _Methods()
+
+
+def options(name: str) -> list[str]:
+    """Returns the keyword arguments of a method, its shared options among them."""
+    make = METHODS[name]
+    shared = get_args(get_type_hints(make)["options"])[0]
+    own = inspect.signature(make).parameters.values()
+    return [p.name for p in own if p.kind == p.KEYWORD_ONLY] + [
+        *sorted(shared.__optional_keys__)
+    ]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from acco_jax.transforms.dependence import CALLS, REMATS, called, carry_of
+from acco_jax.methods.dependence import CALLS, REMATS, called, carry_of
 
 PyTree = Any
 Arrays = list[jax.Array]

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-import acco_jax
 from acco_jax.methods import METHODS
 from acco_jax.models import gpt_neo
 from acco_jax.planning import costs, optimizers, programs
@@ -253,9 +252,7 @@ def _few_bits(
       options, or already sends few bits.
     """
     tx = o.program.tx
-    if isinstance(tx, acco_jax.LocalMethod):
-        return []
-    if tx.wires.gather_quantized or tx.wires.reduce_quantized:
+    if {"gather_bits", "reduce_bits"} & set(of_method(config, o.method).method_options):
         return []
     names = [c.name for c in o.collectives]
     within = [c.name for c in o.collectives if machine.domains(c) == 1]
@@ -313,7 +310,7 @@ def _growth(
         peak_flops = step * devices * machine.value("flops")
         # zero1 stands for methods that communicate in each step
         formula = None
-        if isinstance(o.program.tx, acco_jax.Method):
+        if not o.program.tx.local:
             formula = costs.synchronous(p, o.program.tx.half_rounds)
         formulas.append(formula)
         rows.append(

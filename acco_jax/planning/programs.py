@@ -97,7 +97,7 @@ class Program:
     """One method's half-round on described devices; not compiled yet."""
 
     method: str
-    tx: acco_jax.Method | acco_jax.LocalMethod
+    tx: acco_jax.Method
     step: acco_jax.TrainStep  # in the fused form
     microbatches: int  # of each worker in a half-round
     counts: tuple[int, ...]  # how many of them each worker computes; () for all
@@ -164,7 +164,7 @@ class Program:
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most, pieces = max(self.counts, default=self.microbatches), len(loops)
-        if self.microbatches == 1 or isinstance(self.tx, acco_jax.LocalMethod):
+        if self.microbatches == 1 or self.tx.local:
             return dict.fromkeys(loops, most)  # or an inner step's microbatches
         if pieces < 2:
             return dict.fromkeys(loops, most - 1 if self.counts else 1)
@@ -175,7 +175,7 @@ class Program:
         params, state, batch, counts = self.arguments
         parts, shards = {"parameters": bytes_held(params)}, 0
         fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
-        if isinstance(self.tx, acco_jax.Method):
+        if not self.tx.local:
             fields = ("master", "inner", "carry")
         for field, value in zip(state._fields, state, strict=True):
             size, name = bytes_held(value), _NAMES.get(field, field)
@@ -280,7 +280,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
 
 def assemble(
     method: str,
-    tx: acco_jax.Method | acco_jax.LocalMethod,
+    tx: acco_jax.Method,
     loss_fn: Callable[..., Any],
     params: PyTree,
     *,
@@ -301,7 +301,7 @@ def assemble(
     """
     mesh, axes = tx.mesh, tx.axis
     step = acco_jax.make_train_step(
-        loss_fn, tx, mesh=mesh, axis_name=axes, microbatches=microbatches, form="fused"
+        loss_fn, tx, microbatches=microbatches, form="fused"
     )
     workers = math.prod(mesh.shape[a] for a in axes)
     rows = workers * microbatches * tx.steps_per_call * microbatch[0]

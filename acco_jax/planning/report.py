@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import acco_jax
 from acco_jax.footprint import NEGLIGIBLE
 from acco_jax.planning import pictures
 from acco_jax.planning.costs import Figure
@@ -251,7 +250,7 @@ def _notes(plan: Plan, o: Outcome) -> list[str]:
         )
     own = {c.name for c, size in o.own or () if size == c.bytes}
     kinds = {c.kind for c in o.collectives if c.name not in own}
-    averages = o.method == "ddp" or isinstance(o.program.tx, acco_jax.LocalMethod)
+    averages = o.method == "ddp" or o.program.tx.local
     if "all-reduce" not in kinds or averages:
         return notes
     gone = "reduce-scatter" if "reduce-scatter" not in kinds else "all-gather"

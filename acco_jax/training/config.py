@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import operator
@@ -16,12 +15,12 @@ import optax.contrib
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_dict
 
+from acco_jax import methods
 from acco_jax.methods import METHODS
+from acco_jax.methods.per_layer import per_layer
 from acco_jax.models import gpt_neo, lora
 from acco_jax.step import FORMS
 from acco_jax.training.names import check_name, suggestion
-from acco_jax.transforms.base import Options
-from acco_jax.transforms.per_layer import per_layer
 
 PyTree = Any
 PLACEHOLDER = config_dict.placeholder
@@ -34,7 +33,7 @@ DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
 
 # Arguments of a method that are not method_options: the config has fields for them.
-ARGUMENTS = ("inner", "mesh", "axis_name", "comm_dtype", "accumulate_dtype")
+ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype")
 
 # The smallest value of numeric fields, and what to say of a smaller one.
 MINIMA = {
@@ -169,10 +168,7 @@ def validate(config: ConfigDict) -> None:
     """
     _check_fields(config, default_config())
     check_name("method", config.method, METHODS)
-    names = list(inspect.signature(METHODS[config.method]).parameters)
-    if names[-1] == "options":  # **options: what all sharding methods share
-        names[-1:] = [f.name for f in dataclasses.fields(Options)]
-    names = [name for name in names if name not in ARGUMENTS]
+    names = [x for x in methods.options(config.method) if x not in ARGUMENTS]
     for field in config.method_options:
         check_name(f"method_options of {config.method}", field, names)
     check_name("form", config.form, FORMS)
@@ -332,7 +328,7 @@ def method(
       ValueError: what the method refuses.
     """
     make, options = METHODS[name], config.method_options.to_dict()
-    if "inner_learning_rate" in inspect.signature(make).parameters:
+    if "inner_learning_rate" in methods.options(name):
         options = {"inner_learning_rate": learning_rate(config)} | options
     return make(
         optimizer(config),

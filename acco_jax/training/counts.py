@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from acco_jax.adaptive import check_counts, read_counts
+from acco_jax.step.adaptive import check_counts, read_counts
 from acco_jax.training.files import write_rows
 
 FILE = "counts.jsonl"

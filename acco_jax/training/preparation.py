@@ -39,7 +39,7 @@ class Experiment:
     mesh: Mesh
     corpus: data.Corpus
     model: gpt_neo.GPTNeoConfig
-    tx: acco_jax.Method | acco_jax.LocalMethod
+    tx: acco_jax.Method
     step: acco_jax.TrainStep
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round, or in an inner step of one
@@ -127,9 +127,8 @@ def prepare(
     tx = configs.method(config, config.method, mesh, mesh.axis_names)
     half_rounds = tx.calls(config.steps)  # says now if they are not whole rounds
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
-    capacity = microbatches
-    if adapts := config.microbatches != "fixed":
-        capacity = _adaptive_capacity(config, microbatches, half_rounds, mesh.size)
+    counted = _adaptive(config, microbatches, half_rounds, mesh.size)
+    capacity = counted.most if counted else microbatches
     corpus = data.load_corpus(config.data, workdir=workdir)
     if jax.process_count() > 1:
         _check_same_text(corpus.checksum)
@@ -143,13 +142,7 @@ def prepare(
     if config.base and not (config.lora.rank or config.lora.ranks):
         init = Partial(_identity, _start(config, init, mesh))
     step = acco_jax.make_train_step(
-        loss_fn,
-        tx,
-        mesh=mesh,
-        axis_name=mesh.axis_names,
-        microbatches=config.microbatches if adapts else microbatches,
-        bounds=(microbatches, capacity),
-        form=config.form,
+        loss_fn, tx, microbatches=counted or microbatches, form=config.form
     )
     schedule = configs.learning_rate(config)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
@@ -170,10 +163,16 @@ def prepare(
     return experiment
 
 
-def _adaptive_capacity(
+def _adaptive(
     config: ConfigDict, microbatches: int, half_rounds: int, workers: int
-) -> int:
-    """Returns the most microbatches of a half-round whose counts adapt, checked."""
+) -> acco_jax.Adaptive | acco_jax.Replay | None:
+    """Returns how a half-round's microbatches are counted, None where they are fixed.
+
+    Raises:
+      ValueError: the bounds do not fit, or a log cannot be repeated by this run.
+    """
+    if config.microbatches == "fixed":
+        return None
     capacity = config.most_microbatches
     if capacity < microbatches:
         raise ValueError(
@@ -182,7 +181,8 @@ def _adaptive_capacity(
         )
     if log := configs.replayed(config):
         check_log(Path(log), half_rounds, workers, capacity)
-    return capacity
+        return acco_jax.Replay(log, capacity)
+    return acco_jax.Adaptive(microbatches, capacity)
 
 
 def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
