@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from acco_jax.codec import Codec
-from acco_jax.half_round import Hop
+from acco_jax.half_round import Hop, Round
 from acco_jax.layout import Arrays, Outgoing, Pending, PyTree, Totals
 
 
@@ -145,3 +145,26 @@ class Exchange:
         everywhere = layout.sharding()
         totals = Totals(everywhere, everywhere)
         return Arrived(state.shardings(), totals, everywhere, layout.params_shardings)
+
+
+class ExchangeRound(Round):
+    """A round whose hops are those of an exchange.
+
+    Attributes:
+      exchange: of the method whose state `open` returns as the owners'.
+    """
+
+    exchange: Exchange
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
+        return self.exchange.hops
+
+    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Reducing:
+        return self.exchange.send(outbox, owner, extra)
+
+    def decode(self, moving: Gathering, params: PyTree) -> Arrived:
+        return self.exchange.decode(moving, params)
+
+    def homes(self, owner: Any) -> Arrived:
+        return self.exchange.homes(owner)

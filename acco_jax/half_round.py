@@ -91,9 +91,12 @@ class Round(abc.ABC):
         """What all pieces computed, as it is kept. No collective."""
         return work
 
-    @abc.abstractmethod
     def outgoing(self, params: PyTree, rest: Any, work: Any) -> Any:
-        """The outbox that a closed computation leaves. No collective."""
+        """The outbox that a closed computation leaves. No collective.
+
+        Asked for where the round does not overlap.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ over jax.distributed and gloo. The modes, in turn within every repetition:
     zero1, fused_zero1, acco
                    a half-round of N microbatches with the method of that name
     zero1 2N       a step with twice the microbatches: the tokens of two half-rounds
-    adaptive       acco with microbatches="adaptive", from N/4 up; the time is that of
+    adaptive       acco with Adaptive microbatches, from N/4 up; the time is that of
                    N/4 microbatches, as it is of "compute N/4" and "zero1 N/4"
     acco 8 bits    acco with gather_bits=8 and reduce_bits=8
 
@@ -140,23 +140,19 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
     def stepper(
         method: str,
-        microbatches: int | str,
+        microbatches: int | acco_jax.Adaptive,
         counts: Any = None,
         times: int = 2,
         **options: Any,
     ) -> Callable[[], float]:
         tx = METHODS[method](optax.adamw(1e-4), mesh=mesh, **options)
         step = acco_jax.make_train_step(
-            loss,
-            tx,
-            microbatches=microbatches,
-            form="split",
-            bounds=(few, most),
+            loss, tx, microbatches=microbatches, form="split"
         )
         now = params()
         held = [now, tx.init(now)]
-        adaptive = microbatches == "adaptive"
-        data = batch(most if adaptive else microbatches)
+        adaptive = isinstance(microbatches, acco_jax.Adaptive)
+        data = batch(microbatches.most if adaptive else microbatches)
         if not adaptive:
             step.compile(*held, data, counts)
 
@@ -187,7 +183,7 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         "compute N/4": lambda: compute(few),
         "communication": lambda: stepper("acco", N, none),
         "zero1 N/4": lambda: stepper("zero1", few),
-        "adaptive": lambda: stepper("acco", "adaptive"),
+        "adaptive": lambda: stepper("acco", acco_jax.Adaptive(few, most)),
         "acco 8 bits": lambda: stepper("acco", N, gather_bits=8, reduce_bits=8),
     }
     for method in METHODS:

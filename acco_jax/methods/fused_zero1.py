@@ -30,6 +30,7 @@ from acco_jax.layout import Arrays, Layout, Leaf, Pending, PyTree
 from acco_jax.layout.buffers import Group, make_group
 from acco_jax.layout.parts import SMALL, Parts, beyond_layers
 from acco_jax.methods.base import CommonOptions
+from acco_jax.methods.layerwise import Reduction, reduced_gradients
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
 from acco_jax.methods.zero1 import synchronous
 
@@ -159,9 +160,6 @@ def _reduced(
       earlier: sums of this worker's other gradients, None if there are none.
       valid: [] whether the microbatch counts, None: it does.
     """
-    # imports jax.extend, which takes its time
-    from acco_jax.methods.layerwise import Reduction, reduced_gradients
-
     whole = jax.tree.leaves(params)
     held = [None] * len(whole) if earlier is None else jax.tree.leaves(earlier)
 

@@ -18,9 +18,9 @@ import optax
 from jax.sharding import Mesh
 
 from acco_jax.codec import Codec, Codecs, codecs
-from acco_jax.exchange import Advanced, Arrived, Exchange, Gathering, Point, Reducing
+from acco_jax.exchange import Advanced, Arrived, Exchange, ExchangeRound, Point
 from acco_jax.gradients import Sums
-from acco_jax.half_round import Hop, Inputs, Round, run
+from acco_jax.half_round import Inputs, Round, run
 from acco_jax.layout import Layout, Pending, PyTree, Totals
 from acco_jax.methods.base import (
     CommonOptions,
@@ -86,15 +86,11 @@ def committed(state: Any) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedRound(Round):
+class ShardedRound(ExchangeRound):
     """A half-round: gradients of microbatches, and an exchange of gradients."""
 
     exchange: Exchange
     overlaps: bool
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
-        return self.exchange.hops
 
     def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Layout]:
         if not self.overlaps:
@@ -116,15 +112,6 @@ class ShardedRound(Round):
 
     def outgoing(self, params: PyTree, rest: Layout, work: Any) -> Pending:
         return work[0]
-
-    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Reducing:
-        return self.exchange.send(outbox, owner, extra)
-
-    def decode(self, moving: Gathering, params: PyTree) -> Arrived:
-        return self.exchange.decode(moving, params)
-
-    def homes(self, owner: Any) -> Arrived:
-        return self.exchange.homes(owner)
 
     def finish(
         self, params: PyTree, rest: Layout, inputs: Inputs, work: Any, arrived: Arrived

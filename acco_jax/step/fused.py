@@ -47,26 +47,26 @@ class TrainStep:
         extra: dict[str, Any] | None = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one call; see `acco_jax.make_train_step`."""
-        extra = self._tx.arguments(extra or {})
-        params, inputs = self._place(params, state, batch, counts, rng)
-        leaves = jax.tree.leaves((params, state, inputs, extra))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        placed = self._placed(
+            *self._arguments(params, state, batch, counts, rng, extra)
+        )
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(placed))
+        if traced:
             self._refuse_trace()
-            phase = self._tx.phase(self._call(state))
-            program = self._program(phase, params, state, nested=True)
-            return program(params, state, inputs, extra)
         call = self._call(state)
+        phase = self._tx.phase(call)
+        if traced:
+            return self._program(phase, *placed[:2], nested=True)(*placed)
         with naming_unknown_options():
-            phase = self._tx.phase(call)
-            params, state, metrics = self._run(phase, params, state, inputs, extra)
+            params, state, metrics = self._run(phase, *placed)
         self._counted = state.half_rounds, call + 1
         return params, state, metrics
 
-    def lower(self, *args: Any, half_round: int = 1) -> Any:
+    def lower(self, *args: Any, half_round: int = 1, **named: Any) -> Any:
         """The fused program for abstract or real arguments, as jax.jit's `lower`.
 
         Args:
-          *args: of a call.
+          *args, **named: of a call.
           half_round: which one, counted from the end of a warm-up: calls that
             communicate otherwise have programs of their own. An odd one of acco is an
             estimate.
@@ -75,24 +75,12 @@ class TrainStep:
             raise ValueError(
                 "only form='fused' is one program: build the step with it."
             )
-        return self.lowered(*args, half_round=half_round)[0]
+        return self.lowered(*args, half_round=half_round, **named)[0]
 
-    def lowered(
-        self,
-        params: PyTree,
-        state: Any,
-        batch: PyTree,
-        counts: Any = None,
-        rng: Any = None,
-        extra: dict[str, Any] | None = None,
-        *,
-        half_round: int = 1,
-    ) -> tuple[Any, ...]:
+    def lowered(self, *args: Any, half_round: int = 1, **named: Any) -> tuple[Any, ...]:
         """The programs that one call runs; arguments are as for `lower`."""
         phase = self._tx.phase(self._tx.warmup + half_round)
-        inputs = Inputs(self._gradients, batch, counts, rng)
-        extra = self._tx.arguments(extra or {})
-        return self._lowered(phase, params, state, inputs, extra)
+        return self._lowered(phase, *self._arguments(*args, **named))
 
     def turns(self) -> dict[int, int]:
         """Maps each distinct half-round to how often it occurs in one period.
@@ -106,22 +94,13 @@ class TrainStep:
             times[first] = times.get(first, 0) + 1
         return times
 
-    def compile(
-        self,
-        params: PyTree,
-        state: Any,
-        batch: PyTree,
-        counts: Any = None,
-        rng: Any = None,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
+    def compile(self, *args: Any, **named: Any) -> None:
         """Compiles what the next calls would; nothing runs and nothing is donated.
 
         Several processes can then meet before they start: a collective waits only so
-        long for a process that is still compiling.
+        long for a process that is still compiling. Arguments are those of a call.
         """
-        extra = self._tx.arguments(extra or {})
-        params, inputs = self._place(params, state, batch, counts, rng)
+        params, state, inputs, extra = self._placed(*self._arguments(*args, **named))
         tx, call = self._tx, self._call(state)
         warming = range(call, min(tx.warmup, call + tx.period))
         steady = (tx.warmup + k for k in self.turns())
@@ -130,19 +109,27 @@ class TrainStep:
                 for program in self._lowered(phase, params, state, inputs, extra):
                     program.compile()
 
-    def _place(
+    def _arguments(
         self,
         params: PyTree,
         state: Any,
         batch: PyTree,
-        counts: Any,
-        rng: Any,
-    ) -> tuple[PyTree, Inputs]:
-        """Checks the arguments of a call and puts them on their devices."""
+        counts: Any = None,
+        rng: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> tuple[PyTree, Any, Inputs, dict[str, Any]]:
+        """The arguments of a call as its programs take them."""
+        inputs = Inputs(self._gradients, batch, counts, rng)
+        return params, state, inputs, self._tx.arguments(extra or {})
+
+    def _placed(
+        self, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
+    ) -> tuple[PyTree, Any, Inputs, dict[str, Any]]:
+        """The same, checked and on their devices."""
         params = self._tx.place(params, state)
-        batch = self._batches.place_batch(batch)
-        counts = self._gradients.place_counts(counts)
-        return params, Inputs(self._gradients, batch, counts, rng)
+        batch = self._batches.place_batch(inputs.batch)
+        counts = self._gradients.place_counts(inputs.counts)
+        return params, state, inputs._replace(batch=batch, counts=counts), extra
 
     def _refuse_trace(self) -> None:
         """Raises a ValueError unless the step may be part of a caller's program."""

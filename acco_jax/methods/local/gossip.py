@@ -187,9 +187,6 @@ class GossipRound(LocalRound):
             return rest.master
         return cast(rows, masters_of(rest.layout))
 
-    def outgoing(self, params: PyTree, rest: GossipState, work: Work) -> Any:
-        raise NotImplementedError  # the next call sends what it starts with
-
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """Moving: the layout, the call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = outbox

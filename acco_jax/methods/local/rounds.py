@@ -23,9 +23,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.exchange import Arrived, Exchange
+from acco_jax.exchange import Arrived, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
-from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, Pending, PyTree
 from acco_jax.methods.base import CommonOptions, gather_exact
 from acco_jax.methods.local.base import (
@@ -96,7 +95,7 @@ def counted(weight: jax.Array, weighted: bool) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterRound(LocalRound):
+class OuterRound(ExchangeRound, LocalRound):
     """H inner steps of every worker and one step of an outer method.
 
     Attributes:
@@ -113,10 +112,6 @@ class OuterRound(LocalRound):
     def beside(self) -> int:  # type: ignore[override]
         return self.steps.steps
 
-    @property
-    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
-        return self.exchange.hops
-
     def open(self, params: PyTree, state: RoundState) -> tuple[Any, Any, RoundState]:
         outer, rest = state.outer, state._replace(outer=None)
         if not self.overlaps:
@@ -130,15 +125,6 @@ class OuterRound(LocalRound):
         weight = counted(work.sums.weight, self.weighted)
         rows = P(rest.layout.axis)
         return differences(rest.layout, weight, params, work.theta, rows)
-
-    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Any:
-        return self.exchange.send(outbox, owner, extra)
-
-    def decode(self, moving: Any, params: PyTree) -> Arrived:
-        return self.exchange.decode(moving, params)
-
-    def homes(self, owner: Any) -> Arrived:
-        return self.exchange.homes(owner)
 
     def conclude(
         self, rows: PyTree, rest: RoundState, work: Work, arrived: Arrived

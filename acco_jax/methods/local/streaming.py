@@ -30,9 +30,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.codec import Codec
-from acco_jax.exchange import Arrived, Exchange
+from acco_jax.exchange import Arrived, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
-from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, Leaf, Pending, PyTree
 from acco_jax.methods.base import gather_exact
 from acco_jax.methods.delayed import dpu
@@ -143,7 +142,7 @@ def put(layout: Layout, tree: PyTree, part: Fragment) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingRound(LocalRound):
+class StreamingRound(ExchangeRound, LocalRound):
     """H/P inner steps of every worker; fragment `phase` is sent at their end.
 
     Attributes:
@@ -174,10 +173,6 @@ class StreamingRound(LocalRound):
     @property
     def arriving(self) -> int:
         return (self.phase - self.overlaps) % self.fragments
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
-        return self.exchange.hops
 
     def open(
         self, params: PyTree, state: StreamingState
@@ -210,15 +205,6 @@ class StreamingRound(LocalRound):
         weight = counted(self._weights(rest, work)[:, self.phase], self.weighted)
         outer = rest.outer[self.phase].layout
         return differences(outer, weight, anchor, theta, P())
-
-    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Any:
-        return self.exchange.send(outbox, owner, extra)
-
-    def decode(self, moving: Any, params: PyTree) -> Arrived:
-        return self.exchange.decode(moving, params)
-
-    def homes(self, owner: Any) -> Arrived:
-        return self.exchange.homes(owner)
 
     def merge(self, rest: StreamingState, work: Work, arrived: Arrived) -> Work:
         q, layout = self.arriving, rest.layout
