@@ -79,9 +79,8 @@ def compiler_options(
     """Return the compiler options that let collectives run asynchronously.
 
     Args:
-      device_kind_or_topology: `jax.devices()[0].device_kind` ("NVIDIA H200",
-        "TPU v6 lite", "cpu"), or a topology as `acco_jax.plan` takes it
-        ("gpu:h200:4x8", "tpu:v5e:16x16").
+      device_kind_or_topology: `jax.devices()[0].device_kind` ("NVIDIA H200"), or a
+        topology as `acco_jax.plan` takes it ("gpu:h200:4x8", "tpu:v5e:16x16").
       model_axis: whether a mesh axis other than the data axis splits the parameters;
         its collectives run inside the microbatch loops.
 

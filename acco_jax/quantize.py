@@ -36,11 +36,8 @@ def quantize(x: jax.Array, bits: int, axes: tuple[str, ...] = ()) -> jax.Array:
       axes: mesh axes over which all devices must use the same scales, the largest.
 
     Returns:
-      uint32 [rows, words], words = width * bits / 32; word c holds the integers of
-      columns c, c + words, ..., the first one in its lowest bits.
-
-    Raises:
-      ValueError: `bits` is neither, or a row has fewer than 16 words or part of one.
+      uint32 [rows, words], words = width * bits / 32, at least 16; word c holds the
+      integers of columns c, c + words, ..., the first one in its lowest bits.
     """
     width = x.shape[1]
     if bits not in BITS:

@@ -9,7 +9,7 @@ _CHUNK = 2**22
 
 
 def bigram_bits_per_byte(corpus: Corpus) -> float:
-    """Measure an interpolated Witten-Bell bigram on the held-out targets.
+    """Return the bits per byte of an interpolated Witten-Bell bigram, held-out text.
 
     With c the training counts, V tokens in the vocabulary, and t(.) the number of
     distinct tokens seen after x (or at all):
@@ -18,12 +18,6 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
         p(y | x) = (c(x, y) + t(x) p(y)) / (c(x) + t(x))
 
     The targets are those of `validation_batches`, ends of text included.
-
-    Args:
-      corpus: from `load_corpus`.
-
-    Returns:
-      Bits per byte of the held-out text.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C,
     interpolated as in Chen and Goodman, "An empirical study of smoothing techniques
@@ -60,10 +54,10 @@ def _count_pairs(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.nd
             dense += np.bincount(codes, minlength=dense.size)
         else:
             new_pairs, new_counts = np.unique(codes, return_counts=True)
-            all_counts = np.concatenate([counts, new_counts])
-            all_pairs = np.concatenate([pairs, new_pairs])
-            pairs, place = np.unique(all_pairs, return_inverse=True)
-            counts = np.bincount(place, all_counts).astype(np.int64)
+            both = np.concatenate([pairs, new_pairs])
+            pairs, place = np.unique(both, return_inverse=True)
+            counts = np.concatenate([counts, new_counts])
+            counts = np.bincount(place, counts).astype(np.int64)
     if dense.size:
         pairs = np.flatnonzero(dense)
         counts = dense[pairs]

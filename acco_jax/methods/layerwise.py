@@ -41,17 +41,6 @@ class Reduction(NamedTuple):
     pipelined: bool
 
 
-class _Inputs(NamedTuple):
-    """What the identities need, per leaf."""
-
-    earlier: Sequence[jax.Array | None]
-    shards: Sequence[jax.Array]
-    valid: jax.Array | None
-
-    def of(self, leaves: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        return [self.earlier[i] for i in leaves], [self.shards[i] for i in leaves]
-
-
 def reduced_gradients(
     fn: Callable[[PyTree], tuple[jax.Array, PyTree]],
     params: PyTree,
@@ -69,7 +58,7 @@ def reduced_gradients(
         None.
       shards: for each leaf an array like its reduced gradient, of any values.
       valid: [] whether the gradient counts; None: it does.
-      reduction: see there.
+      reduction: how gradients cross the network.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params)
     jaxpr = closed.jaxpr
@@ -80,16 +69,17 @@ def reduced_gradients(
     groups = [[i] for i in whole if not reduction.small[i]]
     groups += [group] if (group := [i for i in whole if reduction.small[i]]) else []
     tags = {v: i for i, v in enumerate(jaxpr.invars) if i in layered}
+    flat = jax.tree.leaves(params)
 
     def value(shards: Sequence[jax.Array]) -> tuple[jax.Array, PyTree]:
-        inputs, values = _Inputs(earlier, shards, valid), jax.tree.leaves(params)
+        evaluation, values = _Evaluation(earlier, shards, valid, reduction), flat[:]
         for group in groups:
             identity = _identity(reduction, group, sliced=False)
             own: Any = [values[i] for i in group]
-            own, _ = identity(own, *inputs.of(group), valid, ())
+            own, _ = identity(own, *evaluation.of(group), valid, ())
             for i, x in zip(group, own, strict=True):
                 values[i] = x
-        outs = _Evaluation(inputs, reduction).run(closed, values, tags)
+        outs = evaluation.run(closed, values, tags)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return jax.value_and_grad(value, has_aux=True)(list(shards))
@@ -172,8 +162,14 @@ def _tagged(atoms: Sequence[Any], tags: dict[Any, int]) -> dict[int, int]:
 class _Evaluation(NamedTuple):
     """Evaluates a jaxpr; its tagged leaves meet the identity in their scans."""
 
-    inputs: _Inputs
+    earlier: Sequence[jax.Array | None]
+    shards: Sequence[jax.Array]
+    valid: jax.Array | None
     reduction: Reduction
+
+    def of(self, leaves: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """What is added to the gradients of these leaves, and their shards."""
+        return [self.earlier[i] for i in leaves], [self.shards[i] for i in leaves]
 
     def run(self, closed: Any, args: Sequence[Any], tags: dict[Any, int]) -> list[Any]:
         jaxpr, tags = closed.jaxpr, dict(tags)
@@ -216,8 +212,8 @@ class _Evaluation(NamedTuple):
         """The same scan with the slices of the tagged leaves wrapped in its body."""
         begin, end = carry_of(eqn.params, eqn.invars)
         body, reduction = core.jaxpr_as_fun(eqn.params["jaxpr"]), self.reduction
-        leaves, valid = list(positions.values()), self.inputs.valid
-        earlier, shards = self.inputs.of(leaves)
+        leaves = list(positions.values())
+        earlier, shards = self.of(leaves)
         identity = _identity(reduction, leaves, sliced=True)
         buffers: Any = ()
         if reduction.pipelined:
@@ -233,7 +229,7 @@ class _Evaluation(NamedTuple):
         def step(carry: Any, slices: Any) -> tuple[Any, list[Any]]:
             (carry, buffers), (xs, earlier, shards) = carry, slices
             own = [xs[k - end] for k in positions]
-            own, buffers = identity(own, earlier, shards, valid, buffers)
+            own, buffers = identity(own, earlier, shards, self.valid, buffers)
             xs = list(xs)
             for k, x in zip(positions, own, strict=True):
                 xs[k - end] = x

@@ -172,7 +172,7 @@ class _Tree:
         return sorted(numbers, key=lambda n: (n is not None, n))
 
     def masked(self, layers: int | None, values: Iterable[Any]) -> PyTree:
-        """Return the tree with the values of leaves with so many layers alone."""
+        """Mask the values of leaves with another number of layers."""
         return self.treedef.unflatten(
             x if leaf.layers == layers else optax.MaskedNode()
             for leaf, x in zip(self.leaves, values, strict=True)
