@@ -9,7 +9,7 @@ _CHUNK = 2**22
 
 
 def bigram_bits_per_byte(corpus: Corpus) -> float:
-    """Return the bits per byte of an interpolated Witten-Bell bigram, held-out text.
+    """Return an interpolated Witten-Bell bigram's bits per byte of held-out text.
 
     With c the training counts, V tokens in the vocabulary, and t(.) the number of
     distinct tokens seen after x (or at all):
@@ -26,11 +26,11 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
     vocab_size = corpus.tokenizer.vocab_size
     pairs, counts = _count_pairs(corpus.train_tokens, vocab_size)
     contexts, targets = np.divmod(pairs, vocab_size)
-    seen = np.bincount(targets, counts, vocab_size)  # c(y)
-    after = np.bincount(contexts, counts, vocab_size)  # c(x)
+    target_counts = np.bincount(targets, counts, vocab_size)  # c(y)
+    context_counts = np.bincount(contexts, counts, vocab_size)  # c(x)
     kinds_after = np.bincount(contexts, minlength=vocab_size)  # t(x)
-    kinds = np.count_nonzero(seen)
-    unigram = (seen + kinds / vocab_size) / (seen.sum() + kinds)
+    kinds = np.count_nonzero(target_counts)
+    unigram = (target_counts + kinds / vocab_size) / (target_counts.sum() + kinds)
 
     held_out, times = _count_pairs(corpus.validation_tokens, vocab_size)
     x, y = np.divmod(held_out, vocab_size)
@@ -38,7 +38,7 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
     together = np.where(pairs[place] == held_out, counts[place], 0)  # c(x, y)
     unseen = kinds_after[x] == 0  # then p(y | x) = p(y)
     weight = np.where(unseen, 1, kinds_after[x])
-    probability = (together + weight * unigram[y]) / (after[x] + weight)
+    probability = (together + weight * unigram[y]) / (context_counts[x] + weight)
     return bits_per_byte(float(-(times * np.log(probability)).sum()), corpus)
 
 

@@ -153,8 +153,8 @@ def _named_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
     try:
         return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError as error:
-        known = [*BUILT_IN, *tfds.list_builders(with_community_datasets=False)]
-        nearest = difflib.get_close_matches(name.split("/")[0], known, n=1)
+        names = [*BUILT_IN, *tfds.list_builders(with_community_datasets=False)]
+        nearest = difflib.get_close_matches(name.split("/")[0], names, n=1)
         raise ValueError(
             f"no data set {name!r} in tfds or in {data_dir}: "
             + "".join(f"did you mean {other!r}? " for other in nearest)

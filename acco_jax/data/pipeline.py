@@ -112,19 +112,17 @@ def train_iterator(
     the same order for any `process_count`, process p having the p-th part of them.
     The iterator has `get_state()` (JSON-able) and `set_state(state)`.
 
-    With a skew, the i-th part of each global batch, worker i's, comes for that share
-    from the i-th of as many groups of documents, cut where they hold equal numbers of
-    tokens, of the documents in the order of their mean token: groups differ in what
-    tokens are frequent. The rest of its rows come from all documents, as do all without
-    skew. Finding the groups reads the whole split once.
+    With a skew, that share of worker i's part of each global batch comes from the i-th
+    of as many groups of documents: in the order of their mean token, cut where they
+    hold equal numbers of tokens, so that groups differ in what tokens are frequent. The
+    other rows come from all documents. Finding the groups reads the whole split once.
 
     Args:
       corpus: from `load_corpus`.
       length: T, targets per row.
       batch_size: rows of the global batch.
       seed: of the shuffle.
-      process_index: this process, of `process_count`.
-      process_count: number of processes that share the global batch.
+      process_index, process_count: this process, of how many share the global batch.
       prefetch: batches made ahead of time, each in its own thread; 0: none.
       workers: that share the global batch, in equal contiguous parts.
       skew: 0 to 1, which part of a worker's rows is of its own group.

@@ -254,8 +254,9 @@ class Layout:
 
         def home(path: Sequence[Any], x: Any) -> NamedSharding:
             i = number_of(path)
-            known = i >= 0 and x.shape == (self.workers, *self.leaves[i].shape)
-            return self.sharding(self.axis, *(self.leaves[i].spec if known else ()))
+            if i < 0 or x.shape != (self.workers, *self.leaves[i].shape):
+                return self.sharding(self.axis)
+            return self.sharding(self.axis, *self.leaves[i].spec)
 
         return jax.tree_util.tree_map_with_path(home, rows)
 

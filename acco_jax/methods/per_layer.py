@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from acco_jax.layout import path_names
 from acco_jax.methods.dependence import dependence
 
 PyTree = Any
+Stacked = PyTree | Callable[[PyTree], PyTree]  # which leaves are over layers
 State = dict[str, Any]  # the arrays of an optimizer's state by their paths
 
 
@@ -38,7 +40,7 @@ class PerLayerState(NamedTuple):
 
 def per_layer(
     inner: optax.GradientTransformation,
-    stacked: PyTree | Callable[[PyTree], PyTree],
+    stacked: Stacked,
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner` to each layer of stacked parameters.
 
@@ -75,50 +77,59 @@ def per_layer(
     """
     inner = optax.with_extra_args_support(inner)
 
-    def init_fn(params: PyTree) -> PerLayerState:
-        if not jax.tree.leaves(params):  # optax.tree_map_params gives a placeholder
-            return PerLayerState(inner.init(params))
-        tree = _read(stacked, params)
-        parts = _parts(inner, tree)
-        _refuse_across(inner, tree, parts, {})
+    return optax.GradientTransformationExtraArgs(
+        functools.partial(_init, inner, stacked),
+        functools.partial(_update, inner, stacked),
+    )
 
-        def init(params: PyTree) -> State:
-            return _by_path(inner.init(params))
 
-        states = [
-            part.over_layers(init, 0, part.axes)(tree.only(part, params))
-            for part in parts
-        ]
-        return PerLayerState(_join(jax.eval_shape(inner.init, tree.layer), states))
+def _init(
+    inner: optax.GradientTransformationExtraArgs, stacked: Stacked, params: PyTree
+) -> PerLayerState:
+    if not jax.tree.leaves(params):  # optax.tree_map_params gives a placeholder
+        return PerLayerState(inner.init(params))
+    tree = _read(stacked, params)
+    parts = _parts(inner, tree)
+    _refuse_across(inner, tree, parts, {})
 
-    def update_fn(
-        updates: PyTree,
-        state: PerLayerState,
-        params: PyTree | None = None,
-        **extra: Any,
-    ) -> tuple[PyTree, PerLayerState]:
-        tree = _read(stacked, updates)
-        parts = _parts(inner, tree)
-        if extra:
-            _refuse_across(inner, tree, parts, extra)
-        whole = _by_path(state.inner_state)
+    def init(params: PyTree) -> State:
+        return _by_path(inner.init(params))
 
-        def run(part: _Part) -> tuple[list[Any], State]:
-            def update(grads: PyTree, state: State, params: PyTree) -> Any:
-                own = part.treedef.unflatten(state[path] for path in part.axes)
-                grads, own = inner.update(grads, own, params, **extra)
-                return jax.tree.leaves(grads), _by_path(own)
+    states = [
+        part.over_layers(init, 0, part.axes)(tree.only(part, params)) for part in parts
+    ]
+    return PerLayerState(_join(jax.eval_shape(inner.init, tree.layer), states))
 
-            update = part.over_layers(update, (0, part.axes, 0), (0, part.axes))
-            own = {path: whole[path] for path in part.axes}
-            return update(tree.only(part, updates), own, tree.only(part, params))
 
-        results = [run(part) for part in parts]
-        updates = tree.join(parts, [own for own, _ in results])
-        inner_state = _join(state.inner_state, [own for _, own in results])
-        return updates, PerLayerState(inner_state)
+def _update(
+    inner: optax.GradientTransformationExtraArgs,
+    stacked: Stacked,
+    /,
+    updates: PyTree,
+    state: PerLayerState,
+    params: PyTree | None = None,
+    **extra: Any,
+) -> tuple[PyTree, PerLayerState]:
+    tree = _read(stacked, updates)
+    parts = _parts(inner, tree)
+    if extra:
+        _refuse_across(inner, tree, parts, extra)
+    whole = _by_path(state.inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def run(part: _Part) -> tuple[list[Any], State]:
+        def update(grads: PyTree, state: State, params: PyTree) -> Any:
+            own = part.treedef.unflatten(state[path] for path in part.axes)
+            grads, own = inner.update(grads, own, params, **extra)
+            return jax.tree.leaves(grads), _by_path(own)
+
+        update = part.over_layers(update, (0, part.axes, 0), (0, part.axes))
+        own = {path: whole[path] for path in part.axes}
+        return update(tree.only(part, updates), own, tree.only(part, params))
+
+    results = [run(part) for part in parts]
+    updates = tree.join(parts, [own for own, _ in results])
+    inner_state = _join(state.inner_state, [own for _, own in results])
+    return updates, PerLayerState(inner_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +198,7 @@ class _Tree:
         return self.treedef.unflatten(next(rest[leaf.layers]) for leaf in self.leaves)
 
 
-def _read(stacked: PyTree | Callable[[PyTree], PyTree], tree: PyTree) -> _Tree:
+def _read(stacked: Stacked, tree: PyTree) -> _Tree:
     """Reads the tree; raises a ValueError for a stacked leaf without an axis."""
     marks = stacked(tree) if callable(stacked) else stacked
     marks = jax.tree.leaves(jax.tree.broadcast(marks, tree))
