@@ -103,12 +103,7 @@ class Plan:
 
 
 def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
-    """Plans an experiment.
-
-    Args:
-      config: of `acco_jax.training.config.default_config`'s form.
-      topology: the machine.
-      request: options.
+    """Plans an experiment, a config of `default_config`'s form, for a machine.
 
     Raises:
       ValueError: in one line, before any compile what cannot work; after it that a

@@ -197,10 +197,8 @@ class Program:
 def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
     """Returns all devices of a topology along the data axes, as training has them.
 
-    Args:
-      topology: the devices.
-      domains: 1 for one data axis, or the number of hosts or slices for two; None: two
-        for slices.
+    With `domains` 1 there is one data axis, with the number of hosts or slices there
+    are two; None means two for several slices, else one.
 
     Raises:
       RuntimeError: the compiler is not installed; says how to install it.
@@ -241,11 +239,7 @@ def vocab_size(config: ConfigDict) -> int:
 
 
 def describe(config: ConfigDict, mesh: Mesh) -> Program:
-    """Describes the half-round of an experiment.
-
-    Args:
-      config: of `acco_jax.training.config.default_config`'s form, valid.
-      mesh: of described devices, all along data axes.
+    """Describes the half-round of a valid config on a mesh of `data_mesh`'s form.
 
     Raises:
       ValueError: in one line, what cannot work.

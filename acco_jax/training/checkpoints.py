@@ -57,13 +57,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
-        """Writes a checkpoint whole.
-
-        Args:
-          half_round: how many half-rounds are done.
-          arrays: any pytree of jax arrays.
-          host: JSON-able, the same on every process.
-        """
+        """Writes a checkpoint whole; `host` is JSON, the same on every process."""
         self._manager.save(
             half_round,
             args=ocp.args.Composite(
@@ -84,14 +78,11 @@ class Checkpoints:
                 self._sums(step).unlink(missing_ok=True)
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """Reads a checkpoint.
+        """Returns a checkpoint's arrays and host data.
 
         Args:
-          half_round: as given to `save`.
+          half_round: as in `save`.
           like: the tree to restore, of arrays or ShapeDtypeStructs with shardings.
-
-        Returns:
-          The arrays and the host data.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _named(like))
         checkpoint = self._manager.restore(

@@ -11,12 +11,7 @@ from ml_collections import ConfigDict, config_flags
 
 
 def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
-    """Defines --config, with a flag for each field; returns its holder.
-
-    Args:
-      flag_values: where to define it.
-      argv: what to look for fields in; (): the command line.
-    """
+    """Defines --config, with a flag for each field that argv (the command line) has."""
     # What is not a field is taken here and refused by config.validate, in one line.
     return config_flags.DEFINE_config_file(
         "config",

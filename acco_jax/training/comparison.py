@@ -121,9 +121,7 @@ def check(request: Request) -> None:
 def compare(request: Request, checking: list[str]) -> str:
     """Runs what is not finished, writes the results, and returns the table.
 
-    Args:
-      request: what to compare.
-      checking: arguments of `python -m acco_jax.compare` that make it `check`.
+    The arguments `checking` make `python -m acco_jax.compare` only `check`.
 
     Raises:
       ValueError: before the first run, what cannot work; after the last one, which

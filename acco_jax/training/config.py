@@ -376,11 +376,8 @@ def trained(
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
     """Returns the loss of what is trained, the model or adapters, and its initializer.
 
-    Args:
-      config: of the experiment.
-      model: its sizes.
-      freeze: turns a function that makes parameters into what stands for them; called
-        for the model whose adapters are trained.
+    Where adapters are trained, `freeze` turns the function that makes the model's
+    parameters into what stands for them.
 
     Raises:
       ValueError: the adapters do not fit the model.

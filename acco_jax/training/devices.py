@@ -20,10 +20,7 @@ def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None
 
     With an accelerator's plugin installed and no accelerator, JAX left to itself
     searches for one and prints a traceback.
-
-    Args:
-      cpu_devices: how many devices a CPU process has; None means one.
-      several_processes: whether CPU processes must be able to communicate.
+    `several_processes` says that CPU processes must be able to communicate.
     """
     platforms = jax.config.values["jax_platforms"] or os.environ.get("JAX_PLATFORMS")
     if not platforms and not has_accelerator():
@@ -51,10 +48,7 @@ def connect(
 ) -> None:
     """Joins the other processes: by flags, or as the launcher says, or not at all.
 
-    Args:
-      coordinator: address:port of process 0; None to ask the launcher.
-      processes: how many there are.
-      process: which one this is.
+    The coordinator is address:port of process 0.
 
     Raises:
       ValueError: the three do not fit together, or the others were not found.

@@ -41,13 +41,8 @@ class Recorder:
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
 
-        Args:
-          workdir: of the run.
-          total: half-rounds of the whole run.
-          done: half-rounds so far.
-          tokens: targets so far.
-          seconds: of training so far.
-          late: whether to write an interval late; False for steps that wait.
+        It has done `done` of `total` half-rounds, with so many targets, in so many
+        seconds. Steps that wait for the device are not written `late`.
         """
         self._late = late
         self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None

@@ -35,7 +35,7 @@ def gradient_seconds(
 
     Args:
       loss_fn: as for `acco_jax.local_gradients`.
-      mesh: the devices, all of them on data axes.
+      mesh: n devices, all of them on data axes.
       params: as `loss_fn` takes them, replicated.
       batch: leaves (n * microbatches * b, ...), split over the workers.
       counts: (n,) of the microbatches to compute, or None for all.
@@ -49,10 +49,7 @@ def gradient_seconds(
 
     @jax.jit
     def gradients(
-        accumulator: Accumulator,
-        params: PyTree,
-        batch: PyTree,
-        counts: jax.Array | None,
+        accumulator: Accumulator, params: PyTree, batch: PyTree, counts: Any
     ) -> PyTree:
         zeros = accumulator.zeros(params, batch, None)
         return accumulator.add(zeros, params, batch, None, counts)
