@@ -346,9 +346,8 @@ class _Section:
         `launch` is its real launch, `done` its end, or the loop whose body has the end
         after the instructions `before`.
         """
-        between: list[Instruction] = []
-        if done is not None:
-            between = [*self._lines[launch.position + 1 : done.position], *before]
+        end = launch.position if done is None else done.position
+        between = [*self._lines[launch.position + 1 : end], *before]
         flops = {y: self._module.flops(y) for y in between}
         carried = None
         if self._module.holds(x, "AsyncCollectiveStart"):
@@ -377,16 +376,15 @@ def _buffer(
     x: Instruction, launch: Instruction, done: Instruction | None
 ) -> tuple[int, str]:
     """Returns the bytes of a collective's full buffer and the data type it carries."""
-    arrays = x.arrays
+    arrays, operand_bytes = x.arrays, sum(operand.bytes for operand in x.operands)
     if x.opcode in ("send", "recv"):  # (buffer, flags, token)
-        return bytes_of(arrays[:1]), arrays[0][0]
-    if x is launch and done is launch and x.opcode.endswith("-start"):
+        arrays, operand_bytes = arrays[:1], 0
+    elif x is launch and done is launch and x.opcode.endswith("-start"):
         # that waits right there; its result repeats the operands
         arrays = arrays[len(x.operand_names) :] or arrays
     elif x is launch and done is not None:
         arrays = done.arrays
-    size = max(bytes_of(arrays), sum(operand.bytes for operand in x.operands))
-    return size, arrays[0][0] if arrays else ""
+    return max(bytes_of(arrays), operand_bytes), arrays[0][0] if arrays else ""
 
 
 def _chain(x: Instruction) -> str | None:
