@@ -149,7 +149,7 @@ def compare(request: Request, checking: list[str]) -> str:
     table = _report(request)
     if failed:
         raise ValueError(
-            f"no result of {', '.join(failed)}: see the error above, and repeat the "
+            f"no result of {', '.join(failed)} (see the errors above): repeat the "
             "command to try again; table.md has the others."
         )
     return table
