@@ -170,8 +170,14 @@ def dtypes_of(layout: Layout) -> PyTree:
     return layout.tree(lambda leaf: leaf.dtype)
 
 
-def masters_of(layout: Layout) -> PyTree:
-    return layout.tree(lambda leaf: leaf.master)
+def widened(layout: Layout, tree: PyTree) -> PyTree:
+    """Parameters, or rows of them, in the dtypes of the master copy."""
+    return layout.map(lambda leaf, x: x.astype(leaf.master), tree)
+
+
+def narrowed(layout: Layout, tree: PyTree) -> PyTree:
+    """Parameters, or rows of them, in their own dtypes."""
+    return layout.map(lambda leaf, x: x.astype(leaf.dtype), tree)
 
 
 def to_rows(layout: Layout, tree: PyTree) -> PyTree:
@@ -205,7 +211,7 @@ def init_rows(
     """The state of `inner` on every worker, rows."""
 
     def local(params: PyTree) -> PyTree:
-        state = inner.init(cast(params, masters_of(layout)))
+        state = inner.init(widened(layout, params))
         return jax.tree.map(lambda x: jnp.asarray(x)[None], state)
 
     return over_data(local, layout.mesh, layout.axis, P(), P(layout.axis))(params)
@@ -223,7 +229,7 @@ def init_workers(
     narrow = any(leaf.dtype != leaf.master for leaf in layout.leaves)
 
     def make(params: PyTree) -> tuple[PyTree, PyTree | None]:
-        master = to_rows(layout, cast(params, masters_of(layout))) if narrow else None
+        master = to_rows(layout, widened(layout, params)) if narrow else None
         return init_rows(layout, inner, params), master
 
     homes = (
@@ -268,9 +274,9 @@ class LocalRound(Round):
     beside: int
     late = True
 
-    @abc.abstractmethod
     def theta(self, rows: PyTree, rest: Any) -> PyTree:
         """Where the workers start, rows in the master dtype."""
+        return widened(rest.layout, rows)
 
     def compute(
         self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs

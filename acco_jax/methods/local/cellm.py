@@ -40,24 +40,8 @@ from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, PyTree
 from acco_jax.methods.base import common_attributes
 from acco_jax.methods.checks import checked_update
-from acco_jax.methods.local.base import (
-    InnerSteps,
-    LocalMethod,
-    LocalRound,
-    Work,
-    cast,
-    check_optimizer,
-    check_steps,
-    check_wire,
-    counters,
-    dtypes_of,
-    init_rows,
-    local_method,
-    masters_of,
-    nesterov,
-    shardings,
-    to_rows,
-)
+from acco_jax.methods.local import base
+from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.local.rounds import RoundOptions, counted
 from acco_jax.methods.optimizer import choose, pinned
 
@@ -77,7 +61,7 @@ class CellmState(NamedTuple):
 
     def shardings(self) -> CellmState:
         layout = self.layout
-        homes = shardings(self, rows=("inner",))
+        homes = base.shardings(self, rows=("inner",))
         return homes._replace(
             master=layout.params_shardings, error=layout.grads_shardings
         )
@@ -90,7 +74,7 @@ class CellmState(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def _committed(layout: Layout, master: PyTree) -> PyTree:
     # copies, because a train step is given the state to keep
-    rounded = jax.tree.map(jnp.copy, cast(master, dtypes_of(layout)))
+    rounded = jax.tree.map(jnp.copy, base.narrowed(layout, master))
     return pinned(rounded, layout.params_shardings)
 
 
@@ -214,7 +198,7 @@ class SparseRound(LocalRound):
         return None, (), state
 
     def theta(self, rows: PyTree, rest: CellmState) -> PyTree:
-        return to_rows(rest.layout, rest.master)
+        return base.to_rows(rest.layout, rest.master)
 
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """Moving: the layout, every worker's words, e_i(t+1), and sum_i w_i."""
@@ -310,7 +294,7 @@ class SparseRound(LocalRound):
         run = over_data(self._advance, layout.mesh, layout.axis, P(), P())
         master, outer = run(total, sums, rest.master, rest.outer)
         state = rest._replace(master=master, outer=outer, inner=work.inner, error=error)
-        return to_rows(layout, cast(master, dtypes_of(layout))), state
+        return base.to_rows(layout, base.narrowed(layout, master)), state
 
 
 def cellm(
@@ -355,10 +339,10 @@ def cellm(
       (https://arxiv.org/abs/1602.05629); Stich et al., Sparsified SGD with Memory
       (https://arxiv.org/abs/1809.07599)
     """
-    check_steps("local_steps", local_steps)
+    base.check_steps("local_steps", local_steps)
     k = _entries(keep)
-    outer = outer or nesterov(outer_learning_rate, outer_momentum)
-    check_optimizer("outer", outer, "every worker takes the outer step itself")
+    outer = outer or base.nesterov(outer_learning_rate, outer_momentum)
+    base.check_optimizer("outer", outer, "every worker takes the outer step itself")
     common = common_attributes(mesh, options, RoundOptions)
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, local_steps)
@@ -374,11 +358,16 @@ def cellm(
 
         def make(params: PyTree) -> tuple[PyTree, ...]:
             # a copy: a train step is given the parameters and the state to keep
-            master = jax.tree.map(jnp.copy, cast(params, masters_of(layout)))
-            error = to_rows(layout, jax.tree.map(jnp.zeros_like, master))
-            return master, outer.init(master), init_rows(layout, inner, params), error
+            master = jax.tree.map(jnp.copy, base.widened(layout, params))
+            error = base.to_rows(layout, jax.tree.map(jnp.zeros_like, master))
+            return (
+                master,
+                outer.init(master),
+                base.init_rows(layout, inner, params),
+                error,
+            )
 
-        check_wire(layout, weighted)
+        base.check_wire(layout, weighted)
         everywhere = layout.sharding()
         _, outer_like, inner_like, _ = jax.eval_shape(make, params)
         homes = (
@@ -389,9 +378,9 @@ def cellm(
         )
         params = jax.device_put(params, layout.params_shardings)
         made = jax.jit(make, out_shardings=homes)(params)
-        return CellmState(layout, *counters(layout), *made)
+        return CellmState(layout, *base.counters(layout), *made)
 
-    return local_method(
+    return base.local_method(
         inner,
         mesh,
         options,

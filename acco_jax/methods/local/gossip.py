@@ -43,20 +43,8 @@ from jax.sharding import Mesh
 from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, PyTree
 from acco_jax.methods.base import CommonOptions, common_attributes
-from acco_jax.methods.local.base import (
-    InnerSteps,
-    LocalMethod,
-    LocalRound,
-    Work,
-    cast,
-    check_steps,
-    counters,
-    dtypes_of,
-    init_workers,
-    local_method,
-    masters_of,
-    shardings,
-)
+from acco_jax.methods.local import base
+from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.optimizer import pinned
 
 TOPOLOGIES = ("ring", "exponential", "random", "complete")
@@ -72,7 +60,7 @@ class GossipState(NamedTuple):
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
 
     def shardings(self) -> GossipState:
-        homes = shardings(self, rows=("inner",))
+        homes = base.shardings(self, rows=("inner",))
         if self.master is None:
             return homes
         return homes._replace(master=self.layout.grads_shardings)
@@ -85,8 +73,8 @@ class GossipState(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mean(layout: Layout, rows: PyTree) -> PyTree:
-    wide = cast(rows, masters_of(layout))
-    mean = cast(jax.tree.map(lambda x: x.mean(0), wide), dtypes_of(layout))
+    wide = base.widened(layout, rows)
+    mean = base.narrowed(layout, jax.tree.map(lambda x: x.mean(0), wide))
     return pinned(mean, layout.params_shardings)
 
 
@@ -183,15 +171,13 @@ class GossipRound(LocalRound):
         return (state.layout, state.half_rounds, theta), (), state
 
     def theta(self, rows: PyTree, rest: GossipState) -> PyTree:
-        if rest.master is not None:
-            return rest.master
-        return cast(rows, masters_of(rest.layout))
+        return super().theta(rows, rest) if rest.master is None else rest.master
 
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """Moving: the layout, the call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = outbox
-        sent = cast(theta, layout.tree(lambda leaf: leaf.wire))
-        change = jax.tree.map(jnp.negative, cast(sent, masters_of(layout)))
+        sent = base.cast(theta, layout.tree(lambda leaf: leaf.wire))
+        change = jax.tree.map(jnp.negative, base.widened(layout, sent))
         return layout, call, sent, change
 
     def _exchange(self, term: Term, moving: Any) -> Any:
@@ -221,7 +207,7 @@ class GossipRound(LocalRound):
         theta = jax.tree.map(jnp.add, work.theta, arrived[-1])
         master = None if rest.master is None else theta
         state = rest._replace(inner=work.inner, master=master)
-        return cast(theta, dtypes_of(rest.layout)), state
+        return base.narrowed(rest.layout, theta), state
 
 
 def gossip(
@@ -259,7 +245,7 @@ def gossip(
       (https://arxiv.org/abs/1710.06952); Assran et al., Stochastic Gradient Push for
       Distributed Deep Learning (https://arxiv.org/abs/1811.10792)
     """
-    check_steps("local_steps", local_steps)
+    base.check_steps("local_steps", local_steps)
     if topology not in TOPOLOGIES:
         raise ValueError(
             f"topology is {topology!r}: choose one of {', '.join(TOPOLOGIES)}."
@@ -277,13 +263,13 @@ def gossip(
             param_specs=common["param_specs"],
         )
         return GossipState(
-            layout, *counters(layout), *init_workers(layout, inner, params)
+            layout, *base.counters(layout), *base.init_workers(layout, inner, params)
         )
 
     def round_of(phase: int) -> GossipRound:
         return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))
 
-    return local_method(
+    return base.local_method(
         inner,
         mesh,
         options,

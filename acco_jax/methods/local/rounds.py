@@ -27,21 +27,8 @@ from acco_jax.exchange import Arrived, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Pending, PyTree
 from acco_jax.methods.base import CommonOptions, gather_exact
-from acco_jax.methods.local.base import (
-    InnerSteps,
-    LocalMethod,
-    LocalRound,
-    Work,
-    cast,
-    check_steps,
-    check_wire,
-    counters,
-    init_rows,
-    local_method,
-    masters_of,
-    shardings,
-    to_rows,
-)
+from acco_jax.methods.local import base
+from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
 
 OF_ROUNDS = ("weighted", "accumulate_dtype")  # the rest is the exchange's
@@ -57,7 +44,7 @@ class RoundState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
 
     def shardings(self) -> RoundState:
-        return shardings(self, rows=("inner",))
+        return base.shardings(self, rows=("inner",))
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # the point they started from, rounded to the wire's dtype
@@ -118,9 +105,6 @@ class OuterRound(ExchangeRound, LocalRound):
             return None, outer, rest
         return outer.pending, outer._replace(pending=None), rest
 
-    def theta(self, rows: PyTree, rest: RoundState) -> PyTree:
-        return cast(rows, masters_of(rest.layout))
-
     def outgoing(self, params: PyTree, rest: RoundState, work: Work) -> Pending:
         weight = counted(work.sums.weight, self.weighted)
         rows = P(rest.layout.axis)
@@ -133,7 +117,7 @@ class OuterRound(ExchangeRound, LocalRound):
         if self.overlaps:
             outer = outer._replace(pending=self.outgoing(rows, rest, work))
         state = rest._replace(outer=outer, inner=work.inner)
-        return to_rows(rest.layout, arrived.params), state
+        return base.to_rows(rest.layout, arrived.params), state
 
 
 class RoundOptions(CommonOptions, total=False):
@@ -176,7 +160,7 @@ def local_rounds(
     Raises:
       ValueError: in one line, before any device work, what does not fit.
     """
-    check_steps("local_steps", local_steps)
+    base.check_steps("local_steps", local_steps)
     if not isinstance(outer, ShardedMethod):
         raise ValueError(
             f"outer is a {type(outer).__name__}: give a sharding method, e.g. "
@@ -202,18 +186,18 @@ def local_rounds(
     def init(params: PyTree) -> RoundState:
         state = outer.init(params)
         layout = state.layout
-        check_wire(layout, weighted)
+        base.check_wire(layout, weighted)
 
         def make(params: PyTree) -> PyTree:
-            return init_rows(layout, inner, params)
+            return base.init_rows(layout, inner, params)
 
         homes = layout.row_shardings(jax.eval_shape(make, params))
         params = jax.device_put(params, layout.params_shardings)
         rows = jax.jit(make, out_shardings=homes)(params)
-        return RoundState(layout, *counters(layout), state, rows)
+        return RoundState(layout, *base.counters(layout), state, rows)
 
     exchange = outer.exchange(outer.codecs.all[0])
-    return local_method(
+    return base.local_method(
         inner,
         outer.mesh,
         {"axis_name": outer.axis, "accumulate_dtype": accumulate_dtype},

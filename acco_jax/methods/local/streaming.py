@@ -35,23 +35,8 @@ from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Leaf, Pending, PyTree
 from acco_jax.methods.base import gather_exact
 from acco_jax.methods.delayed import dpu
-from acco_jax.methods.local.base import (
-    InnerSteps,
-    LocalMethod,
-    LocalRound,
-    Work,
-    cast,
-    check_steps,
-    check_wire,
-    counters,
-    dtypes_of,
-    init_workers,
-    local_method,
-    masters_of,
-    nesterov,
-    shardings,
-    zeros,
-)
+from acco_jax.methods.local import base
+from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.local.rounds import RoundOptions, counted, differences
 from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
@@ -76,7 +61,7 @@ class StreamingState(NamedTuple):
         layout = self.layout
         homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
         anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
-        found = shardings(self, rows=("weights", "inner"))._replace(anchor=anchor)
+        found = base.shardings(self, rows=("weights", "inner"))._replace(anchor=anchor)
         if self.master is None:
             return found
         return found._replace(master=layout.grads_shardings)
@@ -187,9 +172,7 @@ class StreamingRound(ExchangeRound, LocalRound):
         return outbox, owner, state._replace(outer=tuple(outer))
 
     def theta(self, rows: PyTree, rest: StreamingState) -> PyTree:
-        if rest.master is not None:
-            return rest.master
-        return cast(rows, masters_of(rest.layout))
+        return super().theta(rows, rest) if rest.master is None else rest.master
 
     def _members(self, layout: Layout, fragment: int) -> tuple[int, ...]:
         return fragments_of(layout.leaves, self.fragments)[fragment]
@@ -255,7 +238,7 @@ class StreamingRound(ExchangeRound, LocalRound):
             inner=work.inner,
             master=None if rest.master is None else work.theta,
         )
-        return cast(work.theta, dtypes_of(layout)), state
+        return base.narrowed(layout, work.theta), state
 
 
 def streaming_diloco(
@@ -308,7 +291,7 @@ def streaming_diloco(
         raise ValueError(f"mixing is {mixing}: it must lie from 0 to below 1.")
     if bits not in (None, 8, 4):
         raise ValueError(f"bits is {bits!r}: choose 8, 4 or None.")
-    outer = outer or nesterov(outer_learning_rate, outer_momentum)
+    outer = outer or base.nesterov(outer_learning_rate, outer_momentum)
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, interval)
 
@@ -333,7 +316,7 @@ def streaming_diloco(
             comm_dtype=common.comm_dtype,
             param_specs=options.get("param_specs"),
         )
-        check_wire(whole, weighted and not bits)
+        base.check_wire(whole, weighted and not bits)
         params = jax.device_put(params, whole.params_shardings)
         members = fragments_of(whole.leaves, fragments)
         parts = tuple(take(whole, part, params) for part in members)
@@ -342,16 +325,16 @@ def streaming_diloco(
             outer_method({name: specs[name] for name in part}).init(part)
             for part in parts
         )
-        rows, master = init_workers(whole, inner, params)
+        rows, master = base.init_workers(whole, inner, params)
         shape = (whole.workers, fragments)
         # copies: a train step is given the parameters and the state to keep
         anchor = jax.tree.map(jnp.copy, parts)
         return StreamingState(
             whole,
-            *counters(whole),
+            *base.counters(whole),
             outer=states,
             anchor=anchor,
-            weights=zeros(whole, shape, whole.scalar, common.axis),
+            weights=base.zeros(whole, shape, whole.scalar, common.axis),
             inner=rows,
             master=master,
         )
@@ -371,7 +354,7 @@ def streaming_diloco(
         for part in state.outer:
             common.check_state(part)
 
-    return local_method(
+    return base.local_method(
         inner,
         mesh,
         options,
@@ -388,8 +371,8 @@ def streaming_diloco(
 
 def _interval(local_steps: int, fragments: int, overlap_steps: int) -> int:
     """H / P, checked."""
-    check_steps("local_steps", local_steps)
-    check_steps("fragments", fragments)
+    base.check_steps("local_steps", local_steps)
+    base.check_steps("fragments", fragments)
     if not isinstance(overlap_steps, int):
         raise ValueError(f"overlap_steps is {overlap_steps!r}: give an integer.")
     if local_steps % fragments:
