@@ -144,11 +144,10 @@ def prepare(
     step = acco_jax.make_train_step(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form
     )
-    schedule = configs.learning_rate(config)
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        capacity, checkpoints, loss_fn, init,
+        config, workdir, mesh, corpus, model, tx, step, configs.learning_rate(config),
+        microbatches, capacity, checkpoints, loss_fn, init,
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
     try:
