@@ -31,7 +31,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.training import commands, comparison
+from acco_jax.runner import commands, comparison
 
 _CONFIG = commands.config_flag()
 _METHODS = flags.DEFINE_string(

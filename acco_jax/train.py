@@ -11,7 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.training import commands, devices
+from acco_jax.runner import commands, devices
 
 _CONFIG = commands.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints and metrics.")
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
         devices.choose_platform(config.get("devices"), several_processes=clustered)
         devices.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
         # slow, and only now may anything touch devices
-        from acco_jax.training import loop, preparation
+        from acco_jax.runner import loop, preparation
 
         experiment = preparation.prepare(config, workdir)
     except (ValueError, OSError) as error:

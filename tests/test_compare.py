@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from acco_jax.training import (
+from acco_jax.runner import (
     commands,
     comparison,
     loop,
@@ -28,7 +28,7 @@ from acco_jax.training import (
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
-from acco_jax.training.config import default_config
+from acco_jax.runner.config import default_config
 
 def get_config():
     c = default_config()

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.training import preparation
-from acco_jax.training.checkpoints import Checkpoints
+from acco_jax.runner import preparation
+from acco_jax.runner.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
-from acco_jax.training.config import default_config
+from acco_jax.runner.config import default_config
 
 def get_config():
     c = default_config()
@@ -199,7 +199,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
 MANY = r"""
 import json, os, runpy, sys
 import jax
-from acco_jax.training import loop, preparation
+from acco_jax.runner import loop, preparation
 cases, folder = json.load(sys.stdin)
 for i, case in enumerate(cases):
     if not os.fork():

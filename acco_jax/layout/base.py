@@ -86,7 +86,7 @@ class Layout:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "the state of a method cannot be pickled, because its layout holds devices:"
-            " save its arrays with orbax, as acco_jax.training.checkpoints does."
+            " save its arrays with orbax, as acco_jax.runner.checkpoints does."
         )
 
     # ---- sizes and shardings

@@ -20,7 +20,7 @@ import numpy as np
 # TPUs fall back to a synchronous all-reduce for one-dimensional buffers and for row
 # counts that do not fill a bf16 tile of 16 rows. v6e cuts a block into halves only, and
 # falls back where what is left, the odd part of its elements, is too large: 631 was
-# seen to work and 915 not (tests/planning/test_buffers.py).
+# seen to work and 915 not (tests/plan/test_buffers.py).
 TILE = 16
 MAX_ODD = 512
 WIDTHS = (1024, 768, 512, 256, 128)  # wide rows are the cheapest to pack

@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from acco_jax import footprint
 from acco_jax.gradients import Sums
 from acco_jax.methods.local.base import Work
 from acco_jax.methods.local.cellm import _entries
 from acco_jax.models import gpt_neo, lora
+from acco_jax.plan import footprint
 from tests.local import problem
 from tests.local.test_rounds import HELD, run
 from tests.reference import make_mesh

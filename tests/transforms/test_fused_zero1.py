@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.models import gpt_neo
-from acco_jax.planning import schedules
+from acco_jax.plan import schedules
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -16,7 +16,7 @@ from jax import lax
 import acco_jax
 from acco_jax.methods.dependence import dependence
 from acco_jax.models import gpt_neo, lora
-from acco_jax.training import config as configs
+from acco_jax.runner import config as configs
 from tests.reference import Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")

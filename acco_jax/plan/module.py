@@ -1,0 +1,215 @@
+"""Loop trips, FLOPs and accessed bytes of a compiled module."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from acco_jax.plan.hlo import Computation, Instruction, parse, product_flops
+
+# The kind of a collective, by opcode.
+KINDS = {
+    "reduce-scatter": "reduce-scatter",
+    "all-gather": "all-gather",
+    "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "collective-permute",
+    "send": "send-recv",
+    "recv": "send-recv",
+}
+FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
+FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
+MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
+
+
+class Module:
+    """The text of a compiled program, with trip counts for its loops."""
+
+    def __init__(self, text: str, trip_counts: Mapping[str, int] | int | None) -> None:
+        header = text.split("\n", 1)[0]
+        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+        # how many devices it runs on
+        self.devices = math.prod(map(int, counts))
+        self.computations, entry = parse(text)
+        self.entry = self.computations[entry]
+        self._trip_counts = trip_counts
+        # of a computation, each found once
+        self.flops_in = functools.cache(self._flops_in)
+        self.bytes_in = functools.cache(self._bytes_in)
+        self.collectives_in = functools.cache(self._collectives_in)
+
+    def called(self, x: Instruction) -> list[Computation]:
+        """Returns the computations that an instruction runs."""
+        return [self.computations[name] for name in x.called]
+
+    def body(self, loop: Instruction) -> Computation:
+        return self.computations[loop.attribute(r"\bbody=%?([\w.\-]+)") or ""]
+
+    def runs(
+        self, c: Computation | None = None, times: int = 1
+    ) -> Iterator[tuple[Computation, int]]:
+        """Yields c (ENTRY) and what it runs line by line, each with its executions."""
+        c = c or self.entry
+        yield c, times
+        for x in c.instructions:
+            if x.opcode in ("while", "call", "conditional"):
+                trips = self.count(x) if x.opcode == "while" else 1
+                for called in self.called(x):
+                    yield from self.runs(called, times * trips)
+
+    # ---- trips of loops
+
+    def trips(self, loop: Instruction) -> int | None:
+        """Returns the trips of a loop, from its text or else from `trip_counts`."""
+        trips, counts = self.stated_trips(loop), self._trip_counts
+        if trips is not None:
+            return trips
+        return counts.get(loop.name) if isinstance(counts, Mapping) else counts
+
+    def count(self, loop: Instruction) -> int:
+        """Returns the trips of a loop, an unknown number counted as one."""
+        trips = self.trips(loop)
+        return 1 if trips is None else trips
+
+    def stated_trips(self, loop: Instruction) -> int | None:
+        """Reads the compiler's note (GPU), else a condition i < constant (TPU)."""
+        note = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
+        if note is not None:
+            return int(note)
+        condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+        test, start = condition.root, loop.operand(0)
+        if test.opcode != "compare" or "direction=LT" not in test.attributes:
+            return None
+        counter, limit = map(_source, test.operands)
+        opcodes = (counter.opcode, start and start.opcode)
+        if start is None or opcodes != ("get-tuple-element", "tuple"):
+            return None
+        index = tuple_index(counter)
+        first, last = _constant(_source(start.operands[index])), _constant(limit)
+        step = _step(self.body(loop), index)
+        if first is None or last is None or step is None:
+            return None
+        return len(range(first, last, step))
+
+    # ---- FLOPs and bytes
+
+    def flops(self, x: Instruction) -> int:
+        """Counts matrix products' FLOPs; of a conditional's branches the cheapest."""
+        inside = [self.flops_in(c) for c in self.called(x)]
+        if x.opcode == "while":
+            return self.count(x) * sum(inside)
+        if x.opcode == "conditional":
+            return min(inside)
+        return sum(inside) or product_flops(x)
+
+    def _flops_in(self, c: Computation) -> int:
+        return sum(map(self.flops, c.instructions))
+
+    def bytes(self, x: Instruction) -> int:
+        """Counts bytes read and written; of a conditional's branches the dearest."""
+        if x.opcode in FREE or x.opcode.endswith("-done"):
+            return 0
+        if x.opcode in ("while", "call", "conditional"):
+            inside = [self.bytes_in(c) for c in self.called(x)]
+            if x.opcode == "conditional":
+                return max(inside)
+            return sum(inside) * (self.count(x) if x.opcode == "while" else 1)
+        if x.attribute(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"'):
+            return 0  # what a TPU only makes, or has already in one piece
+        if x.opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * x.bytes
+        if x.opcode == "dynamic-update-slice":
+            return 2 * x.operands[1].bytes
+        if x.opcode == "fusion":
+            return self._fused_bytes(x)
+        if x.opcode == "slice-start":
+            return 2 * (x.bytes - x.operands[0].bytes)
+        read = sum(operand.bytes for operand in x.operands)
+        if x.opcode.endswith(("-start", "-update")):  # its result repeats the operands
+            return max(x.bytes, read)
+        return x.bytes + read
+
+    def _bytes_in(self, c: Computation) -> int:
+        return sum(map(self.bytes, c.instructions))
+
+    def _fused_bytes(self, x: Instruction) -> int:
+        """Counts a fusion's bytes: slices where it reads or updates slices alone."""
+        inner, operands = self.called(x)[0], x.operands
+        total = 0
+        for p in inner.instructions:
+            if p.opcode == "parameter" and int(p.arguments) < len(operands):
+                total += min(_bytes_read(p), operands[int(p.arguments)].bytes)
+        root = inner.root
+        for result in root.operands if root.opcode == "tuple" else [root]:
+            while result.opcode == "bitcast" and result.operands:
+                result = result.operands[0]
+            sliced = result.opcode == "dynamic-update-slice"
+            update = result.operand(1) if sliced else None
+            total += (update or result).bytes
+        return total
+
+    # ---- collectives inside of instructions
+
+    def _collectives_in(self, c: Computation) -> tuple[Instruction, ...]:
+        direct = [x for x in c.instructions if x.opcode in KINDS]
+        callers = (x for x in c.instructions if x.opcode in ("fusion", "call"))
+        return (*direct, *itertools.chain(*map(self.collectives_of, callers)))
+
+    def collectives_of(self, x: Instruction) -> list[Instruction]:
+        """Returns the collectives in the computations that an instruction runs."""
+        return list(itertools.chain(*map(self.collectives_in, self.called(x))))
+
+    def holds(self, x: Instruction, target: str) -> bool:
+        """Whether a fusion contains a custom call to `target`."""
+        return x.opcode == "fusion" and any(
+            f'custom_call_target="{target}"' in inner.attributes
+            for c in self.called(x)
+            for inner in c.instructions
+        )
+
+
+def tuple_index(x: Instruction) -> int:
+    """Returns which element a get-tuple-element takes."""
+    return int(x.attribute(r"\bindex=(\d+)") or 0)
+
+
+def _bytes_read(x: Instruction) -> int:
+    """Counts the bytes read of a fused computation's value: of slices the slices."""
+    total = x.bytes if x.is_root else 0
+    for user in x.computation.instructions:
+        if x.name not in user.operand_names:
+            continue
+        first = user.operand_names[0] == x.name
+        if first and user.opcode in ("bitcast", "dynamic-slice", "slice", "gather"):
+            total += _bytes_read(user)
+        elif not first or user.opcode != "dynamic-update-slice":
+            total += x.bytes
+        # an updated buffer is not read, only written at the slice
+    return min(total, x.bytes)
+
+
+def _source(x: Instruction) -> Instruction:
+    """Returns the instruction that a value comes from, copies left out."""
+    while x.opcode in MOVES and x.operands:
+        x = x.operands[0]
+    return x
+
+
+def _constant(x: Instruction) -> int | None:
+    is_integer = x.opcode == "constant" and re.fullmatch(r"-?\d+", x.arguments)
+    return int(x.arguments) if is_integer else None
+
+
+def _step(body: Computation, index: int) -> int | None:
+    """Returns what a loop's body adds to element `index` of its tuple."""
+    if body.root.opcode != "tuple":
+        return None
+    x = _source(body.root.operands[index])
+    if x.opcode != "add":
+        return None
+    values = [_constant(_source(operand)) for operand in x.operands]
+    return next((v for v in values if v is not None and v > 0), None)

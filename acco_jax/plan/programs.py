@@ -1,0 +1,313 @@
+"""The train step of an experiment for devices that are only described, and compiled.
+
+mesh = programs.data_mesh(topologies.parse("gpu:h200:2x8"))
+program = programs.describe(config, mesh)  # nothing is compiled yet
+compiled = program.compile()  # its schedule, memory and text
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+import acco_jax
+from acco_jax.gradients import piece, with_arrays
+from acco_jax.plan import footprint, hlo, schedules, topologies
+from acco_jax.plan.footprint import bytes_held
+from acco_jax.plan.topologies import Topology
+from acco_jax.runner import config as configs
+
+PyTree = Any
+BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
+
+# Fields of the methods' states.
+_NAMES = {
+    "master": "master copy",
+    "inner": "optimizer state",
+    "outer": "outer optimizer's state",
+    "pending": "pending gradients",
+    "carry": "carried gradient",
+    "wire": "kept to quantize",
+}
+
+
+class DoesNotFit(Exception):
+    """The compiler found no way to fit a program into the chip's memory."""
+
+
+def what_it_needs(message: str) -> str:
+    """Shortens a compiler's out-of-memory message.
+
+    libtpu says "Used 40.00G of 31.25G hbm", or "... for HLO temporaries (3.76T) exceeds
+    available HBM (31.25G)"; of what is worded otherwise the first line stays.
+    """
+    for pattern in (
+        r"Used ([\d.]+\w) of ([\d.]+\w) \w+",
+        r"\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)",
+    ):
+        if match := re.search(pattern, message):
+            return f"it needs {match[1]} of {match[2]} of memory"
+    return message.splitlines()[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    parts: dict[str, int]  # what stays from one half-round to the next, and the batch
+    total: int  # peak of the compiled program, by its memory analysis
+    shards: int = 0  # those of the parts that more devices divide among them
+
+    @property
+    def temporaries(self) -> int:
+        """Activations, gradients, packed buffers: what the program needs beside."""
+        return self.total - sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program and what was read from it."""
+
+    text: str  # its optimized HLO
+    schedule: schedules.Schedule
+    memory: Memory
+    seconds: float  # that the compiler took
+    # By the compiler's own analysis of cost; None where it has none.
+    bytes_accessed: float | None = None
+    # The collectives of the program as written; None where one is in a loop whose
+    # length the program does not say.
+    source_collectives: tuple[footprint.Collective, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One method's half-round on described devices; not compiled yet."""
+
+    method: str
+    tx: acco_jax.Method
+    step: acco_jax.TrainStep  # in the fused form
+    microbatches: int  # of each worker in a half-round
+    counts: tuple[int, ...]  # how many of them each worker computes; () for all
+    arguments: tuple[Any, Any, Any, Any]  # params, state, batch, counts, all abstract
+    frozen: int = 0  # bytes on a device that the loss function holds beside them
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.tx.mesh
+
+    @property
+    def workers(self) -> int:
+        return math.prod(self.mesh.shape[a] for a in self.tx.axis)
+
+    @property
+    def computed(self) -> int:
+        """Microbatches that all workers compute in a half-round."""
+        counts = self.counts or [self.microbatches] * self.workers
+        return sum(counts) * self.tx.steps_per_call
+
+    @property
+    def parameters(self) -> int:
+        leaves = self.arguments[1].layout.leaves  # the arguments may be rows of them
+        return sum(math.prod(leaf.shape) for leaf in leaves)
+
+    @property
+    def groups(self) -> hlo.Groups | None:
+        """Devices over which the data axis communicates; None where all do."""
+        sizes = dict(self.mesh.shape)
+        alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
+        return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
+
+    def compile(self) -> Compiled:
+        """Compiles ahead of time and reads the schedule.
+
+        Raises:
+          DoesNotFit: the chip has too little memory.
+        """
+        start = time.perf_counter()
+        try:
+            lowered = self.step.lower(*self.arguments)
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise DoesNotFit(what_it_needs(str(error))) from error
+        seconds, text = time.perf_counter() - start, compiled.as_text()
+        schedule = schedules.read(text, trip_counts=self._trips(text))
+        accessed, source = None, None
+        # unimplemented where there is no device
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+        with contextlib.suppress(ValueError):
+            source = tuple(footprint.collectives(lowered))
+        memory = self._memory(compiled)
+        return Compiled(text, schedule, memory, seconds, accessed, source)
+
+    def _trips(self, text: str) -> dict[str, int]:
+        """Returns the trips of the loops whose bounds the compiler cannot know.
+
+        They are the busiest worker's pieces, one beside each collective, or of one
+        microbatch the forward and the backward pass. A single one is all microbatches
+        but the last, or what the step hides on GPU because it runs once.
+        """
+        loops = [x.name for x in schedules.read(text).loops if x.trips is None]
+        most, pieces = max(self.counts, default=self.microbatches), len(loops)
+        if self.microbatches == 1 or self.tx.local:
+            return dict.fromkeys(loops, most)  # or an inner step's microbatches
+        if pieces < 2:
+            return dict.fromkeys(loops, most - 1 if self.counts else 1)
+        bounds = (piece(most, k, pieces) for k in range(pieces))
+        return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
+
+    def _memory(self, compiled: Any) -> Memory:
+        params, state, batch, counts = self.arguments
+        parts, shards = {"parameters": bytes_held(params)}, 0
+        fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
+        if not self.tx.local:
+            fields = ("master", "inner", "carry")
+        for field, value in zip(state._fields, state, strict=True):
+            size, name = bytes_held(value), _NAMES.get(field, field)
+            leaves = jax.tree.leaves(value if field in fields else ())
+            split = [x for x in leaves if not x.sharding.is_fully_replicated]
+            if split:
+                shards, name = shards + bytes_held(split), f"{name} (shard)"
+            if size > 64:  # not the counters
+                parts[name] = size
+        if self.frozen:
+            parts["frozen model"] = self.frozen
+        parts["batch"] = bytes_held((batch, counts))
+        m = compiled.memory_analysis()
+        total = m.argument_size_in_bytes + m.output_size_in_bytes
+        total += m.temp_size_in_bytes - m.alias_size_in_bytes
+        return Memory(parts, total, shards)
+
+
+def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
+    """Returns all devices of a topology along the data axes, as training has them.
+
+    With `domains` 1 there is one data axis, with the number of hosts or slices there
+    are two; None means two for several slices, else one.
+
+    Raises:
+      RuntimeError: the compiler is not installed; says how to install it.
+      ValueError: another number of domains; the compiler does not know the topology.
+    """
+    total = topology.devices // topology.fast_domain
+    domains = topology.slices if domains is None else domains
+    if domains not in (1, total):
+        raise ValueError(
+            f"domains is {domains}, but {topology} has {total} "
+            f"{topology.domain_name}s: give that or 1."
+        )
+    devices = topologies.mesh(topology).devices.reshape(domains, -1)
+    if domains == 1:
+        return Mesh(devices[0], ("data",))
+    return Mesh(devices, ("domain", "data"))
+
+
+def data_axes(mesh: Mesh, model_axis: str = "model") -> tuple[str, ...]:
+    return tuple(a for a in mesh.axis_names if a != model_axis)
+
+
+def vocab_size(config: ConfigDict) -> int:
+    """Returns the tokenizer's number of tokens, without a corpus.
+
+    Raises:
+      ValueError: it cannot be told from the config.
+    """
+    if config.data.tokenizer == "bytes":
+        return BYTE_TOKENS
+    size = config.data.vocab_size or config.model.vocab_size
+    if not size:
+        raise ValueError(
+            f"the tokenizer {config.data.tokenizer!r} is made from the corpus, which "
+            "plan does not load: set data.vocab_size or model.vocab_size."
+        )
+    return int(size)
+
+
+def describe(config: ConfigDict, mesh: Mesh) -> Program:
+    """Describes the half-round of a valid config on a mesh of `data_mesh`'s form.
+
+    Raises:
+      ValueError: in one line, what cannot work.
+    """
+    tx = configs.method(config, config.method, mesh, data_axes(mesh))
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
+    if config.form == "split":
+        raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
+    if config.microbatches != "fixed":
+        raise ValueError(
+            f"microbatches is {config.microbatches!r}, but their number is not known "
+            "before a run: plan needs 'fixed'."
+        )
+    replicated = NamedSharding(mesh, P())
+
+    def freeze(make: Callable[[], PyTree]) -> PyTree:
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
+
+    model = configs.model(config, vocab_size(config))
+    loss_fn, init = configs.trained(config, model, freeze)
+    return assemble(
+        config.method,
+        tx,
+        loss_fn,
+        jax.eval_shape(init),
+        microbatches=microbatches,
+        counts=tuple(config.counts),
+        microbatch=(config.microbatch_size, config.length + 1),
+    )
+
+
+def assemble(
+    method: str,
+    tx: acco_jax.Method,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    *,
+    microbatches: int,
+    microbatch: tuple[int, int],
+    counts: tuple[int, ...] = (),
+) -> Program:
+    """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
+
+    Args:
+      method: the method's name.
+      tx: the method, made for a mesh of described devices.
+      loss_fn: as for `acco_jax.make_train_step`.
+      params: abstract arrays.
+      microbatches: of each worker in a half-round.
+      microbatch: rows and length of one microbatch's tokens.
+      counts: how many microbatches each worker computes; () for all.
+    """
+    mesh, axes = tx.mesh, tx.axis
+    step = acco_jax.make_train_step(
+        loss_fn, tx, microbatches=microbatches, form="fused"
+    )
+    workers = math.prod(mesh.shape[a] for a in axes)
+    rows = workers * microbatches * tx.steps_per_call * microbatch[0]
+    split = NamedSharding(mesh, P(axes))
+    tokens = jax.ShapeDtypeStruct((rows, microbatch[1]), jnp.int32, sharding=split)
+    arguments = (
+        *jax.tree.map(
+            lambda x, sharding: x.update(sharding=sharding),
+            jax.eval_shape(functools.partial(acco_jax.start, tx), params),
+            acco_jax.start_shardings(tx, params),
+        ),
+        {"tokens": tokens},
+        jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=split) if counts else None,
+    )
+    frozen = bytes_held(with_arrays(loss_fn))
+    return Program(method, tx, step, microbatches, counts, arguments, frozen)

@@ -1,0 +1,340 @@
+"""One loop for every method: half-round after half-round."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+from orbax.checkpoint import multihost
+
+import acco_jax
+from acco_jax import data
+from acco_jax.gradients import with_arrays
+from acco_jax.models import gpt_neo
+from acco_jax.plan import footprint
+from acco_jax.runner import config as configs
+from acco_jax.runner import metrics, reports, signals, timing
+from acco_jax.runner.counts import CountsLog
+from acco_jax.runner.preparation import (
+    Experiment,
+    abstract,
+    batches,
+    counts_of,
+    initial,
+    to_devices,
+)
+
+PyTree = Any
+COMPILE_SECONDS = 1800  # that a process may compile longer than another
+
+
+class Evaluator:
+    """Loss of the committed parameters on held-out documents."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = e = experiment
+        self._loss_fn, rows = with_arrays(e.loss_fn), P(e.mesh.axis_names)
+
+        @functools.partial(jax.jit, donate_argnums=3)
+        @functools.partial(
+            jax.shard_map, mesh=e.mesh, in_specs=(P(), P(), rows, rows),
+            out_specs=rows, check_vma=False,
+        )  # fmt: skip
+        def add(
+            loss_fn: Partial, params: PyTree, batch: PyTree, sums: jax.Array
+        ) -> jax.Array:
+            # sums: (1, 2) nats and targets of this worker's rows so far
+            return sums + jnp.stack(loss_fn(params, batch, None)[:2])
+
+        self._add = add
+        replicated = NamedSharding(e.mesh, P())
+        self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
+
+    def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
+        """Returns nats per token and bits per byte over `limit` batches, or all."""
+        e = self._experiment
+        batches = data.validation_batches(
+            e.corpus,
+            length=e.config.length,
+            batch_size=e.workers * e.config.microbatch_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            limit=limit,
+        )
+        zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
+        sums = to_devices(zeros, e.mesh)
+        for batch in batches:
+            rows = to_devices(batch, e.mesh)
+            sums = self._add(self._loss_fn, params, rows, sums)
+        nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
+        bits = data.bits_per_byte(nats, e.corpus, targets=targets)
+        return float(nats / targets), float(bits)
+
+
+class _Run:
+    """A run under way: what half-rounds change, and what is done between them."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        e = self._experiment = experiment
+        self._batches = batches(e)
+        self._evaluate = Evaluator(e)
+        self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
+        self._finite = jax.jit(
+            lambda tree: jax.tree.reduce(
+                jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
+            )
+        )
+        self._counts = counts_of(e)
+        self._metrics: dict[str, Any] = {}
+        self.done, seconds = 0, 0.0  # half-rounds so far, and their time
+        if (latest := e.checkpoints.latest()) is None:
+            self.params, self.state = initial(e)
+        else:
+            arrays, host = e.checkpoints.restore(latest, abstract(e))
+            self.params, self.state = arrays
+            self._batches.set_state(host["batches"])
+            self.done, seconds = latest, host["seconds"]
+            logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
+        self._log = None
+        if e.config.microbatches != "fixed":
+            self._log = CountsLog(e.workdir, self.done)
+            e.step.half_round = self.done  # type: ignore[attr-defined]
+        self._recorder = metrics.Recorder(
+            e.workdir,
+            total=e.half_rounds,
+            done=self.done,
+            tokens=self.tokens,
+            seconds=seconds,
+            late=e.step.form != "split",  # which waits for what it has sent
+        )
+        if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
+            batch = to_devices(next(batches(e)), e.mesh)
+            e.step.compile(self.params, self.state, batch, self._counts)
+            everyone = set(range(jax.process_count()))
+            multihost.sync_global_processes(
+                "ready to train", timeout=COMPILE_SECONDS, processes=everyone
+            )
+
+    @property
+    def tokens(self) -> int:
+        e = self._experiment
+        if self._log is None:
+            return self.done * e.tokens
+        return self._log.total * e.config.microbatch_size * e.config.length
+
+    def half_round(self) -> None:
+        """Dispatches a half-round and waits for none but an interval long past."""
+        e = self._experiment
+        batch = to_devices(next(self._batches), e.mesh)
+        self.params, self.state, self._metrics = e.step(
+            self.params, self.state, batch, self._counts
+        )
+        self.done += 1
+        microbatches = list(e.config.counts) or [e.microbatches] * e.workers
+        if self._log is not None:
+            self._log.add(jax.device_get(self._metrics["counts"]))
+            microbatches = self._log.last
+        if self.done % e.config.log_every == 0:
+            host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
+                    "microbatches": microbatches}  # fmt: skip
+            device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
+            rate = self._rate(device["step"])
+            self._recorder.train(host, device | {"learning_rate": rate})
+
+    def validate(self, limit: int | None) -> dict[str, Any]:
+        """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
+        e = self._experiment
+        with self._recorder.pause(self.tokens):
+            params = acco_jax.committed_params(self.state, self.params)
+            loss, bits = self._evaluate(params, limit)
+            row = {
+                "kind": "validation" if limit else "final",
+                "half_round": self.done,
+                "step": e.tx.steps_done(self.done),
+                "tokens": self.tokens,
+                "seconds": self._recorder.seconds,
+                "loss": loss,
+                "bits_per_byte": bits,
+            }
+            self._recorder.evaluation(row)
+        return row
+
+    def save(self) -> None:
+        """Writes a checkpoint once, and never one that is not finite."""
+        checkpoints = self._experiment.checkpoints
+        if checkpoints.latest() == self.done:
+            return
+        with self._recorder.pause(self.tokens):
+            now = (self.params, self._metrics)
+            if not jax.device_get(self._finite(now)):
+                metrics.check(math.nan, "the loss or a parameter", self.done)
+            seconds, position = self._recorder.seconds, self._batches.get_state()
+            host = {"batches": position, "seconds": seconds}
+            checkpoints.save(self.done, (self.params, self.state), host)
+
+    def close(self) -> None:
+        self._recorder.close()
+        if self._log is not None:
+            self._log.close()
+
+
+def run(
+    experiment: Experiment,
+    *,
+    stop_after: int | None = None,
+    time_gradients: bool = False,
+) -> dict[str, Any] | None:
+    """Trains, or continues a run, to its end.
+
+    Args:
+      experiment: from `prepare`.
+      stop_after: stop after so many half-rounds in all, with a checkpoint, as an
+        interrupted run does.
+      time_gradients: at the end also time the gradients by themselves.
+
+    Returns:
+      The summary, None if the run was stopped before its end.
+
+    Raises:
+      FloatingPointError: the loss is not finite; the last checkpoint stays.
+    """
+    config, total = experiment.config, experiment.half_rounds
+    last = min(total, stop_after or total)
+    _announce(experiment)
+    with (
+        _stop_signals() as stopped,
+        contextlib.closing(_Run(experiment)) as runner,
+        jax.transfer_guard("disallow"),
+    ):
+        while runner.done < last and not stopped(runner.done):
+            runner.half_round()
+            crossed = functools.partial(_crossed, experiment, runner.done)
+            if crossed(config.eval_every) or runner.done == total:
+                runner.validate(config.eval_batches)
+            if crossed(config.checkpoint_every) and runner.done < total:
+                runner.save()
+        runner.save()
+        row = runner.validate(None) if runner.done == total else None
+    if row is not None:
+        measured = _footprint(experiment, runner.params, runner.state)
+        if time_gradients:
+            params = acco_jax.committed_params(runner.state, runner.params)
+            seconds = _gradient_seconds(experiment, params)
+            measured["gradient_seconds_per_token"] = seconds
+        return _finish(experiment, row, measured)
+    stopped_at = f"stopped after half-round {runner.done} of {total}"
+    logging.info("%s: the same command continues", stopped_at)
+    return None
+
+
+def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
+    """Whether this half-round ended the step that a multiple of `every` counts to.
+
+    A call of several steps may pass it; a step may end with a later half-round.
+    """
+    steps_done, length = experiment.tx.steps_done, experiment.tx.half_rounds
+    now, before = steps_done(half_rounds), steps_done(half_rounds - length)
+    return now is not None and now // every > max(before or 0, 0) // every
+
+
+def _announce(experiment: Experiment) -> None:
+    e, documents = experiment, experiment.corpus.train_documents
+    per_step = e.tokens * e.tx.half_rounds // e.tx.steps_per_call
+    logging.info(
+        "%s on %d %s devices: %s parameters, %s tokens a step; %s: %s documents, %s "
+        "bytes to train on",
+        e.config.method, e.workers, e.mesh.devices.flat[0].platform,
+        f"{gpt_neo.count_params(e.model):,}", f"{per_step:,}",
+        e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
+    )  # fmt: skip
+
+
+def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
+    """Returns what a worker has sent in the whole run, and what a device holds."""
+    e = experiment
+    arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
+    turns, sent = e.step.turns(), None
+    try:
+        period_bytes = sum(
+            times * footprint.bytes_sent(*e.step.lowered(*arrays, half_round=k))
+            for k, times in turns.items()
+        )
+        sent = round(e.half_rounds * period_bytes / sum(turns.values()))
+    except ValueError as error:  # a finished run is not lost for it
+        logging.warning("bytes_sent_per_worker is not known: %s", error)
+    return {
+        "bytes_sent_per_worker": sent,
+        "state_bytes_per_device": footprint.bytes_held((params, state)),
+    }
+
+
+def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
+    """Times local gradients alone: seconds of all workers per token."""
+    e, counts = experiment, counts_of(experiment)
+    steps = e.tx.steps_per_call
+    seconds = timing.gradient_seconds(
+        e.loss_fn,
+        e.mesh,
+        params,
+        to_devices(next(batches(e)), e.mesh),
+        None if counts is None else counts * steps,
+        microbatches=e.capacity * steps,
+        accumulate_dtype=configs.dtype("accumulate_dtype", e.config.accumulate_dtype),
+    )
+    return seconds / (e.tokens * e.capacity // e.microbatches)
+
+
+def _finish(
+    experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns a run's summary; process 0 also writes, draws and logs it."""
+    config, workdir = experiment.config, experiment.workdir
+    summary = {
+        "method": config.method,
+        "devices": experiment.workers,
+        "parameters": gpt_neo.count_params(experiment.model),
+        "steps": config.steps,
+        **{k: row[k] for k in ("tokens", "seconds", "loss", "bits_per_byte")},
+        **measured,
+    }
+    if jax.process_index() == 0:
+        bigram = data.bigram_bits_per_byte(experiment.corpus)
+        summary["bigram_bits_per_byte"] = bigram
+        title = f"{config.method}, {config.data.name}, {experiment.workers} devices"
+        reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
+        logging.info("finished\n%s", reports.summarize(summary, workdir))
+    return summary
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[int], bool]]:
+    """Yields stopped(half_round): whether this run has been told to stop.
+
+    SIGTERM (a scheduler's) and SIGINT (a person's) stop it after the half-round under
+    way, with a checkpoint; a second SIGINT at once. Several processes agree on the
+    half-round through JAX's preemption service.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    with signals.handler(handle):
+        yield lambda half_round: bool(received)

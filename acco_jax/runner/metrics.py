@@ -1,0 +1,169 @@
+"""Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorboardX
+import tqdm
+from absl import logging
+
+from acco_jax.runner.files import write_rows
+
+FILE = "metrics.jsonl"
+
+
+class Recorder:
+    """Writes metrics one logging interval late, so that fetching never waits.
+
+    Every process looks at its losses, process 0 alone writes them. Times are those at
+    which an interval was fetched: by then the device has just finished it. Where the
+    step itself waits for the device they are written at once.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        total: int,
+        done: int,
+        tokens: int,
+        seconds: float,
+        late: bool = True,
+    ) -> None:
+        """Opens the records of a run, without rows later than where it stands.
+
+        It has done `done` of `total` half-rounds, with so many targets, in so many
+        seconds. Steps that wait for the device are not written `late`.
+        """
+        self._late = late
+        self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._start = time.perf_counter() - seconds
+        self._mark = (time.perf_counter(), tokens)
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        workdir.mkdir(parents=True, exist_ok=True)
+        path = workdir / FILE
+        # evaluations come before a checkpoint, but for the final one
+        rows = (r for r in read(workdir) if r["kind"] != "final")
+        write_rows(path, [r for r in rows if r["half_round"] <= done])
+        self._file = path.open("a")
+        self._board = tensorboardX.SummaryWriter(
+            str(workdir / "tensorboard"), purge_step=done + 1
+        )
+        self._bar = tqdm.tqdm(
+            total=total,
+            initial=done,
+            unit="half-round",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run so far, earlier parts of it included."""
+        return time.perf_counter() - self._start
+
+    def train(self, host: dict[str, Any], device: dict[str, jax.Array]) -> None:
+        """Takes this interval's metrics and writes the last one's.
+
+        Args:
+          host: values on the host: half_round, tokens, ...
+          device: scalars on the device, possibly not computed yet.
+
+        Raises:
+          FloatingPointError: the last interval's loss is not finite.
+        """
+        self.flush()
+        self._pending = (host, device)
+        if not self._late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the pending metrics; raises as `train` does."""
+        if self._pending is None:
+            return
+        (host, device), self._pending = self._pending, None
+        values = {k: v.item() for k, v in jax.device_get(device).items()}
+        check(values["loss"], "the loss", host["half_round"])
+        if not self._writes:
+            return
+        before, tokens = self._mark
+        self._mark = (time.perf_counter(), host["tokens"])
+        rate = (host["tokens"] - tokens) / max(self._mark[0] - before, 1e-9)
+        times = {"seconds": self.seconds, "tokens_per_second": rate}
+        self._write(host | values | times)
+        self._bar.set_postfix_str(
+            f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
+        )
+        self._bar.update(host["half_round"] - self._bar.n)
+
+    @contextlib.contextmanager
+    def pause(self, tokens: int) -> Iterator[None]:
+        """Flushes, and leaves the time inside out of tokens_per_second."""
+        self.flush()
+        yield
+        self._mark = (time.perf_counter(), tokens)
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """Writes and logs an evaluation.
+
+        Raises:
+          FloatingPointError: its loss is not finite.
+        """
+        check(row["loss"], "the held-out loss", row["half_round"])
+        if not self._writes:
+            return
+        self._write(row)
+        which = "of all documents " if row["kind"] == "final" else ""
+        with tqdm.tqdm.external_write_mode(file=sys.stderr):
+            logging.info(
+                "step %d: held-out loss %s%.4f, %.4f bits per byte",
+                row["step"], which, row["loss"], row["bits_per_byte"],
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Closes the files; pending metrics are lost."""
+        if self._writes:
+            self._bar.close()
+            self._board.close()
+            self._file.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "half_round":
+                tag = f"{row['kind']}/{name}"
+                self._board.add_scalar(tag, value, row["half_round"])
+
+
+def check(loss: float, what: str, half_round: int) -> None:
+    """Raises a FloatingPointError if a loss is not finite."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"{what} is {loss} at half-round {half_round}: lower "
+            "optimizer.learning_rate and use a new workdir; the checkpoints in this "
+            "one were written before that half-round."
+        )
+
+
+def read(workdir: Path) -> list[dict[str, Any]]:
+    """Reads the rows of a run so far, but a line that a killed process left cut."""
+    path = workdir / FILE
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows

@@ -1,0 +1,296 @@
+"""Prepares a run: checks everything before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+from ml_collections import ConfigDict
+
+import acco_jax
+from acco_jax import data
+from acco_jax.gradients import with_arrays
+from acco_jax.models import gpt_neo
+from acco_jax.runner import config as configs
+from acco_jax.runner.checkpoints import Checkpoints
+from acco_jax.runner.counts import check_log
+from acco_jax.runner.files import write_whole
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything a run needs, checked; nothing has been trained yet."""
+
+    config: ConfigDict
+    workdir: Path
+    mesh: Mesh
+    corpus: data.Corpus
+    model: gpt_neo.GPTNeoConfig
+    tx: acco_jax.Method
+    step: acco_jax.TrainStep
+    schedule: optax.Schedule
+    microbatches: int  # of each worker in a half-round, or in an inner step of one
+    capacity: int  # microbatches that a batch has room for; more where counts adapt
+    checkpoints: Checkpoints
+    loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
+    init: Callable[[], PyTree]  # makes what is trained; jit-compatible
+
+    @property
+    def workers(self) -> int:
+        return self.mesh.size
+
+    @property
+    def half_rounds(self) -> int:
+        """Calls of the train step in the whole run."""
+        return self.tx.calls(self.config.steps)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a half-round's global batch."""
+        microbatches = self.workers * self.capacity * self.tx.steps_per_call
+        return microbatches * self.config.microbatch_size
+
+    @property
+    def tokens(self) -> int:
+        """Targets of a half-round, where counts do not adapt."""
+        computed = self.config.counts or [self.microbatches] * self.workers
+        rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
+        return rows * self.config.length
+
+
+def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
+    """Returns the devices along a data axis, or two where they form several domains.
+
+    Args:
+      devices: domain after domain.
+      domains: how many of equal size share a fast network (hosts of GPUs, slices of
+        TPUs); None: the slices that TPUs are in, else one.
+
+    Raises:
+      ValueError: the devices do not divide into so many, or a domain spans slices.
+    """
+    slices = [getattr(d, "slice_index", 0) for d in devices]
+    domains = len(set(slices)) if domains is None else domains
+    if domains < 1 or len(devices) % domains:
+        raise ValueError(
+            f"domains is {domains}, but there are {len(devices)} devices: give a "
+            "number that divides them."
+        )
+    size = len(devices) // domains
+    starts = range(0, len(devices), size)
+    if domains > 1 and any(len(set(slices[i : i + size])) > 1 for i in starts):
+        raise ValueError(
+            f"domains is {domains}, but the devices are in {len(set(slices))} slices: "
+            "give that number, or a multiple."
+        )
+    auto = (AxisType.Auto,)
+    rows = [
+        jax.make_mesh((size,), ("data",), auto, devices=devices[i : i + size]).devices
+        for i in starts
+    ]
+    if domains == 1:
+        return Mesh(rows[0], ("data",), auto)
+    return Mesh(np.stack(rows), ("domain", "data"), 2 * auto)
+
+
+def prepare(
+    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
+) -> Experiment:
+    """Builds an experiment.
+
+    Args:
+      config: of `acco_jax.runner.config.default_config`'s form.
+      workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
+      devices: to train on; None: all.
+
+    Raises:
+      ValueError: in one line, what cannot work.
+    """
+    configs.validate(config)
+    devices = jax.devices() if devices is None else list(devices)
+    identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
+    _check_workdir(workdir, identity)
+    mesh = data_mesh(devices, config.domains)
+    tx = configs.method(config, config.method, mesh, mesh.axis_names)
+    half_rounds = tx.calls(config.steps)  # says now if they are not whole rounds
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
+    counted = _adaptive(config, microbatches, half_rounds, mesh.size)
+    capacity = counted.most if counted else microbatches
+    corpus = data.load_corpus(config.data, workdir=workdir)
+    if jax.process_count() > 1:
+        _check_same_text(corpus.checksum)
+    sizes = ("train_bytes", "train_documents", "validation_bytes", "checksum")
+    identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
+    _check_workdir(workdir, identity)
+    model = configs.model(config, corpus.tokenizer.vocab_size)
+    loss_fn, init = configs.trained(
+        config, model, lambda make: _start(config, make, mesh)
+    )
+    if config.base and not (config.lora.rank or config.lora.ranks):
+        init = Partial(_identity, _start(config, init, mesh))
+    step = acco_jax.make_train_step(
+        loss_fn, tx, microbatches=counted or microbatches, form=config.form
+    )
+    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    experiment = Experiment(
+        config, workdir, mesh, corpus, model, tx, step, configs.learning_rate(config),
+        microbatches, capacity, checkpoints, loss_fn, init,
+    )  # fmt: skip
+    batches(experiment)  # says now if the corpus is too small
+    try:
+        tx.check(abstract_params(experiment))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {config.optimizer.name} with the options given does not work "
+            f"here: {error}"
+        ) from error
+    if jax.process_index() == 0:
+        write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
+    return experiment
+
+
+def _adaptive(
+    config: ConfigDict, microbatches: int, half_rounds: int, workers: int
+) -> acco_jax.Adaptive | acco_jax.Replay | None:
+    """Returns how a half-round's microbatches are counted, None where they are fixed.
+
+    Raises:
+      ValueError: the bounds do not fit, or a log cannot be repeated by this run.
+    """
+    if config.microbatches == "fixed":
+        return None
+    capacity = config.most_microbatches
+    if capacity < microbatches:
+        raise ValueError(
+            f"most_microbatches is {capacity}, less than the {microbatches} that "
+            "microbatches_per_step gives a half-round: raise it."
+        )
+    if log := configs.replayed(config):
+        check_log(Path(log), half_rounds, workers, capacity)
+        return acco_jax.Replay(log, capacity)
+    return acco_jax.Adaptive(microbatches, capacity)
+
+
+def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
+    """Returns the parameters of the finished run `base`, or without one `make`'s.
+
+    Raises:
+      ValueError: `base` holds no finished run of this model.
+    """
+    if config.base is None:
+        return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
+    folder = Path(config.base).expanduser()
+    try:
+        old = json.loads((folder / "config.json").read_text())
+        fields = ConfigDict({k: old[k] for k in configs.default_config()})
+        base = prepare(fields, folder, list(mesh.devices.flat))
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"base is {folder}, which holds no run: {error}") from error
+    if (latest := base.checkpoints.latest()) is None:
+        raise ValueError(f"base is {folder}, which has no checkpoint: train it.")
+    if jax.eval_shape(base.init) != jax.eval_shape(make):
+        raise ValueError(
+            f"base is {folder}, which holds another model: set the same model.*, "
+            "length and tokenizer."
+        )
+    (params, state), _ = base.checkpoints.restore(latest, abstract(base))
+    return acco_jax.committed_params(state, params)
+
+
+def _identity(params: PyTree) -> PyTree:
+    return params
+
+
+def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
+    """Refuses the workdir of a run with another config, workers or corpus."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    try:
+        old = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: use another workdir.") from error
+    if field := configs.differing_field(old, old | identity):
+        raise ValueError(
+            f"workdir {workdir} belongs to a run with {field}: use another workdir, "
+            "or the same config."
+        )
+
+
+def _check_same_text(checksum: int) -> None:
+    """Refuses processes that read different text, each in the same line."""
+    checksums = multihost_utils.process_allgather(np.uint32(checksum)).tolist()
+    other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"process {other} has other text than process 0 (data set and tokenizer "
+            "make other tokens): give all of them the same files and versions."
+        )
+
+
+def batches(experiment: Experiment) -> Any:
+    return data.train_iterator(
+        experiment.corpus,
+        length=experiment.config.length,
+        batch_size=experiment.rows,
+        seed=experiment.config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        workers=experiment.workers,
+        skew=experiment.config.data.skew,
+    )
+
+
+def counts_of(experiment: Experiment) -> jax.Array | None:
+    """Returns how many microbatches each worker computes; None: all."""
+    if not experiment.config.counts:
+        return None
+    counts = np.asarray(experiment.config.counts, np.int32)
+    local = np.split(counts, jax.process_count())[jax.process_index()]
+    return to_devices(local, experiment.mesh)
+
+
+def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Makes global arrays, split over the data axes, of this process's rows."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    with jax.transfer_guard_host_to_device("allow"):  # here it is meant
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
+        )
+
+
+def initial(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Makes parameters as the train step takes them, and sharded optimizer state."""
+    replicated = NamedSharding(experiment.mesh, P())
+    make = jax.jit(lambda init: init(), out_shardings=replicated)
+    return acco_jax.start(experiment.tx, make(with_arrays(experiment.init)))
+
+
+def abstract_params(experiment: Experiment) -> PyTree:
+    """Returns shapes, dtypes and shardings of the parameters that are trained."""
+    replicated = NamedSharding(experiment.mesh, P())
+    shapes = jax.eval_shape(experiment.init)
+    return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
+
+
+def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Returns shapes, dtypes and shardings of what `initial` returns."""
+    params, tx = abstract_params(experiment), experiment.tx
+    return jax.tree.map(
+        lambda x, sharding: x.update(sharding=sharding),
+        jax.eval_shape(functools.partial(acco_jax.start, tx), params),
+        acco_jax.start_shardings(tx, params),
+    )

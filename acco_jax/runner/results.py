@@ -1,0 +1,238 @@
+"""The results of a comparison: a table, results.csv and pictures of the losses."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from acco_jax.runner import metrics
+from acco_jax.runner.figures import subplots
+
+SUMMARY = "summary.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One finished run; None is what was not measured."""
+
+    method: str
+    seed: int
+    final_loss: float  # nats per token, of all held-out documents
+    best_loss: float  # of any evaluation
+    tokens: int
+    steps: int
+    microbatches: int  # of all workers
+    tokens_per_second: float | None  # median over the logging intervals
+    seconds: float  # all of the run's
+    bytes_sent_per_worker: int | None
+    state_bytes_per_device: int
+    exposed_ms_per_step: float | None
+    evaluations: tuple[dict[str, Any], ...] = dataclasses.field(repr=False)
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run has ended, with all that a comparison needs."""
+    path = folder / SUMMARY
+    return path.exists() and "bytes_sent_per_worker" in json.loads(path.read_text())
+
+
+def read(folder: Path, method: str, seed: int) -> Result:
+    """Reads the result of a finished run from its workdir."""
+    summary = json.loads((folder / SUMMARY).read_text())
+    config = json.loads((folder / "config.json").read_text())
+    rows = metrics.read(folder)
+    evaluations = tuple(r for r in rows if r["kind"] == "validation")
+    # the first interval holds the compilation
+    rates = [r["tokens_per_second"] for r in rows if r["kind"] == "train"][1:]
+    rate = statistics.median(rates) if rates else None
+    tokens, steps = summary["tokens"], summary["steps"]
+    alone, exposed = summary.get("gradient_seconds_per_token"), None
+    if rate is not None and alone is not None:
+        exposed = 1000 * (1 / rate - alone) * tokens / steps
+    return Result(
+        method,
+        seed,
+        final_loss=summary["loss"],
+        best_loss=min(r["loss"] for r in evaluations),
+        tokens=tokens,
+        steps=steps,
+        microbatches=tokens // (config["microbatch_size"] * config["length"]),
+        tokens_per_second=rate,
+        seconds=summary["seconds"],
+        bytes_sent_per_worker=summary["bytes_sent_per_worker"],
+        state_bytes_per_device=summary["state_bytes_per_device"],
+        exposed_ms_per_step=exposed,
+        evaluations=evaluations,
+    )
+
+
+def write(runs: list[Result], folder: Path) -> str:
+    """Writes table.md, results.csv and loss.png into a folder; returns the table."""
+    text = table(runs)
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
+    with (folder / "results.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(names)
+        writer.writerows([getattr(r, name) for name in names] for r in runs)
+    draw(runs, folder / "loss.png")
+    return text
+
+
+def by_method(runs: list[Result]) -> dict[str, list[Result]]:
+    names = dict.fromkeys(r.method for r in runs)
+    return {name: [r for r in runs if r.method == name] for name in names}
+
+
+def table(runs: list[Result]) -> str:
+    """Returns a Markdown table with a row per method: means over its seeds."""
+    groups = by_method(runs)
+    first, *others = groups
+    columns: dict[str, Callable[[list[Result]], str]] = {
+        "method": lambda rs: rs[0].method,
+        "seeds": lambda rs: str(len(rs)),
+        "final loss": lambda rs: _spread([r.final_loss for r in rs]),
+        **({f"against {first}": _against(groups[first])} if others else {}),
+        "best loss": lambda rs: _spread([r.best_loss for r in rs]),
+        "tokens/s": _mean("tokens_per_second", "{:,.0f}".format),
+        "seconds": _mean("seconds", "{:,.1f}".format),
+        "sent per worker": _mean("bytes_sent_per_worker", _bytes),
+        "state per device": _mean("state_bytes_per_device", _bytes),
+        "microbatches": _mean("microbatches", "{:,.0f}".format),
+        "exposed ms/step": _mean("exposed_ms_per_step", "{:,.1f}".format),
+    }
+    rows = [[cell(rs) for cell in columns.values()] for rs in groups.values()]
+    widths = [max(map(len, c)) for c in zip(columns, *rows, strict=True)]
+    lines = [list(columns), ["-" * w for w in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def _mean(field: str, show: Callable[[float], str]) -> Callable[[list[Result]], str]:
+    def cell(results: list[Result]) -> str:
+        values = [getattr(r, field) for r in results]
+        return "n/a" if None in values else show(statistics.fmean(values))
+
+    return cell
+
+
+def _against(first: list[Result]) -> Callable[[list[Result]], str]:
+    """Shows how far final losses lie above a method's, in percent of its own.
+
+    It is the mean of the seeds that both have, and of several its standard error.
+    """
+    losses = {r.seed: r.final_loss for r in first}
+
+    def cell(results: list[Result]) -> str:
+        if results[0].method == first[0].method:
+            return ""
+        both = [r for r in results if r.seed in losses]
+        changes = [100 * (r.final_loss / losses[r.seed] - 1) for r in both]
+        if not changes:
+            return "n/a"
+        mean = f"{statistics.fmean(changes):+.2f}"
+        if len(changes) == 1:
+            return f"{mean} %"
+        return f"{mean} ± {statistics.stdev(changes) / len(changes) ** 0.5:.2f} %"
+
+    return cell
+
+
+def _spread(values: list[float]) -> str:
+    """Shows the mean, and the largest minus the smallest."""
+    return f"{statistics.fmean(values):.4f} ({max(values) - min(values):.4f})"
+
+
+def _bytes(number: float) -> str:
+    units = ["TB", "GB", "MB", "kB", "B"]  # smallest last
+    while number >= 999.95 and len(units) > 1:
+        number /= 1000
+        units.pop()
+    return f"{number:.4g} {units[-1]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A method's losses: at each evaluation the seeds' mean, lowest and highest."""
+
+    tokens: list[float]
+    seconds: list[float]
+    bytes_sent: list[float] | None
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def curve(runs: list[Result]) -> Curve:
+    """Returns the evaluations that all seeds of a method have."""
+    rows = [{e["half_round"]: e for e in r.evaluations} for r in runs]
+    common = sorted(set.intersection(*(set(r) for r in rows)))
+    values = {
+        key: [[row[h][key] for row in rows] for h in common]
+        for key in ("tokens", "seconds", "loss")
+    }
+    sent = runs[0].bytes_sent_per_worker
+    return Curve(
+        tokens=list(map(statistics.fmean, values["tokens"])),
+        seconds=list(map(statistics.fmean, values["seconds"])),
+        # every half-round sends the same
+        bytes_sent=None if sent is None else [sent * h / common[-1] for h in common],
+        mean=list(map(statistics.fmean, values["loss"])),
+        low=list(map(min, values["loss"])),
+        high=list(map(max, values["loss"])),
+    )
+
+
+def draw(runs: list[Result], path: Path) -> None:
+    """Draws held-out loss against tokens, time and bytes; bands are seeds' ranges."""
+    curves = {name: curve(group) for name, group in by_method(runs).items()}
+    figure, axes = subplots(13, 4.6, 1, 3, sharey=True)
+    panels = (("tokens", "tokens", ""), ("seconds", "time", "s"),
+              ("bytes_sent", "sent by each worker", "B"))  # fmt: skip
+    for ax, (field, label, unit) in zip(axes, panels, strict=True):
+        for i, (name, c) in enumerate(curves.items()):
+            x = getattr(c, field)
+            if x is None:
+                continue
+            style = {"color": f"C{i % 10}", "ls": ("-", "--", ":")[i // 10 % 3]}
+            ax.plot(x, c.mean, label=name, lw=1.6, marker="o", ms=2.5, **style)
+            ax.fill_between(x, c.low, c.high, color=style["color"], alpha=0.2, lw=0)
+        ax.set_xlabel(label)
+        ax.set_xlim(left=0)
+        ax.xaxis.set_major_locator(MaxNLocator(6))
+        ax.xaxis.set_major_formatter(EngFormatter(unit))
+    ends = [c.bytes_sent[-1] for c in curves.values() if c.bytes_sent]
+    if ends and min(ends) > 0 and max(ends) > 5 * min(ends):
+        axes[2].set_xscale("log")
+        axes[2].autoscale(axis="x")  # the limit of 0 would stay, off the scale
+        axes[2].xaxis.set_major_formatter(EngFormatter("B"))
+    axes[0].set_ylim(*_loss_limits(curves.values()))
+    axes[0].set_ylabel("held-out loss (nats per token)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", frameon=False,
+        ncols=min(len(labels), 6),
+    )  # fmt: skip
+    figure.savefig(path)
+
+
+def _loss_limits(curves: Iterable[Curve]) -> tuple[float, float]:
+    """Limits of an axis without the descent of the first fifth of each run."""
+    losses = [
+        loss
+        for c in curves
+        for tokens, *ends in zip(c.tokens, c.low, c.high, strict=True)
+        if tokens >= 0.2 * c.tokens[-1]
+        for loss in ends
+    ]
+    margin = 0.05 * (max(losses) - min(losses)) or 0.05 * max(losses)
+    return min(losses) - margin, max(losses) + margin

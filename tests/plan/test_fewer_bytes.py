@@ -1,0 +1,58 @@
+"""Bytes of an optimizer step, and what packing them costs, read off GPU programs."""
+
+import functools
+
+import jax
+import optax
+import pytest
+
+from acco_jax import acco
+from acco_jax.models import gpt_neo
+from acco_jax.plan import costs, programs, topologies
+from tests.plan.test_hidden import MODEL, ROWS
+
+pytestmark = pytest.mark.slow
+MACHINE = topologies.parse("gpu:h200:1x8")
+
+
+@functools.cache
+def compiled(gather_bits, reduce_bits):
+    """(schedule, memory, prediction) of a half-round of bf16 GPT-2 small."""
+    mesh = programs.data_mesh(MACHINE)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    made = programs.assemble(
+        "acco",
+        acco(inner, mesh=mesh, gather_bits=gather_bits, reduce_bits=reduce_bits),
+        gpt_neo.loss_fn(MODEL),
+        jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0))),
+        microbatches=2,
+        microbatch=(ROWS, MODEL.max_length + 1),
+    ).compile()
+    machine = costs.Machine(MACHINE, costs.figures(MACHINE.chip))
+    prediction = costs.predict(made.schedule, machine, MACHINE.devices)
+    print(f"\n{gather_bits} {reduce_bits}\n{made.schedule.summary()}\n{made.memory}")
+    for field in ("computation", "communication", "exposed"):
+        print(f"{field} {1e3 * getattr(prediction, field):.3f} ms")
+    return made.schedule, made.memory, prediction
+
+
+@pytest.mark.parametrize(
+    ("gather_bits", "reduce_bits", "share"),
+    [(8, None, 0.75), (4, None, 0.65), (8, 8, 0.5), (4, 8, 0.40)],
+)
+def test_bytes_of_plain_bf16(gather_bits, reduce_bits, share):
+    plain, whole, before = compiled(None, None)
+    schedule, memory, after = compiled(gather_bits, reduce_bits)
+    found = schedule.select()
+    reduce = ("all-to-all", "u32") if reduce_bits else ("reduce-scatter", "bf16")
+    assert [(c.kind, c.dtype) for c in found] == [reduce, ("all-gather", "u32")]
+    assert all((c.where, c.times, c.asynchronous) == ("ENTRY", 1, True) for c in found)
+    assert sum(c.bytes for c in found) <= share * sum(c.bytes for c in plain.select())
+    # What it waits for is what plain acco waits for: scalars. The quicker a collective,
+    # the later XLA starts it, maybe beside operations that hold no matrix product.
+    assert after.exposed <= before.exposed + 0.02 * after.communication
+    # 1.03 while bytes were counted that no operation moves (it was 1.034 without them)
+    assert after.computation <= 1.04 * before.computation
+    # at most a byte per parameter more: what arrives in 8 bits, before it is added up
+    assert memory.temporaries <= whole.temporaries + memory.parts["parameters"] / 2
+    assert schedule.hidden_fraction() == 1

@@ -1,0 +1,51 @@
+"""Two devices, a folder of text and a tiny model: what the runner's tests train on."""
+
+import random
+
+import jax
+import pytest
+
+from acco_jax.runner import config as configs
+from acco_jax.runner import loop, preparation
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A folder of 12 documents, some 60 kB, that a model can learn something of."""
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(0)
+    words = ["while", "you", "accumulate", "gradients", "communicate", "them", "\n"]
+    for i in range(12):
+        text = " ".join(draw.choices(words, k=800))
+        (folder / f"{i}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(texts, tmp_path_factory):
+    """tiny(field=value, ...): a config of 6 steps; fields by their dotted names."""
+    data_dir = tmp_path_factory.mktemp("data")
+
+    def make(**changes):
+        c = configs.default_config()
+        c.steps, c.length, c.microbatch_size, c.microbatches_per_step = 6, 32, 2, 4
+        c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
+        c.model.dtype = c.model.param_dtype = "float32"
+        c.data.name, c.data.folder, c.data.held_out = "text_folder", str(texts), 0.2
+        c.data.data_dir = str(data_dir)
+        c.log_every, c.eval_every, c.eval_batches, c.checkpoint_every = 1, 2, 2, 2
+        c.update_from_flattened_dict(changes)
+        return c
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def train(tiny):
+    """train(workdir, stop_after=None, **changes): a run on two devices."""
+
+    def run(workdir, stop_after=None, **changes):
+        experiment = preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
+        summary = loop.run(experiment, stop_after=stop_after)
+        return experiment, summary
+
+    return run

@@ -1,0 +1,205 @@
+"""What an experiment may set, and the one line that refuses the rest."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+
+from acco_jax.runner import config as configs
+
+
+def set_field(config, field, value):
+    config.unlock()
+    *path, last = field.split(".")
+    for name in path:
+        config = config[name]
+    config[last] = value
+
+
+WRONG = [
+    ("optimzer", 1, r"no field optimzer: did you mean 'optimizer'\?"),
+    (
+        "optimizer.learning_rat",
+        1,
+        r"no field optimizer.learning_rat: did you mean 'opti",
+    ),
+    ("data.nmae", "x", r"no field data.nmae: did you mean 'data.name'\?"),
+    ("entirely_different", 1, r"no field entirely_different\."),
+    ("method", "aco", r"method is 'aco': did you mean 'acco'\? Known: acco, "),
+    ("method_options.warmup", 1, r"method_options of acco is 'warmup': Known: "),
+    ("form", "fussed", r"form is 'fussed': did you mean 'fused'\?"),
+    ("optimizer.name", "adamv", r"optax does not have: did you mean 'adam"),
+    ("optimizer.name", "clip", r"'clip', which takes no learning_rate"),
+    ("optimizer.options.b3", 1, r"optimizer.options of adamw is 'b3': Known: b1, b2"),
+    ("optimizer.schedule", "cosin", r"schedule is 'cosin': did you mean 'cosine'\?"),
+    ("model.dtype", "bfloat61", r"model.dtype is 'bfloat61': give a floating dtype"),
+    ("model.param_dtype", "int32", r"model.param_dtype is 'int32': give a floating"),
+    ("comm_dtype", "flot32", r"comm_dtype is 'flot32': give a floating dtype"),
+    ("accumulate_dtype", "uint8", r"accumulate_dtype is 'uint8': give a floating"),
+    ("steps", 0, r"steps is 0: it must be at least 1"),
+    ("log_every", -3, r"log_every is -3: it must be at least 1"),
+    ("counts", (0, 0), r"counts is 0 for every worker"),
+    ("lora.rank", -1, r"lora.rank is -1: give 0 for no adapters"),
+    ("lora.ranks", (("mlp", 0.5),), r"lora.ranks has \('mlp', 0.5\): give pairs"),
+    ("lora.ranks", ("mlp", 4), r"lora.ranks has 'mlp': give pairs"),
+    ("data.skew", 1.5, r"data.skew is 1.5: it must lie from 0 to 1"),
+    ("lora.rnak", 1, r"no field lora.rnak: did you mean 'lora.rank'\?"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), WRONG)
+def test_refuses_in_one_line(field, value, message):
+    config = configs.default_config()
+    set_field(config, field, value)
+    with pytest.raises(ValueError, match=message) as error:
+        configs.validate(config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_rank_per_layer_excludes_one_for_all():
+    config = configs.default_config()
+    config.lora.ranks = (("attn", 8), ("mlp", 4))
+    configs.validate(config)
+    config.lora.rank = 2
+    with pytest.raises(ValueError, match=r"ranks is .* and lora.rank 2: give one"):
+        configs.validate(config)
+
+
+def test_refuses_a_value_of_another_type_and_a_missing_field():
+    config = ConfigDict(configs.default_config().to_dict(), type_safe=False)
+    config.steps = "many"
+    with pytest.raises(ValueError, match="steps is 'many': give a value of type int"):
+        configs.validate(config)
+    config = configs.default_config()
+    del config.model["heads"]
+    with pytest.raises(ValueError, match=r"lacks the field model\.heads"):
+        configs.validate(config)
+
+
+@pytest.mark.parametrize("field", ["clip", "warmup_steps"])
+def test_refuses_a_negative_field_of_the_optimizer(field):
+    config = configs.default_config()
+    config.optimizer[field] = -1
+    with pytest.raises(ValueError, match=f"optimizer.{field} is -1.*: give 0 for none"):
+        configs.validate(config)
+
+
+def test_what_the_config_has_fields_for_is_no_method_option():
+    config = configs.default_config()
+    config.method_options.comm_dtype = "bfloat16"
+    with pytest.raises(ValueError, match="method_options of acco is 'comm_dtype'"):
+        configs.validate(config)
+
+
+def test_the_default_is_valid_and_starts_no_backend():
+    """In a process of its own: this one has a backend already."""
+    script = """
+import jax
+from jax._src import xla_bridge
+from acco_jax.runner import config as configs
+configs.validate(configs.default_config())
+assert not xla_bridge.backends_are_initialized()
+jax.devices()
+assert xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def updates_of(**optimizer):
+    config = configs.default_config()
+    config.optimizer.update(optimizer)
+    config.steps = 10
+    inner = configs.optimizer(config)
+    params = {"w": jnp.full((2, 3), 0.5)}
+    state = inner.init(params)
+    updates, _ = inner.update({"w": jnp.ones((2, 3))}, state, params)
+    return np.asarray(updates["w"])
+
+
+def test_optimizers_by_name_with_their_options():
+    grads, params = {"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), 0.5)}
+
+    def expected(inner):
+        return np.asarray(inner.update(grads, inner.init(params), params)[0]["w"])
+
+    none = {"clip": 0.0}
+    adamw = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
+    np.testing.assert_array_equal(updates_of(**none), expected(adamw))
+    options = {"b2": 0.9, "weight_decay": 0.0}
+    plain = optax.adamw(1e-3, b2=0.9, weight_decay=0)
+    np.testing.assert_array_equal(updates_of(options=options, **none), expected(plain))
+    np.testing.assert_array_equal(
+        updates_of(name="lion", **none), expected(optax.lion(1e-3))
+    )
+    sgd = optax.sgd(1e-3, momentum=0.9)
+    np.testing.assert_array_equal(
+        updates_of(name="sgd", options={"momentum": 0.9}, **none), expected(sgd)
+    )
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-3))
+    np.testing.assert_array_equal(updates_of(name="sgd", clip=0.1), expected(clipped))
+    muon = optax.contrib.muon(1e-3)
+    np.testing.assert_array_equal(updates_of(name="muon", **none), expected(muon))
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    config = configs.default_config()
+    config.steps, config.optimizer.learning_rate = 20, 1.0
+    config.optimizer.warmup_steps = 4
+    rate = configs.learning_rate(config)
+    rates = np.asarray([rate(t) for t in range(21)])
+    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert np.all(np.diff(rates[4:]) < 0) and abs(rates[20]) < 1e-6
+    config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
+    assert [float(configs.learning_rate(config)(t)) for t in (0, 20)] == [1, 1]
+
+
+def test_model_sizes_and_vocabulary():
+    config = configs.default_config()
+    model = configs.model(config, 257)
+    assert (model.width, model.layers, model.vocab_size) == (128, 4, 257)
+    assert model.max_length == config.length and model.dtype == jnp.bfloat16
+    config.model.size = "gpt-neo-125m"
+    assert configs.model(config, 257).width == 768
+    config.model.size = "gpt-neo-1m"
+    with pytest.raises(ValueError, match="'gpt-neo-1m' is unknown: use one of gpt-neo"):
+        configs.model(config, 257)
+    config.model.size, config.model.vocab_size = None, 100
+    with pytest.raises(
+        ValueError, match="vocab_size is 100, but the tokenizer has 257"
+    ):
+        configs.model(config, 257)
+    config.model.vocab_size = 512
+    assert configs.model(config, 257).vocab_size == 512
+    config.model.heads = 3
+    with pytest.raises(ValueError, match="not divisible by heads=3"):
+        configs.model(config, 257)
+
+
+def test_differing_field_names_what_matters():
+    old = {"steps": 3, "log_every": 1, "model": {"width": 8}}
+    assert configs.differing_field(old, old | {"log_every": 7}) == ""
+    new = old | {"model": {"width": 16}}
+    assert configs.differing_field(old, new) == "model.width=8, not 16"
+    assert configs.differing_field(old, {**old, "seed": 1}) == "seed=None, not 1"
+
+
+def test_dtype_names_the_field():
+    assert configs.dtype("x", "float32") == jnp.float32
+    assert jax.dtypes.issubdtype(configs.dtype("x", "bfloat16"), jnp.floating)
+
+
+@pytest.mark.parametrize("method", ["acco", "zero1", "dpu", "wp"])
+def test_few_bits_are_an_option_of_every_method_that_has_them(method):
+    config = configs.default_config()
+    config.method, config.method_options.gather_bits = method, 8
+    configs.validate(config)
+    tx = configs.method(config, method, jax.make_mesh((1,), ("data",)), "data")
+    assert tx.wires.gather_quantized
+    config.method_options.bits = 8
+    with pytest.raises(ValueError, match=f"method_options of {method} is 'bits'"):
+        configs.validate(config)

@@ -1,0 +1,573 @@
+"""The loop: a resumed run is the uninterrupted one, bit for bit, for every method."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import threading
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import acco_jax
+from acco_jax import data
+from acco_jax.models import gpt_neo
+from acco_jax.runner import loop, metrics, preparation
+
+RUNS = {
+    "acco": {},
+    "unequal counts, bf16": {
+        "counts": (1, 2),
+        "model.dtype": "bfloat16",
+        "model.param_dtype": "bfloat16",
+    },
+    "zero1": {"method": "zero1"},
+    "few bits": {
+        "method_options": {"gather_bits": (4, 8), "reduce_bits": 8, "resync_every": 5}
+    },
+    "diloco": {
+        "method": "diloco",
+        "method_options": {"local_steps": 2},
+        "steps": 12,
+        "model.param_dtype": "bfloat16",
+    },
+}
+CLOCKS = ("seconds", "tokens_per_second")
+
+
+def rows_of(workdir):
+    """metrics.jsonl but for its clocks."""
+    return [
+        {k: v for k, v in row.items() if k not in CLOCKS}
+        for row in metrics.read(workdir)
+    ]
+
+
+def arrays_of(experiment):
+    """The newest checkpoint's parameters and state, as bytes."""
+    checkpoints = experiment.checkpoints
+    like = preparation.abstract(experiment)
+    tree, _ = checkpoints.restore(checkpoints.latest(), like)
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@contextlib.contextmanager
+def compilations():
+    """The names of what is compiled inside."""
+    names = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if record.getMessage().startswith("Compiling "):
+                names.append(record.getMessage().split()[1])
+
+    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Handler()
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield names
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def whole(request, train, tmp_path_factory):
+    """(changes, experiment, summary, workdir) of an uninterrupted run."""
+    workdir, changes = tmp_path_factory.mktemp("whole"), RUNS[request.param]
+    experiment, summary = train(workdir, **changes)
+    return changes, experiment, summary, workdir
+
+
+@pytest.fixture(scope="module")
+def acco_run(train, tmp_path_factory):
+    """(experiment, summary, workdir, what was compiled by half-round) of acco."""
+    workdir = tmp_path_factory.mktemp("acco")
+    with compilations() as names:
+        experiment, summary = train(workdir)
+    return experiment, summary, workdir, names
+
+
+def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
+    changes, experiment, summary, workdir = whole
+    delayed = experiment.tx.delayed
+    for stop in (6, 9) if delayed else (3, 5):  # after an estimate, after a commit
+        stopped, nothing = train(tmp_path, stop_after=stop, **changes)
+        assert nothing is None and stopped.checkpoints.latest() == stop
+    again, resumed = train(tmp_path, **changes)
+    assert rows_of(tmp_path) == rows_of(workdir)
+    assert arrays_of(again) == arrays_of(experiment)
+    assert resumed["loss"] == summary["loss"]
+    losses = [r["loss"] for r in rows_of(workdir) if r["kind"] == "train"]
+    assert len(losses) == len(set(losses)) == experiment.half_rounds
+
+
+def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_path):
+    """As after a SIGKILL: the newest checkpoint is older than the last row."""
+    changes, experiment, _, workdir = whole
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    newest = experiment.checkpoints.latest()
+    shutil.rmtree(tmp_path / "checkpoints" / str(newest))
+    again, _ = train(tmp_path, **changes)
+    assert again.checkpoints.latest() == newest
+    assert rows_of(tmp_path) == rows_of(workdir)
+    assert arrays_of(again) == arrays_of(experiment)
+
+
+def test_a_finished_run_is_only_reported_again(acco_run, train, tmp_path):
+    _, summary, workdir, _ = acco_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    _, again = train(tmp_path)
+    assert rows_of(tmp_path) == rows_of(workdir)
+    assert again["loss"] == summary["loss"]
+    assert again["seconds"] < summary["seconds"] + 60
+
+
+def test_metrics_rows(acco_run):
+    _, summary, workdir, _ = acco_run
+    rows = metrics.read(workdir)
+    train_rows = [row for row in rows if row["kind"] == "train"]
+    assert [r["half_round"] for r in train_rows] == list(range(1, 14))
+    fields = {"kind", "half_round", "step", "tokens", "tokens_per_second", "seconds",
+              "loss", "grad_norm", "learning_rate", "microbatches"}  # fmt: skip
+    assert all(set(row) == fields for row in train_rows)
+    # a half-round: 2 workers x 2 microbatches x 2 rows x 32 targets
+    assert [r["tokens"] for r in train_rows] == [256 * h for h in range(1, 14)]
+    assert [r["step"] for r in train_rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert all(r["microbatches"] == [2, 2] for r in train_rows)
+    assert train_rows[0]["grad_norm"] == 0 and train_rows[1]["grad_norm"] > 0
+    for row in train_rows:
+        expected = 1e-3 * (1 + math.cos(math.pi * row["step"] / 6)) / 2
+        assert row["learning_rate"] == pytest.approx(expected, abs=1e-9)
+    seconds = [r["seconds"] for r in rows]
+    assert seconds == sorted(seconds)
+    held_out = [row for row in rows if row["kind"] == "validation"]
+    assert [(r["half_round"], r["step"]) for r in held_out] == [(5, 2), (9, 4), (13, 6)]
+    assert set(held_out[0]) == {"kind", "half_round", "step", "tokens", "seconds",
+                                "loss", "bits_per_byte"}  # fmt: skip
+    assert held_out[-1]["loss"] < held_out[0]["loss"]
+    assert rows[-1]["kind"] == "final" and rows[-1]["half_round"] == 13
+    assert rows[-1]["loss"] == summary["loss"]
+
+
+def test_summary_and_picture(acco_run):
+    experiment, summary, workdir, _ = acco_run
+    assert json.loads((workdir / "summary.json").read_text()) == summary
+    assert summary["method"] == "acco" and summary["devices"] == 2
+    assert summary["tokens"] == 13 * 256 and summary["steps"] == 6
+    assert summary["parameters"] == gpt_neo.count_params(experiment.model)
+    bigram = data.bigram_bits_per_byte(experiment.corpus)
+    assert summary["bigram_bits_per_byte"] == bigram
+    # 13 half-rounds, each one reduce-scatter and one all-gather of float32 rows
+    sent = summary["bytes_sent_per_worker"] / 13
+    assert 4 * summary["parameters"] <= sent < 4.5 * summary["parameters"]
+    # parameters and pending gradients whole; master, moments, carry: half of each
+    held = summary["state_bytes_per_device"] / summary["parameters"]
+    assert 4 * (2 + 4 / 2) <= held < 18
+    assert (workdir / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_nothing_is_compiled_twice(acco_run):
+    *_, names = acco_run
+    ours = [n for n in names if n in ("jit(_overlapped)", "jit(add)", "jit(<lambda>)")]
+    repeated = {n for n in names if names.count(n) > 1 and "lambda" not in n}
+    assert any("overlapped" in name for name in names), names
+    assert [n for n in repeated if "overlapped" in n or n == "jit(add)"] == [], names
+    assert len(ours) <= 6, names
+
+
+def test_a_resumed_run_compiles_its_step_once(train, tmp_path):
+    """Restored arrays are what the step returns: same shardings, same dtypes."""
+    train(tmp_path, stop_after=4)
+    with compilations() as names:
+        train(tmp_path, stop_after=9)
+    assert sum("overlapped" in name for name in names) == 1, names
+
+
+def test_the_loop_makes_no_implicit_transfer(train, tmp_path, monkeypatch):
+    """The guard is on inside the loop: a host array given to a program is refused."""
+    seen = []
+    half_round = loop._Run.half_round
+
+    def spy(run):
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            jnp.sin(np.ones(3))
+        seen.append(run.done)
+        half_round(run)
+
+    monkeypatch.setattr(loop._Run, "half_round", spy)
+    train(tmp_path, stop_after=2)
+    assert seen == [0, 1]
+
+
+def manual_loss(experiment, params):
+    """Mean loss of all held-out targets, one document stream, no batches, no mesh."""
+    tokens = np.asarray(experiment.corpus.validation_tokens, np.int32)
+    length, nats = experiment.config.length, 0.0
+    starts = range(0, len(tokens) - 1, length)
+    rows = np.full((len(starts), length + 1), 256, np.int32)
+    for row, start in zip(rows, starts, strict=True):
+        cut = tokens[start : start + length + 1]
+        row[: len(cut)] = cut
+    logits = jax.jit(lambda p, x: gpt_neo.apply(experiment.model, p, x))(
+        params, rows[:, :-1]
+    )
+    nats = -jax.nn.log_softmax(logits)[
+        np.arange(len(rows))[:, None], np.arange(length), rows[:, 1:]
+    ]
+    real = np.arange(nats.size) < len(tokens) - 1
+    return float(np.asarray(nats, np.float64).reshape(-1)[real].mean())
+
+
+@pytest.mark.parametrize("stop", [6, 9], ids=["estimate", "commit"])
+def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
+    experiment, _ = train(tmp_path, stop_after=stop)
+    (params, state), _ = experiment.checkpoints.restore(
+        stop, preparation.abstract(experiment)
+    )
+    committed = acco_jax.committed_params(state, params)
+    loss, bits = loop.Evaluator(experiment)(committed, None)
+    corpus = experiment.corpus
+    here = jax.device_put(committed, jax.devices()[0])
+    assert loss == pytest.approx(manual_loss(experiment, here), rel=1e-6)
+    targets = len(corpus.validation_tokens) - 1
+    total = loss * targets / math.log(2)
+    assert bits == pytest.approx(total / corpus.validation_bytes, rel=1e-6)
+    if stop == 6:  # theta~ is another point: evaluating it would be seen
+        ahead = manual_loss(experiment, jax.device_put(params, jax.devices()[0]))
+        assert abs(ahead - loss) > 1e-4
+    else:
+        for a, b in zip(
+            jax.tree.leaves(params), jax.tree.leaves(committed), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_what_the_loop_reports_is_that_evaluation(acco_run):
+    experiment, summary, _, _ = acco_run
+    checkpoints = experiment.checkpoints
+    (params, _), _ = checkpoints.restore(13, preparation.abstract(experiment))
+    here = jax.device_put(params, jax.devices()[0])
+    assert summary["loss"] == pytest.approx(manual_loss(experiment, here), rel=1e-6)
+
+
+def test_a_nan_stops_the_run_and_spares_the_checkpoints(train, tmp_path):
+    """The step's parameters become NaN in the middle of a run that saves every step."""
+    changes = {"log_every": 100, "eval_every": 100, "checkpoint_every": 1}
+    half_round = loop._Run.half_round
+
+    def spoiled(run):
+        half_round(run)
+        if run.done == 6:
+            run.params = jax.tree.map(lambda x: x * float("nan"), run.params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "half_round", spoiled)
+        with jax.transfer_guard("allow"), pytest.raises(FloatingPointError) as error:
+            patch.setattr(jax, "transfer_guard", lambda _: contextlib.nullcontext())
+            train(tmp_path, **changes)
+    assert "\n" not in str(error.value) and "half-round 7" in str(error.value)
+    again, summary = train(tmp_path, **changes)  # from half-round 5, sound
+    assert math.isfinite(summary["loss"])
+    assert again.checkpoints.latest() == 13
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"log_every": 2, "eval_every": 100, "checkpoint_every": 100},
+        {"log_every": 100, "eval_every": 1, "checkpoint_every": 100},
+        {"log_every": 100, "eval_every": 100, "checkpoint_every": 100},
+    ],
+    ids=["logged late", "evaluated", "only saved"],
+)
+def test_divergence_is_seen_wherever_it_is_looked_for(train, tmp_path, changes):
+    diverging = {"optimizer.name": "sgd", "optimizer.learning_rate": 1e30,
+                 "optimizer.clip": 0.0, "optimizer.schedule": "constant"}  # fmt: skip
+    with pytest.raises(FloatingPointError, match=r"lower optimizer\.learning_rate"):
+        train(tmp_path, **changes, **diverging)
+    assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_with_a_checkpoint(
+    acco_run, train, tmp_path, number, monkeypatch
+):
+    _, _, whole, _ = acco_run
+    before = signal.getsignal(number)
+    half_round = loop._Run.half_round
+
+    def told(run):
+        half_round(run)
+        if run.done == 4:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "half_round", told)
+        stopped, summary = train(tmp_path)
+    assert summary is None and stopped.checkpoints.latest() == 4
+    assert signal.getsignal(number) == before
+    train(tmp_path)
+    assert rows_of(tmp_path) == rows_of(whole)
+
+
+def test_runs_outside_the_main_thread(train, tmp_path):
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append(train(tmp_path, stop_after=1))
+    )
+    thread.start()
+    thread.join()
+    assert results[0][0].checkpoints.latest() == 1
+
+
+# ---- what prepare refuses
+
+
+REFUSED = [
+    (
+        {"microbatches_per_step": 3},
+        "is 3, which does not divide into the 2 half-rounds",
+    ),
+    ({"counts": (1, 1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
+    ({"counts": (3, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
+    ({"counts": (-1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
+    ({"data.folder": "/nowhere"}, "no folder /nowhere"),
+    (
+        {"data.name": "text_foldr"},
+        "no data set 'text_foldr'.*did you mean 'text_folder'",
+    ),
+    ({"data.tokenizer": "bpe"}, "needs vocab_size"),
+    ({"model.vocab_size": 200}, "is 200, but the tokenizer has 257 tokens"),
+    ({"model.heads": 3}, "heads"),
+    ({"model.size": "gpt-neo-9b"}, "'gpt-neo-9b' is unknown"),
+    ({"microbatch_size": 4096}, "less than a batch of"),
+    ({"length": 30000}, "less than a batch of"),
+    ({"optimizer.name": "lbfgs"}, "optimizer lbfgs .* does not work here: .*value"),
+    ({"optimizer.options": {"b1": "much"}}, "optimizer"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_prepare_refuses_in_one_line(tiny, tmp_path, changes, message):
+    config = tiny()
+    options = changes.pop("optimizer.options", None)
+    config.update_from_flattened_dict(changes)
+    config.optimizer.options.update(options or {})
+    with pytest.raises(ValueError, match=message):
+        preparation.prepare(config, tmp_path, jax.devices()[:2])
+    # what was refused leaves the workdir to whatever comes next
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_text_folder_without_text(tiny, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "zeros.bin").write_bytes(b"\0" * 100)
+    config = tiny(**{"data.folder": str(tmp_path / "empty")})
+    with pytest.raises(ValueError, match="has 0 files of UTF-8 text"):
+        preparation.prepare(config, tmp_path / "work", jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"optimizer.learning_rate": 2e-3},
+            r"optimizer.learning_rate=0.001, not 0.002",
+        ),
+        ({"model.width": 32}, r"model.width=16, not 32"),
+        ({"method": "zero1"}, r"method='acco', not 'zero1'"),
+        ({"steps": 7}, r"steps=6, not 7"),
+    ],
+)
+def test_refuses_the_workdir_of_another_run(acco_run, tiny, changes, message):
+    _, _, workdir, _ = acco_run
+    with pytest.raises(ValueError, match=message) as error:
+        preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
+    assert str(workdir) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_refuses_the_workdir_of_other_workers_or_text(acco_run, tiny, texts, tmp_path):
+    _, _, workdir, _ = acco_run
+    with pytest.raises(ValueError, match="workers=2, not 1"):
+        preparation.prepare(tiny(), workdir, jax.devices()[:1])
+    moved = shutil.copytree(texts, tmp_path / "texts")
+    first = tmp_path / "work"
+    config = tiny(**{"data.folder": str(moved)})
+    preparation.prepare(config, first, jax.devices()[:2])
+    for path in moved.iterdir():
+        path.write_text(path.read_text() + "more")
+    with pytest.raises(ValueError, match=r"corpus\.checksum"):
+        preparation.prepare(config, first, jax.devices()[:2])
+
+
+def test_what_does_not_change_a_run_may_change(acco_run, tiny):
+    _, _, workdir, _ = acco_run
+    changes = {"log_every": 5, "eval_every": 3, "checkpoint_every": 1,
+               "eval_batches": 1, "keep_checkpoints": 1}  # fmt: skip
+    preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
+
+
+def test_processes_with_other_text_are_refused(monkeypatch):
+    gathered = lambda x: np.uint32([7, 7, 9, 7])  # noqa: E731
+    monkeypatch.setattr(preparation.multihost_utils, "process_allgather", gathered)
+    with pytest.raises(ValueError, match="process 2 has other text than process 0"):
+        preparation._check_same_text(7)
+
+
+def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
+    (tmp_path / "config.json").write_text('{"steps":')
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+
+
+# ---- other optimizers, tokenizers, sizes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer.name": "lion"},
+        {"optimizer.name": "sgd", "options": {"momentum": 0.9}},
+        {"optimizer.name": "adafactor", "options": {"min_dim_size_to_factor": 16}},
+        {"data.tokenizer": "bpe", "data.vocab_size": 280, "model.remat": True},
+    ],
+    ids=["lion", "sgd", "adafactor", "bpe"],
+)
+def test_trains_and_continues_with(train, tiny, tmp_path, changes, monkeypatch):
+    """What was not stopped and what was give the same last loss, below the first."""
+    options = changes.pop("options", {})
+    changes |= {"steps": 3, "optimizer.learning_rate": 3e-3}
+    ends = []
+    for name, stops in ("whole", (None,)), ("stopped", (4, None)):
+        for stop in stops:
+            config = tiny(**changes)
+            config.optimizer.options.update(options)
+            e = preparation.prepare(config, tmp_path / name, jax.devices()[:2])
+            ends.append((loop.run(e, stop_after=stop), rows_of(tmp_path / name)))
+    (summary, rows), _, (_, resumed) = ends
+    assert rows == resumed
+    first = next(r for r in rows if r["kind"] == "train")
+    assert summary["loss"] < first["loss"]
+    assert (tmp_path / "whole" / "tokenizer.json").exists() == (
+        "data.tokenizer" in changes
+    )
+
+
+def test_rounds_of_local_steps(train, tmp_path):
+    """A call of several steps evaluates and saves whatever multiples it has passed."""
+    changes = {"method": "diloco", "method_options": {"local_steps": 4}, "steps": 12,
+               "eval_every": 3, "checkpoint_every": 7, "counts": (0, 2)}  # fmt: skip
+    experiment, summary = train(tmp_path, **changes)
+    rows = metrics.read(tmp_path)
+    steps = [(r["half_round"], r["step"]) for r in rows if r["kind"] == "validation"]
+    assert steps == [(1, 4), (2, 8), (3, 12)]
+    trained = [r for r in rows if r["kind"] == "train"]
+    # 4 steps x 2 microbatches of one worker x 2 rows x 32 targets
+    assert [r["tokens"] for r in trained] == [512, 1024, 1536]
+    assert [r["step"] for r in trained] == [4, 8, 12]
+    assert experiment.checkpoints._manager.all_steps() == [2, 3]
+    assert summary["loss"] < trained[0]["loss"]
+
+
+LOCAL = {
+    "slowmo": {"local_steps": 2},
+    "co2": {"local_steps": 2},
+    "gossip": {"topology": "exponential"},
+    "streaming_diloco": {
+        "local_steps": 4, "fragments": 2, "overlap_steps": 1, "bits": 8
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", LOCAL)
+def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
+    changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
+               "optimizer.learning_rate": 3e-3}  # fmt: skip
+    experiment, summary = train(tmp_path / "whole", **changes)
+    train(tmp_path / "stopped", stop_after=3, **changes)  # mid-turn of the fragments
+    again, resumed = train(tmp_path / "stopped", **changes)
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    assert arrays_of(again) == arrays_of(experiment)
+    assert resumed["loss"] == summary["loss"]
+    first = next(r for r in rows_of(tmp_path / "whole") if r["kind"] == "train")
+    assert summary["loss"] < first["loss"]
+
+
+def test_domains_make_two_data_axes(tiny, tmp_path):
+    """The run of one axis, to the arithmetic; few bits cross between domains alone."""
+
+    def run(name, stop_after=None, **changes):
+        config = tiny(steps=3, **changes)
+        e = preparation.prepare(config, tmp_path / name, jax.devices()[:4])
+        return e, loop.run(e, stop_after=stop_after)
+
+    (_, flat), (apart, two) = run("flat"), run("two", domains=2)
+    assert apart.mesh.axis_names == apart.tx.axis == ("domain", "data")
+    assert two["loss"] == pytest.approx(flat["loss"], rel=1e-6)
+    # by a ring of all four 3/4 of a buffer; in two stages 1/2 and then 1/4
+    assert two["bytes_sent_per_worker"] == flat["bytes_sent_per_worker"]
+
+    bits = {"domains": 2, "method_options": {"gather_bits": 8, "reduce_bits": 8}}
+    whole, summary = run("bits", **bits)
+    run("stopped", stop_after=4, **bits)
+    again, _ = run("stopped", **bits)
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "bits")
+    assert arrays_of(again) == arrays_of(whole)
+    assert summary["loss"] == pytest.approx(flat["loss"], rel=1e-2)
+    # the stage within a domain is two thirds of plain bytes, a quarter of it gathers'
+    share = summary["bytes_sent_per_worker"] / two["bytes_sent_per_worker"]
+    assert share == pytest.approx((2 / 3 + 1 / 3 / 4 + 1 / 4) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("slices", "domains", "shape"),
+    [
+        ([0] * 4, None, (4,)),
+        ([0] * 4, 2, (2, 2)),
+        ([0, 0, 1, 1], None, (2, 2)),
+        ([0, 0, 1, 1], 1, (4,)),
+        ([0, 0, 1, 1], 4, (4, 1)),
+        ([0] * 4, 3, "domains is 3, but there are 4 devices: give a number that"),
+        ([0] * 4, 0, "domains is 0, but there are 4 devices"),
+        ([0, 1, 0, 1], 2, "domains is 2, but the devices are in 2 slices"),
+    ],
+)
+def test_which_devices_are_a_domain(slices, domains, shape, monkeypatch):
+    def make_mesh(shape, names, types, devices):
+        assert len(shape) == len(names) == len(types) == 1
+        return mock.Mock(devices=np.array(devices).reshape(shape))
+
+    monkeypatch.setattr(preparation.jax, "make_mesh", make_mesh)
+    monkeypatch.setattr(preparation, "Mesh", lambda devices, names, types: devices)
+    devices = [mock.Mock(slice_index=i) for i in slices]
+    if isinstance(shape, str):
+        with pytest.raises(ValueError, match=shape) as error:
+            preparation.data_mesh(devices, domains)
+        assert "\n" not in str(error.value)
+        return
+    found = preparation.data_mesh(devices, domains)
+    assert found.shape == shape and found.ravel().tolist() == devices
+
+
+def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
+    config = tiny(method="diloco", method_options={"local_steps": 4})
+    with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
+        preparation.prepare(config, tmp_path, jax.devices()[:2])
+
+
+def test_rows_per_worker_follow_counts(train, tmp_path):
+    experiment, _ = train(tmp_path, stop_after=3, counts=(0, 2))
+    rows = metrics.read(tmp_path)
+    assert rows[-1]["microbatches"] == [0, 2]
+    assert [r["tokens"] for r in rows] == [128, 256, 384]
+    assert isinstance(experiment.mesh, Mesh)
