@@ -59,10 +59,10 @@ class Gathering(NamedTuple):
 class Arrived(NamedTuple):
     """What an exchange ends with."""
 
+    params: PyTree  # of their own dtypes, on every worker
     state: Any  # advanced
     totals: Totals
     grad_norm: jax.Array  # []
-    params: PyTree  # of their own dtypes, on every worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +137,14 @@ class Exchange:
     def decode(self, x: Gathering, params: PyTree) -> Arrived:
         state = x.state
         new = self.codec.decode_params(state.layout, state.residue, x.outgoing, params)
-        return Arrived(state, x.totals, x.grad_norm, new)
+        return Arrived(new, state, x.totals, x.grad_norm)
 
     def homes(self, state: Any) -> Arrived:
         """The shardings of what `decode` returns."""
         layout = state.layout
         everywhere = layout.sharding()
         totals = Totals(everywhere, everywhere)
-        return Arrived(state.shardings(), totals, everywhere, layout.params_shardings)
+        return Arrived(layout.params_shardings, state.shardings(), totals, everywhere)
 
 
 class ExchangeRound(Round):

@@ -167,19 +167,16 @@ def half_round(
     def compute(k: int, work: Any, params: PyTree) -> Any:
         return round.compute(k, work, params, rest, inputs)
 
-    work = None
-    if not round.overlaps:
-        work = computed(round, params, rest, inputs)
-        outbox = round.outgoing(params, rest, work)
-    moving = round.send(outbox, owner, extra)
-    moving, params, rest = barrier((moving, params, rest))
     if round.overlaps:
+        moving = round.send(outbox, owner, extra)
+        moving, params, rest = barrier((moving, params, rest))
         moving, work, params = run(round.hops, moving, params, compute)
         arrived = round.decode(moving, params)
         work = round.close(work, rest, inputs)
     else:
-        moving, work, params = run(round.hops, moving, params, work=work)
-        arrived = round.decode(moving, params)
+        work = computed(round, params, rest, inputs)
+        outbox = round.outgoing(params, rest, work)
+        arrived = exchanged(round, outbox, owner, params, extra)
     params, state, sums, norm = round.finish(params, rest, inputs, work, arrived)
     return params, state, metrics(sums, inputs.counts, norm, state.steps)
 
@@ -193,6 +190,14 @@ def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
     for k in range(len(round.hops)):
         work = round.compute(k, work, params, rest, inputs)
     return barrier(round.close(work, rest, inputs))
+
+
+def exchanged(
+    round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
+) -> Any:
+    """What a whole exchange ends with, with nothing beside it."""
+    moving = barrier(round.send(outbox, owner, extra))
+    return round.decode(run(round.hops, moving)[0], params)
 
 
 def metrics(

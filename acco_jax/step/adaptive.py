@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,9 @@ class AdaptiveStep(SplitStep):
         homes = (None, NamedSharding(gradients.mesh, P()))
         self._zeros = jax.jit(_none, out_shardings=homes)
         self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
+
+    def _fuses(self, phase: Hashable) -> bool:
+        return False  # each microbatch is a program
 
     def _lowered_compute(
         self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs

@@ -77,8 +77,12 @@ class TrainStep:
             )
         return self.lowered(*args, half_round=half_round, **named)[0]
 
-    def lowered(self, *args: Any, half_round: int = 1, **named: Any) -> tuple[Any, ...]:
+    def lowered(
+        self, *args: Any, half_round: int | None = None, **named: Any
+    ) -> tuple[Any, ...]:
         """The programs that one call runs; arguments are as for `lower`."""
+        if half_round is None:
+            half_round = self._tx.half_rounds - 1
         phase = self._tx.phase(self._tx.warmup + half_round)
         return self._lowered(phase, *self._arguments(*args, **named))
 

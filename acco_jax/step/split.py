@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import Accumulator
-from acco_jax.half_round import Inputs, Round, computed, metrics, run
+from acco_jax.half_round import Inputs, Round, computed, exchanged, metrics
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
 from acco_jax.step.fused import TrainStep
@@ -27,7 +27,6 @@ class Programs(NamedTuple):
     round: Round
     compute: Any  # (params, rest, inputs) -> closed work
     close: Any  # (work, rest, inputs) -> closed work
-    outgoing: Any  # (params, rest, work) -> outbox
     communicate: Any  # (outbox, owner, params, extra) -> what arrives
     finish: Any  # (params, rest, inputs, work, arrived); see `Round`
 
@@ -59,6 +58,10 @@ class SplitStep(TrainStep):
         inputs: Inputs,
         extra: dict[str, Any],
     ) -> tuple[PyTree, Any, dict[str, Any]]:
+        if self._fuses(phase):
+            return jax.block_until_ready(
+                super()._run(phase, params, state, inputs, extra)
+            )
         programs = self._split(phase, params, state)
         outbox, owner, rest = programs.round.open(params, state)
         if programs.round.overlaps:
@@ -69,13 +72,17 @@ class SplitStep(TrainStep):
             arrived = exchange.result()
         else:
             work, inputs = self._compute(programs, params, rest, inputs, None)
-            outbox = programs.outgoing(params, rest, work)
+            outbox = programs.round.outgoing(params, rest, work)
             arrived = self._communicate(programs, outbox, owner, params, extra)
         params, state, sums, norm = programs.finish(params, rest, inputs, work, arrived)
         # Its sums over workers must not meet the next call's collectives, which another
         # thread starts, in another order on another process.
         means = self._metrics(sums, inputs.counts, norm, state.steps)
         return params, state, jax.block_until_ready(means)
+
+    def _fuses(self, phase: Hashable) -> bool:
+        """Whether calls of a kind are one program, having nothing to run beside."""
+        return not self._tx.round(phase).overlaps
 
     def _communicate(self, programs: Programs, *args: Any) -> Any:
         return jax.block_until_ready(programs.communicate(*args))
@@ -108,19 +115,16 @@ class SplitStep(TrainStep):
         if key not in self._programs:
             round = self._tx.round(phase)
             owner = round.open(params, state)[1]
-            outgoing: Any = round.outgoing
             finish: Any = round.finish
             if round.late:
-                outgoing = jax.jit(outgoing)
                 homes = (*self._homes(state), None, None)
                 finish = jax.jit(finish, out_shardings=homes)
             self._programs[key] = Programs(
                 round,
                 jax.jit(functools.partial(computed, round)),
                 jax.jit(round.close),
-                outgoing,
                 jax.jit(
-                    functools.partial(_exchange, round),
+                    functools.partial(exchanged, round),
                     donate_argnums=1,
                     out_shardings=round.homes(owner),
                 ),
@@ -136,16 +140,13 @@ class SplitStep(TrainStep):
         inputs: Inputs,
         extra: dict[str, Any],
     ) -> tuple[Any, ...]:
+        if self._fuses(phase):
+            return super()._lowered(phase, params, state, inputs, extra)
         programs = self._split(phase, params, state)
         outbox, owner, rest = programs.round.open(params, state)
         lowered, closed = self._lowered_compute(programs, params, rest, inputs)
         if not programs.round.overlaps:
-            work = (params, rest, closed())
-            if programs.round.late:
-                lowered.append(programs.outgoing.lower(*work))
-                outbox = placed(lowered[-1], programs.outgoing, *work)
-            else:
-                outbox = programs.outgoing(*work)
+            outbox = programs.round.outgoing(params, rest, closed())
         moving = (outbox, owner, params, extra)
         lowered.append(programs.communicate.lower(*moving))
         if programs.round.late:
@@ -161,14 +162,6 @@ class SplitStep(TrainStep):
         work = (params, rest, inputs)
         lowered = programs.compute.lower(*work)
         return [lowered], lambda: placed(lowered, programs.compute, *work)
-
-
-def _exchange(
-    round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
-) -> Any:
-    """The hops of a round, with nothing beside them."""
-    moving = run(round.hops, round.send(outbox, owner, extra))[0]
-    return round.decode(moving, params)
 
 
 def placed(lowered: Any, program: Any, *args: Any) -> Any:

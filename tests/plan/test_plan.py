@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import sys
+import types
 import warnings
 from unittest import mock
 
@@ -18,7 +19,7 @@ from absl import flags
 from absl.testing import flagsaver
 from jax.sharding import Mesh
 
-from acco_jax import plan as command
+from acco_jax.plan import __main__ as command
 from acco_jax.plan import (
     costs,
     footprint,
@@ -595,8 +596,8 @@ def test_a_method_is_not_given_another_s_options(stand_in, tmp_path, capsys):
     assert [p.method for p in stand_in] == ["acco", "zero1"]
     text = capsys.readouterr().out
     assert "its half-rounds differ" in text
-    assert stand_in[0].tx.wires.gather_quantized
-    assert not stand_in[1].tx.wires.gather_quantized
+    assert stand_in[0].tx.codecs.gather_quantized
+    assert not stand_in[1].tx.codecs.gather_quantized
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -689,14 +690,15 @@ def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
 
 def test_trips_of_dynamic_loops_are_the_busiest_workers():
     step = type("Step", (), {})()
-    program = programs.Program("acco", None, step, 5, (2, 5), (None,) * 4)
+    tx = types.SimpleNamespace(local=False)
+    program = programs.Program("acco", tx, step, 5, (2, 5), (None,) * 4)
     trips = program._trips(text_of("gpu_hidden"))
     assert list(trips.values()) == [2, 3]
-    single = programs.Program("acco", None, step, 1, (), (None,) * 4)
+    single = programs.Program("acco", tx, step, 1, (), (None,) * 4)
     assert list(single._trips(text_of("gpu_hidden")).values()) == [1, 1]
-    idle = programs.Program("acco", None, step, 2, (0, 1), (None,) * 4)
+    idle = programs.Program("acco", tx, step, 2, (0, 1), (None,) * 4)
     assert list(idle._trips(text_of("gpu_hidden")).values()) == [0, 1]
-    every = programs.Program("acco", None, step, 4, (), (None,) * 4)
+    every = programs.Program("acco", tx, step, 4, (), (None,) * 4)
     assert list(every._trips(text_of("gpu_hidden")).values()) == [2, 2]
 
 

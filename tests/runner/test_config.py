@@ -199,7 +199,7 @@ def test_few_bits_are_an_option_of_every_method_that_has_them(method):
     config.method, config.method_options.gather_bits = method, 8
     configs.validate(config)
     tx = configs.method(config, method, jax.make_mesh((1,), ("data",)), "data")
-    assert tx.wires.gather_quantized
+    assert tx.codecs.gather_quantized
     config.method_options.bits = 8
     with pytest.raises(ValueError, match=f"method_options of {method} is 'bits'"):
         configs.validate(config)

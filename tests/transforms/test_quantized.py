@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
+from acco_jax.step import fused as fused_step
 from tests.reference import (
     AUTO,
     EXPLICIT,
@@ -340,7 +341,7 @@ def test_few_bits_cross_the_slow_one_of_two_data_axes():
     axes = {"mesh": mesh, "axis_name": ("host", "gpu")}
     tx = acco_jax.acco(INNER, **axes, **BOTH)
     steps = {
-        form: acco_jax.make_train_step(loss_fn, tx, **axes, microbatches=2, form=form)
+        form: acco_jax.make_train_step(loss_fn, tx, microbatches=2, form=form)
         for form in ("fused", "split")
     }
     start, _ = setup("acco").start()
@@ -387,7 +388,7 @@ def test_a_nan_arrives_and_leaves_no_trace_in_the_error():
     assert np.isnan(np.asarray(state.master)[5]).all()
 
 
-def test_a_step_never_waits_to_know_its_wire(monkeypatch):
+def test_a_step_never_waits_to_know_its_codec(monkeypatch):
     """The count of half-rounds is read once, then kept on the host."""
     reads = []
 
@@ -396,10 +397,10 @@ def test_a_step_never_waits_to_know_its_wire(monkeypatch):
         return int(x)
 
     made = setup("pair")
-    monkeypatch.setattr(acco_jax.step, "int", read, raising=False)
+    monkeypatch.setattr(fused_step, "int", read, raising=False)
     half = made.run(["fused"] * 4)
-    wires = {wire for _, _, wire in made.steps["fused"]._programs}
-    assert {w.gather_bits for w in wires} == {4, 8, None}
+    phases = {phase for _, phase, _ in made.steps["fused"]._programs}
+    assert {phase.codec.gather_bits for phase in phases} == {4, 8, None}
     assert len(reads) == 1
     made.run(["fused"] * 3, half, 4)  # the state that it returned itself
     assert len(reads) == 1
