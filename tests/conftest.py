@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # The compiled programs are the same for every example, so a deadline says nothing; the
 # same examples every time, so that a failure is everybody's.
@@ -32,3 +33,17 @@ def x64():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module")
+def compiled_here():
+    """No program of a module comes from the compilation cache.
+
+    XLA:CPU has been seen to run a collective beside a loop that holds others, on one
+    device before them and on another after them, in programs loaded from there.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()

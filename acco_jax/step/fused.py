@@ -21,7 +21,7 @@ class TrainStep:
 
     Attributes:
       form: 'fused' or 'split'.
-      compiler_options: what the fused program is compiled with.
+      compiler_options: of the fused program, or of what communicates.
     """
 
     form = "fused"

@@ -127,6 +127,7 @@ class SplitStep(TrainStep):
                     functools.partial(exchanged, round),
                     donate_argnums=1,
                     out_shardings=round.homes(owner),
+                    compiler_options=self.compiler_options or None,
                 ),
                 finish,
             )

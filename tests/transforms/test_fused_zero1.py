@@ -14,7 +14,7 @@ from acco_jax.models import gpt_neo
 from acco_jax.plan import schedules
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh, parameters
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "compiled_here")
 LAYERS = 3
 SHAPES = {
     "embed": (11, 6),
