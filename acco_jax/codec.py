@@ -97,11 +97,11 @@ class Codec:
 
     def _bits(self, layout: Layout, axis: str) -> int | None:
         """Of gradients over a data axis: few over the slowest one alone."""
-        return self.reduce_bits if axis == layout.order[-1] else None
+        return self.reduce_bits if axis == layout.reduce_order[-1] else None
 
     def decode(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
         """The shards of the sums over workers, in the master copy's dtype."""
-        bits, senders = self.reduce_bits, layout.mesh.shape[layout.order[-1]]
+        bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
         if bits is not None:
 
             def add_up(buffers: Arrays) -> Arrays:
@@ -157,7 +157,7 @@ def quantized(
     A row may hold a leaf that a model axis splits and one that is the same all along
     it, and must stay the same: so the devices of such an axis share their scales.
     """
-    axes = tuple(a for a in layout.others if layout.mesh.shape[a] > 1)
+    axes = tuple(a for a in layout.model_axes if layout.mesh.shape[a] > 1)
     return layout.on_buffers(lambda xs: tuple(quantize(x, bits, axes) for x in xs))(
         buffers
     )
@@ -272,7 +272,7 @@ class Codecs:
 
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
     """Zeros in the shape of what crosses the slowest data axis: `Residue.error`'s."""
-    before = layout.workers // layout.mesh.shape[layout.order[-1]]
+    before = layout.workers // layout.mesh.shape[layout.reduce_order[-1]]
 
     def part(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(x[: x.shape[0] // before] for x in buffers)

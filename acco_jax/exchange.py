@@ -1,7 +1,7 @@
 """The exchange of a sharded method: reduce gradients, advance, gather parameters.
 
     pending --send--> Reducing --(encode, reduce) over each data axis--> gradient sums
-    sums --advance--> Advanced --(encode, gather) over each--> Gathering --> Arrived
+    sums --advance--> Advanced --(encode, gather) over each--> Gathering --> Delivery
 
 Each data axis has a reduction and a gather, which are the hops. What comes between is
 the method's own: `advance`, on the shards. It is the same whatever stands beside the
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 class Reducing(NamedTuple):
-    """What is moving until the gradients have been reduced."""
+    """The parcel until the gradients have been reduced."""
 
     state: Any  # of the method, without what is pending
     extra: dict[str, Any]  # arguments of the optimizer
@@ -48,7 +48,7 @@ class Advanced(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """What is moving until the parameters have been gathered."""
+    """The parcel until the parameters have been gathered."""
 
     state: Any
     totals: Totals
@@ -56,7 +56,7 @@ class Gathering(NamedTuple):
     outgoing: Outgoing
 
 
-class Arrived(NamedTuple):
+class Delivery(NamedTuple):
     """What an exchange ends with."""
 
     params: PyTree  # of their own dtypes, on every worker
@@ -119,7 +119,7 @@ class Exchange:
         return x._replace(buffers=self.codec.reduce(x.state.layout, x.buffers, axis))
 
     def act(self, x: Reducing) -> Advanced:
-        """What the owners do with the sums that have arrived."""
+        """What the owners do with the sums that have delivery."""
         gradient = self.codec.decode(x.state.layout, x.buffers, x.whole)
         state, point = self.advance(x.state, gradient, x.totals, x.extra)
         return Advanced(state, x.totals, point)
@@ -134,17 +134,17 @@ class Exchange:
     def _gather(self, axis: str, x: Gathering) -> Gathering:
         return x._replace(outgoing=self.codec.gather(x.state.layout, x.outgoing, axis))
 
-    def decode(self, x: Gathering, params: PyTree) -> Arrived:
+    def decode(self, x: Gathering, params: PyTree) -> Delivery:
         state = x.state
         new = self.codec.decode_params(state.layout, state.residue, x.outgoing, params)
-        return Arrived(new, state, x.totals, x.grad_norm)
+        return Delivery(new, state, x.totals, x.grad_norm)
 
-    def homes(self, state: Any) -> Arrived:
+    def homes(self, state: Any) -> Delivery:
         """The shardings of what `decode` returns."""
         layout = state.layout
         everywhere = layout.sharding()
         totals = Totals(everywhere, everywhere)
-        return Arrived(layout.params_shardings, state.shardings(), totals, everywhere)
+        return Delivery(layout.params_shardings, state.shardings(), totals, everywhere)
 
 
 class ExchangeRound(Round):
@@ -163,8 +163,8 @@ class ExchangeRound(Round):
     def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Reducing:
         return self.exchange.send(outbox, owner, extra)
 
-    def decode(self, moving: Gathering, params: PyTree) -> Arrived:
-        return self.exchange.decode(moving, params)
+    def decode(self, parcel: Gathering, params: PyTree) -> Delivery:
+        return self.exchange.decode(parcel, params)
 
-    def homes(self, owner: Any) -> Arrived:
+    def homes(self, owner: Any) -> Delivery:
         return self.exchange.homes(owner)

@@ -197,7 +197,7 @@ class Accumulator:
         """Return the sums of no microbatch."""
 
         def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
-            return _row(self.nothing(params, batch, rng, self.microbatches))
+            return _row(self.zeros_here(params, batch, rng, self.microbatches))
 
         return self._on_workers(local, self.rows, params, batch, rng)
 
@@ -219,8 +219,8 @@ class Accumulator:
             first, end = span(count)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
-            held = self.microbatches
-            return _row(self.sum_here(sums, params, batch, rng, held, first, end))
+            total = self.microbatches
+            return _row(self.sum_here(sums, params, batch, rng, total, first, end))
 
         return self._on_workers(local, self.rows, params, batch, rng, sums, counts)
 
@@ -228,7 +228,7 @@ class Accumulator:
         self,
         k: int,
         parts: int,
-        begun: PyTree,
+        work: PyTree,
         params: PyTree,
         batch: PyTree,
         rng: Any,
@@ -243,7 +243,7 @@ class Accumulator:
         Args:
           k: which piece, from 0.
           parts: how many, at least 2.
-          begun: what the piece before returned, None for the first; so the next piece
+          work: what the piece before returned, None for the first; so the next piece
             takes what this one returns, and the last returns the `Sums`.
           params, batch, rng, counts: as for `add`.
         """
@@ -251,8 +251,8 @@ class Accumulator:
         if self.microbatches == 1:
             if k == middle - 1:
                 return self._forward(params, batch, rng)
-            return self._backward(begun, params, counts) if k == middle else begun
-        sums = self.zeros(params, batch, rng) if k == 0 else begun
+            return self._backward(work, params, counts) if k == middle else work
+        sums = self.zeros(params, batch, rng) if k == 0 else work
         share = functools.partial(piece, k=k, parts=parts)
         return self.add(sums, params, batch, rng, counts, share)
 
@@ -288,7 +288,7 @@ class Accumulator:
                 for i, x in zip(pullback.params, residuals, strict=True)
             ]
             (grads,) = jax.tree.unflatten(pullback.treedef, leaves)(jnp.ones_like(loss))
-            # `pack` drops gradients without weight: here they would be held twice
+            # `pack` drops gradients without weight: here they would exist twice
             loss = counted(Sums(None, loss, weight, None)).loss
             sums = self._widened(Sums(grads, loss, weight, aux), params)
             return _row(sums if counts is None else where(counts[0] > 0, sums))
@@ -323,14 +323,14 @@ class Accumulator:
         """
 
         def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
-            held, i, valid, key = self.microbatches, self.microbatches - 1, None, rng
+            total, i, valid, key = self.microbatches, self.microbatches - 1, None, rng
             if counts is not None:
                 valid = counts[0] > 0
                 i = jnp.clip(counts[0] - 1, 0, i)
             if rng is not None:
-                first = lax.axis_index(self.axis) * held
+                first = lax.axis_index(self.axis) * total
                 key = jax.random.fold_in(rng, first + i)
-            loss_of = self._loss_of(batch, key, held, i)
+            loss_of = self._loss_of(batch, key, total, i)
             sums = _own(sums)
             grads = None if sums is None else sums.grads
             (loss, (weight, aux)), out = take(loss_of, params, grads, valid)
@@ -348,26 +348,26 @@ class Accumulator:
         params: PyTree,
         batch: PyTree,
         rng: Any,
-        held: int,
+        total: int,
         first: Any,
         end: Any,
     ) -> Sums:
-        """Add microbatches first to end of the `held` that this worker's batch holds.
+        """Add microbatches first to end of the `total` that this worker's batch holds.
 
         For functions given to `over_data`: everything is one worker's own, without a
         leading axis.
         """
-        before = lax.axis_index(self.axis) * held
+        before = lax.axis_index(self.axis) * total
 
         def body(i: Any, sums: Sums) -> Sums:
             key = None if rng is None else jax.random.fold_in(rng, before + i)
-            return add(sums, self._gradient(params, batch, key, held, i))
+            return add(sums, self._gradient(params, batch, key, total, i))
 
         return lax.fori_loop(first, end, body, sums)
 
-    def nothing(self, params: PyTree, batch: PyTree, rng: Any, held: int) -> Sums:
+    def zeros_here(self, params: PyTree, batch: PyTree, rng: Any, total: int) -> Sums:
         """Return the sums of no microbatch, for `sum_here`."""
-        gradient = functools.partial(self._gradient, held=held, i=0)
+        gradient = functools.partial(self._gradient, total=total, i=0)
         out = jax.eval_shape(gradient, params, batch, rng)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
         # zeros_like keeps how other mesh axes split the parameter
@@ -375,18 +375,18 @@ class Accumulator:
         return self._widened(zeros._replace(grads=grads), params)
 
     def _gradient(
-        self, params: PyTree, batch: PyTree, key: Any, held: int, i: Any
+        self, params: PyTree, batch: PyTree, key: Any, total: int, i: Any
     ) -> Sums:
         """One microbatch's contribution on one worker (no leading axis)."""
-        loss_of = self._loss_of(batch, key, held, i)
+        loss_of = self._loss_of(batch, key, total, i)
         (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         return Sums(grads, loss, weight, aux)
 
-    def _loss_of(self, batch: PyTree, key: Any, held: int, i: Any) -> Callable:
-        """params -> (loss, (weight, aux)) of the i-th of `held` microbatches."""
+    def _loss_of(self, batch: PyTree, key: Any, total: int, i: Any) -> Callable:
+        """params -> (loss, (weight, aux)) of the i-th of `total` microbatches."""
 
         def pick(x: jax.Array) -> jax.Array:
-            x = x.reshape(held, x.shape[0] // held, *x.shape[1:])
+            x = x.reshape(total, x.shape[0] // total, *x.shape[1:])
             return lax.dynamic_index_in_dim(x, i, keepdims=False)
 
         return functools.partial(evaluate, self.loss_fn, jax.tree.map(pick, batch), key)

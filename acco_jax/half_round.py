@@ -1,10 +1,10 @@
 """A half-round: what crosses the network, hop by hop, and what is computed beside it.
 
-    outbox --send--> moving --(encode, collective) of each hop--> moving --decode--> new
+    outbox --send--> parcel --(encode, collective) of each hop--> parcel --decode--> new
                                     beside: compute, a piece for each hop
 
 `Round` says what a method does in one call of the train step, and two functions run
-it: `run` takes what is moving over the hops, `half_round` is a whole call as one
+it: `run` takes a parcel over the hops, `half_round` is a whole call as one
 program. The forms of a train step differ only in what stands beside the hops: nothing
 in a plain `update`, pieces of the computation in a fused program, another thread in
 split form.
@@ -30,9 +30,9 @@ class Hop(NamedTuple):
     """One collective of an exchange.
 
     Attributes:
-      encode: what is moving -> what is moving: decodes what the hop before brought,
+      encode: parcel -> parcel: decodes what the hop before brought,
         lets its owner act on it, and encodes what is sent next. No large collective.
-      collective: what is moving -> what is moving: the collective alone.
+      collective: parcel -> parcel: the collective alone.
     """
 
     encode: Callable[[Any], Any]
@@ -100,11 +100,11 @@ class Round(abc.ABC):
 
     @abc.abstractmethod
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
-        """What is moving before the first hop; sums what is small."""
+        """The parcel before the first hop; sums what is small."""
 
-    def decode(self, moving: Any, params: PyTree) -> Any:
+    def decode(self, parcel: Any, params: PyTree) -> Any:
         """What the last hop brought, as `finish` needs it. No collective."""
-        return moving
+        return parcel
 
     def homes(self, owner: Any) -> Any:
         """The shardings of what `decode` returns; None leaves them to the compiler."""
@@ -112,7 +112,7 @@ class Round(abc.ABC):
 
     @abc.abstractmethod
     def finish(
-        self, params: PyTree, rest: Any, inputs: Inputs, work: Any, arrived: Any
+        self, params: PyTree, rest: Any, inputs: Inputs, work: Any, delivery: Any
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
         """Ends the call; no large collective.
 
@@ -121,7 +121,7 @@ class Round(abc.ABC):
           rest: of the state.
           inputs: of the call.
           work: closed.
-          arrived: decoded.
+          delivery: decoded.
 
         Returns:
           The new parameters and state, the sums of this call without gradients, and the
@@ -131,31 +131,31 @@ class Round(abc.ABC):
 
 def run(
     hops: tuple[Hop, ...],
-    moving: Any,
+    parcel: Any,
     params: PyTree = None,
     compute: Callable[[int, Any, PyTree], Any] = lambda k, work, params: work,
     work: Any = None,
 ) -> tuple[Any, Any, PyTree]:
-    """Takes what is moving over the hops, a piece of computation beside each.
+    """Takes a parcel over the hops, a piece of computation beside each.
 
     Barriers pin the order: a compiler left to itself hides at most one collective. The
     last one is pinned too, or it would be waited for before the computation.
 
     Args:
       hops: of the exchange.
-      moving: before the first hop.
+      parcel: before the first hop.
       params: that the computation reads.
       compute: (k, work, params) -> work, the k-th piece.
       work: of the computation so far.
 
     Returns:
-      What is moving after the last hop, the work, and params.
+      The parcel after the last hop, the work, and params.
     """
     for k, hop in enumerate(hops):
-        moving, work, params = barrier((hop.encode(moving), work, params))
-        moving, work = hop.collective(moving), compute(k, work, params)
-        moving, work, params = barrier((moving, work, params))
-    return moving, work, params
+        parcel, work, params = barrier((hop.encode(parcel), work, params))
+        parcel, work = hop.collective(parcel), compute(k, work, params)
+        parcel, work, params = barrier((parcel, work, params))
+    return parcel, work, params
 
 
 def half_round(
@@ -168,16 +168,16 @@ def half_round(
         return round.compute(k, work, params, rest, inputs)
 
     if round.overlaps:
-        moving = round.send(outbox, owner, extra)
-        moving, params, rest = barrier((moving, params, rest))
-        moving, work, params = run(round.hops, moving, params, compute)
-        arrived = round.decode(moving, params)
+        parcel = round.send(outbox, owner, extra)
+        parcel, params, rest = barrier((parcel, params, rest))
+        parcel, work, params = run(round.hops, parcel, params, compute)
+        delivery = round.decode(parcel, params)
         work = round.close(work, rest, inputs)
     else:
         work = computed(round, params, rest, inputs)
         outbox = round.outgoing(params, rest, work)
-        arrived = exchanged(round, outbox, owner, params, extra)
-    params, state, sums, norm = round.finish(params, rest, inputs, work, arrived)
+        delivery = exchanged(round, outbox, owner, params, extra)
+    params, state, sums, norm = round.finish(params, rest, inputs, work, delivery)
     return params, state, metrics(sums, inputs.counts, norm, state.steps)
 
 
@@ -196,8 +196,8 @@ def exchanged(
     round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
 ) -> Any:
     """What a whole exchange ends with, with nothing beside it."""
-    moving = barrier(round.send(outbox, owner, extra))
-    return round.decode(run(round.hops, moving)[0], params)
+    parcel = barrier(round.send(outbox, owner, extra))
+    return round.decode(run(round.hops, parcel)[0], params)
 
 
 def metrics(

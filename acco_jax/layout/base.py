@@ -96,7 +96,7 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in self.axis)
 
     @property
-    def order(self) -> tuple[str, ...]:
+    def reduce_order(self) -> tuple[str, ...]:
         """The data axes as collectives take them: the fastest network first.
 
         Reduced there, a gradient is 1/k of its size when it meets the slower network.
@@ -105,7 +105,7 @@ class Layout:
         return self.axis[::-1]
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def model_axes(self) -> tuple[str, ...]:
         """The mesh's axes that are not data axes."""
         return tuple(a for a in self.mesh.axis_names if a not in self.axis)
 
@@ -144,7 +144,7 @@ class Layout:
         )
 
     def _home(self, leaf: Leaf) -> NamedSharding:
-        return NamedSharding(self.mesh, leaf.stored_spec(self.order))
+        return NamedSharding(self.mesh, leaf.stored_spec(self.reduce_order))
 
     def everywhere(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Run fn on each device's own blocks, manual over every axis of the mesh."""
@@ -215,7 +215,7 @@ class Layout:
         shape = jnp.shape(x)
         fits = [d for d, s in enumerate(shape) if s % self.workers == 0]
         if fits and math.prod(shape) > MAX_REPLICATED:
-            return self.sharding(*[None] * fits[0], self.order)
+            return self.sharding(*[None] * fits[0], self.reduce_order)
         return self.sharding()
 
     def state_shardings(self, state: PyTree) -> PyTree:
@@ -273,12 +273,12 @@ class Layout:
 
     def _over(self, axes: tuple[str, ...]) -> P:
         """Of buffers that are split over these data axes."""
-        return P((*axes, *self.others)) if axes or self.others else P()
+        return P((*axes, *self.model_axes)) if axes or self.model_axes else P()
 
     @property
     def _own(self) -> P:
         """Of what every device has for itself."""
-        return self._over(self.order)
+        return self._over(self.reduce_order)
 
     @property
     def _row_specs(self) -> PyTree:
@@ -290,7 +290,7 @@ class Layout:
 
     @property
     def _shard_specs(self) -> PyTree:
-        return self.tree(lambda leaf: leaf.stored_spec(self.order))
+        return self.tree(lambda leaf: leaf.stored_spec(self.reduce_order))
 
     @property
     def _whole_specs(self) -> tuple[P, ...]:
@@ -397,7 +397,7 @@ class Layout:
     def reduce_scatter(self, buffers: Arrays, axis: str) -> Arrays:
         """Sum the buffers over one data axis; each worker keeps its share.
 
-        The collective alone; applied over the axes of `order`, one after the other.
+        The collective alone; applied over the axes of `reduce_order` in turn.
         """
 
         def local(buffers: Arrays) -> Arrays:
@@ -436,7 +436,7 @@ class Layout:
     def all_gather(self, outgoing: Outgoing, axis: str) -> Outgoing:
         """Gather the shares along one data axis on every worker of it.
 
-        The collective alone; applied over the axes of `order`, the last one first.
+        The collective alone; applied over the axes of `reduce_order`, last one first.
         """
 
         def local(buffers: Arrays) -> Arrays:
@@ -444,7 +444,7 @@ class Layout:
                 return buffers
             return lax.all_gather(buffers, axis, axis=0, tiled=True)
 
-        left = self.order[: self.order.index(axis)]
+        left = self.reduce_order[: self.reduce_order.index(axis)]
         before, after = self._over((*left, axis)), self._over(left)
         buffers = self.everywhere(local, (before,), after)(outgoing.buffers)
         return outgoing._replace(buffers=buffers)
@@ -475,7 +475,7 @@ class Layout:
             x = x.astype(leaf.master)
             if leaf.whole:
                 return x
-            blocks, i = leaf.cut(x), lax.axis_index(self.order)
+            blocks, i = leaf.cut(x), lax.axis_index(self.reduce_order)
             return lax.dynamic_index_in_dim(blocks, i, keepdims=leaf.in_blocks)
 
         return self._leafwise(share, self._param_specs, self._shard_specs)(params)
@@ -487,7 +487,9 @@ class Layout:
             x = x.astype(leaf.dtype)
             if leaf.whole:
                 return x
-            blocks = lax.all_gather(leaf.blocks(x), self.order, axis=0, tiled=True)
+            blocks = lax.all_gather(
+                leaf.blocks(x), self.reduce_order, axis=0, tiled=True
+            )
             return leaf.assemble(blocks)
 
         return self._leafwise(param, self._shard_specs, self._param_specs)(shards)

@@ -129,7 +129,9 @@ def _accumulate(
         sums = gradients.add(sums, params, batch, rng, counts, before)
     take = functools.partial(_reduced, pipelined, gradients, layout)
     dims = map(_dim, layout.leaves)
-    specs = tuple(P() if d is None else P(*[None] * d, layout.order) for d in dims)
+    specs = tuple(
+        P() if d is None else P(*[None] * d, layout.reduce_order) for d in dims
+    )
     shards, sums = gradients.last(sums, params, batch, rng, counts, take, specs)
     weight, loss = (x.astype(layout.scalar) for x in (sums.weight, sums.loss))
     return Pending(shards, (), weight, loss), sums
@@ -161,7 +163,7 @@ def _reduced(
       valid: [] whether the microbatch counts, None: it does.
     """
     whole = jax.tree.leaves(params)
-    held = [None] * len(whole) if earlier is None else jax.tree.leaves(earlier)
+    before = [None] * len(whole) if earlier is None else jax.tree.leaves(earlier)
 
     def empty(leaf: Leaf, p: jax.Array) -> jax.Array:
         d = _dim(leaf)
@@ -179,8 +181,8 @@ def _reduced(
         pipelined=pipelined,
     )
     shards = list(map(empty, layout.leaves, whole))
-    out, raw = reduced_gradients(loss_of, params, held, shards, valid, reduction)
-    return out, tuple(raw)
+    out, reduced = reduced_gradients(loss_of, params, before, shards, valid, reduction)
+    return out, tuple(reduced)
 
 
 class _Scatter(NamedTuple):
@@ -248,9 +250,9 @@ class _Scatter(NamedTuple):
             over = functools.partial(
                 self._scatter, dim=None if d is None else d - sliced
             )
-            if self.layout.others:  # JAX cannot scatter an array with Explicit axes
+            if self.layout.model_axes:  # JAX cannot scatter an array with Explicit axes
                 spec = P(*leaf.spec[sliced:])
-                names = set(self.layout.others)
+                names = set(self.layout.model_axes)
                 over = jax.shard_map(
                     over,
                     in_specs=spec,
@@ -262,7 +264,7 @@ class _Scatter(NamedTuple):
         return [shards[i] for i in leaves]
 
     def _scatter(self, x: jax.Array, dim: int | None) -> jax.Array:
-        for axis in self.layout.order:
+        for axis in self.layout.reduce_order:
             if dim is None:
                 x = lax.psum(x, axis)
             else:
@@ -275,7 +277,7 @@ class _Scatter(NamedTuple):
         alone = []
         for i in leaves:
             leaf = self.layout.leaves[i]
-            if self.layout.others or _dim(leaf) is None:
+            if self.layout.model_axes or _dim(leaf) is None:
                 alone.append(i)
             else:
                 groups.setdefault(leaf.wire, []).append(i)

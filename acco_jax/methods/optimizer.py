@@ -53,10 +53,12 @@ def guarded_step(
     mean = jax.tree.map(
         lambda g: jnp.where(valid, g / weight.astype(g.dtype), 0), gradient
     )
-    given = {k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()}
+    arguments = {
+        k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()
+    }
     mean, at = layout.view(mean), layout.view(master)
     view = layout.view_state(inner_state)
-    updates, stepped = checked_update(inner, mean, view, at, given)
+    updates, stepped = checked_update(inner, mean, view, at, arguments)
     moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),

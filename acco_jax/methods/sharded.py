@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from acco_jax.codec import Codec, Codecs, codecs
-from acco_jax.exchange import Advanced, Arrived, Exchange, ExchangeRound, Point
+from acco_jax.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
 from acco_jax.gradients import Sums
 from acco_jax.half_round import Inputs, Round, run
 from acco_jax.layout import Layout, Pending, PyTree, Totals
@@ -114,13 +114,18 @@ class ShardedRound(ExchangeRound):
         return work[0]
 
     def finish(
-        self, params: PyTree, rest: Layout, inputs: Inputs, work: Any, arrived: Arrived
+        self,
+        params: PyTree,
+        rest: Layout,
+        inputs: Inputs,
+        work: Any,
+        delivery: Delivery,
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
         pending, sums = work
-        state = arrived.state
+        state = delivery.state
         if self.overlaps:
             state = state._replace(pending=pending)
-        return arrived.params, state, sums, arrived.grad_norm
+        return delivery.params, state, sums, delivery.grad_norm
 
 
 # ---------------------------------------------------------------------- the method
@@ -350,14 +355,14 @@ def _plain_update(
             pending = choose(warming, state.pending, pending)
         state = state._replace(pending=None)
     exchange = tx.exchange(tx.codecs.all[0])
-    moving = exchange.send(sent, state, extra)
+    parcel = exchange.send(sent, state, extra)
     if tx.codecs.differ:  # in how their parameters travel alone
-        advanced = exchange.act(run(exchange.reduces, moving)[0])
+        advanced = exchange.act(run(exchange.reduces, parcel)[0])
         ways = [functools.partial(_gathered, tx, c, params) for c in tx.codecs.all]
-        arrived = jax.lax.switch(tx.codecs.turn(half_round), ways, advanced)
+        delivery = jax.lax.switch(tx.codecs.turn(half_round), ways, advanced)
     else:
-        arrived = exchange.decode(run(exchange.hops, moving)[0], params)
-    state = arrived.state
+        delivery = exchange.decode(run(exchange.hops, parcel)[0], params)
+    state = delivery.state
     if tx.delayed:
         state = state._replace(pending=pending)
 
@@ -365,12 +370,12 @@ def _plain_update(
         wide = jnp.promote_types(old.dtype, jnp.float32)
         return new.astype(wide) - old.astype(wide)
 
-    return jax.tree.map(difference, arrived.params, params), in_place(layout, state)
+    return jax.tree.map(difference, delivery.params, params), in_place(layout, state)
 
 
 def _gathered(
     tx: ShardedMethod, codec: Codec, params: PyTree, advanced: Advanced
-) -> Arrived:
+) -> Delivery:
     exchange = tx.exchange(codec)
     return exchange.decode(run(exchange.gathers, advanced)[0], params)
 

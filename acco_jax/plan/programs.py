@@ -39,7 +39,7 @@ _NAMES = {
     "outer": "outer optimizer's state",
     "pending": "pending gradients",
     "carry": "carried gradient",
-    "wire": "kept to quantize",
+    "residue": "residue of few bits",
 }
 
 

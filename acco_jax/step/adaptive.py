@@ -88,7 +88,7 @@ class AdaptiveStep(SplitStep):
             self._least = microbatches.least
         # the number in one place, or the second microbatch would compile anew
         homes = (None, NamedSharding(gradients.mesh, P()))
-        self._zeros = jax.jit(_none, out_shardings=homes)
+        self._zeros = jax.jit(_zeros, out_shardings=homes)
         self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
 
     def _fuses(self, phase: Hashable) -> bool:
@@ -128,8 +128,8 @@ class AdaptiveStep(SplitStep):
             mine = max(int(c[0]) for c in here)
         done = 0
         while done < gradients.microbatches:
-            arrived = exchange is None or exchange.done()
-            if mine is None and done >= self._least and arrived:
+            delivery = exchange is None or exchange.done()
+            if mine is None and done >= self._least and delivery:
                 break
             if mine is not None and done >= mine:
                 break
@@ -155,7 +155,7 @@ class AdaptiveStep(SplitStep):
         return log[self.half_round]
 
 
-def _none(params: PyTree, inputs: Inputs) -> tuple[Sums, jax.Array]:
+def _zeros(params: PyTree, inputs: Inputs) -> tuple[Sums, jax.Array]:
     """No microbatch, and the number of the next one: counted where it is needed."""
     gradients, batch, _, rng = inputs
     return gradients.zeros(params, batch, rng), jnp.int32(0)

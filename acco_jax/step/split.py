@@ -28,7 +28,7 @@ class Programs(NamedTuple):
     compute: Any  # (params, rest, inputs) -> closed work
     close: Any  # (work, rest, inputs) -> closed work
     communicate: Any  # (outbox, owner, params, extra) -> what arrives
-    finish: Any  # (params, rest, inputs, work, arrived); see `Round`
+    finish: Any  # (params, rest, inputs, work, delivery); see `Round`
 
 
 class SplitStep(TrainStep):
@@ -69,12 +69,14 @@ class SplitStep(TrainStep):
                 self._communicate, programs, outbox, owner, params, extra
             )
             work, inputs = self._compute(programs, params, rest, inputs, exchange)
-            arrived = exchange.result()
+            delivery = exchange.result()
         else:
             work, inputs = self._compute(programs, params, rest, inputs, None)
             outbox = programs.round.outgoing(params, rest, work)
-            arrived = self._communicate(programs, outbox, owner, params, extra)
-        params, state, sums, norm = programs.finish(params, rest, inputs, work, arrived)
+            delivery = self._communicate(programs, outbox, owner, params, extra)
+        params, state, sums, norm = programs.finish(
+            params, rest, inputs, work, delivery
+        )
         # Its sums over workers must not meet the next call's collectives, which another
         # thread starts, in another order on another process.
         means = self._metrics(sums, inputs.counts, norm, state.steps)
@@ -148,11 +150,11 @@ class SplitStep(TrainStep):
         lowered, closed = self._lowered_compute(programs, params, rest, inputs)
         if not programs.round.overlaps:
             outbox = programs.round.outgoing(params, rest, closed())
-        moving = (outbox, owner, params, extra)
-        lowered.append(programs.communicate.lower(*moving))
+        parcel = (outbox, owner, params, extra)
+        lowered.append(programs.communicate.lower(*parcel))
         if programs.round.late:
-            arrived = placed(lowered[-1], programs.communicate, *moving)
-            finish = programs.finish.lower(params, rest, inputs, closed(), arrived)
+            delivery = placed(lowered[-1], programs.communicate, *parcel)
+            finish = programs.finish.lower(params, rest, inputs, closed(), delivery)
             lowered.append(finish)
         return tuple(lowered)
 

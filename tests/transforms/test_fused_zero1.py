@@ -243,7 +243,7 @@ def test_layers_stay_whole_and_the_layout_is_its_own():
     mesh = make_mesh(4)
     tx = acco_jax.fused_zero1(INNER, mesh=mesh)
     layout = tx.init(jax.tree.map(jnp.asarray, parameters(SHAPES))).layout
-    split = {str(leaf): leaf.stored_spec(layout.order) for leaf in layout.leaves}
+    split = {str(leaf): leaf.stored_spec(layout.reduce_order) for leaf in layout.leaves}
     assert split["layers/w"] == P(None, ("data",), None)
     assert split["layers/b"] == P(None, "data")
     assert split["layers/s"] == split["norm"] == P("data")

@@ -66,9 +66,9 @@ class InnerSteps:
         def local(
             gradients: Accumulator, theta: PyTree, batch: PyTree, rng: Any
         ) -> tuple[Sums, jax.Array]:
-            held = self.steps * gradients.microbatches
+            total = self.steps * gradients.microbatches
             params = cast(first(theta), like)
-            sums = gradients.nothing(params, batch, rng, held)._replace(grads=None)
+            sums = gradients.zeros_here(params, batch, rng, total)._replace(grads=None)
             return jax.tree.map(lambda x: x[None], (sums, jnp.zeros(())))
 
         in_specs = (P(), gradients.rows, gradients.rows, P())
@@ -130,10 +130,10 @@ class InnerSteps:
     ) -> Work:
         """One worker's step h on its own mean gradient; without weight, none."""
         microbatches = gradients.microbatches
-        held, start = self.steps * microbatches, h * microbatches
+        total, start = self.steps * microbatches, h * microbatches
         params = cast(work.theta, like)
-        sums = gradients.nothing(params, batch, rng, held)
-        sums = gradients.sum_here(sums, params, batch, rng, held, start, start + count)
+        sums = gradients.zeros_here(params, batch, rng, total)
+        sums = gradients.sum_here(sums, params, batch, rng, total, start, start + count)
         valid = sums.weight != 0
         weight = jnp.where(valid, sums.weight, 1)
         mean = jax.tree.map(
@@ -292,22 +292,22 @@ class LocalRound(Round):
             span = (self.beside, self.steps.steps)
         return self.steps.run(gradients, span, work, batch, rng, counts, like)
 
-    def merge(self, rest: Any, work: Work, arrived: Any) -> Work:
-        """Lets what has arrived into the workers' parameters, before the last steps."""
+    def merge(self, rest: Any, work: Work, delivery: Any) -> Work:
+        """Lets a delivery into the workers' parameters, before the last steps."""
         return work
 
     @abc.abstractmethod
     def conclude(
-        self, rows: PyTree, rest: Any, work: Work, arrived: Any
+        self, rows: PyTree, rest: Any, work: Work, delivery: Any
     ) -> tuple[PyTree, Any]:
         """The rows and the state that the call returns, but for its counters."""
 
     def finish(
-        self, params: PyTree, rest: Any, inputs: Inputs, work: Work, arrived: Any
+        self, params: PyTree, rest: Any, inputs: Inputs, work: Work, delivery: Any
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
-        work = self.merge(rest, work, arrived)
+        work = self.merge(rest, work, delivery)
         work = self.compute(len(self.hops), work, params, rest, inputs)
-        rows, state = self.conclude(params, rest, work, arrived)
+        rows, state = self.conclude(params, rest, work, delivery)
         state = state._replace(
             half_rounds=state.half_rounds + 1, steps=state.steps + self.steps.steps
         )

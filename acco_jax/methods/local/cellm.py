@@ -100,22 +100,22 @@ def _sizes(layout: Layout, group: list[int]) -> list[int]:
 
 def _to_rows_of_256(layout: Layout, leaves: list[jax.Array]) -> list[jax.Array]:
     """[rows, 256] of each group, filled up with zeros."""
-    found = []
+    buffers = []
     for group in _groups(layout):
         flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        found.append(jnp.pad(flat, (0, -flat.size % ROW)).reshape(-1, ROW))
-    return found
+        buffers.append(jnp.pad(flat, (0, -flat.size % ROW)).reshape(-1, ROW))
+    return buffers
 
 
 def _to_leaves(layout: Layout, buffers: list[jax.Array]) -> list[jax.Array]:
     """The inverse of `_to_rows_of_256`."""
-    found: dict[int, jax.Array] = {}
+    by_number: dict[int, jax.Array] = {}
     for group, buffer in zip(_groups(layout), buffers, strict=True):
         flat, start = buffer.reshape(-1), 0
         for i, size in zip(group, _sizes(layout, group), strict=True):
-            found[i] = flat[start : start + size].reshape(layout.leaves[i].local)
+            by_number[i] = flat[start : start + size].reshape(layout.leaves[i].local)
             start += size
-    return [found[i] for i in range(len(found))]
+    return [by_number[i] for i in range(len(by_number))]
 
 
 def largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -151,25 +151,27 @@ def _to_words(arrays: list[jax.Array]) -> jax.Array:
 
 def _from_words(words: jax.Array, like: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """The inverse of `_to_words`."""
-    flat, start, found = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1), 0, []
+    flat, start, arrays = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1), 0, []
     for x in like:
         width = x.dtype.itemsize
         size = math.prod(x.shape) * width
         shape = x.shape if width == 1 else (*x.shape, width)
         part = flat[start : start + size].reshape(shape)
-        found.append(lax.bitcast_convert_type(part, x.dtype))
+        arrays.append(lax.bitcast_convert_type(part, x.dtype))
         start += size
-    return found
+    return arrays
 
 
 def _parcel(layout: Layout, k: int) -> list[jax.ShapeDtypeStruct]:
     """What a worker sends: places and values of each group."""
-    found = []
+    arrays = []
     for group in _groups(layout):
         rows = -(-sum(_sizes(layout, group)) // ROW)
         wire = layout.leaves[group[0]].wire
-        found += [jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.uint8, wire)]
-    return found
+        arrays += [
+            jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.uint8, wire)
+        ]
+    return arrays
 
 
 # --------------------------------------------------------------------------- the round
@@ -201,7 +203,7 @@ class SparseRound(LocalRound):
         return base.to_rows(rest.layout, rest.master)
 
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
-        """Moving: the layout, every worker's words, e_i(t+1), and sum_i w_i."""
+        """The parcel: the layout, every worker's words, e_i(t+1), and sum_i w_i."""
         layout, words, error, weight = outbox
         return layout, words, error, weight.sum()
 
@@ -219,15 +221,15 @@ class SparseRound(LocalRound):
                 theta,
                 error,
             )
-            parcel, kept = [], []
+            parcel, unsent = [], []
             wires = (p.dtype for p in _parcel(layout, self.k)[1::2])
             buffers = _to_rows_of_256(layout, jax.tree.leaves(u))
             for buffer, wire in zip(buffers, wires, strict=True):
                 places, values = largest(buffer, self.k)
                 sent = jnp.where(weight[0] != 0, values, 0).astype(wire)
                 parcel += [places, sent]
-                kept.append(add_at(buffer, places, -sent.astype(buffer.dtype)))
-            left = [e[None] for e in _to_leaves(layout, kept)]
+                unsent.append(add_at(buffer, places, -sent.astype(buffer.dtype)))
+            left = [e[None] for e in _to_leaves(layout, unsent)]
             return _to_words(parcel), layout.treedef.unflatten(left)
 
         at, rows_at, everyone = self._specs(layout)
@@ -236,15 +238,15 @@ class SparseRound(LocalRound):
         words, error = run(weight, rest.master, work.theta, rest.error)
         return layout, words, error, weight
 
-    def _gather(self, moving: Any) -> Any:
-        layout, words, error, total = moving
+    def _gather(self, parcel: Any) -> Any:
+        layout, words, error, total = parcel
 
         def local(words: jax.Array) -> jax.Array:
             if layout.workers == 1:
                 return words[None]
             return lax.all_gather(words, layout.axis)
 
-        everyone, gathered = self._specs(layout)[2], P(None, layout.others or None)
+        everyone, gathered = self._specs(layout)[2], P(None, layout.model_axes or None)
         run = layout.everywhere(local, (everyone,), gathered)
         return layout, run(words), error, total
 
@@ -253,7 +255,7 @@ class SparseRound(LocalRound):
         spec = lambda s: s.spec  # noqa: E731
         at = jax.tree.map(spec, layout.params_shardings)
         rows_at = jax.tree.map(spec, layout.grads_shardings)
-        return at, rows_at, P((*layout.axis, *layout.others))
+        return at, rows_at, P((*layout.axis, *layout.model_axes))
 
     def _sum(self, layout: Layout, words: jax.Array) -> PyTree:
         """sum_i s_i, added up in the workers' order, in the master dtype."""
@@ -272,7 +274,7 @@ class SparseRound(LocalRound):
             total, _ = lax.scan(add, none, words)
             return layout.treedef.unflatten(_to_leaves(layout, total))
 
-        gathered = P(None, layout.others or None)
+        gathered = P(None, layout.model_axes or None)
         return layout.everywhere(local, (gathered,), self._specs(layout)[0])(words)
 
     def _advance(
@@ -287,9 +289,9 @@ class SparseRound(LocalRound):
         return moved, choose(valid, new, outer)
 
     def conclude(
-        self, rows: PyTree, rest: CellmState, work: Work, arrived: Any
+        self, rows: PyTree, rest: CellmState, work: Work, delivery: Any
     ) -> tuple[PyTree, CellmState]:
-        layout, words, error, total = arrived
+        layout, words, error, total = delivery
         sums = self._sum(layout, words)
         run = over_data(self._advance, layout.mesh, layout.axis, P(), P())
         master, outer = run(total, sums, rest.master, rest.outer)

@@ -81,15 +81,15 @@ def _mean(layout: Layout, rows: PyTree) -> PyTree:
 def matchings(n: int) -> list[np.ndarray]:
     """Round-robin: each pair of n meets in exactly one of these; partner of each."""
     players = list(range(n + n % 2))  # the last one of an odd number is nobody
-    found = []
+    pairings = []
     for _ in range(len(players) - 1):
         partner = np.arange(n)
         for a, b in zip(players, reversed(players), strict=True):
             if a < n and b < n:
                 partner[a] = b
-        found.append(partner)
+        pairings.append(partner)
         players.insert(1, players.pop())
-    return found
+    return pairings
 
 
 def _from(peers: Any, axis: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -174,15 +174,15 @@ class GossipRound(LocalRound):
         return super().theta(rows, rest) if rest.master is None else rest.master
 
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
-        """Moving: the layout, the call, r(x_i), and what mixing has changed so far."""
+        """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = outbox
         sent = base.cast(theta, layout.tree(lambda leaf: leaf.wire))
         change = jax.tree.map(jnp.negative, base.widened(layout, sent))
         return layout, call, sent, change
 
-    def _exchange(self, term: Term, moving: Any) -> Any:
+    def _exchange(self, term: Term, parcel: Any) -> Any:
         """Adds a term; one buffer of each dtype on the wire."""
-        layout, call, sent, change = moving
+        layout, call, sent, change = parcel
         by_dtype: dict[np.dtype, list[int]] = {}
         for i, leaf in enumerate(layout.leaves):
             by_dtype.setdefault(leaf.wire, []).append(i)
@@ -202,9 +202,9 @@ class GossipRound(LocalRound):
         return layout, call, sent, run(call, sent, change)
 
     def conclude(
-        self, rows: PyTree, rest: GossipState, work: Work, arrived: Any
+        self, rows: PyTree, rest: GossipState, work: Work, delivery: Any
     ) -> tuple[PyTree, GossipState]:
-        theta = jax.tree.map(jnp.add, work.theta, arrived[-1])
+        theta = jax.tree.map(jnp.add, work.theta, delivery[-1])
         master = None if rest.master is None else theta
         state = rest._replace(inner=work.inner, master=master)
         return base.narrowed(rest.layout, theta), state

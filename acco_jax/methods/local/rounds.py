@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.exchange import Arrived, Exchange, ExchangeRound
+from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Pending, PyTree
 from acco_jax.methods.base import CommonOptions, gather_exact
@@ -111,13 +111,13 @@ class OuterRound(ExchangeRound, LocalRound):
         return differences(rest.layout, weight, params, work.theta, rows)
 
     def conclude(
-        self, rows: PyTree, rest: RoundState, work: Work, arrived: Arrived
+        self, rows: PyTree, rest: RoundState, work: Work, delivery: Delivery
     ) -> tuple[PyTree, RoundState]:
-        outer = arrived.state
+        outer = delivery.state
         if self.overlaps:
             outer = outer._replace(pending=self.outgoing(rows, rest, work))
         state = rest._replace(outer=outer, inner=work.inner)
-        return base.to_rows(rest.layout, arrived.params), state
+        return base.to_rows(rest.layout, delivery.params), state
 
 
 class RoundOptions(CommonOptions, total=False):

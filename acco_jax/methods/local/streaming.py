@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.codec import Codec
-from acco_jax.exchange import Arrived, Exchange, ExchangeRound
+from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Leaf, Pending, PyTree
 from acco_jax.methods.base import gather_exact
@@ -61,17 +61,17 @@ class StreamingState(NamedTuple):
         layout = self.layout
         homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
         anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
-        found = base.shardings(self, rows=("weights", "inner"))._replace(anchor=anchor)
+        state = base.shardings(self, rows=("weights", "inner"))._replace(anchor=anchor)
         if self.master is None:
-            return found
-        return found._replace(master=layout.grads_shardings)
+            return state
+        return state._replace(master=layout.grads_shardings)
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # theta_i
-        found: Fragment = {}
+        leaves: Fragment = {}
         for state in self.outer:
-            found |= gather_exact(state.layout, state.master)
-        return self.layout.tree(lambda leaf: found[leaf.name])
+            leaves |= gather_exact(state.layout, state.master)
+        return self.layout.tree(lambda leaf: leaves[leaf.name])
 
 
 def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], ...]:
@@ -189,7 +189,7 @@ class StreamingRound(ExchangeRound, LocalRound):
         outer = rest.outer[self.phase].layout
         return differences(outer, weight, anchor, theta, P())
 
-    def merge(self, rest: StreamingState, work: Work, arrived: Arrived) -> Work:
+    def merge(self, rest: StreamingState, work: Work, delivery: Delivery) -> Work:
         q, layout = self.arriving, rest.layout
         if self.overlaps:
             weight = rest.outer[q].pending.weight
@@ -212,18 +212,18 @@ class StreamingRound(ExchangeRound, LocalRound):
         row = P(layout.axis)
         in_specs = (P(), row, row, P())
         run = over_data(local, layout.mesh, layout.axis, in_specs, row)
-        merged = run(arrived.totals.weight, weight, theta, arrived.params)
+        merged = run(delivery.totals.weight, weight, theta, delivery.params)
         return work._replace(theta=put(layout, work.theta, merged))
 
     def conclude(
-        self, rows: PyTree, rest: StreamingState, work: Work, arrived: Arrived
+        self, rows: PyTree, rest: StreamingState, work: Work, delivery: Delivery
     ) -> tuple[PyTree, StreamingState]:
         p, q, layout = self.phase, self.arriving, rest.layout
         outer, anchor = list(rest.outer), list(rest.anchor)
         # nothing arrives of a fragment that nobody has sent yet
-        sent = arrived.totals.weight != 0
-        anchor[q] = choose(sent, arrived.params, anchor[q])
-        outer[q] = arrived.state
+        sent = delivery.totals.weight != 0
+        anchor[q] = choose(sent, delivery.params, anchor[q])
+        outer[q] = delivery.state
         if self.overlaps:
             # read no more before it is written again
             outer[q] = outer[q]._replace(pending=rest.outer[q].pending)
