@@ -12,10 +12,9 @@ import pytest
 
 import acco_jax
 from tests.reference import make_mesh
+from tests.stablehlo import KINDS, collectives
 
 WIDTH, LAYERS = 256, 16  # 16 x (256 x 257 + 2 x 256) = 1.06 M parameters
-COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all",
-               "collective_permute")  # fmt: skip
 
 
 def shapes(dtype):
@@ -55,26 +54,10 @@ def build(n, mixed=False, method="acco"):
     return tx, params, state, step.lower(*arrays, batch)
 
 
-def collectives(lowered):
-    """[(operation, elements that cross, dtype)], larger than a norm."""
-    found = []
-    text = lowered.as_text()
-    tensor = r"tensor<([\dx]*?)x?(bf16|f16|f32|f64)>"
-    operations = "|".join(COLLECTIVES)
-    pattern = rf'"stablehlo\.({operations})".*?: \({tensor}\) -> {tensor}'
-    for op, before, dtype, after, _ in re.findall(pattern, text, re.S):
-        size = max(
-            math.prod(map(int, filter(None, s.split("x")))) for s in (before, after)
-        )
-        if size > 16:
-            found.append((op, size, dtype))
-    return found
-
-
 def in_the_executable(lowered):
     """[(operation, largest result)] of the optimized program, larger than a norm."""
     found = []
-    names = "|".join(op.replace("_", "-") for op in COLLECTIVES)
+    names = "|".join(op.replace("_", "-") for op in KINDS)
     pattern = rf"= (.*?) ({names})(?:-start)?\("
     for shape, op in re.findall(pattern, compiled(lowered).as_text()):
         dims = re.findall(r"\[([\d,]*)\]", shape)
@@ -106,11 +89,11 @@ def test_one_collective_each_way_and_dtype(n, mixed, method):
     expected = sizes(params)
     found = collectives(lowered)
     for op in ("reduce_scatter", "all_gather"):
-        of = {d: size for o, size, d in found if o == op}
-        assert sum(o == op for o, _, _ in found) == len(expected)
+        of = {c.dtype: c.size for c in found if c.kind == op}
+        assert sum(c.kind == op for c in found) == len(expected)
         for dtype, size in expected.items():
             assert size <= of[short[dtype]] < 1.2 * size  # small: much is padding
-    assert {o for o, _, _ in found} == {"reduce_scatter", "all_gather"}
+    assert {c.kind for c in found} == {"reduce_scatter", "all_gather"}
     # and the compiler leaves it at that
     executable = in_the_executable(lowered)
     names = sorted(op for op, _ in executable)

@@ -7,8 +7,9 @@ import pytest
 
 import acco_jax
 from tests.local import problem
-from tests.local.test_rounds import HELD, STEPS, collectives, run
+from tests.local.test_rounds import HELD, STEPS, run
 from tests.reference import make_mesh
+from tests.stablehlo import collectives
 
 pytestmark = pytest.mark.usefixtures("x64")
 ALPHA, BETA, PENALTY, PHI, ROUNDS = 0.9, 0.5, 1.5, 0.05, 5
@@ -67,10 +68,12 @@ def test_its_collectives_are_those_of_one_step():
     started = acco_jax.start(tx, problem.device(theta))
     text = step.lower(*started, batches[0], jnp.asarray(counts[0])).as_text()
     found = collectives(text)
-    assert [name for name, _ in found] == ["reduce_scatter", "all_gather"]
-    assert all("bf16" in operand for _, operand in found)
+    assert [c.kind for c in found] == ["reduce_scatter", "all_gather"]
+    assert all(c.dtype == "bf16" for c in found)
     # the first half of the steps lies between them, the second behind the gather
-    places = [text.index(f"stablehlo.{name}") for name, _ in found]
+    places = [
+        text.index(f"stablehlo.{name}") for name in ("reduce_scatter", "all_gather")
+    ]
     assert "stablehlo.while" in text[places[0] : places[1]]
 
 

@@ -1,7 +1,6 @@
 """diloco and local_rounds against NumPy loops written from the equations."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import acco_jax
 from tests.local import problem
 from tests.reference import make_mesh
+from tests.stablehlo import collectives
 
 pytestmark = pytest.mark.usefixtures("x64")
 STEPS, HELD, ROUNDS = 3, 2, 4
@@ -380,25 +380,5 @@ def test_a_round_sends_what_a_step_of_zero1_sends():
         text = lowered.as_text()
         sent.append(sorted(collectives(text)))
     assert sent[0] == sent[1]
-    assert [s[0] for s in sent[0]] == ["all_gather", "reduce_scatter"]
-    assert all("bf16" in types for _, types in sent[0])
-
-
-def collectives(text):
-    """(name, type of the operand) of every collective in a StableHLO text.
-
-    But for all-reduces of a few numbers: weights, losses and leaves that stay whole.
-    """
-    found, open_name = [], None
-    for line in text.splitlines():
-        for name in ("reduce_scatter", "all_gather", "all_to_all", "all_reduce",
-                     "collective_permute"):  # fmt: skip
-            if f"stablehlo.{name}" in line:
-                open_name = name
-        if open_name and " : (" in line:
-            operand = line.split(" : (")[1].split(")")[0]
-            size = re.findall(r"<(?:(\d+)x)?", operand)[0]
-            if "x" in operand and (open_name != "all_reduce" or int(size or 0) > 9):
-                found.append((open_name, operand))
-            open_name = None
-    return found
+    assert [c.kind for c in sent[0]] == ["all_gather", "reduce_scatter"]
+    assert all(c.dtype == "bf16" for c in sent[0])

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import math
-import re
 
 import chex
 import jax
@@ -23,6 +21,7 @@ from tests.reference import (
     quantization_step,
     quantized,
 )
+from tests.stablehlo import collectives
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -354,7 +353,7 @@ def test_few_bits_cross_the_slow_one_of_two_data_axes():
         chex.assert_trees_all_equal(jax.jit(owned)(state), params)
         ends[form] = params, state
     chex.assert_trees_all_equal(*ends.values())
-    found = collectives(steps["fused"].lower(start, tx.init(start), batch(0, 4 * N)))
+    found = sent(steps["fused"].lower(start, tx.init(start), batch(0, 4 * N)))
     (buffer,) = state.layout.zeros().buffers
     size = buffer.size // N  # of one worker's gradients
     assert sorted(found) == [
@@ -434,16 +433,9 @@ def test_another_methods_state_is_refused():
         made.half_round("plain", params, plain, 0)
 
 
-def collectives(lowered):
-    """[(operation, dtype, elements of its result)], larger than a norm."""
-    found = []
-    pattern = r'"stablehlo\.(\w+)".*?-> \(?tensor<([\dx]+)x(\w+)>'
-    for line in re.finditer(pattern, lowered.as_text(), re.S):
-        operation, dims, dtype = line.groups()
-        size = math.prod(map(int, dims.split("x")))
-        if operation in ("all_gather", "all_to_all", "reduce_scatter") and size > 16:
-            found.append((operation, dtype, size))
-    return found
+def sent(lowered):
+    """[(kind, dtype, elements of the result)]"""
+    return [(c.kind, c.dtype, c.result) for c in collectives(lowered)]
 
 
 def test_what_crosses_is_in_bytes():
@@ -463,5 +455,5 @@ def test_what_crosses_is_in_bytes():
             reduce = ("reduce_scatter", "f32", params.size // N)
             if reduce_bits:
                 reduce = ("all_to_all", "ui32", params.size // 4)
-            found = collectives(step.lower(*args, half_round=half_round))
+            found = sent(step.lower(*args, half_round=half_round))
             assert sorted(found) == sorted([gather, reduce])
