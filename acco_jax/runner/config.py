@@ -97,10 +97,11 @@ def default_config() -> ConfigDict:
     c.model = _model_fields()
     c.lora = _lora_fields()
 
-    c.log_every = 10  # half-rounds
-    c.eval_every = 100  # optimizer steps
+    # These three count optimizer steps.
+    c.log_every = 10
+    c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
-    c.checkpoint_every = 500  # optimizer steps
+    c.checkpoint_every = 500
     c.keep_checkpoints = 2
     return c
 

@@ -146,7 +146,7 @@ class _Run:
         if self._log is not None:
             self._log.add(jax.device_get(self._metrics["counts"]))
             microbatches = self._log.last
-        if self.done % e.config.log_every == 0:
+        if _crossed(e, self.done, e.config.log_every):
             host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
                     "microbatches": microbatches}  # fmt: skip
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}

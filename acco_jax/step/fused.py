@@ -62,14 +62,14 @@ class TrainStep:
         self._counted = state.half_rounds, call + 1
         return params, state, metrics
 
-    def lower(self, *args: Any, half_round: int = 1, **named: Any) -> Any:
+    def lower(self, *args: Any, half_round: int | None = None, **named: Any) -> Any:
         """The fused program for abstract or real arguments, as jax.jit's `lower`.
 
         Args:
           *args, **named: of a call.
           half_round: which one, counted from the end of a warm-up: calls that
             communicate otherwise have programs of their own. An odd one of acco is an
-            estimate.
+            estimate. None: the last of a step's.
         """
         if self.form != "fused":
             raise ValueError(
