@@ -119,7 +119,7 @@ class Exchange:
         return x._replace(buffers=self.codec.reduce(x.state.layout, x.buffers, axis))
 
     def act(self, x: Reducing) -> Advanced:
-        """What the owners do with the sums that have delivery."""
+        """What the owners of shards do with the reduced sums."""
         gradient = self.codec.decode(x.state.layout, x.buffers, x.whole)
         state, point = self.advance(x.state, gradient, x.totals, x.extra)
         return Advanced(state, x.totals, point)

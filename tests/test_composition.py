@@ -223,8 +223,6 @@ def test_a_step_on_a_wrapped_method_is_refused():
         step(theta, ADAMW.init(theta), batch)
     with pytest.raises(ValueError, match="of another method"):
         step(theta, method("zero1").init(theta), batch)
-    with pytest.raises(ValueError, match="same mesh"):
-        make(loss, method(), mesh=make_mesh(4), microbatches=1)
 
 
 @pytest.mark.parametrize(

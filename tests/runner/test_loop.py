@@ -107,7 +107,8 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     assert arrays_of(again) == arrays_of(experiment)
     assert resumed["loss"] == summary["loss"]
     losses = [r["loss"] for r in rows_of(workdir) if r["kind"] == "train"]
-    assert len(losses) == len(set(losses)) == experiment.config.steps
+    calls = experiment.config.steps // experiment.tx.steps_per_call
+    assert len(losses) == len(set(losses)) == calls
 
 
 def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_path):
@@ -178,10 +179,10 @@ def test_summary_and_picture(acco_run):
 
 def test_nothing_is_compiled_twice(acco_run):
     *_, names = acco_run
-    ours = [n for n in names if n in ("jit(_overlapped)", "jit(add)", "jit(<lambda>)")]
+    ours = [n for n in names if n in ("jit(half_round)", "jit(add)", "jit(<lambda>)")]
     repeated = {n for n in names if names.count(n) > 1 and "lambda" not in n}
-    assert any("overlapped" in name for name in names), names
-    assert [n for n in repeated if "overlapped" in n or n == "jit(add)"] == [], names
+    assert "jit(half_round)" in names, names
+    assert [n for n in repeated if n in ("jit(half_round)", "jit(add)")] == [], names
     assert len(ours) <= 6, names
 
 
@@ -190,7 +191,7 @@ def test_a_resumed_run_compiles_its_step_once(train, tmp_path):
     train(tmp_path, stop_after=4)
     with compilations() as names:
         train(tmp_path, stop_after=9)
-    assert sum("overlapped" in name for name in names) == 1, names
+    assert names.count("jit(half_round)") == 1, names
 
 
 def test_the_loop_makes_no_implicit_transfer(train, tmp_path, monkeypatch):
@@ -570,5 +571,5 @@ def test_rows_per_worker_follow_counts(train, tmp_path):
     experiment, _ = train(tmp_path, stop_after=3, counts=(0, 2))
     rows = metrics.read(tmp_path)
     assert rows[-1]["microbatches"] == [0, 2]
-    assert [r["tokens"] for r in rows] == [128, 256, 384]
+    assert [r["tokens"] for r in rows] == [384]
     assert isinstance(experiment.mesh, Mesh)
