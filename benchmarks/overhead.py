@@ -30,7 +30,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 import statistics
 import sys
 import time
@@ -46,7 +45,6 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import acco_jax  # noqa: E402
-from acco_jax import compiler  # noqa: E402
 from acco_jax.models import gpt_neo  # noqa: E402
 from acco_jax.plan import chips, schedules  # noqa: E402
 from acco_jax.runner import devices  # noqa: E402
@@ -201,13 +199,6 @@ def schedule(config: gpt_neo.GPTNeoConfig, microbatches: int, rows: int) -> str:
     return schedules.read(text).summary()
 
 
-def peak_flops(device: jax.Device) -> float | None:
-    """Dense bfloat16 FLOP/s of the device, None if it is not in the table."""
-    kind = device.device_kind.lower()
-    names = (compiler.generation(kind), *re.split(r"[\s-]+", kind))
-    return next((chips.CHIPS[n].flops for n in names if n in chips.CHIPS), None)
-
-
 def show(report: dict[str, Any]) -> None:
     print(f"{report['device']}: {report['parameters'] / 1e6:.1f}M parameters, "
           f"{report['tokens']} tokens per half-round")  # fmt: skip
@@ -264,7 +255,7 @@ def main() -> None:
     if args.schedule and jax.config.jax_platforms != "cpu":
         jax.config.update("jax_mock_gpu_topology", f"1x{args.schedule}x1")
     device = jax.devices()[0]
-    accelerator = device.platform != "cpu"
+    accelerator, chip = device.platform != "cpu", chips.of_kind(device.device_kind)
     config, rows = model(accelerator, args.quick)
     rows = args.rows or rows
     config = dataclasses.replace(config, attention=args.attention)
@@ -279,7 +270,7 @@ def main() -> None:
         "parameters": gpt_neo.count_params(config),
         "tokens": args.microbatches * rows * config.max_length,
         "flops_per_token": gpt_neo.flops_per_token(config, config.max_length),
-        "peak_flops": peak_flops(device),
+        "peak_flops": chip and chip.flops,
         "seconds": seconds,
         "cpu_seconds": cpu,
         "ratios": ratios(seconds),

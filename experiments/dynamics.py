@@ -25,6 +25,7 @@ def get_config():
     c.model.param_dtype = "float32"
     c.optimizer.learning_rate = 1e-3
     c.optimizer.warmup_steps = 100
+    c.optimizer.no_decay = ""  # everything decays, as when the figures were measured
     c.eval_every = 100
     c.eval_batches = 8
     c.checkpoint_every = 500

@@ -218,6 +218,11 @@ def bits_per_byte(
     return total_nats / math.log(2) / (share * corpus.validation_bytes)
 
 
+def rows_per_epoch(corpus: Corpus, length: int) -> int:
+    """Return the rows of `length` targets in the training documents."""
+    return len(_Rows(corpus.train_tokens, length))
+
+
 class _Rows:
     """Give random access to the rows of a token array."""
 

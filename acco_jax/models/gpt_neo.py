@@ -21,9 +21,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from acco_jax.layout import path_names
+from acco_jax.models.base import Batch, Model
 
 Params = dict[str, Any]
-Batch = Mapping[str, jax.Array]
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, jax.Array, Params]]
 
 REMAT_POLICIES = (
@@ -269,6 +269,17 @@ def loss_fn(config: GPTNeoConfig) -> Loss:
         return jnp.sum(losses_BxT * mask_BxT), jnp.sum(mask_BxT), {}
 
     return loss
+
+
+def model(config: GPTNeoConfig) -> Model:
+    """Return the GPT-Neo of these sizes as the runner trains it."""
+    return Model(
+        init=functools.partial(init_params, config),
+        loss=loss_fn(config),
+        flops_per_token=functools.partial(flops_per_token, config),
+        stacked=stacked,
+        dtype=jnp.dtype(config.dtype).name,
+    )
 
 
 def stacked(params: Params) -> Params:

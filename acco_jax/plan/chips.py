@@ -16,9 +16,12 @@ Sources:
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
+
+from acco_jax.compiler import generation
 
 GIB = 2**30
 
@@ -106,6 +109,14 @@ _CHIPS = (
 )
 # fmt: on
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
+
+
+def of_kind(device_kind: str) -> Chip | None:
+    """Returns the chip of a `jax.Device.device_kind`, None if it is not known."""
+    kind = device_kind.lower()
+    names = (generation(kind) or "", *re.split(r"[\s-]+", kind))
+    return next((CHIPS[name] for name in names if name in CHIPS), None)
+
 
 # Hopper's throughput per data type (keys: xla_data.proto's PrimitiveType), in units per
 # core and operations per clock. Ampere has none: XLA then falls back to the fp32 lanes.

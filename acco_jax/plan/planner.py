@@ -15,13 +15,15 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from acco_jax.methods import METHODS
-from acco_jax.models import gpt_neo
+from acco_jax.models.base import Model
 from acco_jax.plan import costs, optimizers, programs
 from acco_jax.plan.programs import Compiled, DoesNotFit, Program
 from acco_jax.plan.schedules import Collective
 from acco_jax.plan.topologies import Topology
-from acco_jax.runner import config as configs
+from acco_jax.runner import models
 from acco_jax.runner.names import check_name
+from acco_jax.runner.optimizers import method as of_config
+from acco_jax.runner.validation import validate
 
 BASELINE = "zero1"
 USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network library's
@@ -79,7 +81,7 @@ class Plan:
     """Everything that a report says."""
 
     config: ConfigDict
-    model: gpt_neo.GPTNeoConfig
+    model: Model
     machine: costs.Machine
     checked: tuple[str, ...]  # methods whose communication must be hidden
     outcomes: tuple[Outcome, ...]
@@ -110,7 +112,7 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
         method does not fit into memory.
       RuntimeError: the compiler is not installed; says how to install it.
     """
-    configs.validate(config)
+    validate(config)
     methods = dict.fromkeys(request.methods or (config.method, BASELINE))
     for name in methods:
         check_name("--method", name, METHODS)
@@ -118,7 +120,7 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     numbers = sorted({topology.devices, *request.devices})
     for n in numbers:
         _check_devices(n, machine)
-    model = configs.model(config, programs.vocab_size(config))
+    model = models.model(config, programs.vocab_size(config))
     mesh = programs.data_mesh(topology, config.domains)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
@@ -258,8 +260,8 @@ def _few_bits(
         with other.unlocked():
             other.method_options.update(bits)
         try:
-            configs.validate(other)  # whether the method has such options
-            configs.method(other, o.method, tx.mesh, tx.axis)
+            validate(other)  # whether the method has such options
+            of_config(other, o.method, tx.mesh, tx.axis)
         except ValueError:
             continue
         schedule = costs.in_few_bits(
@@ -289,13 +291,13 @@ def _few_bits(
 def _growth(
     outcomes: tuple[Outcome, ...],
     config: ConfigDict,
-    model: gpt_neo.GPTNeoConfig,
+    model: Model,
     machine: costs.Machine,
     devices: int,
 ) -> list[dict[str, Any]]:
     """Predicts a step of each method on so many devices, from its one compile."""
     here = machine.topology.devices
-    flops_per_token = gpt_neo.flops_per_token(model, config.length)
+    flops_per_token = model.flops_per_token and model.flops_per_token(config.length)
     rows, formulas = [], []
     for o in outcomes:
         p = costs.predict(o.compiled.schedule, machine, devices)
@@ -319,7 +321,8 @@ def _growth(
                 "step": step,
                 "tokens_per_step": int(tokens),
                 "tokens_per_second": tokens / step,
-                "model_flops_utilization": flops_per_token * tokens / peak_flops,
+                "model_flops_utilization": flops_per_token
+                and flops_per_token * tokens / peak_flops,
                 "memory": int(memory.total + memory.shards * (here / devices - 1)),
             }
         )

@@ -28,6 +28,7 @@ from acco_jax.plan import footprint, hlo, schedules, topologies
 from acco_jax.plan.footprint import bytes_held
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner import config as configs
+from acco_jax.runner import models, optimizers
 
 PyTree = Any
 BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
@@ -100,7 +101,8 @@ class Program:
     step: acco_jax.TrainStep  # in the fused form
     microbatches: int  # of each worker in a half-round
     counts: tuple[int, ...]  # how many of them each worker computes; () for all
-    arguments: tuple[Any, Any, Any, Any]  # params, state, batch, counts, all abstract
+    # params, state, batch, counts, and a key if the loss draws; all abstract
+    arguments: tuple[Any, ...]
     frozen: int = 0  # bytes on a device that the loss function holds beside them
 
     @property
@@ -121,6 +123,12 @@ class Program:
     def parameters(self) -> int:
         leaves = self.arguments[1].layout.leaves  # the arguments may be rows of them
         return sum(math.prod(leaf.shape) for leaf in leaves)
+
+    @property
+    def param_dtype(self) -> str:
+        """The dtypes of the parameters, as text."""
+        leaves = jax.tree.leaves(self.arguments[0])
+        return ", ".join(sorted({x.dtype.name for x in leaves}))
 
     @property
     def groups(self) -> hlo.Groups | None:
@@ -171,7 +179,7 @@ class Program:
         return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 
     def _memory(self, compiled: Any) -> Memory:
-        params, state, batch, counts = self.arguments
+        params, state, batch, counts, *_ = self.arguments
         parts, shards = {"parameters": bytes_held(params)}, 0
         fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
         if not self.tx.local:
@@ -243,7 +251,8 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     Raises:
       ValueError: in one line, what cannot work.
     """
-    tx = configs.method(config, config.method, mesh, data_axes(mesh))
+    model = models.model(config, vocab_size(config))
+    tx = optimizers.method(config, config.method, mesh, data_axes(mesh), model.stacked)
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
@@ -258,8 +267,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         shapes = jax.eval_shape(make)
         return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
 
-    model = configs.model(config, vocab_size(config))
-    loss_fn, init = configs.trained(config, model, freeze)
+    loss_fn, init = models.trained(config, model, freeze)
     return assemble(
         config.method,
         tx,
@@ -268,6 +276,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         microbatches=microbatches,
         counts=tuple(config.counts),
         microbatch=(config.microbatch_size, config.length + 1),
+        rng=jax.eval_shape(lambda: jax.random.key(0)) if model.draws else None,
     )
 
 
@@ -280,6 +289,7 @@ def assemble(
     microbatches: int,
     microbatch: tuple[int, int],
     counts: tuple[int, ...] = (),
+    rng: Any = None,
 ) -> Program:
     """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
 
@@ -291,6 +301,7 @@ def assemble(
       microbatches: of each worker in a half-round.
       microbatch: rows and length of one microbatch's tokens.
       counts: how many microbatches each worker computes; () for all.
+      rng: an abstract key, if the loss draws.
     """
     mesh, axes = tx.mesh, tx.axis
     step = acco_jax.make_train_step(
@@ -308,6 +319,7 @@ def assemble(
         ),
         {"tokens": tokens},
         jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=split) if counts else None,
+        *(() if rng is None else (rng,)),
     )
     frozen = bytes_held(with_arrays(loss_fn))
     return Program(method, tx, step, microbatches, counts, arguments, frozen)

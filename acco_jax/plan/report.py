@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from acco_jax.plan import pictures
 from acco_jax.plan.costs import Figure
@@ -128,7 +127,7 @@ def _head(plan: Plan) -> str:
     return (
         f"{plan.topology}: {plan.topology.devices} x {plan.topology.chip.title}, "
         f"none of them here{axes}\n{program.parameters / 1e6:,.1f}M parameters in "
-        f"{config.model.param_dtype}; per optimizer step and worker "
+        f"{program.param_dtype}; per optimizer step and worker "
         f"{config.microbatches_per_step} microbatches of "
         f"{config.microbatch_size} x {config.length} tokens{counts}\n"
         f"READ is from the schedule that jax {jax.__version__} compiled; PREDICTED "
@@ -140,9 +139,9 @@ def _figures(plan: Plan) -> str:
     rows = [(name, quantity(f), f.source) for name, f in plan.machine.figures.items()]
     block = "figures (per device; --set=NAME=VALUE changes one)\n"
     block += _aligned(rows, "lrl")
-    if plan.model.dtype != jnp.bfloat16:
+    if plan.model.dtype != "bfloat16":
         block += (
-            f"\nnote: model.dtype is {plan.config.model.dtype}, but products are timed "
+            f"\nnote: model.dtype is {plan.model.dtype}, but products are timed "
             "at the peak above: set flops to what this dtype reaches"
         )
     return block
@@ -154,6 +153,8 @@ def _method(plan: Plan, o: Outcome) -> str:
     calls = f"{_many(tx.half_rounds, 'half-round')} per step"
     if tx.steps_per_call > 1:
         calls = f"{tx.steps_per_call} inner steps per half-round"
+    share = row["model_flops_utilization"]
+    utilization = "" if share is None else f", {share:.0%} of peak FLOP/s"
     lines = [
         f"{o.method}: {calls}, {microbatches} in each",
         f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s), "
@@ -178,8 +179,7 @@ def _method(plan: Plan, o: Outcome) -> str:
         f" + communication not hidden {seconds(p.exposed)}",
         f"    communication {seconds(p.communication)}, of which {p.hidden:.0%} hidden",
         f"    optimizer step {seconds(row['step'])}, "
-        f"{row['tokens_per_second']:,.0f} tokens/s, "
-        f"{row['model_flops_utilization']:.0%} of peak FLOP/s",
+        f"{row['tokens_per_second']:,.0f} tokens/s{utilization}",
     ]
     return "\n".join(lines)
 

@@ -1,36 +1,23 @@
-"""The fields of an experiment, their checks, and what is built from them."""
+"""The fields of an experiment, and what their values must be."""
 
 from __future__ import annotations
 
-import functools
-import inspect
+import importlib
+import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import optax
-import optax.contrib
-from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_dict
 
 from acco_jax import methods
 from acco_jax.methods import METHODS
-from acco_jax.methods.per_layer import per_layer
-from acco_jax.models import gpt_neo, lora
 from acco_jax.runner.names import check_name, suggestion
 from acco_jax.step import FORMS
 
-PyTree = Any
 PLACEHOLDER = config_dict.placeholder
-
-# Keyword arguments of an optimizer where optimizer.options does not say otherwise.
-DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
-
-# Optimizers that look across leaves or draw noise, and are elementwise otherwise: they
-# are right on leaves that stack layers, and must not be shown a layer at a time.
-ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
 
 # Arguments of a method that are not method_options: the config has fields for them.
 ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype")
@@ -43,14 +30,19 @@ MINIMA = {
         (1, "it must be at least 1."),
     ),
     "optimizer.clip": (0, "give 0 for none."),
+    "optimizer.final_fraction": (0, "give 0 for none."),
+    "optimizer.ema": (0, "give 0 for none."),
     "optimizer.warmup_steps": (0, "give 0 for none."),
     "lora.rank": (0, "give 0 for no adapters."),
 }  # fmt: skip
 
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
-    {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints"}
-)
+    {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+     "metrics_hook", "wandb_project"}
+)  # fmt: skip
+# Their fields have names that others choose.
+OPEN = ("options", "method_options", "schedule_options")
 
 
 def default_config() -> ConfigDict:
@@ -65,6 +57,10 @@ def default_config() -> ConfigDict:
     # this one starts, or which its adapters adapt; None: from the initialization.
     c.base = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
+    # Instead of steps, which then follow: as many as take so many targets, or pass so
+    # often over the training documents.
+    c.tokens = PLACEHOLDER(int)
+    c.epochs = PLACEHOLDER(float)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
     # Groups of devices, one after the other, on a fast network each (hosts of GPUs,
     # slices of TPUs). Several make two data axes: what is reduced within a domain first
@@ -103,6 +99,9 @@ def default_config() -> ConfigDict:
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
     c.checkpoint_every = 500
     c.keep_checkpoints = 2
+    # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
+    c.metrics_hook = PLACEHOLDER(str)
+    c.wandb_project = PLACEHOLDER(str)  # of Weights & Biases, where it is installed
     return c
 
 
@@ -113,9 +112,23 @@ def _optimizer_fields() -> ConfigDict:
     c.name = "adamw"
     c.learning_rate = 1e-3
     c.options = ConfigDict(type_safe=False)
-    c.schedule = "cosine"  # to zero at the last step; or 'constant'
+    # 'cosine', 'linear', 'wsd' (constant, then linear), 'constant', or the name of an
+    # optax schedule, such as 'exponential_decay', which takes schedule_options.
+    c.schedule = "cosine"
+    c.schedule_options = ConfigDict(type_safe=False)
+    c.final_fraction = 0.0  # of the learning rate, at the last step
+    c.decay_fraction = 0.2  # of the steps: the last ones, in which 'wsd' decays
     c.warmup_steps = 0
     c.clip = 1.0  # global norm of the mean gradient; 0: none
+    # Parameters whose weights do not decay: a regular expression that is searched in
+    # their paths; '': none. None: biases, scales and all of one dimension.
+    c.no_decay = PLACEHOLDER(str)
+    # Pairs (pattern, fields) for parameters with such a path, the first that matches:
+    # a learning_rate (whose schedule is the same) and options of their own.
+    c.groups = ()
+    # Decay of an average of the parameters, per step, which is evaluated beside them;
+    # 0: none.
+    c.ema = 0.0
     return c
 
 
@@ -138,12 +151,17 @@ def _data_fields() -> ConfigDict:
 
 def _model_fields() -> ConfigDict:
     c = ConfigDict()
+    # 'package.module:function', called with vocab_size, length and the options, which
+    # returns an acco_jax.models.base.Model; the fields below vocab_size are then
+    # without effect. None: GPT-Neo.
+    c.factory = PLACEHOLDER(str)
+    c.options = ConfigDict(type_safe=False)
+    c.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
     c.size = PLACEHOLDER(str)  # a name of acco_jax.models.gpt_neo.size
     c.width = 128
     c.layers = 4
     c.heads = 4
     c.window = 256  # of the local layers
-    c.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
     c.dtype = "bfloat16"  # of the computation
     c.param_dtype = "bfloat16"  # the master copy is float32 all the same
     c.remat = False
@@ -161,8 +179,8 @@ def _lora_fields() -> ConfigDict:
     return c
 
 
-def validate(config: ConfigDict) -> None:
-    """Refuses a config that cannot run, before anything is built.
+def check(config: ConfigDict) -> None:
+    """Refuses fields and values that no experiment can have; builds nothing.
 
     Raises:
       ValueError: in one line, naming the field, its value and the remedy.
@@ -173,19 +191,83 @@ def validate(config: ConfigDict) -> None:
     for field in config.method_options:
         check_name(f"method_options of {config.method}", field, names)
     check_name("form", config.form, FORMS)
-    check_name("optimizer.schedule", config.optimizer.schedule, ("cosine", "constant"))
     dtype("comm_dtype", config.comm_dtype)
     dtype("accumulate_dtype", config.accumulate_dtype)
     for field, (least, remedy) in MINIMA.items():
         value = operator.attrgetter(field)(config)
         if not value >= least:
             raise ValueError(f"{field} is {value}: {remedy}")
+    _check_length(config)
     _check_microbatches(config)
+    _check_optimizer(config.optimizer)
     _check_ranks(config.lora)
     if not 0 <= config.data.skew <= 1:
         raise ValueError(f"data.skew is {config.data.skew}: it must lie from 0 to 1.")
-    optimizer(config)
-    model(config, vocab_size=1)  # the tokenizer's comes with the corpus
+    named("metrics_hook", config.metrics_hook)
+
+
+def _check_length(config: ConfigDict) -> None:
+    """Refuses a length of the run that is said twice, or cannot be counted in steps."""
+    given = [f for f in ("tokens", "epochs") if config[f] is not None]
+    for field in given:
+        if not 0 < config[field] < math.inf:
+            raise ValueError(f"{field} is {config[field]}: it must be more than 0.")
+    if len(given) > 1:
+        raise ValueError(
+            f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
+        )
+    if given and config.microbatches != "fixed":
+        raise ValueError(
+            f"{given[0]} is {config[given[0]]}, but microbatches="
+            f"{config.microbatches!r} decides what a step takes: give steps."
+        )
+
+
+def with_steps(
+    config: ConfigDict, rows_per_step: int, rows_per_epoch: int, steps_per_call: int
+) -> ConfigDict:
+    """Returns the config with the `steps` that `tokens` or `epochs` ask for.
+
+    Args:
+      config: of the experiment.
+      rows_per_step: of all workers together.
+      rows_per_epoch: rows of the training documents.
+      steps_per_call: of the method, a multiple of which steps are rounded up to.
+    """
+    if config.tokens is None and config.epochs is None:
+        return config
+    if config.epochs is None:
+        rows = config.tokens / config.length
+    else:
+        rows = config.epochs * rows_per_epoch
+    calls = math.ceil(rows / rows_per_step / steps_per_call)
+    config = config.copy_and_resolve_references()
+    config.steps = max(calls, 1) * steps_per_call
+    return config
+
+
+def _check_optimizer(c: ConfigDict) -> None:
+    """Refuses fractions beyond 1, patterns that are none, and groups that are none."""
+    for field in ("final_fraction", "decay_fraction", "ema"):
+        if not 0 <= c[field] <= 1 or (field == "ema" and c.ema == 1):
+            most = "below 1" if field == "ema" else "at most 1"
+            raise ValueError(
+                f"optimizer.{field} is {c[field]}: it must be at least 0 and {most}."
+            )
+    for group in c.groups:
+        if not _is_a(tuple, group) or list(map(type, group)) != [str, dict]:
+            raise ValueError(
+                f"optimizer.groups has {group!r}: give pairs of a pattern and fields, "
+                "such as (('wte', {'learning_rate': 1e-4}),)."
+            )
+    for pattern in (c.no_decay, *(pattern for pattern, _ in c.groups)):
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(
+                f"optimizer has the pattern {pattern!r}, which is no regular "
+                f"expression: {error}."
+            ) from error
 
 
 def _check_microbatches(config: ConfigDict) -> None:
@@ -262,143 +344,24 @@ def dtype(field: str, name: str | None) -> Any:
     return value
 
 
-def learning_rate(config: ConfigDict) -> optax.Schedule:
-    """Returns the schedule, counted in optimizer steps."""
-    peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
-    if config.optimizer.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1))
-    else:
-        decay = optax.constant_schedule(peak)
-    ramp = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
-    return optax.join_schedules([ramp, decay], [warmup]) if warmup else decay
-
-
-def optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """Returns the inner optimizer: clipping, then any optax optimizer by name.
-
-    On the model, which stacks its layers, it does what it would do on one with a leaf
-    for each of them; so too on adapters of the model.
+def named(field: str, name: str | None) -> Any:
+    """Returns the function that 'package.module:function' names; None for None.
 
     Raises:
-      ValueError: optax has no such optimizer, or it does not take the options.
+      ValueError: the module cannot be imported, or has no such function.
     """
-    c = config.optimizer
-    make = getattr(optax, c.name, None) or getattr(optax.contrib, c.name, None)
-    if not callable(make):
-        close = suggestion(c.name, [*dir(optax), *dir(optax.contrib)])
-        raise ValueError(
-            f"optimizer.name is {c.name!r}, which optax does not have"
-            + (f":{close}" if close else ".")
-        )
-    names = list(inspect.signature(make).parameters)
-    if "learning_rate" not in names:
-        raise ValueError(
-            f"optimizer.name is {c.name!r}, which takes no learning_rate: name an "
-            "optax optimizer, such as adamw, lion or sgd."
-        )
-    names.remove("learning_rate")
-    for field in c.options:
-        check_name(f"optimizer.options of {c.name}", field, names)
-    options = DEFAULT_OPTIONS.get(c.name, {}) | c.options.to_dict()
+    if name is None:
+        return None
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{field} is {name!r}: give 'package.module:function'.")
     try:
-        inner = make(learning_rate(config), **options)
-    except Exception as error:
+        value: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"optimizer.options {options} do not suit {c.name}: {error}"
+            f"{field} is {name!r}, which cannot be imported: {error}."
         ) from error
-    if c.name not in ACROSS_LEAVES:
-        inner = per_layer(inner, gpt_neo.stacked)
-    return optax.chain(optax.clip_by_global_norm(c.clip), inner) if c.clip else inner
-
-
-def method(
-    config: ConfigDict, name: str, mesh: Mesh, axis_name: str | tuple[str, ...]
-) -> Any:
-    """Builds a method around the config's optimizer.
-
-    One that takes an `inner_learning_rate` gets the optimizer's schedule, unless
-    method_options has another.
-
-    Args:
-      config: of the experiment.
-      name: a key of METHODS.
-      mesh: the devices.
-      axis_name: the mesh's data axis or axes.
-
-    Raises:
-      ValueError: what the method refuses.
-    """
-    make, options = METHODS[name], config.method_options.to_dict()
-    if "inner_learning_rate" in methods.options(name):
-        options = {"inner_learning_rate": learning_rate(config)} | options
-    return make(
-        optimizer(config),
-        mesh=mesh,
-        axis_name=axis_name,
-        comm_dtype=dtype("comm_dtype", config.comm_dtype),
-        accumulate_dtype=dtype("accumulate_dtype", config.accumulate_dtype),
-        **options,
-    )
-
-
-def model(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
-    """Returns the model's sizes, for a tokenizer of so many tokens.
-
-    Raises:
-      ValueError: sizes that do not fit together, or too small a vocabulary.
-    """
-    c = config.model
-    rows = c.vocab_size or vocab_size
-    if rows < vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {rows}, but the tokenizer has {vocab_size} tokens: "
-            "leave it unset or raise it."
-        )
-    sizes = {} if c.size else {k: c[k] for k in ("width", "layers", "heads")}
-    make: Callable[..., gpt_neo.GPTNeoConfig] = gpt_neo.GPTNeoConfig
-    if c.size:
-        make = functools.partial(gpt_neo.size, c.size)
-    return make(
-        **sizes,
-        vocab_size=rows,
-        max_length=config.length,
-        window=c.window,
-        dtype=dtype("model.dtype", c.dtype),
-        param_dtype=dtype("model.param_dtype", c.param_dtype),
-        remat=c.remat,
-        attention=c.attention,
-    )
-
-
-def trained(
-    config: ConfigDict,
-    model: gpt_neo.GPTNeoConfig,
-    freeze: Callable[[Callable[[], PyTree]], PyTree],
-) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
-    """Returns the loss of what is trained, the model or adapters, and its initializer.
-
-    Where adapters are trained, `freeze` turns the function that makes the model's
-    parameters into what stands for them.
-
-    Raises:
-      ValueError: the adapters do not fit the model.
-    """
-    c, loss_fn = config.lora, gpt_neo.loss_fn(model)
-
-    def whole() -> PyTree:
-        return gpt_neo.init_params(model, jax.random.key(config.seed))
-
-    def adapters() -> PyTree:
-        key = jax.random.fold_in(jax.random.key(config.seed), 1)
-        shapes = jax.eval_shape(whole)
-        if c.ranks:
-            return lora.init(shapes, key, dict(c.ranks))
-        return lora.init(shapes, key, c.rank, c.pattern)
-
-    if not c.rank and not c.ranks:
-        return loss_fn, whole
-    jax.eval_shape(adapters)  # says what is wrong before there is a model
-    return lora.loss_fn(loss_fn, freeze(whole), c.scale), adapters
+    return value
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
@@ -426,7 +389,7 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
             raise ValueError(
                 f"{prefix}{field} is {value!r}: give a value of type {kind.__name__}."
             )
-        if kind is ConfigDict and field not in ("options", "method_options"):
+        if kind is ConfigDict and field not in OPEN:
             _check_fields(value, default[field], f"{prefix}{field}.")
     missing = next((f for f in default if f not in config), None)
     if missing is not None:

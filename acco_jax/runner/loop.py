@@ -22,10 +22,9 @@ from orbax.checkpoint import multihost
 import acco_jax
 from acco_jax import data
 from acco_jax.gradients import with_arrays
-from acco_jax.models import gpt_neo
-from acco_jax.plan import footprint
+from acco_jax.plan import chips, footprint
 from acco_jax.runner import config as configs
-from acco_jax.runner import metrics, reports, signals, timing
+from acco_jax.runner import hooks, metrics, optimizers, reports, signals, timing
 from acco_jax.runner.counts import CountsLog
 from acco_jax.runner.preparation import (
     Experiment,
@@ -91,6 +90,10 @@ class _Run:
         self._batches = batches(e)
         self._evaluate = Evaluator(e)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
+        self._key = jax.jit(
+            lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
+            out_shardings=NamedSharding(e.mesh, P()),
+        )
         self._finite = jax.jit(
             lambda tree: jax.tree.reduce(
                 jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
@@ -118,10 +121,12 @@ class _Run:
             tokens=self.tokens,
             seconds=seconds,
             late=e.step.form != "split",  # which waits for what it has sent
+            hooks=hooks.of(e.config, e.workdir),
+            flops=_flops_rate(e),
         )
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             batch = to_devices(next(batches(e)), e.mesh)
-            e.step.compile(self.params, self.state, batch, self._counts)
+            e.step.compile(self.params, self.state, batch, self._counts, self._rng())
             everyone = set(range(jax.process_count()))
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
@@ -139,7 +144,7 @@ class _Run:
         e = self._experiment
         batch = to_devices(next(self._batches), e.mesh)
         self.params, self.state, self._metrics = e.step(
-            self.params, self.state, batch, self._counts
+            self.params, self.state, batch, self._counts, self._rng()
         )
         self.done += 1
         microbatches = list(e.config.counts) or [e.microbatches] * e.workers
@@ -152,6 +157,16 @@ class _Run:
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
+
+    def _rng(self) -> jax.Array | None:
+        """Returns the key of the next half-round; None for a loss that draws nothing.
+
+        It follows from the seed and the half-round alone, so that a run goes on as it
+        was.
+        """
+        return (
+            self._key(self.state.half_rounds) if self._experiment.model.draws else None
+        )
 
     def validate(self, limit: int | None) -> dict[str, Any]:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
@@ -168,6 +183,11 @@ class _Run:
                 "loss": loss,
                 "bits_per_byte": bits,
             }
+            if decay := e.config.optimizer.ema:
+                average = optimizers.averaged(self.state, decay)
+                params = acco_jax.committed_params(average, self.params)
+                loss, bits = self._evaluate(params, limit)
+                row |= {"ema_loss": loss, "ema_bits_per_byte": bits}
             self._recorder.evaluation(row)
         return row
 
@@ -249,6 +269,15 @@ def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
     return now is not None and now // every > max(before or 0, 0) // every
 
 
+def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
+    """Returns model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
+    e = experiment
+    chip = chips.of_kind(e.mesh.devices.flat[0].device_kind)
+    if chip is None or e.model.flops_per_token is None:
+        return None
+    return e.model.flops_per_token(e.config.length), e.workers * chip.flops
+
+
 def _announce(experiment: Experiment) -> None:
     e, documents = experiment, experiment.corpus.train_documents
     per_step = e.tokens * e.tx.half_rounds // e.tx.steps_per_call
@@ -256,7 +285,7 @@ def _announce(experiment: Experiment) -> None:
         "%s on %d %s devices: %s parameters, %s tokens a step; %s: %s documents, %s "
         "bytes to train on",
         e.config.method, e.workers, e.mesh.devices.flat[0].platform,
-        f"{gpt_neo.count_params(e.model):,}", f"{per_step:,}",
+        f"{e.model.parameters():,}", f"{per_step:,}",
         e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
     )  # fmt: skip
 
@@ -304,9 +333,9 @@ def _finish(
     summary = {
         "method": config.method,
         "devices": experiment.workers,
-        "parameters": gpt_neo.count_params(experiment.model),
+        "parameters": experiment.model.parameters(),
         "steps": config.steps,
-        **{k: row[k] for k in ("tokens", "seconds", "loss", "bits_per_byte")},
+        **{k: v for k, v in row.items() if k not in ("kind", "half_round", "step")},
         **measured,
     }
     if jax.process_index() == 0:

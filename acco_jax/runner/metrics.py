@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from absl import logging
 from acco_jax.runner.files import write_rows
 
 FILE = "metrics.jsonl"
+Hook = Callable[[dict[str, Any]], None]  # takes a row of the file
 
 
 class Recorder:
@@ -38,13 +39,17 @@ class Recorder:
         tokens: int,
         seconds: float,
         late: bool = True,
+        hooks: Sequence[Hook] = (),
+        flops: tuple[float, float] | None = None,
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
 
         It has done `done` of `total` half-rounds, with so many targets, in so many
-        seconds. Steps that wait for the device are not written `late`.
+        seconds. Steps that wait for the device are not written `late`. Process 0 calls
+        the hooks with each row. With `flops`, the model's per token and the devices'
+        peak per second, rows of training have the model FLOPs utilization.
         """
-        self._late = late
+        self._late, self._hooks, self._flops = late, hooks, flops
         self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
@@ -101,6 +106,9 @@ class Recorder:
         self._mark = (time.perf_counter(), host["tokens"])
         rate = (host["tokens"] - tokens) / max(self._mark[0] - before, 1e-9)
         times = {"seconds": self.seconds, "tokens_per_second": rate}
+        if self._flops is not None:
+            per_token, peak = self._flops
+            times["model_flops_utilization"] = rate * per_token / peak
         self._write(host | values | times)
         self._bar.set_postfix_str(
             f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
@@ -145,6 +153,8 @@ class Recorder:
             if isinstance(value, int | float) and name != "half_round":
                 tag = f"{row['kind']}/{name}"
                 self._board.add_scalar(tag, value, row["half_round"])
+        for hook in self._hooks:
+            hook(row)
 
 
 def check(loss: float, what: str, half_round: int) -> None:

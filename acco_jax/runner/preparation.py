@@ -21,11 +21,13 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax import data
 from acco_jax.gradients import with_arrays
-from acco_jax.models import gpt_neo
+from acco_jax.models.base import Model
 from acco_jax.runner import config as configs
+from acco_jax.runner import models, optimizers
 from acco_jax.runner.checkpoints import Checkpoints
 from acco_jax.runner.counts import check_log
 from acco_jax.runner.files import write_whole
+from acco_jax.runner.validation import validate
 
 PyTree = Any
 
@@ -38,7 +40,7 @@ class Experiment:
     workdir: Path
     mesh: Mesh
     corpus: data.Corpus
-    model: gpt_neo.GPTNeoConfig
+    model: Model
     tx: acco_jax.Method
     step: acco_jax.TrainStep
     schedule: optax.Schedule
@@ -119,13 +121,14 @@ def prepare(
     Raises:
       ValueError: in one line, what cannot work.
     """
-    configs.validate(config)
+    validate(config)
     devices = jax.devices() if devices is None else list(devices)
     identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
     _check_workdir(workdir, identity)
     mesh = data_mesh(devices, config.domains)
-    tx = configs.method(config, config.method, mesh, mesh.axis_names)
-    half_rounds = tx.calls(config.steps)  # says now if they are not whole rounds
+    # Says what is wrong before there is a corpus; which gives the length and the model.
+    tx = optimizers.method(config, config.method, mesh, mesh.axis_names)
+    half_rounds = tx.calls(config.steps)
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
     counted = _adaptive(config, microbatches, half_rounds, mesh.size)
     capacity = counted.most if counted else microbatches
@@ -135,8 +138,16 @@ def prepare(
     sizes = ("train_bytes", "train_documents", "validation_bytes", "checksum")
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
-    model = configs.model(config, corpus.tokenizer.vocab_size)
-    loss_fn, init = configs.trained(
+    rows_per_step = sum(config.counts or [microbatches] * mesh.size)
+    rows_per_step *= tx.half_rounds * config.microbatch_size
+    rows_per_epoch = data.rows_per_epoch(corpus, config.length)
+    config = configs.with_steps(
+        config, rows_per_step, rows_per_epoch, tx.steps_per_call
+    )
+    model = models.model(config, corpus.tokenizer.vocab_size)
+    models.announce(config, model, corpus.tokenizer.vocab_size)
+    tx = optimizers.method(config, config.method, mesh, mesh.axis_names, model.stacked)
+    loss_fn, init = models.trained(
         config, model, lambda make: _start(config, make, mesh)
     )
     if config.base and not (config.lora.rank or config.lora.ranks):
@@ -145,9 +156,10 @@ def prepare(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form
     )
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    schedule = optimizers.learning_rate(config)
     experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, configs.learning_rate(config),
-        microbatches, capacity, checkpoints, loss_fn, init,
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
+        capacity, checkpoints, loss_fn, init,
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
     try:

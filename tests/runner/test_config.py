@@ -11,6 +11,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from acco_jax.runner import config as configs
+from acco_jax.runner import models, optimizers
+from acco_jax.runner.validation import validate
 
 
 def set_field(config, field, value):
@@ -57,28 +59,28 @@ def test_refuses_in_one_line(field, value, message):
     config = configs.default_config()
     set_field(config, field, value)
     with pytest.raises(ValueError, match=message) as error:
-        configs.validate(config)
+        validate(config)
     assert "\n" not in str(error.value)
 
 
 def test_a_rank_per_layer_excludes_one_for_all():
     config = configs.default_config()
     config.lora.ranks = (("attn", 8), ("mlp", 4))
-    configs.validate(config)
+    validate(config)
     config.lora.rank = 2
     with pytest.raises(ValueError, match=r"ranks is .* and lora.rank 2: give one"):
-        configs.validate(config)
+        validate(config)
 
 
 def test_refuses_a_value_of_another_type_and_a_missing_field():
     config = ConfigDict(configs.default_config().to_dict(), type_safe=False)
     config.steps = "many"
     with pytest.raises(ValueError, match="steps is 'many': give a value of type int"):
-        configs.validate(config)
+        validate(config)
     config = configs.default_config()
     del config.model["heads"]
     with pytest.raises(ValueError, match=r"lacks the field model\.heads"):
-        configs.validate(config)
+        validate(config)
 
 
 @pytest.mark.parametrize("field", ["clip", "warmup_steps"])
@@ -86,14 +88,14 @@ def test_refuses_a_negative_field_of_the_optimizer(field):
     config = configs.default_config()
     config.optimizer[field] = -1
     with pytest.raises(ValueError, match=f"optimizer.{field} is -1.*: give 0 for none"):
-        configs.validate(config)
+        validate(config)
 
 
 def test_what_the_config_has_fields_for_is_no_method_option():
     config = configs.default_config()
     config.method_options.comm_dtype = "bfloat16"
     with pytest.raises(ValueError, match="method_options of acco is 'comm_dtype'"):
-        configs.validate(config)
+        validate(config)
 
 
 def test_the_default_is_valid_and_starts_no_backend():
@@ -102,7 +104,8 @@ def test_the_default_is_valid_and_starts_no_backend():
 import jax
 from jax._src import xla_bridge
 from acco_jax.runner import config as configs
-configs.validate(configs.default_config())
+from acco_jax.runner.validation import validate
+validate(configs.default_config())
 assert not xla_bridge.backends_are_initialized()
 jax.devices()
 assert xla_bridge.backends_are_initialized()
@@ -114,7 +117,7 @@ def updates_of(**optimizer):
     config = configs.default_config()
     config.optimizer.update(optimizer)
     config.steps = 10
-    inner = configs.optimizer(config)
+    inner = optimizers.optimizer(config)
     params = {"w": jnp.full((2, 3), 0.5)}
     state = inner.init(params)
     updates, _ = inner.update({"w": jnp.ones((2, 3))}, state, params)
@@ -150,34 +153,34 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     config = configs.default_config()
     config.steps, config.optimizer.learning_rate = 20, 1.0
     config.optimizer.warmup_steps = 4
-    rate = configs.learning_rate(config)
+    rate = optimizers.learning_rate(config)
     rates = np.asarray([rate(t) for t in range(21)])
     np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
     assert np.all(np.diff(rates[4:]) < 0) and abs(rates[20]) < 1e-6
     config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
-    assert [float(configs.learning_rate(config)(t)) for t in (0, 20)] == [1, 1]
+    assert [float(optimizers.learning_rate(config)(t)) for t in (0, 20)] == [1, 1]
 
 
 def test_model_sizes_and_vocabulary():
     config = configs.default_config()
-    model = configs.model(config, 257)
+    model = models.gpt_neo_config(config, 257)
     assert (model.width, model.layers, model.vocab_size) == (128, 4, 257)
     assert model.max_length == config.length and model.dtype == jnp.bfloat16
     config.model.size = "gpt-neo-125m"
-    assert configs.model(config, 257).width == 768
+    assert models.gpt_neo_config(config, 257).width == 768
     config.model.size = "gpt-neo-1m"
     with pytest.raises(ValueError, match="'gpt-neo-1m' is unknown: use one of gpt-neo"):
-        configs.model(config, 257)
+        models.gpt_neo_config(config, 257)
     config.model.size, config.model.vocab_size = None, 100
     with pytest.raises(
         ValueError, match="vocab_size is 100, but the tokenizer has 257"
     ):
-        configs.model(config, 257)
+        models.gpt_neo_config(config, 257)
     config.model.vocab_size = 512
-    assert configs.model(config, 257).vocab_size == 512
+    assert models.gpt_neo_config(config, 257).vocab_size == 512
     config.model.heads = 3
     with pytest.raises(ValueError, match="not divisible by heads=3"):
-        configs.model(config, 257)
+        models.gpt_neo_config(config, 257)
 
 
 def test_differing_field_names_what_matters():
@@ -197,9 +200,9 @@ def test_dtype_names_the_field():
 def test_few_bits_are_an_option_of_every_method_that_has_them(method):
     config = configs.default_config()
     config.method, config.method_options.gather_bits = method, 8
-    configs.validate(config)
-    tx = configs.method(config, method, jax.make_mesh((1,), ("data",)), "data")
+    validate(config)
+    tx = optimizers.method(config, method, jax.make_mesh((1,), ("data",)), "data")
     assert tx.codecs.gather_quantized
     config.method_options.bits = 8
     with pytest.raises(ValueError, match=f"method_options of {method} is 'bits'"):
-        configs.validate(config)
+        validate(config)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import acco_jax
 from acco_jax import data
 from acco_jax.models import gpt_neo
-from acco_jax.runner import loop, metrics, preparation
+from acco_jax.runner import loop, metrics, models, preparation
 
 RUNS = {
     "acco": {},
@@ -165,7 +165,7 @@ def test_summary_and_picture(acco_run):
     assert json.loads((workdir / "summary.json").read_text()) == summary
     assert summary["method"] == "acco" and summary["devices"] == 2
     assert summary["tokens"] == 13 * 256 and summary["steps"] == 6
-    assert summary["parameters"] == gpt_neo.count_params(experiment.model)
+    assert summary["parameters"] == experiment.model.parameters()
     bigram = data.bigram_bits_per_byte(experiment.corpus)
     assert summary["bigram_bits_per_byte"] == bigram
     # 13 half-rounds, each one reduce-scatter and one all-gather of float32 rows
@@ -219,9 +219,8 @@ def manual_loss(experiment, params):
     for row, start in zip(rows, starts, strict=True):
         cut = tokens[start : start + length + 1]
         row[: len(cut)] = cut
-    logits = jax.jit(lambda p, x: gpt_neo.apply(experiment.model, p, x))(
-        params, rows[:, :-1]
-    )
+    sizes = models.gpt_neo_config(experiment.config, 257)
+    logits = jax.jit(lambda p, x: gpt_neo.apply(sizes, p, x))(params, rows[:, :-1])
     nats = -jax.nn.log_softmax(logits)[
         np.arange(len(rows))[:, None], np.arange(length), rows[:, 1:]
     ]

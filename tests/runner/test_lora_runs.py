@@ -40,12 +40,12 @@ def test_evaluates_the_merged_model(whole):
     (params, state), _ = e.checkpoints.restore(last, preparation.abstract(e))
     adapters = acco_jax.committed_params(state, params)
     assert any(ab["b"].any() for ab in adapters.values())
-    base = gpt_neo.init_params(e.model, jax.random.key(e.config.seed))
+    base = e.model.init(jax.random.key(e.config.seed))
     here = jax.device_put(adapters, jax.devices()[0])
     merged = lora.merge(base, here, 2.0)
     tokens = np.asarray(e.corpus.validation_tokens, np.int32)
     length, nats = e.config.length, []
-    loss = jax.jit(gpt_neo.loss_fn(e.model))
+    loss = jax.jit(e.model.loss)
     for at in range(0, len(tokens) - 1 - length, length):
         nats.append(
             loss(merged, {"tokens": tokens[None, at : at + length + 1]}, None)[0]

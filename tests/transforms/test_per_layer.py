@@ -17,6 +17,7 @@ import acco_jax
 from acco_jax.methods.dependence import dependence
 from acco_jax.models import gpt_neo, lora
 from acco_jax.runner import config as configs
+from acco_jax.runner import optimizers
 from tests.reference import Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -412,6 +413,7 @@ def test_local_steps_with_it():
 def settings_of(name, **options):
     config = configs.default_config()
     config.optimizer.name, config.optimizer.clip = name, 0.5
+    config.optimizer.no_decay = ""  # as the optimizers themselves
     config.optimizer.options.update(options)
     config.optimizer.learning_rate, config.steps = 1e-2, 2 * STEPS
     return config
@@ -451,13 +453,13 @@ def test_the_runners_optimizer_is_that_of_unstacked_layers(name, adapters):
     make = getattr(optax, name, None) or getattr(optax.contrib, name)
     unstacked = optax.chain(
         optax.clip_by_global_norm(0.5),
-        make(configs.learning_rate(config), **RUNNER[name]),
+        make(optimizers.learning_rate(config), **RUNNER[name]),
     )
-    check(configs.optimizer(config), unstacked, in_blocks, params)
+    check(optimizers.optimizer(config, gpt_neo.stacked), unstacked, in_blocks, params)
 
 
 def test_noise_of_the_runners_optimizer_differs_between_layers():
-    tx = configs.optimizer(settings_of("noisy_sgd", key=0))
+    tx = optimizers.optimizer(settings_of("noisy_sgd", key=0), gpt_neo.stacked)
     params = {"h": {"w": jnp.ones((2, 3))}}
     updates, _ = tx.update(params, tx.init(params), params)
     first, second = updates["h"]["w"]

@@ -1,0 +1,50 @@
+"""What the runner trains: how parameters start, and what they lose on a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]
+Stacked = Callable[[PyTree], PyTree]  # parameters -> a bool for each leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model of tokens, from any library.
+
+    A factory makes one, `factory(vocab_size=..., length=..., **options)`, and
+    `config.model.factory = "package.module:factory"` names it.
+
+    Attributes:
+      init: key -> parameters, any tree of floating arrays. Compatible with jax.jit.
+      loss: (params, batch, rng) -> (sum of the losses in nats [], number of targets [],
+        aux). batch["tokens"] is int32 (b, length + 1); targets are all tokens but the
+        first, weighted by batch["mask"], float (b, length), where that is there. rng is
+        a key in training if `draws`, and None in evaluation.
+      flops_per_token: length -> model FLOPs of forward and backward pass per target,
+        for the utilization that metrics and plan show; None: they leave it out.
+      stacked: parameters -> which leaves stack layers on axis 0, so that an optimizer
+        acts on each by itself (`acco_jax.per_layer`); None: none does.
+      draws: whether `loss` draws random numbers in training (dropout).
+      dtype: of the products, a floating dtype's name; plan times bfloat16's.
+    """
+
+    init: Callable[[jax.Array], PyTree]
+    loss: Callable[[PyTree, Batch, Any], tuple[jax.Array, jax.Array, PyTree]]
+    flops_per_token: Callable[[int], float] | None = None
+    stacked: Stacked | None = None
+    draws: bool = False
+    dtype: str = "bfloat16"
+
+    def parameters(self) -> int:
+        """Returns the number of parameters."""
+        return sum(x.size for x in jax.tree.leaves(self.shapes()))
+
+    def shapes(self) -> PyTree:
+        """Returns shapes and dtypes of the parameters."""
+        return jax.eval_shape(self.init, jax.random.key(0))

@@ -1,0 +1,277 @@
+"""The optimizer of an experiment: schedule, weight decay, groups, averages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from acco_jax import methods
+from acco_jax.layout import path_names
+from acco_jax.methods import METHODS
+from acco_jax.methods.per_layer import per_layer
+from acco_jax.models.base import Stacked
+from acco_jax.runner.config import dtype
+from acco_jax.runner.names import check_name, suggestion
+
+PyTree = Any
+
+# Keyword arguments of an optimizer where optimizer.options does not say otherwise.
+DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
+
+# Optimizers that look across leaves or draw noise, and are elementwise otherwise: they
+# are right on leaves that stack layers, and must not be shown a layer at a time.
+ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
+
+# What optimizers call the mask of their weight decay.
+DECAY_MASKS = ("mask", "weight_decay_mask")
+NOT_DECAYED = ("bias", "scale")  # last names of paths; and all of one dimension
+
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedule:
+    """Returns the schedule, counted in optimizer steps.
+
+    The warm-up is linear. 'cosine' and 'linear' then decay to `final_fraction` of the
+    peak at the last step; 'wsd' (warm-up, stable, decay: MiniCPM, arXiv 2404.06395)
+    stays at the peak and decays linearly over the last `decay_fraction` of all steps.
+    Any other name is a schedule of optax, with `schedule_options`.
+
+    Args:
+      config: of the experiment.
+      peak: of the learning rate; None: optimizer.learning_rate.
+
+    Raises:
+      ValueError: optax has no such schedule, or it does not take the options.
+    """
+    c = config.optimizer
+    peak, warmup = c.learning_rate if peak is None else peak, c.warmup_steps
+    steps, final = max(config.steps - warmup, 1), c.final_fraction * peak
+    if c.schedule == "cosine":
+        decay = optax.cosine_decay_schedule(peak, steps, c.final_fraction)
+    elif c.schedule == "linear":
+        decay = optax.linear_schedule(peak, final, steps)
+    elif c.schedule == "wsd":
+        length = min(max(round(c.decay_fraction * config.steps), 1), steps)
+        decay = optax.linear_schedule(peak, final, length, steps - length)
+    elif c.schedule == "constant":
+        decay = optax.constant_schedule(peak)
+    else:
+        decay = _by_name(c.schedule, peak, c.schedule_options.to_dict())
+    ramp = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
+    return optax.join_schedules([ramp, decay], [warmup]) if warmup else decay
+
+
+def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
+    """Returns a schedule of optax whose value starts at, or rises to, `peak`."""
+    make = getattr(optax.schedules, name, None)
+    names = list(inspect.signature(make).parameters) if callable(make) else []
+    values = [n for n in ("peak_value", "init_value", "value") if n in names]
+    if not values:
+        known = [*SCHEDULES, *(n for n in dir(optax.schedules) if n[0].islower())]
+        raise ValueError(
+            f"optimizer.schedule is {name!r}:{suggestion(name, known)} Known: "
+            f"{', '.join(SCHEDULES)}, and the schedules of optax with one peak or "
+            "initial value."
+        )
+    for option in options:
+        check_name(f"optimizer.schedule_options of {name}", option, names)
+    try:
+        schedule: optax.Schedule = make(**{values[0]: peak} | options)  # type: ignore[misc]
+    except Exception as error:
+        raise ValueError(
+            f"optimizer.schedule_options {options} do not suit {name}: {error}"
+        ) from error
+    return schedule
+
+
+def optimizer(
+    config: ConfigDict, stacked: Stacked | None = None
+) -> optax.GradientTransformation:
+    """Returns the inner optimizer: clipping, any optax optimizer by name, averages.
+
+    On a model that stacks its layers it does what it would do on one with a leaf for
+    each of them; so too on adapters of the model.
+
+    Args:
+      config: of the experiment.
+      stacked: from parameters to which of their leaves stack layers on axis 0; None:
+        none does.
+
+    Raises:
+      ValueError: optax has no such optimizer, or it does not take the options.
+    """
+    c = config.optimizer
+    rules = [_rule(config, fields) for _, fields in c.groups]
+    inner = _rule(config, {})
+    if rules:
+        labels = functools.partial(_labels, [pattern for pattern, _ in c.groups])
+        inner = optax.partition(dict(enumerate([*rules, inner])), labels)
+    if stacked is not None and c.name not in ACROSS_LEAVES:
+        inner = per_layer(inner, stacked)
+    clip = [optax.clip_by_global_norm(c.clip)] if c.clip else []
+    average = [average_parameters(c.ema)] if c.ema else []
+    chain = [*clip, inner, *average]
+    return optax.chain(*chain) if len(chain) > 1 else inner
+
+
+def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransformation:
+    """Returns the named optimizer; a group's fields take the place of the options."""
+    c, fields = config.optimizer, dict(fields)
+    make = getattr(optax, c.name, None) or getattr(optax.contrib, c.name, None)
+    if not callable(make):
+        close = suggestion(c.name, [*dir(optax), *dir(optax.contrib)])
+        raise ValueError(
+            f"optimizer.name is {c.name!r}, which optax does not have"
+            + (f":{close}" if close else ".")
+        )
+    names = list(inspect.signature(make).parameters)
+    if "learning_rate" not in names:
+        raise ValueError(
+            f"optimizer.name is {c.name!r}, which takes no learning_rate: name an "
+            "optax optimizer, such as adamw, lion or sgd."
+        )
+    names.remove("learning_rate")
+    rate = learning_rate(config, fields.pop("learning_rate", None))
+    for field in c.options:
+        check_name(f"optimizer.options of {c.name}", field, names)
+    for field in fields:
+        check_name("a field of optimizer.groups", field, ["learning_rate", *names])
+    options = DEFAULT_OPTIONS.get(c.name, {}) | c.options.to_dict() | fields
+    for name in DECAY_MASKS:
+        if name in names and name not in options and c.no_decay != "":
+            options[name] = functools.partial(_decayed, c.no_decay)
+    try:
+        tx: optax.GradientTransformation = make(rate, **options)
+    except Exception as error:
+        shown = {k: v for k, v in options.items() if k not in DECAY_MASKS}
+        raise ValueError(
+            f"optimizer.options {shown} do not suit {c.name}: {error}"
+        ) from error
+    return tx
+
+
+def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
+    """Returns which leaves weight decay acts on, as a tree of bools."""
+
+    def decayed(path: Any, leaf: Any) -> bool:
+        names = path_names(path)
+        if no_decay is not None:
+            return re.search(no_decay, "/".join(names)) is None
+        return leaf.ndim > 1 and names[-1] not in NOT_DECAYED
+
+    return jax.tree_util.tree_map_with_path(decayed, params)
+
+
+def _labels(patterns: list[str], params: PyTree) -> PyTree:
+    """Returns the number of each leaf's group: of the first pattern found in its path.
+
+    Those without one have the number after the last.
+    """
+
+    def label(path: Any, leaf: Any) -> int:
+        name = "/".join(path_names(path))
+        matches = (i for i, p in enumerate(patterns) if re.search(p, name))
+        return next(matches, len(patterns))
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+class AverageState(NamedTuple):
+    """State of `average_parameters`."""
+
+    steps: jax.Array  # int32 []: updates so far
+    sum: PyTree  # (1 - decay) sum_t decay^(steps - t) theta(t): as the parameters
+
+
+def average_parameters(decay: float) -> optax.GradientTransformation:
+    """Keep an exponential moving average of the parameters; pass updates on.
+
+    It stands last in a chain, so that parameters plus updates are the next parameters.
+    The average starts from nothing and is divided by what it lacks, as Adam's moments
+    are (Kingma and Ba, arXiv 1412.6980, section 3): `averaged` returns it.
+
+    Args:
+      decay: of the average, from 0 to 1.
+    """
+
+    def init(params: PyTree) -> AverageState:
+        return AverageState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params))
+
+    def update(
+        updates: PyTree, state: AverageState, params: PyTree = None
+    ) -> tuple[PyTree, AverageState]:
+        new = optax.apply_updates(params, updates)
+        average = optax.incremental_update(new, state.sum, 1 - decay)
+        return updates, AverageState(state.steps + 1, average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged(state: Any, decay: float) -> Any:
+    """Returns a sharded method's state whose committed parameters are the average.
+
+    Args:
+      state: of a method whose inner optimizer has `average_parameters(decay)`.
+      decay: of the average.
+    """
+    is_average = lambda x: isinstance(x, AverageState)  # noqa: E731
+    leaves = jax.tree.leaves(state.inner, is_leaf=is_average)
+    average = next(filter(is_average, leaves))
+    share = 1 - decay ** average.steps.astype(jnp.float32)
+    master = jax.tree.map(
+        lambda total, now: jnp.where(share > 0, total / share, now),
+        average.sum,
+        state.master,
+    )
+    return state._replace(master=master)
+
+
+def method(
+    config: ConfigDict,
+    name: str,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...],
+    stacked: Stacked | None = None,
+) -> Any:
+    """Builds a method around the config's optimizer.
+
+    One that takes an `inner_learning_rate` gets the optimizer's schedule, unless
+    method_options has another.
+
+    Args:
+      config: of the experiment.
+      name: a key of METHODS.
+      mesh: the devices.
+      axis_name: the mesh's data axis or axes.
+      stacked: as for `optimizer`.
+
+    Raises:
+      ValueError: what the method refuses.
+    """
+    make, options = METHODS[name], config.method_options.to_dict()
+    if "inner_learning_rate" in methods.options(name):
+        options = {"inner_learning_rate": learning_rate(config)} | options
+    tx = make(
+        optimizer(config, stacked),
+        mesh=mesh,
+        axis_name=axis_name,
+        comm_dtype=dtype("comm_dtype", config.comm_dtype),
+        accumulate_dtype=dtype("accumulate_dtype", config.accumulate_dtype),
+        **options,
+    )
+    if config.optimizer.ema and tx.local:
+        raise ValueError(
+            f"optimizer.ema is {config.optimizer.ema}, but each worker of {name} has "
+            "parameters of its own: leave it out, or use a sharded method."
+        )
+    return tx

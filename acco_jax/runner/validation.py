@@ -1,0 +1,22 @@
+"""The one line that refuses a config which cannot run."""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from acco_jax.runner import config as configs
+from acco_jax.runner import models, optimizers
+
+
+def validate(config: ConfigDict) -> None:
+    """Refuses a config that cannot run, before a device is touched.
+
+    Raises:
+      ValueError: in one line, naming the field, its value and the remedy.
+    """
+    configs.check(config)
+    optimizers.optimizer(config)
+    if config.model.factory is None:  # the tokenizer's tokens come with the corpus
+        models.gpt_neo_config(config, vocab_size=1)
+    else:
+        configs.named("model.factory", config.model.factory)
