@@ -21,22 +21,29 @@ def rows_of(workdir):
     ]
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+@pytest.mark.parametrize("library", ["linen", "equinox"])
+def test_trains(train, tmp_path, library):
+    changes = {"model.factory": f"{HERE}:{library}_model",
+               "optimizer.learning_rate": 1e-2}  # fmt: skip
+    experiment, summary = train(tmp_path, **changes)
+    rows = rows_of(tmp_path)
+    assert summary["loss"] < rows[0]["loss"] - 0.05
+    assert summary["parameters"] == experiment.model.parameters() > 0
+
+
 @pytest.mark.parametrize("method", ["acco", "diloco"])
-def test_trains_and_continues_bit_for_bit(train, tmp_path, library, method):
-    if method == "diloco" and library != "nnx":
-        pytest.skip("one library is enough for a local method")
-    changes = {"model.factory": f"{HERE}:{library}_model", "method": method,
-               "optimizer.learning_rate": 1e-2, "steps": 8}  # fmt: skip
+def test_dropout_continues_bit_for_bit(train, tmp_path, method):
+    changes = {"model.factory": f"{HERE}:nnx_model", "method": method,
+               "optimizer.learning_rate": 1e-2}  # fmt: skip
     if method == "diloco":
         changes["method_options"] = {"local_steps": 2}
-    whole, summary = train(tmp_path / "whole", **changes)
-    train(tmp_path / "stopped", stop_after=3, **changes)
+    train(tmp_path / "whole", **changes)
+    train(tmp_path / "stopped", stop_after=2, **changes)
     train(tmp_path / "stopped", **changes)
     rows = rows_of(tmp_path / "whole")
     assert rows == rows_of(tmp_path / "stopped")
-    assert summary["loss"] < rows[0]["loss"] - 0.05
-    assert summary["parameters"] == whole.model.parameters() > 0
+    losses = [row["loss"] for row in rows]
+    assert losses[-1] < losses[0] - 0.05 and len(set(losses)) == len(losses)
 
 
 def test_dropout_gets_another_key_in_each_half_round(tiny, tmp_path):
@@ -93,7 +100,7 @@ def test_another_vocabulary_than_a_published_size_is_said(tiny, caplog):
     with caplog.at_level(logging.INFO):
         models.announce(config, models.model(config, 257), 257)
     said = caplog.text
-    assert "86,827,776 parameters" in said
+    assert "86,798,592 parameters" in said
     assert "instead of 125,198,592" in said
     caplog.clear()
     config.model.vocab_size = 50257
