@@ -77,13 +77,9 @@ def _rows(config: ConfigDict, vocab_size: int) -> int:
     return rows
 
 
-def announce(config: ConfigDict, made: Model, vocab_size: int) -> None:
-    """Logs the parameters, and that a published size has other tables than its own."""
+def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> None:
+    """Logs that a published size has other parameters with this tokenizer."""
     count, c = made.parameters(), config.model
-    logging.info(
-        "model: %s parameters, %s tokens, rows of %s",
-        f"{count:,}", f"{_rows(config, vocab_size):,}", f"{config.length:,}",
-    )  # fmt: skip
     if c.factory or not c.size:
         return
     published = gpt_neo.size(c.size)

@@ -145,7 +145,7 @@ def prepare(
         config, rows_per_step, rows_per_epoch, tx.steps_per_call
     )
     model = models.model(config, corpus.tokenizer.vocab_size)
-    models.announce(config, model, corpus.tokenizer.vocab_size)
+    models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
     tx = optimizers.method(config, config.method, mesh, mesh.axis_names, model.stacked)
     loss_fn, init = models.trained(
         config, model, lambda make: _start(config, make, mesh)

@@ -97,13 +97,12 @@ def test_a_wrong_factory_is_one_line(tiny, factory, options, message):
 
 def test_another_vocabulary_than_a_published_size_is_said(tiny, caplog):
     config = tiny(**{"model.size": "gpt-neo-125m", "length": 2048})
-    with caplog.at_level(logging.INFO):
-        models.announce(config, models.model(config, 257), 257)
+    with caplog.at_level(logging.WARNING):
+        models.warn_of_another_size(config, models.model(config, 257), 257)
     said = caplog.text
-    assert "86,798,592 parameters" in said
-    assert "instead of 125,198,592" in said
+    assert "has 86,798,592 parameters instead of 125,198,592" in said
     caplog.clear()
     config.model.vocab_size = 50257
     with caplog.at_level(logging.WARNING):
-        models.announce(config, models.model(config, 257), 257)
+        models.warn_of_another_size(config, models.model(config, 257), 257)
     assert caplog.text == ""
