@@ -23,8 +23,6 @@ Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340)
 feedback, Karimireddy et al. (arXiv 1901.09847).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -8,8 +8,6 @@ the method's own: `advance`, on the shards. It is the same whatever stands besid
 hops: see `acco_jax.half_round`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

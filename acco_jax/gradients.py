@@ -1,12 +1,10 @@
 """Microbatches to one local gradient and weight per worker, without communication."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +80,7 @@ class Accumulator:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
             object.__setattr__(self, "loss_fn", with_arrays(self.loss_fn))
 
-    def placed(self) -> Accumulator:
+    def placed(self) -> Self:
         """Put the loss function's arrays on the mesh's devices, whole on each."""
 
         def place(x: Any) -> Any:

@@ -10,8 +10,6 @@ in a plain `update`, pieces of the computation in a fused program, another threa
 split form.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ every leaf: first those that fill whole rows, then the others, one after the oth
 zeros.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What a layout has to know of each parameter, and how it is cut into parts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -16,9 +16,7 @@ exchange before has gathered; they are the next half-round's `pending`. The firs
 half-round (priming) has nothing to communicate: it is a commit of weight 0.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +43,7 @@ class AccoState(NamedTuple):
     carried: Totals  # W(t-1), and the sum of its losses
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
 
-    def shardings(self) -> AccoState:
+    def shardings(self) -> Self:
         return sharded.shardings(self)
 
     def committed(self, params: PyTree) -> PyTree:

@@ -1,7 +1,5 @@
 """What every method is to a train step, a loop and a checkpoint, whichever it is."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Mapping
 from typing import Any, Protocol, TypedDict, runtime_checkable

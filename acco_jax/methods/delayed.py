@@ -7,10 +7,8 @@
 Both communicate while they compute, as ACCO does, and leave the delay as it is.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +32,7 @@ class DelayedState(NamedTuple):
     pending: Pending  # g, w of the last update: every worker's own, wire dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
 
-    def shardings(self) -> DelayedState:
+    def shardings(self) -> Self:
         return sharded.shardings(self)
 
     def committed(self, params: PyTree) -> PyTree:

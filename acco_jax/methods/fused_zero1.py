@@ -8,8 +8,6 @@ reduce-scattered at once, beside the backward pass of the layers before it: the 
 that a step without delay can do for its gradients. The all-gather stays exposed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """An optimizer, written for one device, on the shards of many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

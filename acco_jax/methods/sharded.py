@@ -5,12 +5,10 @@ half-round communicates the gradients of the half-round before (`delayed`) or it
 `ShardedMethod` makes an optax transformation and the rounds of a train step of that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +170,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     local = False
     steps_per_call = 1
 
-    def __new__(cls, **attributes: Any) -> ShardedMethod:
+    def __new__(cls, **attributes: Any) -> Self:
         def init(params: PyTree) -> Any:
             return self._init(params)
 

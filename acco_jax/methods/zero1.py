@@ -6,10 +6,8 @@ Nothing is hidden: the gradients that are communicated are those just computed. 
 the same step with the state replicated and one all-reduce of each gradient.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +31,7 @@ class Zero1State(NamedTuple):
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
 
-    def shardings(self) -> Zero1State:
+    def shardings(self) -> Self:
         return sharded.shardings(self)
 
     def committed(self, params: PyTree) -> PyTree:

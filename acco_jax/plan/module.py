@@ -1,7 +1,5 @@
 """Loop trips, FLOPs and accessed bytes of a compiled module."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

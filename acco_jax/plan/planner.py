@@ -4,8 +4,6 @@ plan = planner.make(config, topologies.parse("gpu:h200:4x8"), Request())
 print(report.text(plan))
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ program = programs.describe(config, mesh)  # nothing is compiled yet
 compiled = program.compile()  # its schedule, memory and text
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

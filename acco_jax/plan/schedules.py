@@ -12,8 +12,6 @@ of such a pair are was read from schedules of jax 0.10.2 and 0.12 (libtpu 0.0.42
 JAX is not imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Checkpoints of parameters, optimizer state and data iterator, verified when read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -6,8 +6,6 @@ Only the split form can do it, where the host sees both; a program compiled whol
 number of microbatches that it was given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """The train step as one program, each collective beside a part of the computation."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Hashable

@@ -3,8 +3,6 @@
 For CPU processes: XLA:CPU runs a program's collectives and loops one after the other.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor

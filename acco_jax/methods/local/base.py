@@ -6,8 +6,6 @@ i on worker i. One call of the train step is so many inner steps of every worker
 exchange, with the inner steps beside its hops if it overlaps.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools

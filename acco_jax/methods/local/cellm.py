@@ -21,12 +21,10 @@ them; all workers add them up in the same order and stay equal bit for bit.
 Of CELLM only the abstract is public: low-rank adapters, sparse updates, unequal data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +57,7 @@ class CellmState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
     error: PyTree  # rows: e_i(t), float32 or wider
 
-    def shardings(self) -> CellmState:
+    def shardings(self) -> Self:
         layout = self.layout
         homes = base.shardings(self, rows=("inner",))
         return homes._replace(

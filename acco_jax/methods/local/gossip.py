@@ -25,13 +25,11 @@ so that the mean over the workers is kept exactly in 16 bits too; but for the co
 graph, whose all-reduce adds up in the wire's dtype.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +57,7 @@ class GossipState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
 
-    def shardings(self) -> GossipState:
+    def shardings(self) -> Self:
         homes = base.shardings(self, rows=("inner",))
         if self.master is None:
             return homes

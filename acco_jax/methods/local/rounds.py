@@ -12,11 +12,9 @@ a round costs one reduce-scatter and one all-gather of the parameters' size, the
 of one ring all-reduce, however many steps it has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import optax
@@ -43,7 +41,7 @@ class RoundState(NamedTuple):
     outer: Any  # the outer method's state, sharded: the exact point, its momentum
     inner: PyTree  # rows: each worker's own optimizer state
 
-    def shardings(self) -> RoundState:
+    def shardings(self) -> Self:
         return base.shardings(self, rows=("inner",))
 
     def committed(self, params: PyTree) -> PyTree:

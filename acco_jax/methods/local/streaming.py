@@ -16,12 +16,10 @@ worker without any takes x_p as it is, too. One call of the train step is H/P in
 steps: it ends with fragment p sent, and the next call starts with its arrival.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +55,7 @@ class StreamingState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
     master: PyTree  # rows: theta_i in float32 if any parameter is narrower, else None
 
-    def shardings(self) -> StreamingState:
+    def shardings(self) -> Self:
         layout = self.layout
         homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
         anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
