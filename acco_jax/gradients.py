@@ -195,7 +195,7 @@ class Accumulator:
         """Return the sums of no microbatch."""
 
         def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
-            return _row(self.zeros_here(params, batch, rng, self.microbatches))
+            return to_row(self.zeros_here(params, batch, rng, self.microbatches))
 
         return self._on_workers(local, self.rows, params, batch, rng)
 
@@ -211,14 +211,14 @@ class Accumulator:
         """Add each worker's microbatches span(count) = (first, end) to its row."""
 
         def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
-            sums, count = _own(sums), self.microbatches
+            sums, count = from_row(sums), self.microbatches
             if counts is not None:
                 count = jnp.clip(counts[0], 0, count)
             first, end = span(count)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
             total = self.microbatches
-            return _row(self.sum_here(sums, params, batch, rng, total, first, end))
+            return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
         return self._on_workers(local, self.rows, params, batch, rng, sums, counts)
 
@@ -270,7 +270,7 @@ class Accumulator:
             residuals = [None if id(x) in own else x for x in leaves]
             numbers = tuple(own.get(id(x)) for x in leaves)
             pullbacks.append(_Pullback(treedef, numbers))
-            return _row((loss, rest, residuals))
+            return to_row((loss, rest, residuals))
 
         run = self._whole(local)
         return self._on_workers(run, self.rows, params, batch, rng), pullbacks[-1]
@@ -279,7 +279,7 @@ class Accumulator:
         arrays, pullback = work
 
         def local(self, params, arrays, counts):  # type: ignore[no-untyped-def]
-            loss, (weight, aux), residuals = _own(arrays)
+            loss, (weight, aux), residuals = from_row(arrays)
             values = jax.tree.leaves((params, self))
             leaves = [
                 x if i is None else values[i]
@@ -289,7 +289,7 @@ class Accumulator:
             # `pack` drops gradients without weight: here they would exist twice
             loss = counted(Sums(None, loss, weight, None)).loss
             sums = self._widened(Sums(grads, loss, weight, aux), params)
-            return _row(sums if counts is None else where(counts[0] > 0, sums))
+            return to_row(sums if counts is None else where(counts[0] > 0, sums))
 
         in_specs = (P(), P(), self.rows, self.rows)
         run = self.over_data(self._whole(local), in_specs, self.rows)
@@ -329,13 +329,13 @@ class Accumulator:
                 first = lax.axis_index(self.axis) * total
                 key = jax.random.fold_in(rng, first + i)
             loss_of = self._loss_of(batch, key, total, i)
-            sums = _own(sums)
+            sums = from_row(sums)
             grads = None if sums is None else sums.grads
             (loss, (weight, aux)), out = take(loss_of, params, grads, valid)
             one = self._widened(Sums(None, loss, weight, aux), None)
             one = counted(one if valid is None else where(valid, one))
             one = one if sums is None else add(sums._replace(grads=None), one)
-            return out, _row(one)
+            return out, to_row(one)
 
         specs = (out_specs, self.rows)
         return self._on_workers(local, specs, params, batch, rng, sums, counts)
@@ -395,13 +395,13 @@ class Accumulator:
         return widened(sums)._replace(grads=jax.tree.map(cast, sums.grads, params))
 
 
-def _row(tree: PyTree) -> PyTree:
+def to_row(tree: PyTree) -> PyTree:
     """A worker's own values as its row of an array over workers."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def _own(rows: PyTree) -> PyTree:
-    """The inverse of `_row`."""
+def from_row(rows: PyTree) -> PyTree:
+    """The inverse of `to_row`."""
     return jax.tree.map(lambda x: x[0], rows)
 
 

@@ -1,7 +1,7 @@
 """What every method is to a train step, a loop and a checkpoint, whichever it is."""
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import jax
@@ -147,6 +147,14 @@ def common_attributes(
     }
 
 
+def layout_of(
+    params: PyTree, common: Mapping[str, Any], layout_type: type[Layout] = Layout
+) -> Layout:
+    """The layout of parameters that the common attributes of a method determine."""
+    names = ("mesh", "axis", "comm_dtype", "param_specs")
+    return layout_type.of(params, **{name: common[name] for name in names})
+
+
 def check_method(tx: Any) -> None:
     """Raises a ValueError unless tx is a method of this library, as it was made."""
     if not isinstance(tx, Method):
@@ -175,6 +183,13 @@ def find_state(state: PyTree) -> Any:
             "pass what tx.init or tx.update returned."
         )
     return states[0]
+
+
+def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
+    """The state make(params), every array of it where its `shardings` say."""
+    like = jax.eval_shape(make, params)
+    params = jax.device_put(params, like.layout.params_shardings)
+    return jax.jit(make, out_shardings=like.shardings())(params)
 
 
 @functools.partial(jax.jit, static_argnums=0)

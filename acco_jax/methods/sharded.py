@@ -26,6 +26,8 @@ from acco_jax.methods.base import (
     find_state,
     gather_exact,
     is_state,
+    layout_of,
+    placed_state,
 )
 from acco_jax.methods.checks import (
     as_updated,
@@ -264,13 +266,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def _init(self, params: PyTree) -> Any:
         refuse_wrappers()
         params = as_updated(params)
-        whole = self.layout_type.of(
-            params,
-            mesh=self.mesh,
-            axis=self.axis,
-            comm_dtype=self.comm_dtype,
-            param_specs=self.param_specs,
-        )
+        whole = layout_of(params, vars(self), self.layout_type)
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
         layout = whole.mirroring(self.inner, jax.eval_shape(self.inner.init, seen))
 
@@ -283,9 +279,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             state = self._start(layout, master, in_auto(begin, layout, homes)(master))
             return state._replace(residue=self.codecs.start(layout, params))
 
-        params = jax.device_put(params, layout.params_shardings)
-        homes = layout.state_shardings(jax.eval_shape(make, params))
-        return jax.jit(make, out_shardings=homes)(params)
+        return placed_state(make, params)
 
     def advance(
         self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]

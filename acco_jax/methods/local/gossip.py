@@ -40,7 +40,12 @@ from jax.sharding import Mesh
 
 from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, PyTree
-from acco_jax.methods.base import CommonOptions, common_attributes
+from acco_jax.methods.base import (
+    CommonOptions,
+    common_attributes,
+    layout_of,
+    placed_state,
+)
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.optimizer import pinned
@@ -58,10 +63,7 @@ class GossipState(NamedTuple):
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
 
     def shardings(self) -> Self:
-        homes = base.shardings(self, rows=("inner",))
-        if self.master is None:
-            return homes
-        return homes._replace(master=self.layout.grads_shardings)
+        return base.shardings(self, rows=("inner", "master"))
 
     def committed(self, params: PyTree) -> PyTree:
         """The mean over the workers, replicated."""
@@ -153,10 +155,6 @@ class GossipRound(LocalRound):
     overlaps = True
 
     @property
-    def beside(self) -> int:  # type: ignore[override]
-        return self.steps.steps
-
-    @property
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
         same = lambda x: x  # noqa: E731
         return tuple(
@@ -168,13 +166,10 @@ class GossipRound(LocalRound):
         theta = params if state.master is None else state.master
         return (state.layout, state.half_rounds, theta), (), state
 
-    def theta(self, rows: PyTree, rest: GossipState) -> PyTree:
-        return super().theta(rows, rest) if rest.master is None else rest.master
-
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = outbox
-        sent = base.cast(theta, layout.tree(lambda leaf: leaf.wire))
+        sent = layout.map(lambda leaf, x: x.astype(leaf.wire), theta)
         change = jax.tree.map(jnp.negative, base.widened(layout, sent))
         return layout, call, sent, change
 
@@ -253,28 +248,25 @@ def gossip(
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> GossipState:
-        layout = Layout.of(
-            params,
-            mesh=mesh,
-            axis=common["axis"],
-            comm_dtype=common["comm_dtype"],
-            param_specs=common["param_specs"],
-        )
-        return GossipState(
-            layout, *base.counters(layout), *base.init_workers(layout, inner, params)
-        )
+        layout = layout_of(params, common)
+
+        def make(params: PyTree) -> GossipState:
+            rows = base.init_rows(layout, inner, params)
+            master = base.master_rows(layout, params)
+            return GossipState(layout, jnp.int32(0), jnp.int32(0), rows, master)
+
+        return placed_state(make, params)
 
     def round_of(phase: int) -> GossipRound:
         return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))
 
     return base.local_method(
         inner,
-        mesh,
-        options,
+        common,
         steps_per_call=local_steps,
         state_type=GossipState,
         make_state=init,
-        make_round=round_of,
-        phases=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
+        round=round_of,
+        period=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
         delayed=True,
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -24,7 +25,12 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Pending, PyTree
-from acco_jax.methods.base import CommonOptions, gather_exact
+from acco_jax.methods.base import (
+    CommonOptions,
+    common_attributes,
+    gather_exact,
+    placed_state,
+)
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
@@ -81,21 +87,12 @@ def counted(weight: jax.Array, weighted: bool) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OuterRound(ExchangeRound, LocalRound):
-    """H inner steps of every worker and one step of an outer method.
-
-    Attributes:
-      exchange: of the outer method.
-      weighted: see `local_rounds`.
-    """
+    """H inner steps of every worker and one step of an outer method."""
 
     steps: InnerSteps
-    exchange: Exchange
+    exchange: Exchange  # of the outer method
     overlaps: bool
-    weighted: bool
-
-    @property
-    def beside(self) -> int:  # type: ignore[override]
-        return self.steps.steps
+    weighted: bool  # see `local_rounds`
 
     def open(self, params: PyTree, state: RoundState) -> tuple[Any, Any, RoundState]:
         outer, rest = state.outer, state._replace(outer=None)
@@ -186,23 +183,21 @@ def local_rounds(
         layout = state.layout
         base.check_wire(layout, weighted)
 
-        def make(params: PyTree) -> PyTree:
-            return base.init_rows(layout, inner, params)
+        def make(params: PyTree) -> RoundState:
+            rows = base.init_rows(layout, inner, params)
+            return RoundState(layout, jnp.int32(0), jnp.int32(0), None, rows)
 
-        homes = layout.row_shardings(jax.eval_shape(make, params))
-        params = jax.device_put(params, layout.params_shardings)
-        rows = jax.jit(make, out_shardings=homes)(params)
-        return RoundState(layout, *base.counters(layout), state, rows)
+        return placed_state(make, params)._replace(outer=state)
 
     exchange = outer.exchange(outer.codecs.all[0])
+    options = CommonOptions(axis_name=outer.axis, accumulate_dtype=accumulate_dtype)
     return base.local_method(
         inner,
-        outer.mesh,
-        {"axis_name": outer.axis, "accumulate_dtype": accumulate_dtype},
+        common_attributes(outer.mesh, options, CommonOptions),
         steps_per_call=local_steps,
         state_type=RoundState,
         make_state=init,
-        make_round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
+        round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
         check_parts=lambda state: outer.check_state(state.outer),
         delayed=outer.delayed,
     )
