@@ -236,14 +236,9 @@ class Accumulator:
 
         Each worker's microbatches in equal parts, those left over beside the slowest
         network's collectives, which are in the middle; if there is but one, its forward
-        pass and its backward pass are there.
-
-        Args:
-          k: which piece, from 0.
-          parts: how many, at least 2.
-          work: what the piece before returned, None for the first; so the next piece
-            takes what this one returns, and the last returns the `Sums`.
-          params, batch, rng, counts: as for `add`.
+        pass and its backward pass are there. Pieces count from 0, and there are at
+        least 2: the first takes None for `work`, the next what the one before returned,
+        and the last returns the `Sums`.
         """
         middle = parts // 2
         if self.microbatches == 1:

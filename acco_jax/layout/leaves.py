@@ -197,6 +197,11 @@ def _transpose(x: jax.Array, order: Sequence[int]) -> jax.Array:
     return x.reshape([x.shape[a] for a in large]).transpose(small_order).reshape(shape)
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """Return x in float32 if its dtype is narrower."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def axes_in(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a PartitionSpec names."""
     if entry is None:

@@ -49,35 +49,24 @@ class State(Protocol):
 
 @runtime_checkable
 class Method(Protocol):
-    """What a train step and a loop ask of a method.
+    """What a train step and a loop ask of a method."""
 
-    Attributes:
-      mesh: the devices.
-      axis: the data axes, slowest first.
-      accumulate_dtype: of the gradient accumulator; None: each parameter's own.
-      delayed: whether communication runs beside the computation of later gradients.
-      local: whether each worker takes optimizer steps of its own, on its own row.
-      half_rounds: calls of the train step that share the microbatches of one step.
-      steps_per_call: steps whose microbatches one call computes.
-      warmup: so many first calls differ from all later ones.
-      period: calls after which those beyond the warm-up come in the same order again.
-      changes: which option makes calls differ, so that a step counts them; '' for none.
-    """
-
-    mesh: Mesh
-    axis: tuple[str, ...]
-    accumulate_dtype: Any
-    delayed: bool
-    local: bool
-    half_rounds: int
-    steps_per_call: int
-    warmup: int
+    mesh: Mesh  # the devices
+    axis: tuple[str, ...]  # the data axes, slowest first
+    accumulate_dtype: Any  # of the gradient accumulator; None: each parameter's own
+    delayed: bool  # communication runs beside the computation of later gradients
+    local: bool  # each worker takes optimizer steps of its own, on its own row
+    half_rounds: int  # calls of the train step that share the microbatches of one step
+    steps_per_call: int  # steps whose microbatches one call computes
+    warmup: int  # so many first calls differ from all later ones
 
     @property
-    def period(self) -> int: ...
+    def period(self) -> int:
+        """Calls after which those beyond the warm-up come in the same order again."""
 
     @property
-    def changes(self) -> str: ...
+    def changes(self) -> str:
+        """Which option makes calls differ, so that a step counts them; '' for none."""
 
     def start(self, params: PyTree) -> tuple[PyTree, Any]:
         """Returns the parameters of the loop and the initial state."""
@@ -124,10 +113,7 @@ def common_attributes(
 ) -> dict[str, Any]:
     """The attributes of a method that its common options determine.
 
-    Args:
-      mesh: the devices.
-      options: keyword arguments of the user.
-      known: the TypedDict of those that there are.
+    The options are the user's, `known` is the TypedDict of those that there are.
 
     Raises:
       TypeError: one is unknown.

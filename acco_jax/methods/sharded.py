@@ -8,10 +8,9 @@ half-round communicates the gradients of the half-round before (`delayed`) or it
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -19,7 +18,7 @@ from acco_jax.codec import Codec, Codecs, codecs
 from acco_jax.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
 from acco_jax.gradients import Sums
 from acco_jax.half_round import Inputs, Round, run
-from acco_jax.layout import Layout, Pending, PyTree, Totals
+from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
 from acco_jax.methods.base import (
     CommonOptions,
     common_attributes,
@@ -46,6 +45,11 @@ from acco_jax.methods.optimizer import (
     in_place,
 )
 
+StateType = TypeVar("StateType", bound=type)
+Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
+Start = Callable[[Layout, PyTree, PyTree], Any]
+Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
+
 
 class ShardedOptions(CommonOptions, total=False):
     """Keyword arguments of the sharded methods, beside the common ones.
@@ -69,17 +73,12 @@ class ShardedOptions(CommonOptions, total=False):
     resync_every: int
 
 
-# -------------------------------------------------- what a method's state has in common
-
-
-def shardings(state: Any) -> Any:
-    """A NamedSharding for every array of a sharded method's state."""
-    return state.layout.state_shardings(state)
-
-
-def committed(state: Any) -> PyTree:
-    """The master copy, gathered; see `acco_jax.committed_params`."""
-    return gather_exact(state.layout, state.master)
+def with_shards(state_type: StateType) -> StateType:
+    """Give a NamedTuple with a sharded `master` the methods of a `State`."""
+    made: Any = state_type
+    made.shardings = lambda self: self.layout.state_shardings(self)
+    made.committed = lambda self, params: gather_exact(self.layout, self.master)
+    return state_type
 
 
 # ----------------------------------------------------------------------- the round
@@ -138,20 +137,8 @@ class ShardedPhase(NamedTuple):
     codec: Codec
 
 
-Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
-Start = Callable[[Layout, PyTree, PyTree], Any]
-Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
-
-
 class ShardedMethod(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose optimizer state is sharded; a `Method`.
-
-    Attributes:
-      inner: the optimizer.
-      state_type: the NamedTuple that is the method's state.
-      codecs: how each half-round communicates.
-      See `acco_jax.methods.base.Method` for the others.
-    """
+    """An optax transformation whose optimizer state is sharded; a `Method`."""
 
     inner: optax.GradientTransformation
     mesh: Mesh
@@ -159,8 +146,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     comm_dtype: Any
     accumulate_dtype: Any
     param_specs: PyTree | None
-    codecs: Codecs
-    state_type: type
+    codecs: Codecs  # how each half-round communicates
+    state_type: type  # the NamedTuple that is the method's state
     layout_type: type[Layout]
     round_type: Callable[[Exchange, bool], Round]
     delayed: bool
@@ -284,14 +271,10 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def advance(
         self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
     ) -> tuple[Any, Point]:
-        """The optimizer's step on the shards.
+        """The optimizer's step on the shards of `gradient`, in the master dtype.
 
-        Args:
-          state: of the method.
-          gradient: sums over microbatches and workers; shards in the master dtype.
-          totals: what they are sums of.
-          extra: arguments of the optimizer; MEAN_LOSS among them stands for the mean
-            loss of exactly these gradients.
+        MEAN_LOSS among the extra arguments of the optimizer stands for the mean loss of
+        exactly these gradients.
         """
         layout = state.layout
         # the optimizer's region need not carry through what it does not read
@@ -358,11 +341,8 @@ def _plain_update(
     if tx.delayed:
         state = state._replace(pending=pending)
 
-    def difference(new: jax.Array, old: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(old.dtype, jnp.float32)
-        return new.astype(wide) - old.astype(wide)
-
-    return jax.tree.map(difference, delivery.params, params), in_place(layout, state)
+    updates = jax.tree.map(lambda x, y: wide(x) - wide(y), delivery.params, params)
+    return updates, in_place(layout, state)
 
 
 def _gathered(

@@ -222,10 +222,6 @@ def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
     return Mesh(devices, ("domain", "data"))
 
 
-def data_axes(mesh: Mesh, model_axis: str = "model") -> tuple[str, ...]:
-    return tuple(a for a in mesh.axis_names if a != model_axis)
-
-
 def vocab_size(config: ConfigDict) -> int:
     """Returns the tokenizer's number of tokens, without a corpus.
 
@@ -250,7 +246,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
       ValueError: in one line, what cannot work.
     """
     model = models.model(config, vocab_size(config))
-    tx = optimizers.method(config, config.method, mesh, data_axes(mesh), model.stacked)
+    tx = optimizers.method(config, config.method, mesh, mesh.axis_names, model.stacked)
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")

@@ -24,6 +24,9 @@ from acco_jax.plan.hlo import (
 )
 from acco_jax.plan.module import FREE, KINDS, MOVES, Module, tuple_index
 
+# Which groups of devices collectives are over: the groups, their size, or None: any.
+Over = int | Collection[Collection[int]] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -85,18 +88,12 @@ class Operation:
 class Schedule:
     """Collectives, operations and loops of a compiled program."""
 
-    collectives: tuple[
-        Collective, ...
-    ]  # in order, those of a loop's body after ENTRY's
+    collectives: tuple[Collective, ...]  # those of a loop's body after ENTRY's
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
     loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
     flops: int  # of all matrix products
 
-    def select(
-        self,
-        min_bytes: int = 1 << 20,
-        groups: int | Collection[Collection[int]] | None = None,
-    ) -> list[Collective]:
+    def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
         """Returns the collectives of at least `min_bytes` over the given groups.
 
         Args:
@@ -111,11 +108,7 @@ class Schedule:
             if c.bytes >= min_bytes and _matches(c.groups, groups)
         ]
 
-    def hidden_fraction(
-        self,
-        min_bytes: int = 1 << 20,
-        groups: int | Collection[Collection[int]] | None = None,
-    ) -> float:
+    def hidden_fraction(self, min_bytes: int = 1 << 20, groups: Over = None) -> float:
         """Fraction of the bytes of the selected collectives that is hidden.
 
         Raises:
@@ -167,7 +160,7 @@ def hidden_share(collectives: Iterable[Collective]) -> float:
     return hidden / total if total else 1.0
 
 
-def _matches(groups: Groups, choice: int | Collection[Collection[int]] | None) -> bool:
+def _matches(groups: Groups, choice: Over) -> bool:
     if choice is None:
         return True
     if isinstance(choice, int):

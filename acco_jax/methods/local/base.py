@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.gradients import Accumulator, Sums, from_row, over_data, to_row
 from acco_jax.half_round import Inputs, Round
-from acco_jax.layout import Layout, PyTree
+from acco_jax.layout import Layout, PyTree, wide
 from acco_jax.methods.base import find_state, is_state
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.optimizer import choose
@@ -165,12 +165,10 @@ def master_rows(layout: Layout, params: PyTree) -> PyTree | None:
 
 
 def shardings(state: Any, rows: tuple[str, ...]) -> Any:
-    """A NamedSharding for every array of a local method's state.
+    """A NamedSharding for every array of a local method's state, possibly abstract.
 
-    Args:
-      state: a `acco_jax.methods.base.State`, possibly abstract.
-      rows: its fields that hold a row per worker. States of sharding methods lie where
-        their own layouts say, the rest everywhere.
+    The fields `rows` hold a row per worker; states of sharding methods lie where their
+    own layouts say, the rest everywhere.
     """
     layout = state.layout
 
@@ -240,26 +238,19 @@ class LocalRound(Round):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalMethod:
-    """A `Method` whose workers take optimizer steps of their own; it has no `update`.
-
-    Attributes:
-      inner: each worker's optimizer.
-      state_type: the NamedTuple that is the method's state.
-      make_state: parameters -> initial state.
-      check_parts: raises a ValueError for a state whose parts are another method's.
-      See `acco_jax.methods.base.Method` for the others.
-    """
+    """A `Method` whose workers take steps of their own; it has no `update`."""
 
     mesh: Mesh
     axis: tuple[str, ...]
     accumulate_dtype: Any
-    inner: optax.GradientTransformation
+    inner: optax.GradientTransformation  # each worker's
     steps_per_call: int
-    state_type: type
-    make_state: Callable[[PyTree], Any]
+    state_type: type  # the NamedTuple that is the method's state
+    make_state: Callable[[PyTree], Any]  # parameters -> initial state
     round: Callable[[int], Round]
     delayed: bool
     period: int = 1
+    # raises a ValueError for a state whose parts are another method's
     check_parts: Callable[[Any], None] = lambda state: None
 
     local = True
@@ -336,7 +327,6 @@ class LocalMethod:
 
     def check(self, params: PyTree) -> None:
         def step(params: PyTree) -> PyTree:
-            wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
             theta = jax.tree.map(wide, params)
             state = self.inner.init(theta)
             return checked_update(self.inner, theta, state, theta, {}, in_loop=True)

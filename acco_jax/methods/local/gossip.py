@@ -39,7 +39,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from acco_jax.half_round import Hop
-from acco_jax.layout import Layout, PyTree
+from acco_jax.layout import Layout, PyTree, wide
 from acco_jax.methods.base import (
     CommonOptions,
     common_attributes,
@@ -73,8 +73,8 @@ class GossipState(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mean(layout: Layout, rows: PyTree) -> PyTree:
-    wide = base.widened(layout, rows)
-    mean = base.narrowed(layout, jax.tree.map(lambda x: x.mean(0), wide))
+    mean = jax.tree.map(lambda x: x.mean(0), base.widened(layout, rows))
+    mean = base.narrowed(layout, mean)
     return pinned(mean, layout.params_shardings)
 
 
@@ -108,7 +108,6 @@ def terms(
 
     Of one worker, W is 1.
     """
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     me = np.arange(n)
 
     def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:

@@ -60,12 +60,8 @@ def differences(
 ) -> Pending:
     """w_i (origin - theta_i), packed, and w_i: what an outer method communicates.
 
-    Args:
-      layout: of the outer method.
-      weight: (n,) w_i.
-      origin: where the workers started from, rows or the same for all.
-      theta: theta_i, rows of the same structure, master dtype.
-      origin_spec: P(data axes) or P().
+    The workers started from `origin`, of rows (with P(data axes) for its spec) or the
+    same for all (P()); theta_i are rows in the master dtype, and `weight` is (n,).
     """
 
     def local(weight: jax.Array, origin: PyTree, theta: PyTree) -> PyTree:
