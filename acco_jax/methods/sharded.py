@@ -8,7 +8,7 @@ half-round communicates the gradients of the half-round before (`delayed`) or it
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import optax
@@ -19,31 +19,7 @@ from acco_jax.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
 from acco_jax.gradients import Sums
 from acco_jax.half_round import Inputs, Round, run
 from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
-from acco_jax.methods.base import (
-    CommonOptions,
-    common_attributes,
-    find_state,
-    gather_exact,
-    is_state,
-    layout_of,
-    placed_state,
-)
-from acco_jax.methods.checks import (
-    as_updated,
-    check_extra,
-    check_grads,
-    check_params,
-    place_weight,
-    refuse_wrappers,
-)
-from acco_jax.methods.optimizer import (
-    MEAN_LOSS,
-    abstract,
-    choose,
-    guarded_step,
-    in_auto,
-    in_place,
-)
+from acco_jax.methods import base, checks, optimizer
 
 StateType = TypeVar("StateType", bound=type)
 Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
@@ -51,7 +27,7 @@ Start = Callable[[Layout, PyTree, PyTree], Any]
 Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
 
 
-class ShardedOptions(CommonOptions, total=False):
+class ShardedOptions(base.CommonOptions, total=False):
     """Keyword arguments of the sharded methods, beside the common ones.
 
     Attributes:
@@ -77,7 +53,7 @@ def with_shards(state_type: StateType) -> StateType:
     """Give a NamedTuple with a sharded `master` the methods of a `State`."""
     made: Any = state_type
     made.shardings = lambda self: self.layout.state_shardings(self)
-    made.committed = lambda self, params: gather_exact(self.layout, self.master)
+    made.committed = lambda self, params: base.gather_exact(self.layout, self.master)
     return state_type
 
 
@@ -128,13 +104,6 @@ class ShardedRound(ExchangeRound):
 
 
 # ---------------------------------------------------------------------- the method
-
-
-class ShardedPhase(NamedTuple):
-    """Which kind a half-round is."""
-
-    overlaps: bool
-    codec: Codec
 
 
 class ShardedMethod(optax.GradientTransformationExtraArgs):
@@ -196,15 +165,16 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             return "warmup_steps"
         return "gather_bits that differ, or resync_every," * self.codecs.differ
 
-    def phase(self, call: int) -> ShardedPhase:
-        overlaps = self.delayed and call >= self.warmup
-        return ShardedPhase(overlaps, self.codecs.at(call))
+    def phase(self, call: int) -> tuple[bool, Codec]:
+        """Returns whether the half-round overlaps, and its codec."""
+        return self.delayed and call >= self.warmup, self.codecs.at(call)
 
     def exchange(self, codec: Codec) -> Exchange:
         return Exchange(self.axis, self.advance, codec)
 
-    def round(self, phase: ShardedPhase) -> Round:
-        return self.round_type(self.exchange(phase.codec), phase.overlaps)
+    def round(self, phase: tuple[bool, Codec]) -> Round:
+        overlaps, codec = phase
+        return self.round_type(self.exchange(codec), overlaps)
 
     def calls(self, steps: int) -> int:
         """Half-rounds of so many steps; a delayed method's first one only primes."""
@@ -215,14 +185,14 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return None if done % self.half_rounds else done // self.half_rounds
 
     def place(self, params: PyTree, state: Any) -> PyTree:
-        if not is_state(state):
-            find_state(state)  # says what it is instead
+        if not base.is_state(state):
+            base.find_state(state)  # says what it is instead
             raise ValueError(
                 "the state is wrapped, but make_train_step runs a method's own stages: "
                 "give it the state of tx.init for the tx it was built with."
             )
         self.check_state(state)
-        check_params(state.layout, params)
+        checks.check_params(state.layout, params)
         return jax.device_put(params, state.layout.params_shardings)
 
     def check_state(self, state: Any) -> None:
@@ -237,9 +207,9 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         self.codecs.check(ours.residue)
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
-        check_extra(self.inner, extra)
+        checks.check_extra(self.inner, extra)
         if isinstance(self.inner, optax.GradientTransformationExtraArgs):
-            return {"value": MEAN_LOSS} | extra
+            return {"value": optimizer.MEAN_LOSS} | extra
         return extra
 
     def check(self, params: PyTree) -> None:
@@ -251,9 +221,9 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     # ---- what it does
 
     def _init(self, params: PyTree) -> Any:
-        refuse_wrappers()
-        params = as_updated(params)
-        whole = layout_of(params, vars(self), self.layout_type)
+        checks.refuse_wrappers()
+        params = checks.as_updated(params)
+        whole = base.layout_of(params, vars(self), self.layout_type)
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
         layout = whole.mirroring(self.inner, jax.eval_shape(self.inner.init, seen))
 
@@ -262,11 +232,12 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
         def make(params: PyTree) -> Any:
             master = layout.shard(params)
-            homes = layout.inner_shardings(jax.eval_shape(begin, abstract(master)))
-            state = self._start(layout, master, in_auto(begin, layout, homes)(master))
+            like = jax.eval_shape(begin, optimizer.abstract(master))
+            run = optimizer.in_auto(begin, layout, layout.inner_shardings(like))
+            state = self._start(layout, master, run(master))
             return state._replace(residue=self.codecs.start(layout, params))
 
-        return placed_state(make, params)
+        return base.placed_state(make, params)
 
     def advance(
         self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
@@ -282,7 +253,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         aside = {field: getattr(state, field) for field in fields}
 
         def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
-            step = functools.partial(guarded_step, self.inner, layout, extra)
+            step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
             return self._advance(state, gradient, totals, step)
 
         point = Point(
@@ -291,7 +262,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         number = state.half_rounds + 1
         state = state._replace(half_rounds=number, **dict.fromkeys(aside))
         homes = (layout.state_shardings(state), point)
-        state, point = in_auto(step, layout, homes)(state, gradient, totals, extra)
+        run = optimizer.in_auto(step, layout, homes)
+        state, point = run(state, gradient, totals, extra)
         return state._replace(**aside), point
 
     def _update(
@@ -299,12 +271,13 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, Any]:
         self.check_state(state)
         layout = state.layout
-        check_params(layout, params)
-        check_grads(layout, grads)
-        check_extra(self.inner, extra)
+        checks.check_params(layout, params)
+        checks.check_grads(layout, grads)
+        checks.check_extra(self.inner, extra)
         grads = jax.device_put(grads, layout.grads_shardings)
         params = jax.device_put(params, layout.params_shardings)
-        return self._updated(grads, state, params, place_weight(layout, weight), extra)
+        weight = checks.place_weight(layout, weight)
+        return self._updated(grads, state, params, weight, extra)
 
     @functools.cached_property
     def _updated(self) -> Callable[..., tuple[PyTree, Any]]:
@@ -326,8 +299,8 @@ def _plain_update(
         warming = half_round < tx.warmup
         sent, pending = state.pending, computed
         if tx.warmup:
-            sent = choose(warming, computed, sent)
-            pending = choose(warming, state.pending, pending)
+            sent = optimizer.choose(warming, computed, sent)
+            pending = optimizer.choose(warming, state.pending, pending)
         state = state._replace(pending=None)
     exchange = tx.exchange(tx.codecs.all[0])
     parcel = exchange.send(sent, state, extra)
@@ -342,7 +315,7 @@ def _plain_update(
         state = state._replace(pending=pending)
 
     updates = jax.tree.map(lambda x, y: wide(x) - wide(y), delivery.params, params)
-    return updates, in_place(layout, state)
+    return updates, optimizer.in_place(layout, state)
 
 
 def _gathered(
@@ -355,7 +328,7 @@ def _gathered(
 def sharded(
     inner: optax.GradientTransformation,
     mesh: Mesh,
-    options: ShardedOptions | CommonOptions,
+    options: ShardedOptions | base.CommonOptions,
     *,
     state: type,
     start: Start,
@@ -400,7 +373,7 @@ def sharded(
     bits = choices.get("gather_bits"), choices.get("reduce_bits")
     return ShardedMethod(
         inner=inner,
-        **common_attributes(mesh, options, known),
+        **base.common_attributes(mesh, options, known),
         codecs=codecs(*bits, choices.get("resync_every", 0), half_rounds=half_rounds),
         state_type=state,
         layout_type=layout,

@@ -134,11 +134,7 @@ class AdaptiveStep(SplitStep):
         return work, inputs._replace(counts=counts)
 
     def _next_line(self, log: list[list[int]]) -> list[int]:
-        """The counts to repeat next.
-
-        Raises:
-          ValueError: the log has been repeated to its end.
-        """
+        """The counts to repeat next; a ValueError once the log is at its end."""
         if self.half_round >= len(log):
             raise ValueError(
                 f"the log of counts has {len(log)} half-rounds: it cannot be repeated "

@@ -378,7 +378,6 @@ def check_wire(layout: Layout, weighted: bool) -> None:
         )
 
 
-def check_steps(name: str, value: Any) -> int:
+def check_steps(name: str, value: Any) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1.")
-    return value

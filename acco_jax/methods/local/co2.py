@@ -17,7 +17,7 @@ between stale and current parameters could not be confirmed from the text, so on
 constant is offered.
 """
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,24 +30,33 @@ from acco_jax.methods.local.base import LocalMethod
 from acco_jax.methods.local.rounds import RoundOptions, rounds_with
 
 
+class OuterMomentumState(NamedTuple):
+    """State of `outer_momentum`."""
+
+    m: PyTree
+
+
 def outer_momentum(
     learning_rate: float, beta: float, staleness_penalty: float, clip: float | None
 ) -> optax.GradientTransformation:
     """The outer optimizer of `co2`: m and the step in the module's equations."""
 
+    def init(params: PyTree) -> OuterMomentumState:
+        return OuterMomentumState(jax.tree.map(jnp.zeros_like, params))
+
     def update(
-        updates: PyTree, state: optax.TraceState, params: PyTree | None = None
-    ) -> tuple[PyTree, optax.TraceState]:
+        updates: PyTree, state: OuterMomentumState, params: PyTree | None = None
+    ) -> tuple[PyTree, OuterMomentumState]:
         del params
 
         def step(m: jax.Array, delta: jax.Array) -> jax.Array:
             m = beta * m + delta / staleness_penalty
             return m if clip is None else jnp.clip(m, -clip, clip)
 
-        m = jax.tree.map(step, state.trace, updates)
-        return jax.tree.map(lambda x: -learning_rate * x, m), optax.TraceState(m)
+        m = jax.tree.map(step, state.m, updates)
+        return jax.tree.map(lambda x: -learning_rate * x, m), OuterMomentumState(m)
 
-    return optax.GradientTransformation(optax.trace(beta).init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def co2(

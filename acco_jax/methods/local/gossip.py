@@ -92,11 +92,6 @@ def matchings(n: int) -> list[np.ndarray]:
     return pairings
 
 
-def _from(peers: Any, axis: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Worker peers[i]'s x on worker i."""
-    return lax.ppermute(x, axis, [(int(p), i) for i, p in enumerate(peers)])
-
-
 # (x in the wire's dtype, call number) -> a part of sum_j W_ij x_j, inside a shard_map
 Term = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -110,8 +105,9 @@ def terms(
     """
     me = np.arange(n)
 
-    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: wide(_from(peers, axis, x))
+    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:  # peers[i]'s on i
+        pairs = [(int(p), i) for i, p in enumerate(peers)]
+        return lambda x: wide(lax.ppermute(x, axis, pairs))
 
     def with_partner(peers: Any) -> Callable[[jax.Array], jax.Array]:
         return lambda x: (wide(x) + taken(peers)(x)) / 2
