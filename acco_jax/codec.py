@@ -92,11 +92,9 @@ class Codec:
         """The shards of the sums over workers, in the master copy's dtype."""
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
         if bits is not None:
-
-            def add_up(buffers: Arrays) -> Arrays:
-                return tuple(dequantized_sum(x, bits, senders) for x in buffers)
-
-            reduced = layout.on_buffers(add_up)(reduced)
+            reduced = layout.on_buffers(
+                lambda xs: tuple(dequantized_sum(x, bits, senders) for x in xs)
+            )(reduced)
         return layout.split(reduced, whole)
 
     def encode_params(
@@ -250,10 +248,7 @@ class Codecs:
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
     """Zeros in the shape of what crosses the slowest data axis: `Residue.error`'s."""
     before = layout.workers // layout.mesh.shape[layout.reduce_order[-1]]
-
-    def part(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(x[: x.shape[0] // before] for x in buffers)
-
+    part = lambda xs: tuple(x[: x.shape[0] // before] for x in xs)  # noqa: E731
     return layout.on_buffers(part)(layout.zeros().buffers)
 
 

@@ -46,7 +46,7 @@ class Totals(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """What rounding left out of the gradients sent so far (see `acco_jax.wire`)."""
+    """What rounding left out of the gradients sent so far (see `acco_jax.codec`)."""
 
     buffers: Arrays  # every worker's own, in the wire's dtype
 

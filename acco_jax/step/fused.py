@@ -24,14 +24,10 @@ class Arguments(NamedTuple):
 
 
 class TrainStep:
-    """One call of a method: (params, state, batch, ...) -> params, state, metrics.
+    """One call of a method: (params, state, batch, ...) -> params, state, metrics."""
 
-    Attributes:
-      form: 'fused' or 'split'.
-      compiler_options: of the fused program, or of what communicates.
-    """
-
-    form = "fused"
+    form = "fused"  # or 'split'
+    compiler_options: dict[str, Any]  # of the fused program, or of what communicates
 
     def __init__(
         self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]

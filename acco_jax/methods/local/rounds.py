@@ -60,8 +60,8 @@ def differences(
 ) -> Pending:
     """w_i (origin - theta_i), packed, and w_i: what an outer method communicates.
 
-    The workers started from `origin`, of rows (with P(data axes) for its spec) or the
-    same for all (P()); theta_i are rows in the master dtype, and `weight` is (n,).
+    The workers started from `origin`: rows, if its spec is P(data axes), or the same
+    for all, if it is P(). theta_i are rows in the master dtype, and `weight` is (n,).
     """
 
     def local(weight: jax.Array, origin: PyTree, theta: PyTree) -> PyTree:
