@@ -88,7 +88,7 @@ class Operation:
 class Schedule:
     """Collectives, operations and loops of a compiled program."""
 
-    collectives: tuple[Collective, ...]  # those of a loop's body after ENTRY's
+    collectives: tuple[Collective, ...]  # in order, ENTRY's before those of loops
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
     loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
     flops: int  # of all matrix products
