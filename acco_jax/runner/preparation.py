@@ -65,7 +65,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Targets of a half-round, where counts do not adapt."""
+        """Targets of a half-round where counts do not adapt, of full rows."""
         computed = self.config.counts or [self.microbatches] * self.workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
         return rows * self.config.length
@@ -241,16 +241,24 @@ def _check_same_text(checksum: int) -> None:
         )
 
 
-def batches(experiment: Experiment) -> Any:
+def batches(experiment: Experiment) -> data.Batches:
+    """Returns this process's part of the training batches, from the first one on."""
+    e, c = experiment, experiment.config.data
+    adaptive = e.config.microbatches != "fixed"
     return data.train_iterator(
-        experiment.corpus,
-        length=experiment.config.length,
-        batch_size=experiment.rows,
-        seed=experiment.config.seed,
+        e.corpus,
+        length=e.config.length,
+        batch_size=e.rows,
+        seed=e.config.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
-        workers=experiment.workers,
-        skew=experiment.config.data.skew,
+        workers=e.workers,
+        steps=e.tx.steps_per_call,
+        microbatches=e.capacity,
+        counts=() if adaptive else tuple(e.config.counts) or None,
+        skew=c.skew,
+        lengths=c.lengths,
+        document_mask=c.document_mask,
     )
 
 
