@@ -189,8 +189,8 @@ class Batches:
             rows, left = state["row"], state["left"]
             rows, left = (rows, left) if several else ([rows], [left])
             position = Position(list(rows), list(left), state["targets"])
-            if len(rows) != self._order.streams:
-                raise ValueError(f"{len(rows)} positions")
+            if [type(row) for row in rows] != [int] * self._order.streams:
+                raise ValueError(f"row {rows}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{str(state)[:60]!r} is no position in these rows ({error!r}): start "

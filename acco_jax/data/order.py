@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _ROUNDS = 8
+_BLOCK = 1024  # positions whose rows are computed together, at most
 
 
 def permuted(places: np.ndarray, size: int, *names: int) -> np.ndarray:
@@ -68,15 +69,36 @@ class Order(abc.ABC):
 
     streams: int
 
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], np.ndarray] = {}
+
     def rows(self, stream: int, positions: np.ndarray) -> np.ndarray:
         """Return the rows at some positions of a stream, int64 (n,)."""
-        size = self.epoch(stream)
-        epochs, places = np.divmod(np.asarray(positions, np.int64), size)
+        size = self._block_size(stream)
+        blocks, places = np.divmod(np.asarray(positions, np.int64), size)
         out = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            out[now] = self._places(stream, int(epoch), places[now])
+        for block in set(blocks.tolist()):
+            here = blocks == block
+            out[here] = self._block(stream, block)[places[here]]
         return out
+
+    def _block_size(self, stream: int) -> int:
+        return min(_BLOCK, self.epoch(stream))
+
+    def _block(self, stream: int, block: int) -> np.ndarray:
+        """Return a block of a stream's rows, computed at once, and hold the newest."""
+        if (stream, block) not in self._blocks:
+            while len(self._blocks) > 2 * self.streams:
+                del self._blocks[next(iter(self._blocks))]
+            size = self._block_size(stream)
+            positions = np.arange(block * size, (block + 1) * size)
+            epochs, places = np.divmod(positions, self.epoch(stream))
+            rows = [
+                self._places(stream, int(epoch), places[epochs == epoch])
+                for epoch in np.unique(epochs)
+            ]
+            self._blocks[stream, block] = np.concatenate(rows)
+        return self._blocks[stream, block]
 
     @abc.abstractmethod
     def epoch(self, stream: int) -> int:
@@ -93,6 +115,7 @@ class Shuffled(Order):
     streams = 1
 
     def __init__(self, size: int, seed: int):
+        super().__init__()
         self._size, self._seed = size, seed
 
     def epoch(self, stream: int) -> int:
@@ -112,6 +135,7 @@ class Skewed(Order):
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, skew: float):
+        super().__init__()
         self.streams, self._seed = len(sizes), seed
         self._sizes = np.asarray(sizes, np.int64)
         self._first = np.cumsum(self._sizes) - self._sizes

@@ -102,7 +102,7 @@ def files(tmp_path_factory):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts),
             model_writer=file,
-            vocab_size=300,
+            vocab_size=400,
             byte_fallback=True,
             minloglevel=2,
         )
@@ -142,11 +142,11 @@ def test_every_source_tokenizer_and_task(
         return
     corpus = data.load_corpus(config, workdir=tmp_path)
     assert corpus.train_documents + corpus.validation_documents == len(RECORDS)
-    spelled = corpus.tokenizer.decode(corpus.train_tokens)
-    expected = [RECORDS[i] for i in range(24) if f"{RECORDS[i]['text']}" in spelled]
-    if task == "instruct":
-        expected = [r for r in RECORDS if f"\n{r['instruction']}\n" in spelled]
-    assert len(expected) == corpus.train_documents
+    # sentencepiece makes spaces of new lines
+    spelled = " ".join(corpus.tokenizer.decode(corpus.train_tokens).split())
+    field = {"pretrain": "text", "instruct": "instruction"}[task]
+    found = [record for record in RECORDS if record[field] in spelled]
+    assert len(found) == corpus.train_documents
     length = 8 if task == "pretrain" else 400
     iterator = data.train_iterator(
         corpus, length=length, batch_size=2, seed=0, process_index=0, process_count=1
@@ -162,7 +162,7 @@ def test_every_source_tokenizer_and_task(
         assert tokens[0] == learnt[-1] == end
         answer = corpus.tokenizer.decode(learnt[:-1])
         prompt = corpus.tokenizer.decode(tokens[1:][: int(np.argmax(mask))])
-        record = next(r for r in RECORDS if f"\n{r['instruction']}\n" in prompt)
+        record = next(r for r in RECORDS if r["instruction"] in prompt)
         assert answer.split() == record["output"].split()
         given = tasks.alpaca_prompt(record["instruction"], record["input"])
         assert prompt.split() == given.split()
