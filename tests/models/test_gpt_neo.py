@@ -257,7 +257,7 @@ def test_other_errors_are_one_line(reference):
 @pytest.mark.parametrize("remat", [False, True])
 def test_segments_are_documents_computed_alone(remat):
     """The loss and the gradients of a packed row are the sums over its documents."""
-    config = dataclasses.replace(CONFIG, remat=remat)
+    config = dataclasses.replace(CONFIG, layers=2, remat=remat)
     params, draw = _init(config, RNG), np.random.default_rng(0)
     sizes = [[5, 1, 14], [20], [12, 8]]
     tokens = draw.integers(1, config.vocab_size, (3, 21))
