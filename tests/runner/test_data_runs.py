@@ -23,7 +23,7 @@ def instructions(tmp_path_factory):
         "data.name": "jsonl",
         "data.path": str(path),
         "data.task": "instruct",
-        "data.lengths": (180, 190, 200),
+        "data.lengths": (165, 171, 200),
         "length": 200,
         "steps": 4,
     }
@@ -39,8 +39,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     targets = [next(batches)["mask"].sum() for _ in range(whole.half_rounds)]
     assert summary["tokens"] == sum(targets)
     assert rows[-1]["tokens"] == np.cumsum(targets)[rows[-1]["half_round"] - 1]
-    for stop in (3, 6):
-        train(tmp_path / "parts", stop_after=stop, **instructions)
+    train(tmp_path / "parts", stop_after=5, **instructions)
     again, _ = train(tmp_path / "parts", **instructions)
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
     assert arrays_of(again) == arrays_of(whole)
