@@ -255,7 +255,7 @@ def _rows(
     spans, end = getattr(corpus, f"{split}_spans"), corpus.tokenizer.end_of_text
     if spans is not None:
         lengths = tuple(lengths) or (length,)
-        spans = fitting(spans, lengths[-1], split)
+        spans, _ = fitting(spans, lengths[-1])
         if not groups:
             return Examples(tokens, spans, lengths, end)
         order = by_mean(tokens, spans[:, ::2], groups)
@@ -271,6 +271,23 @@ def _rows(
     rows = PackedRows(parts, length, end, segments=document_mask, mask=mask)
     _check_groups(rows.groups if groups else (), length)
     return rows
+
+
+def cuts(corpus: Corpus, longest: int) -> list[str]:
+    """Say of each split how many examples are cut to `longest` targets, or left out."""
+    lines = []
+    for split in ("train", "validation"):
+        if (spans := getattr(corpus, f"{split}_spans")) is None:
+            continue
+        kept, cut = fitting(spans, longest)
+        out = len(spans) - len(kept)
+        if cut or out:
+            lines.append(
+                f"{cut} of {len(spans)} examples of the {split} split are cut to "
+                f"{longest} tokens; {out} more are left out, whose prompt alone is as "
+                "long"
+            )
+    return lines
 
 
 def _check_groups(sizes: Sequence[int], length: int) -> None:

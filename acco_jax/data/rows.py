@@ -12,7 +12,6 @@ import abc
 from collections.abc import Sequence
 
 import numpy as np
-from absl import logging
 
 Batch = dict[str, np.ndarray]
 
@@ -146,18 +145,14 @@ class Examples(Rows):
         return {"tokens": tokens, "mask": mask}
 
 
-def fitting(spans: np.ndarray, longest: int, split: str) -> np.ndarray:
-    """Return the examples that keep a target in a row of `longest`; log the others."""
+def fitting(spans: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
+    """Return examples that keep a target in rows of `longest`, and how many are cut.
+
+    Spans are int64 (n, 3): see `Corpus`.
+    """
     spans = np.asarray(spans, np.int64)
-    kept = spans[:, 1] - spans[:, 0] < longest
-    cut = kept & (spans[:, 2] - spans[:, 0] >= longest)
-    if cut.any() or not kept.all():
-        logging.info(
-            "%d of %d examples of the %s split are cut to %d tokens; %d more are left "
-            "out, whose prompt alone is as long",
-            cut.sum(), len(spans), split, longest, np.sum(~kept),
-        )  # fmt: skip
-    return spans[kept]
+    kept = spans[spans[:, 1] - spans[:, 0] < longest]
+    return kept, int(np.sum(kept[:, 2] - kept[:, 0] >= longest))
 
 
 def by_mean(tokens: np.ndarray, spans: np.ndarray, count: int) -> list[np.ndarray]:

@@ -32,6 +32,7 @@ from acco_jax.runner.preparation import (
     abstract,
     batches,
     counts_of,
+    held_out_batches,
     initial,
     to_devices,
 )
@@ -65,19 +66,9 @@ class Evaluator:
     def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
         """Returns nats per token and bits per byte over `limit` batches, or all."""
         e = self._experiment
-        batches = data.validation_batches(
-            e.corpus,
-            length=e.config.length,
-            batch_size=e.workers * e.config.microbatch_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            limit=limit,
-            lengths=e.config.data.lengths,
-            document_mask=e.config.data.document_mask,
-        )
         zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
         sums = to_devices(zeros, e.mesh)
-        for batch in batches:
+        for batch in held_out_batches(e, limit):
             rows = to_devices(batch, e.mesh)
             sums = self._add(self._loss_fn, params, rows, sums)
         nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
@@ -260,6 +251,8 @@ def _announce(experiment: Experiment) -> None:
         f"{gpt_neo.count_params(e.model):,}", f"{per_step:,}",
         e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
     )  # fmt: skip
+    for line in data.cuts(e.corpus, max(e.config.data.lengths or [e.config.length])):
+        logging.info("%s", line)
 
 
 def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,7 @@ def prepare(
         microbatches, capacity, checkpoints, loss_fn, init,
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
+    held_out_batches(experiment, None)
     try:
         tx.check(abstract_params(experiment))
     except Exception as error:
@@ -257,6 +258,23 @@ def batches(experiment: Experiment) -> data.Batches:
         microbatches=e.capacity,
         counts=() if adaptive else tuple(e.config.counts) or None,
         skew=c.skew,
+        lengths=c.lengths,
+        document_mask=c.document_mask,
+    )
+
+
+def held_out_batches(
+    experiment: Experiment, limit: int | None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Returns this process's part of `limit` validation batches, or of all."""
+    e, c = experiment, experiment.config.data
+    return data.validation_batches(
+        e.corpus,
+        length=e.config.length,
+        batch_size=e.workers * e.config.microbatch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        limit=limit,
         lengths=c.lengths,
         document_mask=c.document_mask,
     )

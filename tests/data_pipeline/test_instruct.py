@@ -10,7 +10,7 @@ import pytest
 
 import acco_jax
 from acco_jax import data
-from acco_jax.data import cache, rows
+from acco_jax.data import cache
 from acco_jax.data.rows import Examples
 
 END = 256
@@ -90,9 +90,7 @@ def test_a_batch_is_as_long_as_its_longest_row(corpus):
     assert len(seen) > 1
 
 
-def test_long_answers_are_cut_and_long_prompts_left_out(corpus, monkeypatch):
-    lines = []
-    monkeypatch.setattr(rows.logging, "info", lambda text, *a: lines.append(text % a))
+def test_long_answers_are_cut_and_long_prompts_left_out(corpus):
     prompts = corpus.train_spans[:, 1] - corpus.train_spans[:, 0]
     sizes = corpus.train_spans[:, 2] - corpus.train_spans[:, 0] + 1
     length = 6
@@ -107,7 +105,8 @@ def test_long_answers_are_cut_and_long_prompts_left_out(corpus, monkeypatch):
     )
     cut = int(((prompts < length) & (sizes > length)).sum())
     assert ends == kept - cut
-    assert lines == [
+    assert data.cuts(corpus, 60) == []
+    assert data.cuts(corpus, length)[:1] == [
         f"{cut} of 40 examples of the train split are cut to 6 tokens; {40 - kept} "
         "more are left out, whose prompt alone is as long"
     ]
