@@ -21,7 +21,7 @@ import numpy as np
 
 from acco_jax import data
 
-# Thrice the most tokens/s, 7,167, that a run of the quickstart logged on two cores which
+# Thrice the most tokens/s, 7,167, that a quickstart has logged on two cores which
 # it shared with other programs: more than it would consume of them alone.
 CONSUMED = 20_000
 
