@@ -68,7 +68,8 @@ def find(kind: str, path: str | None, train_split: str, validation_split: str) -
     """Find the files of a data set.
 
     Of 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; files whose
-    names begin with the name of a split are that split, if there are any for training.
+    names begin with the name of a split are that split; if none is for training, all
+    others are.
     Of 'huggingface' it is a folder that `datasets` has saved to disk.
 
     Raises:
@@ -82,7 +83,13 @@ def find(kind: str, path: str | None, train_split: str, validation_split: str) -
     files = _listed(kind, root)
     train = _named(files, root, train_split, "train")
     held_out = _named(files, root, validation_split, "validation")
-    return Files(kind, train or tuple(files), held_out if train else ())
+    rest = train or tuple(path for path in files if path not in held_out)
+    if not rest:
+        raise ValueError(
+            f"{root} has files of the split {validation_split!r} alone: name others "
+            f"{train_split}*, or set data.validation_split to what they are not"
+        )
+    return Files(kind, rest, held_out)
 
 
 def read(

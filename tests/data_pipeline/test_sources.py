@@ -265,6 +265,9 @@ def spoil(folder, what):
         case "no split":
             return {"name": "huggingface", "path": str(SAVED / "dict"),
                     "train_split": "test"}  # fmt: skip
+        case "no such files":
+            (folder / "a.jsonl").write_text(lines)
+            return path | {"name": "jsonl", "validation_split": "dev"}
         case "nothing":
             return {"name": "jsonl", "path": str(folder / "*.jsonl")}
         case "no path":
@@ -287,6 +290,7 @@ REFUSED = {
     "shard missing": r"\.arrow is missing: restore it",
     "shard cut": r"\.arrow is no whole huggingface file \(.*\): restore it",
     "no split": r"has no split 'test': set data\.train_split .*\['train', 'valid",
+    "no such files": r"no file of .* begins with 'dev': set data\.validation_split",
     "nothing": r"no \.jsonl files at .*: set data\.path to a file, a folder",
     "no path": r"name='parquet' needs path: set data\.path",
 }

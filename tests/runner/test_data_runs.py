@@ -25,7 +25,10 @@ def instructions(tmp_path_factory):
         "data.task": "instruct",
         "data.lengths": (165, 171, 200),
         "length": 200,
+        "method": "zero1",
         "steps": 4,
+        "eval_every": 100,
+        "checkpoint_every": 100,
     }
 
 
@@ -39,7 +42,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     targets = [next(batches)["mask"].sum() for _ in range(whole.half_rounds)]
     assert summary["tokens"] == sum(targets)
     assert rows[-1]["tokens"] == np.cumsum(targets)[rows[-1]["half_round"] - 1]
-    train(tmp_path / "parts", stop_after=5, **instructions)
+    train(tmp_path / "parts", stop_after=3, **instructions)
     again, _ = train(tmp_path / "parts", **instructions)
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
     assert arrays_of(again) == arrays_of(whole)
