@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from acco_jax.runner.files import write_whole
+from acco_jax.runner.files import read_object, write_whole
 
 PyTree = Any
 
@@ -24,31 +24,42 @@ class Checkpoints:
     """The checkpoints of one run, by half-round.
 
     orbax writes the arrays, sharded; beside each checkpoint lies a file of checksums,
-    so that a damaged one is seen instead of trained on.
+    so that a damaged one is seen instead of trained on. While one is written a file
+    N.saving is there: what a killed process leaves is unfinished, not damaged.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, repair: bool = True) -> None:
         """Opens a folder, and sets damaged checkpoints in it aside.
+
+        Args:
+          folder: of the checkpoints.
+          keep: how many of the newest ones.
+          repair: False for a folder that may be another run's: nothing in it changes.
 
         Raises:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self._folder, self._keep = folder.absolute(), keep
-        self._folder.mkdir(parents=True, exist_ok=True)
-        sound = self._set_aside_damaged() if jax.process_index() == 0 else True
+        sound = True
+        if repair and jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._discard_unfinished()
+            sound = self._set_aside_damaged()
         if jax.process_count() > 1:
             sound = bool(multihost_utils.broadcast_one_to_all(np.bool_(sound)))
         if not sound:
             raise ValueError(
                 f"every checkpoint in {self._folder} is damaged: restore an intact "
-                "copy or, to start from scratch, remove that folder."
+                "copy or, to start from scratch, use another workdir."
             )
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None,  # `save` removes those that are too many
                 enable_async_checkpointing=False,
-                cleanup_tmp_directories=True,  # of a process killed while writing
+                cleanup_tmp_directories=repair,  # of a process killed while writing
+                create=repair,
+                read_only=not repair,
             ),
         )
 
@@ -57,7 +68,13 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
-        """Writes a checkpoint whole; `host` is JSON, the same on every process."""
+        """Writes a checkpoint whole; `host` is JSON, the same on every process.
+
+        Raises:
+          OSError: it cannot be written (a full disk); those before it are whole.
+        """
+        if jax.process_index() == 0:
+            self._saving(half_round).touch()
         self._manager.save(
             half_round,
             args=ocp.args.Composite(
@@ -69,6 +86,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             sums = _checksums(self._folder / str(half_round))
             write_whole(self._sums(half_round), json.dumps(sums))
+            self._saving(half_round).unlink()
         if jax.process_count() > 1:  # or the others wait in a collective that times out
             multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
         # only now: a process killed before the checksums leaves the last sound one
@@ -98,11 +116,29 @@ class Checkpoints:
         ]
         return jax.tree.unflatten(treedef, arrays), checkpoint.host
 
+    def host(self, half_round: int) -> dict[str, Any]:
+        """Returns the host data of a checkpoint, without its arrays."""
+        only = ocp.args.Composite(host=ocp.args.JsonRestore())
+        host: dict[str, Any] = self._manager.restore(half_round, args=only).host
+        return host
+
     def close(self) -> None:
         self._manager.close()
 
     def _sums(self, half_round: int) -> Path:
         return self._folder / f"{half_round}.checksums"
+
+    def _saving(self, half_round: int) -> Path:
+        return self._folder / f"{half_round}.saving"
+
+    def _discard_unfinished(self) -> None:
+        """Removes what a process that was killed while it saved has left."""
+        for mark in sorted(self._folder.glob("*.saving")):
+            step = self._folder / mark.stem
+            if step.exists() and not self._sums(int(mark.stem)).exists():
+                logging.info("checkpoint %s was not finished: discarded", step)
+                shutil.rmtree(step)
+            mark.unlink()
 
     def _set_aside_damaged(self) -> bool:
         """Renames checkpoints whose files are not those that were written.
@@ -112,7 +148,7 @@ class Checkpoints:
         """
         names = [path.name for path in self._folder.iterdir()]
         for step in sorted((int(n) for n in names if n.isdigit()), reverse=True):
-            problem = self._problem(step)
+            problem = self.problem(step)
             if problem is None:
                 return True
             damaged = self._folder / f"{step}.damaged"
@@ -125,11 +161,12 @@ class Checkpoints:
             self._sums(step).unlink(missing_ok=True)
         return not any(n.isdigit() or n.endswith(".damaged") for n in names)
 
-    def _problem(self, step: int) -> str | None:
+    def problem(self, step: int) -> str | None:
+        """Returns why the files of a checkpoint are not those written, or None."""
         try:
-            written = json.loads(self._sums(step).read_text())
-        except (OSError, ValueError):
-            return "its checksums are missing"
+            written = read_object(self._sums(step))
+        except ValueError:
+            return "its checksums are missing or damaged"
         actual = _checksums(self._folder / str(step))
         names = sorted(written.keys() | actual)
         wrong = next((k for k in names if written.get(k) != actual.get(k)), None)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -24,7 +22,7 @@ from acco_jax import data
 from acco_jax.gradients import with_arrays
 from acco_jax.plan import chips, footprint
 from acco_jax.runner import config as configs
-from acco_jax.runner import hooks, metrics, optimizers, reports, signals, timing
+from acco_jax.runner import exits, hooks, metrics, optimizers, reports, signals, timing
 from acco_jax.runner.counts import CountsLog
 from acco_jax.runner.preparation import (
     Experiment,
@@ -42,8 +40,12 @@ COMPILE_SECONDS = 1800  # that a process may compile longer than another
 class Evaluator:
     """Loss of the committed parameters on held-out documents."""
 
-    def __init__(self, experiment: Experiment) -> None:
-        self._experiment = e = experiment
+    def __init__(
+        self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Prepares evaluations that `stopped`, asked before each batch, ends."""
+        self._experiment, self._stopped = experiment, stopped
+        e = experiment
         self._loss_fn, rows = with_arrays(e.loss_fn), P(e.mesh.axis_names)
 
         @functools.partial(jax.jit, donate_argnums=3)
@@ -62,7 +64,11 @@ class Evaluator:
         self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
 
     def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
-        """Returns nats per token and bits per byte over `limit` batches, or all."""
+        """Returns nats per token and bits per byte over `limit` batches, or all.
+
+        Raises:
+          Stopped: the run has been told to stop.
+        """
         e = self._experiment
         batches = data.validation_batches(
             e.corpus,
@@ -75,6 +81,8 @@ class Evaluator:
         zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
         sums = to_devices(zeros, e.mesh)
         for batch in batches:
+            if self._stopped():
+                raise exits.Stopped
             rows = to_devices(batch, e.mesh)
             sums = self._add(self._loss_fn, params, rows, sums)
         nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
@@ -85,10 +93,12 @@ class Evaluator:
 class _Run:
     """A run under way: what half-rounds change, and what is done between them."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(
+        self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
         e = self._experiment = experiment
         self._batches = batches(e)
-        self._evaluate = Evaluator(e)
+        self._evaluate = Evaluator(e, stopped)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
         self._key = jax.jit(
             lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
@@ -168,6 +178,16 @@ class _Run:
             self._key(self.state.half_rounds) if self._experiment.model.draws else None
         )
 
+    def owes_evaluation(self) -> bool:
+        """Whether the run was stopped in the evaluation of its last half-round."""
+        e = self._experiment
+        if not self.done or not _crossed(e, self.done, e.config.eval_every):
+            return False
+        rows = metrics.read(e.workdir)
+        return not any(
+            r["half_round"] == self.done and r["kind"] == "validation" for r in rows
+        )
+
     def validate(self, limit: int | None) -> dict[str, Any]:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
         e = self._experiment
@@ -193,16 +213,16 @@ class _Run:
 
     def save(self) -> None:
         """Writes a checkpoint once, and never one that is not finite."""
-        checkpoints = self._experiment.checkpoints
-        if checkpoints.latest() == self.done:
+        e = self._experiment
+        if e.checkpoints.latest() == self.done:
             return
         with self._recorder.pause(self.tokens):
             now = (self.params, self._metrics)
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             seconds, position = self._recorder.seconds, self._batches.get_state()
-            host = {"batches": position, "seconds": seconds}
-            checkpoints.save(self.done, (self.params, self.state), host)
+            host = {"batches": position, "seconds": seconds, "identity": e.identity}
+            e.checkpoints.save(self.done, (self.params, self.state), host)
 
     def close(self) -> None:
         self._recorder.close()
@@ -233,20 +253,26 @@ def run(
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
     _announce(experiment)
+    row = None
     with (
-        _stop_signals() as stopped,
-        contextlib.closing(_Run(experiment)) as runner,
+        signals.stopping() as stopped,
+        contextlib.closing(_Run(experiment, stopped)) as runner,
         jax.transfer_guard("disallow"),
     ):
-        while runner.done < last and not stopped(runner.done):
-            runner.half_round()
-            crossed = functools.partial(_crossed, experiment, runner.done)
-            if crossed(config.eval_every) or runner.done == total:
+        try:
+            if runner.owes_evaluation():
                 runner.validate(config.eval_batches)
-            if crossed(config.checkpoint_every) and runner.done < total:
-                runner.save()
-        runner.save()
-        row = runner.validate(None) if runner.done == total else None
+            while runner.done < last and not stopped():
+                runner.half_round()
+                crossed = functools.partial(_crossed, experiment, runner.done)
+                if crossed(config.eval_every) or runner.done == total:
+                    runner.validate(config.eval_batches)
+                if crossed(config.checkpoint_every) and runner.done < total:
+                    runner.save()
+            runner.save()
+            row = runner.validate(None) if runner.done == total else None
+        except exits.Stopped:  # in an evaluation, which the continued run owes
+            runner.save()
     if row is not None:
         measured = _footprint(experiment, runner.params, runner.state)
         if time_gradients:
@@ -345,25 +371,3 @@ def _finish(
         reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
         logging.info("finished\n%s", reports.summarize(summary, workdir))
     return summary
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Yields stopped(half_round): whether this run has been told to stop.
-
-    SIGTERM (a scheduler's) and SIGINT (a person's) stop it after the half-round under
-    way, with a checkpoint; a second SIGINT at once. Several processes agree on the
-    half-round through JAX's preemption service.
-    """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    received: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    with signals.handler(handle):
-        yield lambda half_round: bool(received)

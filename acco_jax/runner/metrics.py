@@ -16,7 +16,7 @@ import tensorboardX
 import tqdm
 from absl import logging
 
-from acco_jax.runner.files import write_rows
+from acco_jax.runner.files import read_text, write_rows
 
 FILE = "metrics.jsonl"
 Hook = Callable[[dict[str, Any]], None]  # takes a row of the file
@@ -168,12 +168,24 @@ def check(loss: float, what: str, half_round: int) -> None:
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run so far, but a line that a killed process left cut."""
+    """Reads the rows of a run so far, but a line that a killed process left cut.
+
+    Raises:
+      ValueError: in one line, the file holds something else than rows.
+    """
     path = workdir / FILE
+    lines = read_text(path).splitlines() if path.exists() else []
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            break
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path} is damaged in line {number}: restore it."
+            ) from None
+        if not isinstance(row, dict) or not {"kind", "half_round"} <= row.keys():
+            raise ValueError(f"{path} is damaged in line {number}: it is no row.")
+        rows.append(row)
     return rows
