@@ -285,7 +285,8 @@ def _check_optimizer(c: ConfigDict) -> None:
         value = c.options.get(name)
         if isinstance(value, int | float) and not 0 <= value < 1:
             raise ValueError(
-                f"optimizer.options.{name} is {value}: it must be at least 0 and below 1."
+                f"optimizer.options.{name} is {value}: it must be at least 0 and "
+                "below 1."
             )
     for group in c.groups:
         if not _is_a(tuple, group) or list(map(type, group)) != [str, dict]:
@@ -376,10 +377,10 @@ def dtype(field: str, name: str | None) -> Any:
         value = None
     if value is None or not jnp.issubdtype(value, jnp.floating):
         raise ValueError(f"{field} is {name!r}: give a floating dtype, e.g. bfloat16.")
-    if value == jnp.float64 and not jax.config.jax_enable_x64:
+    if value == jnp.float64 and not jax.config.values["jax_enable_x64"]:
         raise ValueError(
-            f"{field} is {name!r}, which JAX makes float32 of: set JAX_ENABLE_X64=1, or "
-            "give float32."
+            f"{field} is {name!r}, which JAX makes float32 of: set JAX_ENABLE_X64=1, "
+            "or give float32."
         )
     return value
 
