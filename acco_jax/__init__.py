@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
+from acco_jax.methods import MODULES
 from acco_jax.methods.acco import acco as acco
 from acco_jax.methods.base import Method as Method
 from acco_jax.methods.base import committed_params as committed_params
@@ -39,17 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Imported when they are asked for: name -> module of acco_jax.methods.
-_LAZY = {
-    "cellm": "local.cellm",
-    "co2": "local.co2",
-    "diloco": "local.diloco",
-    "fused_zero1": "fused_zero1",
-    "gossip": "local.gossip",
-    "local_rounds": "local.rounds",
-    "per_layer": "per_layer",
-    "slowmo": "local.slowmo",
-    "streaming_diloco": "local.streaming",
-}
+_LAZY = MODULES | {"local_rounds": "local.rounds", "per_layer": "per_layer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,8 +23,6 @@ Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340)
 feedback, Karimireddy et al. (arXiv 1901.09847).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from acco_jax.layout import Arrays, Layout, Leaf, LeftOut, Outgoing, PyTree
+from acco_jax.layout import Arrays, Layout, Leaf, LeftOut, Outgoing, PyTree, wide
 from acco_jax.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
@@ -50,35 +48,26 @@ class Codec:
 
     Every function takes the residue of the half-round before, None if communication is
     plain, and those that encode return the new one.
-
-    Attributes:
-      gather_bits: of the parameters' differences; None sends values in the wire dtype.
-      reduce_bits: of the gradients; None sends them in the wire dtype.
-      feedback: whether what rounding left out of a gradient is added to the next one.
     """
 
-    gather_bits: int | None = None
-    reduce_bits: int | None = None
-    feedback: bool = True
+    gather_bits: int | None = None  # of differences; None: values in the wire dtype
+    reduce_bits: int | None = None  # of gradients; None: in the wire dtype
+    feedback: bool = True  # add what rounding a gradient left out to the next one
 
     def encode(
         self, layout: Layout, residue: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
         """(residue, what `reduce` takes) of gradients to be reduced over a data axis.
 
-        Args:
-          layout: of the shards.
-          residue: see above.
-          buffers: local gradients, reduced over the data axes before this one.
-          axis: the data axis.
-          weight: [] of the gradients in all.
+        The buffers are local gradients, reduced over the data axes before this one, and
+        `weight` [] is that of all of them.
         """
         if (bits := self._bits(layout, axis)) is None:
             return residue, buffers
         if not self.feedback:
             return residue, quantized(layout, buffers, bits)
         before = residue.error.buffers
-        own = tuple(_wide(g) + _wide(e) for g, e in zip(buffers, before, strict=True))
+        own = tuple(wide(g) + wide(e) for g, e in zip(buffers, before, strict=True))
         words = quantized(layout, own, bits)
         arrives = layout.on_buffers(_values(bits))(words)
 
@@ -103,11 +92,9 @@ class Codec:
         """The shards of the sums over workers, in the master copy's dtype."""
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
         if bits is not None:
-
-            def add_up(buffers: Arrays) -> Arrays:
-                return tuple(dequantized_sum(x, bits, senders) for x in buffers)
-
-            reduced = layout.on_buffers(add_up)(reduced)
+            reduced = layout.on_buffers(
+                lambda xs: tuple(dequantized_sum(x, bits, senders) for x in xs)
+            )(reduced)
         return layout.split(reduced, whole)
 
     def encode_params(
@@ -123,7 +110,7 @@ class Codec:
                 replica = layout.map(_moved, residue.replica, new)
                 residue = residue._replace(replica=replica)
             return residue, Outgoing(layout.join(point), whole)
-        away = layout.map(_difference, point, residue.replica)
+        away = layout.map(lambda f, x, r: x - f.on_wire(r), point, residue.replica)
         buffers = quantized(layout, layout.join(away, jnp.float32), self.gather_bits)
         step = layout.split(layout.on_buffers(_values(self.gather_bits))(buffers))
         replica = layout.map(_arrived, residue.replica, step, point)
@@ -163,20 +150,12 @@ def quantized(
     )
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _values(bits: int | None) -> Callable[[tuple[jax.Array, ...]], Any]:
     assert bits is not None
     return lambda buffers: tuple(dequantize(q, bits) for q in buffers)
 
 
 # What a replica and the shard's owner compute alike, on a leaf's elements.
-
-
-def _difference(leaf: Leaf, point: jax.Array, replica: jax.Array) -> jax.Array:
-    return point - leaf.on_wire(replica)
 
 
 def _arrived(
@@ -194,21 +173,17 @@ def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
 
     Replicas that a loop updates itself are then those of the train step, to the bit.
     """
-    wide = old.astype(leaf.master)
-    return (wide + (new.astype(leaf.master) - wide)).astype(leaf.dtype)
+    before = old.astype(leaf.master)
+    return (before + (new.astype(leaf.master) - before)).astype(leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Codecs:
-    """Which codec each half-round takes.
+    """Which codec each half-round takes."""
 
-    Attributes:
-      phases: the codecs of half-rounds 0, 1, ..., over and over.
-      resync_every: so many half-rounds apart, from the first on, one sends values and
-        not differences; 0: never.
-    """
-
-    phases: tuple[Codec, ...] = (Codec(),)
+    phases: tuple[Codec, ...] = (Codec(),)  # of half-rounds 0, 1, ..., over and over
+    # so many half-rounds apart, from the first on, one sends values and not
+    # differences; 0: never
     resync_every: int = 0
 
     @property
@@ -273,10 +248,7 @@ class Codecs:
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
     """Zeros in the shape of what crosses the slowest data axis: `Residue.error`'s."""
     before = layout.workers // layout.mesh.shape[layout.reduce_order[-1]]
-
-    def part(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(x[: x.shape[0] // before] for x in buffers)
-
+    part = lambda xs: tuple(x[: x.shape[0] // before] for x in xs)  # noqa: E731
     return layout.on_buffers(part)(layout.zeros().buffers)
 
 

@@ -21,8 +21,6 @@ that of its gradients alone, timed at the end of each run in its own processes: 
 communication was not hidden, and the optimizer's own arithmetic; "n/a" if not timed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Found by compiling half-rounds and reading the schedules; `acco_jax.plan` shows them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ the method's own: `advance`, on the shards. It is the same whatever stands besid
 hops: see `acco_jax.half_round`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -67,18 +65,13 @@ class Delivery(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Reduce-scatter, the optimizer on the shards, all-gather: one hop per data axis.
+    """Reduce-scatter, the optimizer on the shards, all-gather: a hop per data axis."""
 
-    Attributes:
-      axis: the data axes, slowest first.
-      advance: (state, gradient shards, totals, extra) -> (state, Point): what the
-        owners of shards do between the reduction and the gather.
-      codec: how this half-round communicates.
-    """
-
-    axis: tuple[str, ...]
+    axis: tuple[str, ...]  # the data axes, slowest first
+    # (state, gradient shards, totals, extra) -> (state, Point): what the owners of
+    # shards do between the reduction and the gather
     advance: Callable[[Any, PyTree, Totals, dict[str, Any]], tuple[Any, Point]]
-    codec: Codec
+    codec: Codec  # how this half-round communicates
 
     def send(self, pending: Pending, state: Any, extra: dict[str, Any]) -> Reducing:
         """Sums what is small: an all-reduce later would take the asynchronous slot."""
@@ -148,13 +141,9 @@ class Exchange:
 
 
 class ExchangeRound(Round):
-    """A round whose hops are those of an exchange.
+    """A round whose hops are those of an exchange."""
 
-    Attributes:
-      exchange: of the method whose state `open` returns as the owners'.
-    """
-
-    exchange: Exchange
+    exchange: Exchange  # of the method whose state `open` returns as the owners'
 
     @property
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]

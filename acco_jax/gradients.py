@@ -1,12 +1,10 @@
 """Microbatches to one local gradient and weight per worker, without communication."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +80,7 @@ class Accumulator:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
             object.__setattr__(self, "loss_fn", with_arrays(self.loss_fn))
 
-    def placed(self) -> Accumulator:
+    def placed(self) -> Self:
         """Put the loss function's arrays on the mesh's devices, whole on each."""
 
         def place(x: Any) -> Any:
@@ -197,7 +195,7 @@ class Accumulator:
         """Return the sums of no microbatch."""
 
         def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
-            return _row(self.zeros_here(params, batch, rng, self.microbatches))
+            return to_row(self.zeros_here(params, batch, rng, self.microbatches))
 
         return self._on_workers(local, self.rows, params, batch, rng)
 
@@ -213,14 +211,14 @@ class Accumulator:
         """Add each worker's microbatches span(count) = (first, end) to its row."""
 
         def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
-            sums, count = _own(sums), self.microbatches
+            sums, count = from_row(sums), self.microbatches
             if counts is not None:
                 count = jnp.clip(counts[0], 0, count)
             first, end = span(count)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
             total = self.microbatches
-            return _row(self.sum_here(sums, params, batch, rng, total, first, end))
+            return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
         return self._on_workers(local, self.rows, params, batch, rng, sums, counts)
 
@@ -238,14 +236,9 @@ class Accumulator:
 
         Each worker's microbatches in equal parts, those left over beside the slowest
         network's collectives, which are in the middle; if there is but one, its forward
-        pass and its backward pass are there.
-
-        Args:
-          k: which piece, from 0.
-          parts: how many, at least 2.
-          work: what the piece before returned, None for the first; so the next piece
-            takes what this one returns, and the last returns the `Sums`.
-          params, batch, rng, counts: as for `add`.
+        pass and its backward pass are there. Pieces count from 0, and there are at
+        least 2: the first takes None for `work`, the next what the one before returned,
+        and the last returns the `Sums`.
         """
         middle = parts // 2
         if self.microbatches == 1:
@@ -272,7 +265,7 @@ class Accumulator:
             residuals = [None if id(x) in own else x for x in leaves]
             numbers = tuple(own.get(id(x)) for x in leaves)
             pullbacks.append(_Pullback(treedef, numbers))
-            return _row((loss, rest, residuals))
+            return to_row((loss, rest, residuals))
 
         run = self._whole(local)
         return self._on_workers(run, self.rows, params, batch, rng), pullbacks[-1]
@@ -281,7 +274,7 @@ class Accumulator:
         arrays, pullback = work
 
         def local(self, params, arrays, counts):  # type: ignore[no-untyped-def]
-            loss, (weight, aux), residuals = _own(arrays)
+            loss, (weight, aux), residuals = from_row(arrays)
             values = jax.tree.leaves((params, self))
             leaves = [
                 x if i is None else values[i]
@@ -291,7 +284,7 @@ class Accumulator:
             # `pack` drops gradients without weight: here they would exist twice
             loss = counted(Sums(None, loss, weight, None)).loss
             sums = self._widened(Sums(grads, loss, weight, aux), params)
-            return _row(sums if counts is None else where(counts[0] > 0, sums))
+            return to_row(sums if counts is None else where(counts[0] > 0, sums))
 
         in_specs = (P(), P(), self.rows, self.rows)
         run = self.over_data(self._whole(local), in_specs, self.rows)
@@ -331,13 +324,13 @@ class Accumulator:
                 first = lax.axis_index(self.axis) * total
                 key = jax.random.fold_in(rng, first + i)
             loss_of = self._loss_of(batch, key, total, i)
-            sums = _own(sums)
+            sums = from_row(sums)
             grads = None if sums is None else sums.grads
             (loss, (weight, aux)), out = take(loss_of, params, grads, valid)
             one = self._widened(Sums(None, loss, weight, aux), None)
             one = counted(one if valid is None else where(valid, one))
             one = one if sums is None else add(sums._replace(grads=None), one)
-            return out, _row(one)
+            return out, to_row(one)
 
         specs = (out_specs, self.rows)
         return self._on_workers(local, specs, params, batch, rng, sums, counts)
@@ -397,13 +390,13 @@ class Accumulator:
         return widened(sums)._replace(grads=jax.tree.map(cast, sums.grads, params))
 
 
-def _row(tree: PyTree) -> PyTree:
+def to_row(tree: PyTree) -> PyTree:
     """A worker's own values as its row of an array over workers."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def _own(rows: PyTree) -> PyTree:
-    """The inverse of `_row`."""
+def from_row(rows: PyTree) -> PyTree:
+    """The inverse of `to_row`."""
     return jax.tree.map(lambda x: x[0], rows)
 
 

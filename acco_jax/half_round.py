@@ -10,8 +10,6 @@ in a plain `update`, pieces of the computation in a fused program, another threa
 split form.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,16 +25,12 @@ barrier = lax.optimization_barrier
 
 
 class Hop(NamedTuple):
-    """One collective of an exchange.
+    """One collective of an exchange; both functions turn a parcel into a parcel."""
 
-    Attributes:
-      encode: parcel -> parcel: decodes what the hop before brought,
-        lets its owner act on it, and encodes what is sent next. No large collective.
-      collective: parcel -> parcel: the collective alone.
-    """
-
+    # decodes what the hop before brought, lets its owner act on it, and encodes what
+    # is sent next; no large collective
     encode: Callable[[Any], Any]
-    collective: Callable[[Any], Any]
+    collective: Callable[[Any], Any]  # the collective alone
 
 
 class Inputs(NamedTuple):
@@ -53,16 +47,11 @@ class Round(abc.ABC):
 
     With `overlaps`, the exchange sends what the call before left in the state, and the
     computation runs beside it. Without, it sends what this call has computed.
-
-    Attributes:
-      overlaps: whether the exchange runs beside the computation.
-      hops: of the exchange, in their order.
-      late: whether `finish` computes, and does not only put things in their places.
     """
 
-    overlaps: bool
-    hops: tuple[Hop, ...]
-    late: bool = False
+    overlaps: bool  # whether the exchange runs beside the computation
+    hops: tuple[Hop, ...]  # of the exchange, in their order
+    late: bool = False  # whether `finish` computes, not only puts things in place
 
     @abc.abstractmethod
     def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Any]:
@@ -79,12 +68,7 @@ class Round(abc.ABC):
     ) -> Any:
         """The k-th piece of the computation, one for each hop.
 
-        Args:
-          k: which piece, from 0.
-          work: what the piece before returned; None for the first.
-          params: of the loop.
-          rest: of the state.
-          inputs: of the call.
+        `work` is what the piece before returned; None for the first, piece 0.
         """
 
     def close(self, work: Any, rest: Any, inputs: Inputs) -> Any:
@@ -114,14 +98,7 @@ class Round(abc.ABC):
     def finish(
         self, params: PyTree, rest: Any, inputs: Inputs, work: Any, delivery: Any
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
-        """Ends the call; no large collective.
-
-        Args:
-          params: that the call started from.
-          rest: of the state.
-          inputs: of the call.
-          work: closed.
-          delivery: decoded.
+        """Ends the call with closed work and a decoded delivery; no large collective.
 
         Returns:
           The new parameters and state, the sums of this call without gradients, and the
@@ -141,15 +118,8 @@ def run(
     Barriers pin the order: a compiler left to itself hides at most one collective. The
     last one is pinned too, or it would be waited for before the computation.
 
-    Args:
-      hops: of the exchange.
-      parcel: before the first hop.
-      params: that the computation reads.
-      compute: (k, work, params) -> work, the k-th piece.
-      work: of the computation so far.
-
-    Returns:
-      The parcel after the last hop, the work, and params.
+    `compute` is (k, work, params) -> work, the k-th piece. Returns the parcel after the
+    last hop, the work, and params.
     """
     for k, hop in enumerate(hops):
         parcel, work, params = barrier((hop.encode(parcel), work, params))

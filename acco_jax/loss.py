@@ -1,7 +1,5 @@
 """What a loss function may return, and how that adds up over microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ row's first 16 values, so that 8 bits per value is all that crosses the network.
 travel four or eight to a 32-bit word: TPUs gather words asynchronously, bytes not.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Train: python -m acco_jax.train --config=experiments/quickstart.py --workdir=DIR"""
 
-from __future__ import annotations
-
 import contextlib
 import logging as levels
 import os

@@ -38,7 +38,7 @@ def get_config():
     c.eval_every, c.eval_batches, c.checkpoint_every = 20, 2, 1000
     c.model.width, c.model.layers, c.model.heads, c.model.window = 8, 2, 2, 8
     c.model.dtype = c.model.param_dtype = "float32"
-    c.data.name, c.data.folder, c.data.held_out = "text_folder", {texts!r}, 0.2
+    c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
     c.data.data_dir = {data!r}
     return c
 """
@@ -205,7 +205,7 @@ def test_an_option_may_be_a_pair():
         ("acco(", r"'acco\('"),
         ("acco()", r"'acco\(\)'"),
         ("dpu(warmup_steps)", "option=value"),
-        ("dpu(config.data.folder=/x)", "option=value"),
+        ("dpu(config.data.path=/x)", "option=value"),
         ("../acco", "option=value"),
         ("acco,zero1,acco", "acco twice"),
     ],

@@ -16,7 +16,7 @@ MEDIAN = 20  # lines of a function
 
 # Imported where they are used: they are optional, slow, or must follow a set-up.
 LATE = re.compile(
-    r"array_record|cloudpickle|flax|jax\.experimental|matplotlib|sentencepiece|"
+    r"array_record|cloudpickle|flax|jax\.experimental|matplotlib|pyarrow|sentencepiece|"
     r"tensorboardX|tensorflow\w*|tokenizers|torch|transformers|libtpu|numpy|"
     r"acco_jax\.(plan|runner)\."
 )

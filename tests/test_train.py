@@ -34,7 +34,7 @@ def get_config():
     c.eval_every, c.eval_batches, c.checkpoint_every = 2, 2, 2
     c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
     c.model.dtype = c.model.param_dtype = "float32"
-    c.data.name, c.data.folder, c.data.held_out = "text_folder", {texts!r}, 0.2
+    c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
     return c
 """
 
@@ -267,7 +267,7 @@ WRONG = {
     "argument": (["more"], "unexpected argument 'more'"),
     "batch": (["--config.microbatches_per_step=3"], "does not divide into the 2"),
     "data set": (["--config.data.name=stdlb"], "did you mean 'stdlib'"),
-    "folder": (["--config.data.folder=/nowhere"], "no folder /nowhere"),
+    "folder": (["--config.data.path=/nowhere"], "no folder /nowhere"),
     "counts": (["--config.counts=(0,0)"], "counts is 0 for every worker"),
     "length of counts": (["--config.counts=(1,)"], "one number from 0 to 2"),
     "method": (["--config.method=aco"], "did you mean 'acco'"),

@@ -17,14 +17,15 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
         p(y)     = (c(y) + t / V) / (c + t)
         p(y | x) = (c(x, y) + t(x) p(y)) / (c(x) + t(x))
 
-    The targets are those of `validation_batches`, ends of text included.
+    The targets are those of `validation_batches`, ends of text included; of
+    instructions they are answers, and the bigram is counted on answers too.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C,
     interpolated as in Chen and Goodman, "An empirical study of smoothing techniques
     for language modeling" (1999).
     """
     vocab_size = corpus.tokenizer.vocab_size
-    pairs, counts = _count_pairs(corpus.train_tokens, vocab_size)
+    pairs, counts = _count_pairs(corpus.train_tokens, corpus.train_spans, vocab_size)
     contexts, targets = np.divmod(pairs, vocab_size)
     target_counts = np.bincount(targets, counts, vocab_size)  # c(y)
     context_counts = np.bincount(contexts, counts, vocab_size)  # c(x)
@@ -32,7 +33,9 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
     kinds = np.count_nonzero(target_counts)
     unigram = (target_counts + kinds / vocab_size) / (target_counts.sum() + kinds)
 
-    held_out, times = _count_pairs(corpus.validation_tokens, vocab_size)
+    held_out, times = _count_pairs(
+        corpus.validation_tokens, corpus.validation_spans, vocab_size
+    )
     x, y = np.divmod(held_out, vocab_size)
     place = np.minimum(np.searchsorted(pairs, held_out), len(pairs) - 1)
     together = np.where(pairs[place] == held_out, counts[place], 0)  # c(x, y)
@@ -42,14 +45,25 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
     return bits_per_byte(float(-(times * np.log(probability)).sum()), corpus)
 
 
-def _count_pairs(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Count adjacent tokens x, y: the distinct x V + y, ascending, and their counts."""
+def _count_pairs(
+    tokens: np.ndarray, spans: np.ndarray | None, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count adjacent tokens x, y: the distinct x V + y, ascending, and their counts.
+
+    With spans only those are counted whose y is of an answer: see `Corpus`.
+    """
     dense = np.zeros(vocab_size**2 if vocab_size <= _DENSE_VOCABULARY else 0, np.int64)
     pairs = np.zeros(0, np.int64)
     counts = np.zeros(0, np.int64)
     for start in range(0, len(tokens) - 1, _CHUNK):
         chunk = np.asarray(tokens[start : start + _CHUNK + 1], np.int64)
         codes = chunk[:-1] * vocab_size + chunk[1:]
+        if spans is not None:  # answers begin and end at these, in turn
+            edges, y = (
+                (spans[:, 1:] + [0, 1]).ravel(),
+                np.arange(len(codes)) + start + 1,
+            )
+            codes = codes[np.searchsorted(edges, y, "right") % 2 == 1]
         if dense.size:
             dense += np.bincount(codes, minlength=dense.size)
         else:

@@ -1,10 +1,11 @@
-"""Where documents come from: the standard library, a folder of text, any tfds name."""
+"""Where documents come from: text, records in files, any tfds name."""
 
 import contextlib
 import dataclasses
 import difflib
 import hashlib
 import io
+import json
 import os
 import platform
 import sysconfig
@@ -17,7 +18,11 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-BUILT_IN = ("stdlib", "text_folder")
+from acco_jax.data import records, tasks
+from acco_jax.data.tasks import Document
+
+RECORDS = ("jsonl", "parquet", "huggingface")
+BUILT_IN = ("stdlib", "text_folder", *RECORDS)
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -26,8 +31,8 @@ class Source:
     """Hold the documents of a prepared data set, by split."""
 
     fingerprint: str  # names the documents and their split; fit for a file name
-    train: Callable[[], Iterator[str]]
-    validation: Callable[[], Iterator[str]]
+    train: Callable[[], Iterator[Document]]
+    validation: Callable[[], Iterator[Document]]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -57,7 +62,9 @@ class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
         del dl_manager  # nothing is downloaded
         config = self.builder_config
         paths = _files(config.root, config.suffix)
-        paths = [path for path in paths if _read_text(config.root / path) is not None]
+        if not config.suffix:  # not the standard library
+            _check_text(config.root, paths)
+        paths = [path for path in paths if _read_text(config.root / path)]
         if len(paths) < 2:
             raise ValueError(
                 f"{config.root} has {len(paths)} files of UTF-8 text: put in at least "
@@ -113,7 +120,7 @@ def folder_config(folder: str | os.PathLike, held_out: float = 0.05) -> FolderCo
     """
     root = Path(folder).expanduser().absolute()
     if not root.is_dir():
-        raise ValueError(f"no folder {root}: set folder to a folder of text files")
+        raise ValueError(f"no folder {root}: set data.path to a folder of text files")
     stats = [(path, (root / path).stat()) for path in _files(root)]
     listing = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     return FolderConfig(
@@ -129,17 +136,10 @@ def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
     Raises:
       ValueError: if the data set, the split or the text feature is not there.
     """
+    if config.name in RECORDS:
+        return _from_records(config)
     with _quiet():
-        if config.name == "stdlib":
-            folder = stdlib_config(config.held_out)
-            builder = StdlibSource(config=folder, data_dir=data_dir)
-        elif config.name == "text_folder":
-            if not config.folder:
-                raise ValueError("name='text_folder' needs folder: a folder of text")
-            folder = folder_config(config.folder, config.held_out)
-            builder = TextFolder(config=folder, data_dir=data_dir)
-        else:
-            builder = _named_builder(config.name, data_dir)
+        builder = _builder(config, data_dir)
         prepared = builder.is_prepared()
     if not prepared:
         logging.info("Preparing data set %s in %s.", builder.info.full_name, data_dir)
@@ -148,8 +148,69 @@ def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
     return _documents(builder, config)
 
 
+def _builder(
+    config: ml_collections.ConfigDict, data_dir: Path
+) -> tfds.core.DatasetBuilder:
+    """Find what makes a data set of text, or a named one."""
+    if config.name in ("stdlib", "text_folder") and config.task != "pretrain":
+        raise ValueError(
+            f"data set {config.name!r} has no columns of data.task={config.task!r}: "
+            "set data.name='jsonl', or data.task='pretrain'"
+        )
+    if config.name == "stdlib":
+        folder = stdlib_config(config.held_out)
+        return StdlibSource(config=folder, data_dir=data_dir)
+    if config.name == "text_folder":
+        if not config.path:
+            raise ValueError("name='text_folder' needs path: a folder of text")
+        return TextFolder(
+            config=folder_config(config.path, config.held_out), data_dir=data_dir
+        )
+    return _named_builder(config.name, data_dir)
+
+
+def _from_records(config: ml_collections.ConfigDict) -> Source:
+    """Open records in files; without files for it, a part of them is held out."""
+    columns = tasks.columns(config.task, config.text_feature)
+    optional = tasks.optional_columns(config.task)
+    files = records.find(
+        config.name, config.path, config.train_split, config.validation_split
+    )
+
+    def documents(paths: Sequence[Path]) -> Callable[[], Iterator[Document]]:
+        def read() -> Iterator[Document]:
+            for record in records.read(files, paths, columns, optional):
+                yield tasks.document(record, config.task, config.text_feature)
+
+        return read
+
+    by_hash = None if files.validation else config.held_out
+    digest = _digest(files.listing(), columns, optional, len(files.train), by_hash)
+    train, validation = documents(files.train), documents(files.validation)
+    return _source(f"{config.name}-{digest}", train, validation, by_hash)
+
+
+def _source(
+    fingerprint: str,
+    train: Callable[[], Iterator[Document]],
+    validation: Callable[[], Iterator[Document]],
+    held_out: float | None,
+) -> Source:
+    """Hold out the share `held_out` of the training documents, if that is given."""
+    if held_out is None:
+        return Source(fingerprint, train, validation)
+
+    def part(held: bool) -> Iterator[Document]:
+        for document in train():
+            if (_uniform("".join(tasks.texts(document))) < held_out) == held:
+                yield document
+
+    return Source(fingerprint, lambda: part(False), lambda: part(True))
+
+
 def _named_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
     """Find a data set by its tfds name."""
+    _check_features(name, data_dir)
     try:
         return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError as error:
@@ -158,7 +219,7 @@ def _named_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
         raise ValueError(
             f"no data set {name!r} in tfds or in {data_dir}: "
             + "".join(f"did you mean {other!r}? " for other in nearest)
-            + "For your own text set name='text_folder' and folder"
+            + "For your own text set name='text_folder' and path"
         ) from error
     except Exception as error:  # whatever the builder's own code raises
         raise ValueError(
@@ -187,34 +248,37 @@ def _documents(
     builder: tfds.core.DatasetBuilder, config: ml_collections.ConfigDict
 ) -> Source:
     """Choose the splits: the named ones, or a held-out part of the training split."""
-    feature, train, validation = config.text_feature, config.train_split, None
+    train, validation = config.train_split, None
     if config.validation_split != "validation" or "validation" in builder.info.splits:
         validation = config.validation_split
     splits = [split for split in (train, validation) if split]
-    rows = {split: _rows(builder, config.name, feature, split) for split in splits}
+    columns = tasks.columns(config.task, config.text_feature)
+    rows = {split: _rows(builder, config.name, columns, split) for split in splits}
+    columns += tasks.optional_columns(config.task)
 
-    def read(split: str, held_out: bool | None = None) -> Iterator[str]:
-        for example in rows[split]:
-            text = example[feature]
-            text = text if isinstance(text, str) else text.decode(errors="replace")
-            if held_out is None or (_uniform(text) < config.held_out) == held_out:
-                yield text
+    def read(split: str | None) -> Iterator[Document]:
+        for example in rows[split or train]:
+            texts = {name: _text(example[name]) for name in columns if name in example}
+            yield tasks.document(texts, config.task, config.text_feature)
 
     sizes = [
         (s.name, s.num_examples, s.num_bytes) for s in builder.info.splits.values()
     ]
     by_hash = None if validation else config.held_out
-    digest = _digest(builder.info.full_name, sizes, feature, splits, by_hash)
+    what = config.text_feature if config.task == "pretrain" else config.task
+    digest = _digest(builder.info.full_name, sizes, what, splits, by_hash)
     fingerprint = f"{builder.name}-{digest}"
-    if validation:
-        return Source(fingerprint, lambda: read(train), lambda: read(validation))
-    return Source(fingerprint, lambda: read(train, False), lambda: read(train, True))
+    return _source(fingerprint, lambda: read(train), lambda: read(validation), by_hash)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode(errors="replace")
 
 
 def _rows(
-    builder: tfds.core.DatasetBuilder, name: str, feature: str, split: str
+    builder: tfds.core.DatasetBuilder, name: str, columns: Sequence[str], split: str
 ) -> Sequence[dict[str, Any]]:
-    """Open a split for random access, if it holds the text feature."""
+    """Open a split for random access, if it holds the columns of text."""
     splits = sorted(builder.info.splits)
     parts = [part.split("[")[0].strip() for part in split.split("+")]
     if not set(parts) <= set(splits):
@@ -224,11 +288,12 @@ def _rows(
         )
     kinds = builder.info.features.items()
     texts = [key for key, k in kinds if k.shape == () and k.np_dtype == np.object_]
-    if feature not in texts:
-        raise ValueError(
-            f"data set {name!r} has no text in feature {feature!r}: set text_feature "
-            f"to one of {texts}"
-        )
+    for feature in columns:
+        if feature not in texts:
+            raise ValueError(
+                f"data set {name!r} has no text in feature {feature!r}: set "
+                f"text_feature to one of {texts}, or task to what they are for"
+            )
     return builder.as_data_source(split)
 
 
@@ -243,13 +308,59 @@ def _files(root: Path, suffix: str = "") -> list[str]:
     return sorted(path for path in paths if (root / path).is_file())
 
 
+def _check_text(root: Path, paths: Sequence[str]) -> None:
+    """Refuse a folder of text that holds something else.
+
+    Raises:
+      ValueError: in one line, which file is no text, and what to do.
+    """
+    for path in paths:
+        if say := records.remedy(Path(path).name):
+            raise ValueError(f"{root / path} is no text but data: {say}, or move it")
+        if _read_text(root / path) is None:
+            raise ValueError(
+                f"{root / path} is no UTF-8 text: move it out of the folder, or "
+                "convert it to UTF-8"
+            )
+
+
+def _check_features(name: str, data_dir: Path) -> None:
+    """Refuse a prepared data set whose files name code of other packages to import.
+
+    Raises:
+      ValueError: in one line, the file and the class.
+    """
+    for path in (data_dir / name.split(":")[0].split("/")[0]).rglob("features.json"):
+        try:
+            nodes = [json.loads(path.read_text())]
+        except (OSError, ValueError):
+            continue  # tfds says what is wrong with it
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, list):
+                nodes += node
+            if not isinstance(node, dict):
+                continue
+            nodes += node.values()
+            kinds = [node.get("pythonClassName", ""), node.get("type", "")]
+            for kind in (k for k in kinds if isinstance(k, str) and "." in k):
+                if not kind.startswith("tensorflow_datasets."):
+                    raise ValueError(
+                        f"{path} asks for {kind!r}, which is not of "
+                        "tensorflow_datasets and would run code of the data set's: "
+                        "prepare it without"
+                    )
+
+
 def _read_text(path: Path) -> str | None:
-    """Read a file's text, byte for byte; None if it is blank or is not UTF-8 text."""
+    """Read a file's text, byte for byte; "" if it is blank, None if it is not UTF-8."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
         return None
-    return text if text.strip() and "\0" not in text else None
+    if "\0" in text:
+        return None
+    return text if text.strip() else ""
 
 
 def _uniform(text: str) -> float:

@@ -1,8 +1,12 @@
-"""Text to token ids and back: bytes, or a byte-level BPE trained on the corpus."""
+"""Text to token ids and back: bytes, a BPE trained on the corpus, or a file's own."""
+
+from __future__ import annotations
 
 import abc
 import hashlib
+import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,13 +15,17 @@ import tokenizers
 
 _BYTES = 256
 
+# Ends of text of well-known tokenizers, in the order in which they are looked for.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_ASIDE = ("tokenizer_config.json", "special_tokens_map.json")  # beside tokenizer.json
+
 
 class Tokenizer(abc.ABC):
     """Turn text into token ids and back.
 
     Attributes:
       vocab_size: ids are 0 .. vocab_size - 1.
-      end_of_text: the last of them, which ends a text.
+      end_of_text: which of them ends a text; no text is encoded to it.
       fingerprint: names the tokenizer; fit for a file name.
     """
 
@@ -73,7 +81,7 @@ class BpeTokenizer(Tokenizer):
         self.fingerprint = f"bpe-{digest[:16]}"
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
         """Train on texts until there are `vocab_size` ids, end of text included.
 
         Raises:
@@ -102,17 +110,13 @@ class BpeTokenizer(Tokenizer):
         return tokenizer
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "BpeTokenizer":
+    def load(cls, path: str | os.PathLike) -> BpeTokenizer:
         """Read a tokenizer.json."""
         return cls(tokenizers.Tokenizer.from_file(os.fspath(path)))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(self._bpe.to_str(), encoding="utf-8")
-        os.replace(partial, path)
+        _write(Path(path), self._bpe.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._bpe.encode_batch_fast(list(texts))  # in parallel threads
@@ -121,3 +125,192 @@ class BpeTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
         return self._bpe.decode(ids[ids < self.end_of_text].tolist())
+
+
+class FileTokenizer(Tokenizer):
+    """Take the tokens of any tokenizer.json, with an end of text of its own.
+
+    Special tokens are not looked for in texts: "<|endoftext|>" in one is encoded as the
+    characters that it is. Where the vocabulary makes the end of text of these
+    characters all the same, they are encoded in two parts; what a normalizer still
+    turns into it is left out.
+    """
+
+    def __init__(self, path: str | os.PathLike, end_of_text: str | None = None):
+        """Read a tokenizer.json, and the files beside it that name its end of text.
+
+        Args:
+          path: of the file.
+          end_of_text: a token of it; None: the eos_token of tokenizer_config.json or
+            special_tokens_map.json beside it, or else a well-known one.
+
+        Raises:
+          ValueError: in one line, if it cannot be read, or no end of text is known.
+        """
+        path = Path(path)
+        try:
+            self._model = model = tokenizers.Tokenizer.from_file(os.fspath(path))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ValueError(
+                f"{path} is no tokenizer.json ({str(error).strip().splitlines()[0]}): "
+                "give a file that Hugging Face's tokenizers wrote"
+            ) from error
+        model.no_truncation()
+        model.no_padding()
+        model.encode_special_tokens = True  # encodes them as text
+        self.end_string, self.end_of_text = _end_of_text(path, model, end_of_text)
+        self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
+        named = f"{self.end_string}\n{model.to_str()}"
+        digest = hashlib.sha256(named.encode()).hexdigest()
+        self.fingerprint = f"file-{digest[:16]}"
+        self._path = path
+
+    def save(self, folder: Path) -> None:
+        """Copy the file into a folder, and name its end of text beside it."""
+        _write(folder / _ASIDE[0], json.dumps({"eos_token": self.end_string}) + "\n")
+        _write(folder / "tokenizer.json", self._path.read_text(encoding="utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self._encode(texts)
+        for i in (i for i, ids in enumerate(found) if self.end_of_text in ids):
+            head, *tail = texts[i].split(self.end_string)
+            cut, rest = self.end_string[:1], self.end_string[1:]
+            parts = [head, *(rest + part for part in tail)]
+            parts[:-1] = [part + cut for part in parts[:-1]]
+            ids = np.concatenate(self._encode(parts))
+            found[i] = ids[ids != self.end_of_text]
+        return found
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: np.ndarray) -> str:
+        ids = np.asarray(ids)
+        kept: list[int] = ids[ids != self.end_of_text].tolist()
+        return self._model.decode(kept, skip_special_tokens=False)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Take the pieces of a SentencePiece model; its "</s>" ends a text.
+
+    SentencePiece never makes that of characters in a text. It normalizes texts as the
+    model says: runs of spaces may become one.
+    """
+
+    def __init__(self, path: str | os.PathLike, end_of_text: str | None = None):
+        """Read a `.model` file.
+
+        Args:
+          path: of the file.
+          end_of_text: a piece of it; None: its own end of sentence.
+
+        Raises:
+          ValueError: in one line, if it cannot be read, or has no end of text.
+        """
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ValueError(
+                f"{path} needs sentencepiece: pip install 'acco-jax[sentencepiece]'"
+            ) from error
+        self._path, self._model = Path(path), sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(self._path.read_bytes())
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{path} is no SentencePiece model: give a .model file"
+            ) from error
+        end = self._model.eos_id()
+        if end_of_text is not None:
+            end = self._model.piece_to_id(end_of_text)
+            end = -1 if end == self._model.unk_id() else end
+        if end < 0:
+            raise ValueError(
+                f"{path} has no end of text {end_of_text or ''!r}: set "
+                "data.end_of_text to one of its pieces"
+            )
+        self.end_of_text = end
+        self.end_string = self._model.id_to_piece(end)
+        self.vocab_size = self._model.get_piece_size()
+        digest = hashlib.sha256(self._path.read_bytes() + bytes(str(end), "ascii"))
+        self.fingerprint = f"sentencepiece-{digest.hexdigest()[:16]}"
+
+    def save(self, folder: Path) -> None:
+        """Copy the file into a folder, and name its end of text beside it."""
+        _write(folder / _ASIDE[0], json.dumps({"eos_token": self.end_string}) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"tokenizer.model.{os.getpid()}"
+        shutil.copyfile(self._path, partial)
+        os.replace(partial, folder / "tokenizer.model")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = [np.asarray(x, np.int32) for x in self._model.encode(list(texts))]
+        return [ids[ids != self.end_of_text] for ids in found]
+
+    def decode(self, ids: np.ndarray) -> str:
+        ids = np.asarray(ids)
+        return self._model.decode(ids[ids != self.end_of_text].tolist())
+
+
+def read_tokenizer(
+    path: str | os.PathLike, end_of_text: str | None = None
+) -> FileTokenizer | SentencePieceTokenizer:
+    """Read a tokenizer.json or a SentencePiece `.model`, by the file's name.
+
+    Raises:
+      ValueError: in one line, if there is none, or it has no end of text.
+    """
+    path = Path(path).expanduser().absolute()
+    if not path.is_file():
+        raise ValueError(
+            f"no tokenizer {path}: set data.tokenizer to 'bytes', 'bpe', or the path "
+            "of a tokenizer.json or of a SentencePiece .model"
+        )
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path, end_of_text)
+    return FileTokenizer(path, end_of_text)
+
+
+def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
+    """Return the tokenizer that `save` has copied into a folder, None without one."""
+    paths = (folder / "tokenizer.json", folder / "tokenizer.model")
+    path = next((path for path in paths if path.exists()), None)
+    if path is None or not (folder / _ASIDE[0]).exists():
+        return None
+    return read_tokenizer(path, _eos(folder / _ASIDE[0]))
+
+
+def _end_of_text(
+    path: Path, model: tokenizers.Tokenizer, named: str | None
+) -> tuple[str, int]:
+    """Return the token that ends a text: the one named, or else the file's own."""
+    beside = (_eos(path.with_name(name)) for name in _ASIDE)
+    known = (named,) if named is not None else (*beside, *_ENDS)
+    for token in (token for token in known if token is not None):
+        if (number := model.token_to_id(token)) is not None:
+            return token, number
+    raise ValueError(
+        f"{path} has no token {named!r}: set data.end_of_text to one that it has"
+        if named is not None
+        else f"{path} has no end of text that is known: set data.end_of_text to the "
+        "token that ends its texts"
+    )
+
+
+def _eos(path: Path) -> str | None:
+    """Return the eos_token that a file beside a tokenizer.json names, if it does."""
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -18,7 +18,7 @@ node without leaves, so that whoever holds the state can interpret it.
 
 from acco_jax.layout.base import Layout
 from acco_jax.layout.buffers import Arrays, LeftOut, Outgoing, Pending, Totals
-from acco_jax.layout.leaves import Leaf, PyTree, check_floating, path_names
+from acco_jax.layout.leaves import Leaf, PyTree, check_floating, path_names, wide
 
 __all__ = [
     "Arrays",
@@ -31,4 +31,5 @@ __all__ = [
     "Totals",
     "check_floating",
     "path_names",
+    "wide",
 ]

@@ -1,7 +1,5 @@
 """How parameters are split over the workers; see `acco_jax.layout`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -57,7 +55,7 @@ class Layout:
         axis: tuple[str, ...],
         comm_dtype: Any = None,
         param_specs: PyTree | None = None,
-    ) -> Layout:
+    ) -> Self:
         """Lay these parameters out; arguments and errors are those of `describe`."""
         treedef, leaves = describe(params, mesh, axis, comm_dtype, param_specs)
         n = math.prod(mesh.shape[a] for a in axis)
@@ -154,7 +152,7 @@ class Layout:
 
     # ---- the optimizer's state
 
-    def mirroring(self, inner: optax.GradientTransformation, state: PyTree) -> Layout:
+    def mirroring(self, inner: optax.GradientTransformation, state: PyTree) -> Self:
         """Return this layout, knowing which arrays of the state are moments.
 
         `state` is what its `init` makes of the parameters' own shapes; abstract.

@@ -5,8 +5,6 @@ every leaf: first those that fill whole rows, then the others, one after the oth
 zeros.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math
@@ -48,7 +46,7 @@ class Totals(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """What rounding left out of the gradients sent so far (see `acco_jax.wire`)."""
+    """What rounding left out of the gradients sent so far (see `acco_jax.codec`)."""
 
     buffers: Arrays  # every worker's own, in the wire's dtype
 

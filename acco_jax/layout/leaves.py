@@ -1,7 +1,5 @@
 """What a layout has to know of each parameter, and how it is cut into parts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -197,6 +195,11 @@ def _transpose(x: jax.Array, order: Sequence[int]) -> jax.Array:
     large = [a for a, s in enumerate(x.shape) if s != 1]
     small_order = [large.index(a) for a in order if x.shape[a] != 1]
     return x.reshape([x.shape[a] for a in large]).transpose(small_order).reshape(shape)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Return x in float32 if its dtype is narrower."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:

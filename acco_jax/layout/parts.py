@@ -4,8 +4,6 @@ A rule takes (leaf, n) and returns the number of parts of each dimension, their 
 n; or None where every worker keeps the leaf whole.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

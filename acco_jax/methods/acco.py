@@ -16,8 +16,6 @@ exchange before has gathered; they are the next half-round's `pending`. The firs
 half-round (priming) has nothing to communicate: it is a commit of weight 0.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -32,6 +30,7 @@ from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
 
+@sharded.with_shards
 class AccoState(NamedTuple):
     """State of `acco`; shards hold 1/n of every parameter on each worker."""
 
@@ -44,12 +43,6 @@ class AccoState(NamedTuple):
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
-
-    def shardings(self) -> AccoState:
-        return sharded.shardings(self)
-
-    def committed(self, params: PyTree) -> PyTree:
-        return sharded.committed(self)
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> AccoState:

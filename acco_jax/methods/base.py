@@ -1,9 +1,7 @@
 """What every method is to a train step, a loop and a checkpoint, whichever it is."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import jax
@@ -51,35 +49,24 @@ class State(Protocol):
 
 @runtime_checkable
 class Method(Protocol):
-    """What a train step and a loop ask of a method.
+    """What a train step and a loop ask of a method."""
 
-    Attributes:
-      mesh: the devices.
-      axis: the data axes, slowest first.
-      accumulate_dtype: of the gradient accumulator; None: each parameter's own.
-      delayed: whether communication runs beside the computation of later gradients.
-      local: whether each worker takes optimizer steps of its own, on its own row.
-      half_rounds: calls of the train step that share the microbatches of one step.
-      steps_per_call: steps whose microbatches one call computes.
-      warmup: so many first calls differ from all later ones.
-      period: calls after which those beyond the warm-up come in the same order again.
-      changes: which option makes calls differ, so that a step counts them; '' for none.
-    """
-
-    mesh: Mesh
-    axis: tuple[str, ...]
-    accumulate_dtype: Any
-    delayed: bool
-    local: bool
-    half_rounds: int
-    steps_per_call: int
-    warmup: int
+    mesh: Mesh  # the devices
+    axis: tuple[str, ...]  # the data axes, slowest first
+    accumulate_dtype: Any  # of the gradient accumulator; None: each parameter's own
+    delayed: bool  # communication runs beside the computation of later gradients
+    local: bool  # each worker takes optimizer steps of its own, on its own row
+    half_rounds: int  # calls of the train step that share the microbatches of one step
+    steps_per_call: int  # steps whose microbatches one call computes
+    warmup: int  # so many first calls differ from all later ones
 
     @property
-    def period(self) -> int: ...
+    def period(self) -> int:
+        """Calls after which those beyond the warm-up come in the same order again."""
 
     @property
-    def changes(self) -> str: ...
+    def changes(self) -> str:
+        """Which option makes calls differ, so that a step counts them; '' for none."""
 
     def start(self, params: PyTree) -> tuple[PyTree, Any]:
         """Returns the parameters of the loop and the initial state."""
@@ -126,10 +113,7 @@ def common_attributes(
 ) -> dict[str, Any]:
     """The attributes of a method that its common options determine.
 
-    Args:
-      mesh: the devices.
-      options: keyword arguments of the user.
-      known: the TypedDict of those that there are.
+    The options are the user's, `known` is the TypedDict of those that there are.
 
     Raises:
       TypeError: one is unknown.
@@ -147,6 +131,14 @@ def common_attributes(
         "param_specs": options.get("param_specs"),
         **dtypes,
     }
+
+
+def layout_of(
+    params: PyTree, common: Mapping[str, Any], layout_type: type[Layout] = Layout
+) -> Layout:
+    """The layout of parameters that the common attributes of a method determine."""
+    names = ("mesh", "axis", "comm_dtype", "param_specs")
+    return layout_type.of(params, **{name: common[name] for name in names})
 
 
 def check_method(tx: Any) -> None:
@@ -177,6 +169,13 @@ def find_state(state: PyTree) -> Any:
             "pass what tx.init or tx.update returned."
         )
     return states[0]
+
+
+def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
+    """The state make(params), every array of it where its `shardings` say."""
+    like = jax.eval_shape(make, params)
+    params = jax.device_put(params, like.layout.params_shardings)
+    return jax.jit(make, out_shardings=like.shardings())(params)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,7 +1,5 @@
 """What a method refuses: arguments that do not fit, and places it cannot stand in."""
 
-from __future__ import annotations
-
 import re
 import sys
 import traceback

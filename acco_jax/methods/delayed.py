@@ -7,8 +7,6 @@
 Both communicate while they compute, as ACCO does, and leave the delay as it is.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple, Unpack
 
@@ -23,6 +21,7 @@ from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
 
+@sharded.with_shards
 class DelayedState(NamedTuple):
     """State of `dpu` and `wp`; shards hold 1/n of every parameter on each worker."""
 
@@ -33,12 +32,6 @@ class DelayedState(NamedTuple):
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     pending: Pending  # g, w of the last update: every worker's own, wire dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
-
-    def shardings(self) -> DelayedState:
-        return sharded.shardings(self)
-
-    def committed(self, params: PyTree) -> PyTree:
-        return sharded.committed(self)
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> DelayedState:

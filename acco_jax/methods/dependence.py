@@ -1,7 +1,5 @@
 """Which inputs of a traced program each of its results depends on."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence

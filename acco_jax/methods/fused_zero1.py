@@ -8,8 +8,6 @@ reduce-scattered at once, beside the backward pass of the layers before it: the 
 that a step without delay can do for its gradients. The all-gather stays exposed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -153,14 +151,7 @@ def _reduced(
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     """(value, this worker's shards of the reduced gradients), on each worker.
 
-    Args:
-      pipelined: see `fused_zero1`.
-      gradients: what is accumulated, and in which dtype.
-      layout: of the shards.
-      loss_of: params -> (loss, the rest), of this worker's last microbatch.
-      params: whole.
-      earlier: sums of this worker's other gradients, None if there are none.
-      valid: [] whether the microbatch counts, None: it does.
+    `loss_of` and what follows it is as in the `take` of `Accumulator.last`.
     """
     whole = jax.tree.leaves(params)
     before = [None] * len(whole) if earlier is None else jax.tree.leaves(earlier)
@@ -211,21 +202,13 @@ class _Scatter(NamedTuple):
                 g = jnp.where(valid, g, jnp.zeros_like(g))
             g = (g if e is None else e + g).astype(leaf.wire)
             blocks[i] = _padded(leaf, g)
-        packed, alone = self._groups(leaves)
         sliced = any(blocks[i].ndim < len(self.layout.leaves[i].local) for i in leaves)
+        groups, alone = self._groups(leaves, sliced)
         buffers = [
             group.lay([self._cut(i, blocks[i], sliced) for i in group.leaves])
-            for group in self._laid(packed, sliced)
+            for group in groups
         ]
         return buffers + [blocks[i] for i in alone]
-
-    def _laid(self, packed: list[list[int]], sliced: bool) -> list[Group]:
-        """The buffers of these leaves, or of a layer's slices of them."""
-        leaves = self.layout.leaves
-        return [
-            make_group(leaves[g[0]].wire, {i: leaves[i].part[sliced:] for i in g})
-            for g in packed
-        ]
 
     def _cut(self, i: int, x: jax.Array, sliced: bool) -> jax.Array:
         """What each worker keeps of a leaf or of a slice of it: (n, *part)."""
@@ -239,12 +222,12 @@ class _Scatter(NamedTuple):
         self, leaves: Sequence[int], buffers: list[jax.Array], sliced: bool
     ) -> list[jax.Array]:
         """Sums over the workers; each keeps its part. The collective, then views."""
-        packed, alone = self._groups(leaves)
+        groups, alone = self._groups(leaves, sliced)
         shards: dict[int, jax.Array] = {}
-        for group, buffer in zip(self._laid(packed, sliced), buffers, strict=False):
+        for group, buffer in zip(groups, buffers, strict=False):
             parts = group.take(self._scatter(buffer, 0))
             shards |= {i: x[0] for i, x in zip(group.leaves, parts, strict=True)}
-        for i, buffer in zip(alone, buffers[len(packed) :], strict=True):
+        for i, buffer in zip(alone, buffers[len(groups) :], strict=True):
             leaf = self.layout.leaves[i]
             d = _dim(leaf)
             over = functools.partial(
@@ -271,14 +254,16 @@ class _Scatter(NamedTuple):
                 x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
         return x
 
-    def _groups(self, leaves: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-        """The leaves of each buffer, and those that are not packed."""
-        groups: dict[Any, list[int]] = {}
+    def _groups(
+        self, leaves: Sequence[int], sliced: bool
+    ) -> tuple[list[Group], list[int]]:
+        """What each buffer holds, and the leaves that are not packed."""
+        parts: dict[Any, dict[int, tuple[int, ...]]] = {}
         alone = []
         for i in leaves:
             leaf = self.layout.leaves[i]
             if self.layout.model_axes or _dim(leaf) is None:
                 alone.append(i)
             else:
-                groups.setdefault(leaf.wire, []).append(i)
-        return list(groups.values()), alone
+                parts.setdefault(leaf.wire, {})[i] = leaf.part[sliced:]
+        return [make_group(dtype, part) for dtype, part in parts.items()], alone

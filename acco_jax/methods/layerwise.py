@@ -13,8 +13,6 @@ gradients would have nothing beside it. With `pipelined` the gradients of a laye
 handed on as a cotangent of the carry, and reduced beside the backward pass of the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

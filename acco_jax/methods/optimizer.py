@@ -1,7 +1,5 @@
 """An optimizer, written for one device, on the shards of many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +36,10 @@ def guarded_step(
     Args:
       inner: the optimizer.
       layout: of the shards.
-      extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss of
-        exactly these gradients.
+      extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss.
       gradient: G, summed over microbatches and workers; shards in the master dtype.
       totals: W, and the sum of the losses.
-      inner_state: of the committed point.
+      inner_state: the optimizer's at theta.
       master: theta, the committed point; shards.
 
     Returns:

@@ -6,15 +6,13 @@ arrays (muon, lamb, lars, adafactor, novograd, a decay mask by the number of dim
 must be shown one layer's.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -167,14 +165,14 @@ class _Tree:
         """The tree that inner would see if all leaves had one layer."""
         return self.treedef.unflatten(leaf.one_layer for leaf in self.leaves)
 
-    def two_layers(self) -> _Tree:
+    def two_layers(self) -> Self:
         """Return the tree of two layers with a leaf for each."""
         tree = self.treedef.unflatten(
             leaf if leaf.layers is None else [leaf, leaf] for leaf in self.leaves
         )
         is_leaf = lambda x: isinstance(x, _Leaf)  # noqa: E731
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
-        return _Tree(treedef, leaves)
+        return dataclasses.replace(self, treedef=treedef, leaves=leaves)
 
     @property
     def groups(self) -> list[int | None]:

@@ -5,15 +5,12 @@ half-round communicates the gradients of the half-round before (`delayed`) or it
 `ShardedMethod` makes an optax transformation and the rounds of a train step of that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -21,33 +18,16 @@ from acco_jax.codec import Codec, Codecs, codecs
 from acco_jax.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
 from acco_jax.gradients import Sums
 from acco_jax.half_round import Inputs, Round, run
-from acco_jax.layout import Layout, Pending, PyTree, Totals
-from acco_jax.methods.base import (
-    CommonOptions,
-    common_attributes,
-    find_state,
-    gather_exact,
-    is_state,
-)
-from acco_jax.methods.checks import (
-    as_updated,
-    check_extra,
-    check_grads,
-    check_params,
-    place_weight,
-    refuse_wrappers,
-)
-from acco_jax.methods.optimizer import (
-    MEAN_LOSS,
-    abstract,
-    choose,
-    guarded_step,
-    in_auto,
-    in_place,
-)
+from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
+from acco_jax.methods import base, checks, optimizer
+
+StateType = TypeVar("StateType", bound=type)
+Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
+Start = Callable[[Layout, PyTree, PyTree], Any]
+Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
 
 
-class ShardedOptions(CommonOptions, total=False):
+class ShardedOptions(base.CommonOptions, total=False):
     """Keyword arguments of the sharded methods, beside the common ones.
 
     Attributes:
@@ -69,17 +49,12 @@ class ShardedOptions(CommonOptions, total=False):
     resync_every: int
 
 
-# -------------------------------------------------- what a method's state has in common
-
-
-def shardings(state: Any) -> Any:
-    """A NamedSharding for every array of a sharded method's state."""
-    return state.layout.state_shardings(state)
-
-
-def committed(state: Any) -> PyTree:
-    """The master copy, gathered; see `acco_jax.committed_params`."""
-    return gather_exact(state.layout, state.master)
+def with_shards(state_type: StateType) -> StateType:
+    """Give a NamedTuple with a sharded `master` the methods of a `State`."""
+    made: Any = state_type
+    made.shardings = lambda self: self.layout.state_shardings(self)
+    made.committed = lambda self, params: base.gather_exact(self.layout, self.master)
+    return state_type
 
 
 # ----------------------------------------------------------------------- the round
@@ -131,27 +106,8 @@ class ShardedRound(ExchangeRound):
 # ---------------------------------------------------------------------- the method
 
 
-class ShardedPhase(NamedTuple):
-    """Which kind a half-round is."""
-
-    overlaps: bool
-    codec: Codec
-
-
-Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
-Start = Callable[[Layout, PyTree, PyTree], Any]
-Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
-
-
 class ShardedMethod(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose optimizer state is sharded; a `Method`.
-
-    Attributes:
-      inner: the optimizer.
-      state_type: the NamedTuple that is the method's state.
-      codecs: how each half-round communicates.
-      See `acco_jax.methods.base.Method` for the others.
-    """
+    """An optax transformation whose optimizer state is sharded; a `Method`."""
 
     inner: optax.GradientTransformation
     mesh: Mesh
@@ -159,8 +115,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     comm_dtype: Any
     accumulate_dtype: Any
     param_specs: PyTree | None
-    codecs: Codecs
-    state_type: type
+    codecs: Codecs  # how each half-round communicates
+    state_type: type  # the NamedTuple that is the method's state
     layout_type: type[Layout]
     round_type: Callable[[Exchange, bool], Round]
     delayed: bool
@@ -172,7 +128,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     local = False
     steps_per_call = 1
 
-    def __new__(cls, **attributes: Any) -> ShardedMethod:
+    def __new__(cls, **attributes: Any) -> Self:
         def init(params: PyTree) -> Any:
             return self._init(params)
 
@@ -209,15 +165,16 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             return "warmup_steps"
         return "gather_bits that differ, or resync_every," * self.codecs.differ
 
-    def phase(self, call: int) -> ShardedPhase:
-        overlaps = self.delayed and call >= self.warmup
-        return ShardedPhase(overlaps, self.codecs.at(call))
+    def phase(self, call: int) -> tuple[bool, Codec]:
+        """Returns whether the half-round overlaps, and its codec."""
+        return self.delayed and call >= self.warmup, self.codecs.at(call)
 
     def exchange(self, codec: Codec) -> Exchange:
         return Exchange(self.axis, self.advance, codec)
 
-    def round(self, phase: ShardedPhase) -> Round:
-        return self.round_type(self.exchange(phase.codec), phase.overlaps)
+    def round(self, phase: tuple[bool, Codec]) -> Round:
+        overlaps, codec = phase
+        return self.round_type(self.exchange(codec), overlaps)
 
     def calls(self, steps: int) -> int:
         """Half-rounds of so many steps; a delayed method's first one only primes."""
@@ -228,14 +185,14 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return None if done % self.half_rounds else done // self.half_rounds
 
     def place(self, params: PyTree, state: Any) -> PyTree:
-        if not is_state(state):
-            find_state(state)  # says what it is instead
+        if not base.is_state(state):
+            base.find_state(state)  # says what it is instead
             raise ValueError(
                 "the state is wrapped, but make_train_step runs a method's own stages: "
                 "give it the state of tx.init for the tx it was built with."
             )
         self.check_state(state)
-        check_params(state.layout, params)
+        checks.check_params(state.layout, params)
         return jax.device_put(params, state.layout.params_shardings)
 
     def check_state(self, state: Any) -> None:
@@ -250,9 +207,9 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         self.codecs.check(ours.residue)
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
-        check_extra(self.inner, extra)
+        checks.check_extra(self.inner, extra)
         if isinstance(self.inner, optax.GradientTransformationExtraArgs):
-            return {"value": MEAN_LOSS} | extra
+            return {"value": optimizer.MEAN_LOSS} | extra
         return extra
 
     def check(self, params: PyTree) -> None:
@@ -264,15 +221,9 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     # ---- what it does
 
     def _init(self, params: PyTree) -> Any:
-        refuse_wrappers()
-        params = as_updated(params)
-        whole = self.layout_type.of(
-            params,
-            mesh=self.mesh,
-            axis=self.axis,
-            comm_dtype=self.comm_dtype,
-            param_specs=self.param_specs,
-        )
+        checks.refuse_wrappers()
+        params = checks.as_updated(params)
+        whole = base.layout_of(params, vars(self), self.layout_type)
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
         layout = whole.mirroring(self.inner, jax.eval_shape(self.inner.init, seen))
 
@@ -281,25 +232,20 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
         def make(params: PyTree) -> Any:
             master = layout.shard(params)
-            homes = layout.inner_shardings(jax.eval_shape(begin, abstract(master)))
-            state = self._start(layout, master, in_auto(begin, layout, homes)(master))
+            like = jax.eval_shape(begin, optimizer.abstract(master))
+            run = optimizer.in_auto(begin, layout, layout.inner_shardings(like))
+            state = self._start(layout, master, run(master))
             return state._replace(residue=self.codecs.start(layout, params))
 
-        params = jax.device_put(params, layout.params_shardings)
-        homes = layout.state_shardings(jax.eval_shape(make, params))
-        return jax.jit(make, out_shardings=homes)(params)
+        return base.placed_state(make, params)
 
     def advance(
         self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
     ) -> tuple[Any, Point]:
-        """The optimizer's step on the shards.
+        """The optimizer's step on the shards of `gradient`, in the master dtype.
 
-        Args:
-          state: of the method.
-          gradient: sums over microbatches and workers; shards in the master dtype.
-          totals: what they are sums of.
-          extra: arguments of the optimizer; MEAN_LOSS among them stands for the mean
-            loss of exactly these gradients.
+        MEAN_LOSS among the extra arguments of the optimizer stands for the mean loss of
+        exactly these gradients.
         """
         layout = state.layout
         # the optimizer's region need not carry through what it does not read
@@ -307,7 +253,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         aside = {field: getattr(state, field) for field in fields}
 
         def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
-            step = functools.partial(guarded_step, self.inner, layout, extra)
+            step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
             return self._advance(state, gradient, totals, step)
 
         point = Point(
@@ -316,7 +262,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         number = state.half_rounds + 1
         state = state._replace(half_rounds=number, **dict.fromkeys(aside))
         homes = (layout.state_shardings(state), point)
-        state, point = in_auto(step, layout, homes)(state, gradient, totals, extra)
+        run = optimizer.in_auto(step, layout, homes)
+        state, point = run(state, gradient, totals, extra)
         return state._replace(**aside), point
 
     def _update(
@@ -324,12 +271,13 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, Any]:
         self.check_state(state)
         layout = state.layout
-        check_params(layout, params)
-        check_grads(layout, grads)
-        check_extra(self.inner, extra)
+        checks.check_params(layout, params)
+        checks.check_grads(layout, grads)
+        checks.check_extra(self.inner, extra)
         grads = jax.device_put(grads, layout.grads_shardings)
         params = jax.device_put(params, layout.params_shardings)
-        return self._updated(grads, state, params, place_weight(layout, weight), extra)
+        weight = checks.place_weight(layout, weight)
+        return self._updated(grads, state, params, weight, extra)
 
     @functools.cached_property
     def _updated(self) -> Callable[..., tuple[PyTree, Any]]:
@@ -351,8 +299,8 @@ def _plain_update(
         warming = half_round < tx.warmup
         sent, pending = state.pending, computed
         if tx.warmup:
-            sent = choose(warming, computed, sent)
-            pending = choose(warming, state.pending, pending)
+            sent = optimizer.choose(warming, computed, sent)
+            pending = optimizer.choose(warming, state.pending, pending)
         state = state._replace(pending=None)
     exchange = tx.exchange(tx.codecs.all[0])
     parcel = exchange.send(sent, state, extra)
@@ -366,11 +314,8 @@ def _plain_update(
     if tx.delayed:
         state = state._replace(pending=pending)
 
-    def difference(new: jax.Array, old: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(old.dtype, jnp.float32)
-        return new.astype(wide) - old.astype(wide)
-
-    return jax.tree.map(difference, delivery.params, params), in_place(layout, state)
+    updates = jax.tree.map(lambda x, y: wide(x) - wide(y), delivery.params, params)
+    return updates, optimizer.in_place(layout, state)
 
 
 def _gathered(
@@ -383,7 +328,7 @@ def _gathered(
 def sharded(
     inner: optax.GradientTransformation,
     mesh: Mesh,
-    options: ShardedOptions | CommonOptions,
+    options: ShardedOptions | base.CommonOptions,
     *,
     state: type,
     start: Start,
@@ -428,7 +373,7 @@ def sharded(
     bits = choices.get("gather_bits"), choices.get("reduce_bits")
     return ShardedMethod(
         inner=inner,
-        **common_attributes(mesh, options, known),
+        **base.common_attributes(mesh, options, known),
         codecs=codecs(*bits, choices.get("resync_every", 0), half_rounds=half_rounds),
         state_type=state,
         layout_type=layout,

@@ -6,8 +6,6 @@ Nothing is hidden: the gradients that are communicated are those just computed. 
 the same step with the state replicated and one all-reduce of each gradient.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple, Unpack
 
@@ -23,6 +21,7 @@ from acco_jax.methods.base import CommonOptions
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
 
+@sharded.with_shards
 class Zero1State(NamedTuple):
     """State of `zero1`; shards hold 1/n of every parameter on each worker."""
 
@@ -32,12 +31,6 @@ class Zero1State(NamedTuple):
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
-
-    def shardings(self) -> Zero1State:
-        return sharded.shardings(self)
-
-    def committed(self, params: PyTree) -> PyTree:
-        return sharded.committed(self)
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> Zero1State:

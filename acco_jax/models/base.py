@@ -24,7 +24,9 @@ class Model:
       init: key -> parameters, any tree of floating arrays. Compatible with jax.jit.
       loss: (params, batch, rng) -> (sum of the losses in nats [], number of targets [],
         aux). batch["tokens"] is int32 (b, length + 1); targets are all tokens but the
-        first, weighted by batch["mask"], float (b, length), where that is there. rng is
+        first, weighted by batch["mask"], float (b, length), where that is there. With
+        config.data.document_mask, batch["segments"], int32 (b, length), numbers the
+        documents of the inputs, within which attention is to stay. rng is
         a key in training if `draws`, and None in evaluation.
       flops_per_token: length -> model FLOPs of forward and backward pass per target,
         for the utilization that metrics and plan show; None: they leave it out.

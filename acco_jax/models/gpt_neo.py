@@ -131,13 +131,19 @@ class Attention(nnx.Module):
         self.v_proj = linear(config.width, config.width, use_bias=False)
         self.out_proj = linear(config.width, config.width)
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BxTxD: jax.Array, mask_Bx1xTxT: jax.Array | None = None
+    ) -> jax.Array:
         B, T, D = x_BxTxD.shape
+        q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
+            projection(x_BxTxD).reshape(B, T, self.heads, D // self.heads)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y_BxTxNxH = jax.nn.dot_product_attention(
-            *(
-                projection(x_BxTxD).reshape(B, T, self.heads, D // self.heads)
-                for projection in (self.q_proj, self.k_proj, self.v_proj)
-            ),
+            q_BxTxNxH,
+            k_BxTxNxH,
+            v_BxTxNxH,
+            mask=mask_Bx1xTxT,
             scale=1.0,
             is_causal=True,
             local_window_size=self.window,
@@ -168,15 +174,19 @@ class Block(nnx.Module):
         self.ln_2 = _layer_norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        x_BxTxD = x_BxTxD + self.attn(self.ln_1(x_BxTxD))
+    def __call__(
+        self, x_BxTxD: jax.Array, mask_Bx1xTxT: jax.Array | None = None
+    ) -> jax.Array:
+        x_BxTxD = x_BxTxD + self.attn(self.ln_1(x_BxTxD), mask_Bx1xTxT)
         return x_BxTxD + self.mlp(self.ln_2(x_BxTxD))
 
 
 class GPTNeo(nnx.Module):
     """Map tokens (B, T) int32 to next-token logits (B, T, V) float32.
 
-    Like all products they are computed in `dtype`, and then widened.
+    Like all products they are computed in `dtype`, and then widened. Where segments
+    (B, T) int32, ascending, number the documents of each row, attention stays within a
+    document, and positions count from its beginning in the row.
 
     Every leaf of `h` has a leading axis over the repetitions of the pattern, which
     the forward pass scans. Raises ValueError when T exceeds `max_length`.
@@ -203,7 +213,9 @@ class GPTNeo(nnx.Module):
         self.h = stacked_blocks(rngs)
         self.ln_f = _layer_norm(config, rngs)
 
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
         config, (_, T) = self.config, tokens_BxT.shape
         if config.max_length < T:
             raise ValueError(
@@ -215,16 +227,29 @@ class GPTNeo(nnx.Module):
             policy = getattr(jax.checkpoint_policies, str(config.remat), None)
             call = nnx.remat(call, policy=policy, prevent_cse=False)
 
+        positions, mask_Bx1xTxT = jnp.arange(T), None
+        if segments_BxT is not None:
+            positions, mask_Bx1xTxT = _within(segments_BxT)
+
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> jax.Array:
             for name in config.positions:
-                x_BxTxD = call(blocks[name], x_BxTxD)
+                x_BxTxD = call(blocks[name], x_BxTxD, mask_Bx1xTxT)
             return x_BxTxD
 
-        x_BxTxD = self.wte(tokens_BxT) + self.wpe(jnp.arange(T))
+        x_BxTxD = self.wte(tokens_BxT) + self.wpe(positions)
         x_BxTxD = self.ln_f(repeat(self.h, x_BxTxD.astype(config.dtype)))
         wte_VxD = self.wte.embedding[...].astype(config.dtype)
         return jnp.einsum("BTD,VD->BTV", x_BxTxD, wte_VxD).astype(jnp.float32)
+
+
+def _within(segments_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return each token's position in its document, and which keys are in it too."""
+    same_BxTxT = segments_BxT[:, :, None] == segments_BxT[:, None, :]
+    places = jnp.arange(segments_BxT.shape[1])
+    begins_BxT = jnp.diff(segments_BxT, prepend=-1, axis=1) != 0
+    first_BxT = jax.lax.cummax(jnp.where(begins_BxT, places, 0), axis=1)
+    return places - first_BxT, same_BxTxT[:, None]
 
 
 def init_params(config: GPTNeoConfig, rng: jax.Array) -> Params:
@@ -241,9 +266,17 @@ def _graphdef(config: GPTNeoConfig) -> Any:
     return nnx.graphdef(nnx.eval_shape(lambda: GPTNeo(config, nnx.Rngs(0))))
 
 
-def apply(config: GPTNeoConfig, params: Params, tokens_BxT: jax.Array) -> jax.Array:
-    """Return the logits (B, T, V) float32 of int32 tokens under `params`."""
-    return nnx.merge(_graphdef(config), params)(tokens_BxT)
+def apply(
+    config: GPTNeoConfig,
+    params: Params,
+    tokens_BxT: jax.Array,
+    segments_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """Return the logits (B, T, V) float32 of int32 tokens under `params`.
+
+    Segments are as of `GPTNeo`.
+    """
+    return nnx.merge(_graphdef(config), params)(tokens_BxT, segments_BxT)
 
 
 def _shapes(config: GPTNeoConfig) -> Params:
@@ -254,14 +287,17 @@ def loss_fn(config: GPTNeoConfig) -> Loss:
     """Return `loss(params, batch, rng) -> (loss_sum, weight, aux)` of next tokens.
 
     The batch holds "tokens", int32 (B, T + 1), and may hold "mask", (B, T) of 0 and 1
-    over the targets. `loss_sum` is the float32 sum of the cross-entropies in nats,
-    `weight` the float32 number of targets, `aux` is empty, `rng` is unused.
+    over the targets, and "segments", (B, T) int32, of the inputs: see `GPTNeo`.
+    `loss_sum` is the float32 sum of the cross-entropies in nats, `weight` the float32
+    number of targets, `aux` is empty, `rng` is unused.
     """
 
     def loss(params: Params, batch: Batch, rng: Any) -> tuple[Any, Any, Params]:
         del rng
         targets_BxT = batch["tokens"][:, 1:]
-        logits_BxTxV = apply(config, params, batch["tokens"][:, :-1])
+        logits_BxTxV = apply(
+            config, params, batch["tokens"][:, :-1], batch.get("segments")
+        )
         losses_BxT = optax.softmax_cross_entropy_with_integer_labels(
             logits_BxTxV, targets_BxT
         )

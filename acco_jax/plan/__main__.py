@@ -3,8 +3,6 @@
 python -m acco_jax.plan --config=experiments/quickstart.py --topology=gpu:h200:2x8
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

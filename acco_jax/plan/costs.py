@@ -13,8 +13,6 @@ at once, between slices a second stage over the data-centre network
 (jax-ml.github.io/scaling-book, "Sharded matrices").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence

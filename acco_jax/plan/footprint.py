@@ -8,8 +8,6 @@ The collectives are those of the StableHLO, as written: what a backend makes of 
 optimizer that looks across shards, such as the few bytes of a global norm.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Loop trips, FLOPs and accessed bytes of a compiled module."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -38,8 +36,8 @@ class Module:
         self.entry = self.computations[entry]
         self._trip_counts = trip_counts
         # of a computation, each found once
-        self.flops_in = functools.cache(self._flops_in)
-        self.bytes_in = functools.cache(self._bytes_in)
+        self.flops_in = functools.cache(lambda c: sum(map(self.flops, c.instructions)))
+        self.bytes_in = functools.cache(lambda c: sum(map(self.bytes, c.instructions)))
         self.collectives_in = functools.cache(self._collectives_in)
 
     def called(self, x: Instruction) -> list[Computation]:
@@ -106,9 +104,6 @@ class Module:
             return min(inside)
         return sum(inside) or product_flops(x)
 
-    def _flops_in(self, c: Computation) -> int:
-        return sum(map(self.flops, c.instructions))
-
     def bytes(self, x: Instruction) -> int:
         """Counts bytes read and written; of a conditional's branches the dearest."""
         if x.opcode in FREE or x.opcode.endswith("-done"):
@@ -132,9 +127,6 @@ class Module:
         if x.opcode.endswith(("-start", "-update")):  # its result repeats the operands
             return max(x.bytes, read)
         return x.bytes + read
-
-    def _bytes_in(self, c: Computation) -> int:
-        return sum(map(self.bytes, c.instructions))
 
     def _fused_bytes(self, x: Instruction) -> int:
         """Counts a fusion's bytes: slices where it reads or updates slices alone."""

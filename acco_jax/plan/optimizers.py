@@ -6,8 +6,6 @@ were sharded, and the compiler adds its collectives, as it does those of a few s
 the step's own, 4 or 8 bytes each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Pictures of a plan: the half-round's timeline, and how a run grows with devices."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ plan = planner.make(config, topologies.parse("gpu:h200:4x8"), Request())
 print(report.text(plan))
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -244,9 +242,8 @@ def _few_bits(
 ) -> list[dict[str, Any]]:
     """Predicts gathers and reductions in few bits, for a method that sends all bits.
 
-    Returns:
-      A row per choice of bits, the first as compiled; [] for a method that has no such
-      options, or already sends few bits.
+    Returns a row per choice of bits, the first as compiled; [] for a method that has no
+    such options, or already sends few bits.
     """
     tx = o.program.tx
     if {"gather_bits", "reduce_bits"} & set(of_method(config, o.method).method_options):

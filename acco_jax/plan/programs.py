@@ -5,15 +5,13 @@ program = programs.describe(config, mesh)  # nothing is compiled yet
 compiled = program.compile()  # its schedule, memory and text
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -224,10 +222,6 @@ def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
     return Mesh(devices, ("domain", "data"))
 
 
-def data_axes(mesh: Mesh, model_axis: str = "model") -> tuple[str, ...]:
-    return tuple(a for a in mesh.axis_names if a != model_axis)
-
-
 def vocab_size(config: ConfigDict) -> int:
     """Returns the tokenizer's number of tokens, without a corpus.
 
@@ -239,8 +233,9 @@ def vocab_size(config: ConfigDict) -> int:
     size = config.data.vocab_size or config.model.vocab_size
     if not size:
         raise ValueError(
-            f"the tokenizer {config.data.tokenizer!r} is made from the corpus, which "
-            "plan does not load: set data.vocab_size or model.vocab_size."
+            f"the tokenizer {config.data.tokenizer!r} is a file's or made from the "
+            "corpus, which plan does not load: set model.vocab_size, or "
+            "data.vocab_size of 'bpe'."
         )
     return int(size)
 
@@ -252,7 +247,8 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
       ValueError: in one line, what cannot work.
     """
     model = models.model(config, vocab_size(config))
-    tx = optimizers.method(config, config.method, mesh, data_axes(mesh), model.stacked)
+    tx = optimizers.method(config, config.method, mesh, mesh.axis_names, model.stacked)
+    data = config.data
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
@@ -275,7 +271,11 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         jax.eval_shape(init),
         microbatches=microbatches,
         counts=tuple(config.counts),
-        microbatch=(config.microbatch_size, config.length + 1),
+        microbatch=(config.microbatch_size, max(data.lengths or [config.length]) + 1),
+        beside={
+            **({"mask": jnp.float32} if data.task == "instruct" else {}),
+            **({"segments": jnp.int32} if data.document_mask else {}),
+        },
         rng=jax.eval_shape(lambda: jax.random.key(0)) if model.draws else None,
     )
 
@@ -289,6 +289,7 @@ def assemble(
     microbatches: int,
     microbatch: tuple[int, int],
     counts: tuple[int, ...] = (),
+    beside: Mapping[str, Any] | None = None,
     rng: Any = None,
 ) -> Program:
     """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
@@ -301,6 +302,7 @@ def assemble(
       microbatches: of each worker in a half-round.
       microbatch: rows and length of one microbatch's tokens.
       counts: how many microbatches each worker computes; () for all.
+      beside: dtypes of further arrays (rows, length - 1) in a batch, by their names.
       rng: an abstract key, if the loss draws.
     """
     mesh, axes = tx.mesh, tx.axis
@@ -311,13 +313,17 @@ def assemble(
     rows = workers * microbatches * tx.steps_per_call * microbatch[0]
     split = NamedSharding(mesh, P(axes))
     tokens = jax.ShapeDtypeStruct((rows, microbatch[1]), jnp.int32, sharding=split)
+    further = {
+        name: jax.ShapeDtypeStruct((rows, microbatch[1] - 1), kind, sharding=split)
+        for name, kind in (beside or {}).items()
+    }
     arguments = (
         *jax.tree.map(
             lambda x, sharding: x.update(sharding=sharding),
             jax.eval_shape(functools.partial(acco_jax.start, tx), params),
             acco_jax.start_shardings(tx, params),
         ),
-        {"tokens": tokens},
+        {"tokens": tokens, **further},
         jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=split) if counts else None,
         *(() if rng is None else (rng,)),
     )

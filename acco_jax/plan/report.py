@@ -1,7 +1,5 @@
 """A plan as text and as JSON: what was read apart from what is predicted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ of such a pair are was read from schedules of jax 0.10.2 and 0.12 (libtpu 0.0.42
 JAX is not imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -25,6 +23,9 @@ from acco_jax.plan.hlo import (
     device_groups,
 )
 from acco_jax.plan.module import FREE, KINDS, MOVES, Module, tuple_index
+
+# Which groups of devices collectives are over: the groups, their size, or None: any.
+Over = int | Collection[Collection[int]] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +88,12 @@ class Operation:
 class Schedule:
     """Collectives, operations and loops of a compiled program."""
 
-    collectives: tuple[
-        Collective, ...
-    ]  # in order, those of a loop's body after ENTRY's
+    collectives: tuple[Collective, ...]  # in order, ENTRY's before those of loops
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
     loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
     flops: int  # of all matrix products
 
-    def select(
-        self,
-        min_bytes: int = 1 << 20,
-        groups: int | Collection[Collection[int]] | None = None,
-    ) -> list[Collective]:
+    def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
         """Returns the collectives of at least `min_bytes` over the given groups.
 
         Args:
@@ -113,11 +108,7 @@ class Schedule:
             if c.bytes >= min_bytes and _matches(c.groups, groups)
         ]
 
-    def hidden_fraction(
-        self,
-        min_bytes: int = 1 << 20,
-        groups: int | Collection[Collection[int]] | None = None,
-    ) -> float:
+    def hidden_fraction(self, min_bytes: int = 1 << 20, groups: Over = None) -> float:
         """Fraction of the bytes of the selected collectives that is hidden.
 
         Raises:
@@ -169,7 +160,7 @@ def hidden_share(collectives: Iterable[Collective]) -> float:
     return hidden / total if total else 1.0
 
 
-def _matches(groups: Groups, choice: int | Collection[Collection[int]] | None) -> bool:
+def _matches(groups: Groups, choice: Over) -> bool:
     if choice is None:
         return True
     if isinstance(choice, int):

@@ -132,19 +132,11 @@ def parse(text: str, slices: int = 1) -> Topology:
     return Topology(platform, chip, shape, slices)
 
 
-def mesh(
-    topology: Topology, data: str = "data", model: int = 1, model_axis: str = "model"
-) -> jax.sharding.Mesh:
+def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
     """Makes a mesh of described devices, the model axis over neighbouring ones.
 
-    Args:
-        topology: the devices.
-        data: name of the data axis.
-        model: size of the model axis.
-        model_axis: name of the model axis.
-
-    Returns:
-        A mesh (data, model_axis); with several slices (slice, data, model_axis).
+    Its axes are ("data", "model"); with several slices ("slice", "data", "model"). The
+    model axis has size `model`.
 
     Raises:
         ValueError: if `model` does not divide the devices of a host or slice.
@@ -156,9 +148,9 @@ def mesh(
         )
     devices: np.ndarray = np.array(topology.description().devices)
     if topology.slices == 1:
-        return jax.sharding.Mesh(devices.reshape(-1, model), (data, model_axis))
+        return jax.sharding.Mesh(devices.reshape(-1, model), ("data", "model"))
     shape = (topology.slices, -1, model)
-    return jax.sharding.Mesh(devices.reshape(shape), ("slice", data, model_axis))
+    return jax.sharding.Mesh(devices.reshape(shape), ("slice", "data", "model"))
 
 
 def use_cpu() -> None:

@@ -1,7 +1,5 @@
 """Checkpoints of parameters, optimizer state and data iterator, verified when read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -143,8 +141,7 @@ class Checkpoints:
     def _set_aside_damaged(self) -> bool:
         """Renames checkpoints whose files are not those that were written.
 
-        Returns:
-          False if there were checkpoints, now or set aside before, and none is sound.
+        Returns False if there are or were checkpoints, and none is sound.
         """
         names = [path.name for path in self._folder.iterdir()]
         for step in sorted((int(n) for n in names if n.isdigit()), reverse=True):

@@ -1,7 +1,5 @@
 """Flags of the commands, with one-line errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compares methods and seeds, each an ordinary run in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

@@ -141,15 +141,31 @@ def _optimizer_fields() -> ConfigDict:
 
 def _data_fields() -> ConfigDict:
     c = ConfigDict()
-    c.name = "stdlib"  # 'text_folder', or any tensorflow_datasets name
-    c.folder = PLACEHOLDER(str)  # of 'text_folder'
-    c.text_feature = "text"
+    # 'text_folder', 'jsonl', 'parquet', 'huggingface' (a folder that datasets'
+    # save_to_disk wrote), or any tensorflow_datasets name.
+    c.name = "stdlib"
+    # Of the first four: a folder; of 'jsonl' and 'parquet' also a file, or a pattern of
+    # files. Those whose names begin with a split's name are that split.
+    c.path = PLACEHOLDER(str)
+    # 'pretrain': documents, packed into rows; 'instruct': an answer to each instruction
+    # (Alpaca's columns instruction, input, output), a row each.
+    c.task = "pretrain"
+    c.document_mask = False  # of 'pretrain': attention stays within a document
+    # Of 'instruct': to which numbers of targets rows are padded, ascending, each global
+    # batch to the smallest that fits; longer answers are cut. (): to `length`.
+    c.lengths = ()
+    c.text_feature = "text"  # of 'pretrain'
     c.train_split = "train"
     c.validation_split = "validation"
     c.held_out = 0.05  # of the documents, where there is no validation split
     c.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
-    c.tokenizer = "bytes"  # or 'bpe', trained on the training split
+    # 'bytes', 'bpe', trained on the training split, or the path of a tokenizer.json or
+    # of a SentencePiece .model.
+    c.tokenizer = "bytes"
     c.vocab_size = PLACEHOLDER(int)  # of 'bpe'
+    # Of a file the token that ends a text; None: the one that is named beside it
+    # (tokenizer_config.json, special_tokens_map.json), or a well-known one.
+    c.end_of_text = PLACEHOLDER(str)
     # Which part of its rows each worker reads from documents of its own, that no other
     # reads them from: 0: none, all workers have the same distribution; 1: all.
     c.skew = 0.0
@@ -223,8 +239,7 @@ def check(config: ConfigDict) -> None:
             f"{config.steps} steps of the run: lower it."
         )
     _check_ranks(config.lora)
-    if not 0 <= config.data.skew <= 1:
-        raise ValueError(f"data.skew is {config.data.skew}: it must lie from 0 to 1.")
+    _check_data(config)
     named("metrics_hook", config.metrics_hook)
 
 
@@ -237,6 +252,11 @@ def _check_length(config: ConfigDict) -> None:
     if len(given) > 1:
         raise ValueError(
             f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
+        )
+    if config.tokens is not None and config.data.task == "instruct":
+        raise ValueError(
+            f"tokens is {config.tokens}, but answers differ in length: give epochs or "
+            "steps."
         )
     if given and config.microbatches != "fixed":
         raise ValueError(
@@ -320,6 +340,30 @@ def _check_microbatches(config: ConfigDict) -> None:
         raise ValueError(
             "counts is 0 for every worker, so nothing would ever be computed: give at "
             "least one worker a microbatch."
+        )
+
+
+def _check_data(config: ConfigDict) -> None:
+    """Refuses fields of `data` that exclude each other or are out of range."""
+    c, lengths = config.data, tuple(config.data.lengths)
+    check_name("data.task", c.task, ("pretrain", "instruct"))
+    if not 0 <= c.skew <= 1:
+        raise ValueError(f"data.skew is {c.skew}: it must lie from 0 to 1.")
+    if c.document_mask and c.task != "pretrain":
+        raise ValueError(
+            f"data.document_mask is of task='pretrain': of {c.task!r} every row is one "
+            "document; leave it out."
+        )
+    if lengths and c.task != "instruct":
+        raise ValueError(
+            f"data.lengths is {lengths}, but rows of {c.task!r} have one length: set "
+            "`length`."
+        )
+    within = all(type(x) is int and 1 <= x <= config.length for x in lengths)
+    if not within or list(lengths) != sorted(set(lengths)):
+        raise ValueError(
+            f"data.lengths is {lengths}: give ascending integers from 1 to length, "
+            f"{config.length}."
         )
 
 

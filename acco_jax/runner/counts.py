@@ -4,8 +4,6 @@ One JSON list of n integers a line, written where counts adapt during a run;
 `--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run to the bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

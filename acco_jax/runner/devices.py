@@ -1,7 +1,5 @@
 """Chooses a program's devices, before JAX starts a backend."""
 
-from __future__ import annotations
-
 import glob
 import os
 

@@ -1,7 +1,5 @@
 """Exit codes of all commands: what a scheduler, or a person, reads off them."""
 
-from __future__ import annotations
-
 import sys
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, and what is said of those that are not."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -29,6 +29,7 @@ from acco_jax.runner.preparation import (
     abstract,
     batches,
     counts_of,
+    held_out_batches,
     initial,
     to_devices,
 )
@@ -70,17 +71,9 @@ class Evaluator:
           Stopped: the run has been told to stop.
         """
         e = self._experiment
-        batches = data.validation_batches(
-            e.corpus,
-            length=e.config.length,
-            batch_size=e.workers * e.config.microbatch_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            limit=limit,
-        )
         zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
         sums = to_devices(zeros, e.mesh)
-        for batch in batches:
+        for batch in held_out_batches(e, limit):
             if self._stopped():
                 raise exits.Stopped
             rows = to_devices(batch, e.mesh)
@@ -135,8 +128,9 @@ class _Run:
             flops=_flops_rate(e),
         )
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
-            batch = to_devices(next(batches(e)), e.mesh)
-            e.step.compile(self.params, self.state, batch, self._counts, self._rng())
+            for batch in self._batches.shapes():
+                rows = to_devices(batch, e.mesh)
+                e.step.compile(self.params, self.state, rows, self._counts, self._rng())
             everyone = set(range(jax.process_count()))
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
@@ -144,10 +138,7 @@ class _Run:
 
     @property
     def tokens(self) -> int:
-        e = self._experiment
-        if self._log is None:
-            return self.done * e.tokens
-        return self._log.total * e.config.microbatch_size * e.config.length
+        return self._batches.targets
 
     def half_round(self) -> None:
         """Dispatches a half-round and waits for none but an interval long past."""
@@ -161,6 +152,7 @@ class _Run:
         if self._log is not None:
             self._log.add(jax.device_get(self._metrics["counts"]))
             microbatches = self._log.last
+            self._batches.computed(microbatches)
         if _crossed(e, self.done, e.config.log_every):
             host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
                     "microbatches": microbatches}  # fmt: skip
@@ -314,6 +306,8 @@ def _announce(experiment: Experiment) -> None:
         f"{e.model.parameters():,}", f"{per_step:,}",
         e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
     )  # fmt: skip
+    for line in data.cuts(e.corpus, max(e.config.data.lengths or [e.config.length])):
+        logging.info("%s", line)
 
 
 def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
@@ -338,17 +332,19 @@ def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, 
 def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
     """Times local gradients alone: seconds of all workers per token."""
     e, counts = experiment, counts_of(experiment)
-    steps = e.tx.steps_per_call
+    steps, found = e.tx.steps_per_call, batches(e)
+    batch = to_devices(next(found), e.mesh)
+    found.computed([e.capacity] * e.workers)
     seconds = timing.gradient_seconds(
         e.loss_fn,
         e.mesh,
         params,
-        to_devices(next(batches(e)), e.mesh),
+        batch,
         None if counts is None else counts * steps,
         microbatches=e.capacity * steps,
         accumulate_dtype=configs.dtype("accumulate_dtype", e.config.accumulate_dtype),
     )
-    return seconds / (e.tokens * e.capacity // e.microbatches)
+    return seconds / found.targets
 
 
 def _finish(

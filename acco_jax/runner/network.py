@@ -4,8 +4,6 @@ Each process runs in a network namespace of its own; the namespaces meet at a br
 and each sends at no more than a set rate (`tc tbf`; the latency is the machine's own).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Targets of a half-round, where counts do not adapt."""
+        """Targets of a half-round where counts do not adapt, of full rows."""
         computed = self.config.counts or [self.microbatches] * self.workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
         return rows * self.config.length
@@ -153,7 +153,8 @@ def prepare(
     _check_workdir(workdir, identity)
     rows_per_step = sum(config.counts or [microbatches] * mesh.size)
     rows_per_step *= tx.half_rounds * config.microbatch_size
-    rows_per_epoch = data.rows_per_epoch(corpus, config.length)
+    lengths = tuple(config.data.lengths)
+    rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
     config = configs.with_steps(
         config, rows_per_step, rows_per_epoch, tx.steps_per_call
     )
@@ -181,6 +182,7 @@ def prepare(
         capacity, identity, repair, loss_fn, init,
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
+    held_out_batches(experiment, None)
     check_whole(workdir)
     _check_checkpoint(experiment)
     if repair and jax.process_index() == 0:
@@ -285,16 +287,41 @@ def _check_same_text(checksum: int) -> None:
         )
 
 
-def batches(experiment: Experiment) -> Any:
+def batches(experiment: Experiment) -> data.Batches:
+    """Returns this process's part of the training batches, from the first one on."""
+    e, c = experiment, experiment.config.data
+    adaptive = e.config.microbatches != "fixed"
     return data.train_iterator(
-        experiment.corpus,
-        length=experiment.config.length,
-        batch_size=experiment.rows,
-        seed=experiment.config.seed,
+        e.corpus,
+        length=e.config.length,
+        batch_size=e.rows,
+        seed=e.config.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
-        workers=experiment.workers,
-        skew=experiment.config.data.skew,
+        workers=e.workers,
+        steps=e.tx.steps_per_call,
+        microbatches=e.capacity,
+        counts=() if adaptive else tuple(e.config.counts) or None,
+        skew=c.skew,
+        lengths=c.lengths,
+        document_mask=c.document_mask,
+    )
+
+
+def held_out_batches(
+    experiment: Experiment, limit: int | None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Returns this process's part of `limit` validation batches, or of all."""
+    e, c = experiment, experiment.config.data
+    return data.validation_batches(
+        e.corpus,
+        length=e.config.length,
+        batch_size=e.workers * e.config.microbatch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        limit=limit,
+        lengths=c.lengths,
+        document_mask=c.document_mask,
     )
 
 

@@ -1,7 +1,5 @@
 """The picture and the short summary of a finished run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The results of a comparison: a table, results.csv and pictures of the losses."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Times a run's gradients by themselves, which no communication can shorten."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

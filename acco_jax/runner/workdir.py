@@ -1,7 +1,5 @@
 """A workdir belongs to one run at a time, and to one experiment."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

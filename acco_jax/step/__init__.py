@@ -1,7 +1,5 @@
 """The forms of a train step, and the choice among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Only the split form can do it, where the host sees both; a program compiled whol
 number of microbatches that it was given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Hashable
@@ -122,17 +120,11 @@ class AdaptiveStep(SplitStep):
             inputs = inputs._replace(counts=counts)
         self.half_round += 1
         sums, i = self._zeros(params, inputs)
-        mine = None
+        least, most, done = self._least, gradients.microbatches, 0
         if counts is not None:
             here = jax.device_get([s.data for s in counts.addressable_shards])
-            mine = max(int(c[0]) for c in here)
-        done = 0
-        while done < gradients.microbatches:
-            delivery = exchange is None or exchange.done()
-            if mine is None and done >= self._least and delivery:
-                break
-            if mine is not None and done >= mine:
-                break
+            least = most = max(int(c[0]) for c in here)
+        while done < least or (done < most and exchange and not exchange.done()):
             sums, i = self._add(sums, i, params, inputs)
             jax.block_until_ready(sums.loss)
             done += 1
@@ -142,11 +134,7 @@ class AdaptiveStep(SplitStep):
         return work, inputs._replace(counts=counts)
 
     def _next_line(self, log: list[list[int]]) -> list[int]:
-        """The counts to repeat next.
-
-        Raises:
-          ValueError: the log has been repeated to its end.
-        """
+        """The counts to repeat next; a ValueError once the log is at its end."""
         if self.half_round >= len(log):
             raise ValueError(
                 f"the log of counts has {len(log)} half-rounds: it cannot be repeated "

@@ -1,11 +1,9 @@
 """The train step as one program, each collective beside a part of the computation."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,15 +14,20 @@ from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
 
 
+class Arguments(NamedTuple):
+    """The arguments of a call, as its programs take them."""
+
+    params: PyTree
+    state: Any
+    inputs: Inputs
+    extra: dict[str, Any]
+
+
 class TrainStep:
-    """One call of a method: (params, state, batch, ...) -> params, state, metrics.
+    """One call of a method: (params, state, batch, ...) -> params, state, metrics."""
 
-    Attributes:
-      form: 'fused' or 'split'.
-      compiler_options: of the fused program, or of what communicates.
-    """
-
-    form = "fused"
+    form = "fused"  # or 'split'
+    compiler_options: dict[str, Any]  # of the fused program, or of what communicates
 
     def __init__(
         self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]
@@ -47,18 +50,16 @@ class TrainStep:
         extra: dict[str, Any] | None = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one call; see `acco_jax.make_train_step`."""
-        placed = self._placed(
-            *self._arguments(params, state, batch, counts, rng, extra)
-        )
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(placed))
+        args = self._placed(self._arguments(params, state, batch, counts, rng, extra))
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
         if traced:
             self._refuse_trace()
         call = self._call(state)
         phase = self._tx.phase(call)
         if traced:
-            return self._program(phase, *placed[:2], nested=True)(*placed)
+            return self._program(phase, state, nested=True)(*args)
         with naming_unknown_options():
-            params, state, metrics = self._run(phase, *placed)
+            params, state, metrics = self._run(phase, args)
         self._counted = state.half_rounds, call + 1
         return params, state, metrics
 
@@ -84,7 +85,7 @@ class TrainStep:
         if half_round is None:
             half_round = self._tx.half_rounds - 1
         phase = self._tx.phase(self._tx.warmup + half_round)
-        return self._lowered(phase, *self._arguments(*args, **named))
+        return self._lowered(phase, self._arguments(*args, **named))
 
     def turns(self) -> dict[int, int]:
         """Maps each distinct half-round to how often it occurs in one period.
@@ -104,13 +105,13 @@ class TrainStep:
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling. Arguments are those of a call.
         """
-        params, state, inputs, extra = self._placed(*self._arguments(*args, **named))
-        tx, call = self._tx, self._call(state)
+        placed = self._placed(self._arguments(*args, **named))
+        tx, call = self._tx, self._call(placed.state)
         warming = range(call, min(tx.warmup, call + tx.period))
         steady = (tx.warmup + k for k in self.turns())
         with naming_unknown_options():
             for phase in {tx.phase(k) for k in (*warming, *steady)}:
-                for program in self._lowered(phase, params, state, inputs, extra):
+                for program in self._lowered(phase, placed):
                     program.compile()
 
     def _arguments(
@@ -121,19 +122,17 @@ class TrainStep:
         counts: Any = None,
         rng: Any = None,
         extra: dict[str, Any] | None = None,
-    ) -> tuple[PyTree, Any, Inputs, dict[str, Any]]:
-        """The arguments of a call as its programs take them."""
+    ) -> Arguments:
         inputs = Inputs(self._gradients, batch, counts, rng)
-        return params, state, inputs, self._tx.arguments(extra or {})
+        return Arguments(params, state, inputs, self._tx.arguments(extra or {}))
 
-    def _placed(
-        self, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
-    ) -> tuple[PyTree, Any, Inputs, dict[str, Any]]:
+    def _placed(self, args: Arguments) -> Arguments:
         """The same, checked and on their devices."""
-        params = self._tx.place(params, state)
+        inputs, params = args.inputs, self._tx.place(args.params, args.state)
         batch = self._batches.place_batch(inputs.batch)
         counts = self._gradients.place_counts(inputs.counts)
-        return params, state, inputs._replace(batch=batch, counts=counts), extra
+        inputs = inputs._replace(batch=batch, counts=counts)
+        return args._replace(params=params, inputs=inputs)
 
     def _refuse_trace(self) -> None:
         """Raises a ValueError unless the step may be part of a caller's program."""
@@ -152,37 +151,18 @@ class TrainStep:
         return int(jax.device_get(state.half_rounds))
 
     def _run(
-        self,
-        phase: Hashable,
-        params: PyTree,
-        state: Any,
-        inputs: Inputs,
-        extra: dict[str, Any],
+        self, phase: Hashable, args: Arguments
     ) -> tuple[PyTree, Any, dict[str, Any]]:
-        return self._program(phase, params, state)(params, state, inputs, extra)
+        return self._program(phase, args.state)(*args)
 
-    def _lowered(
-        self,
-        phase: Hashable,
-        params: PyTree,
-        state: Any,
-        inputs: Inputs,
-        extra: dict[str, Any],
-    ) -> tuple[Any, ...]:
-        program = self._program(phase, params, state)
-        return (program.lower(params, state, inputs, extra),)
+    def _lowered(self, phase: Hashable, args: Arguments) -> tuple[Any, ...]:
+        return (self._program(phase, args.state).lower(*args),)
 
-    def _program(
-        self, phase: Hashable, params: PyTree, state: Any, nested: bool = False
-    ) -> Any:
+    def _program(self, phase: Hashable, state: Any, nested: bool = False) -> Any:
         """The program of a kind of call, which leaves the state where it came from.
 
-        Args:
-          phase: which kind.
-          params: of the loop.
-          state: of the method.
-          nested: whether it becomes part of a caller's program, which compiler options
-            and donation belong to.
+        If it is `nested` in a caller's program, compiler options and donation are the
+        caller's.
         """
         key = (state.layout, phase, nested)
         if key not in self._programs:

@@ -3,8 +3,6 @@
 For CPU processes: XLA:CPU runs a program's collectives and loops one after the other.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +16,7 @@ from acco_jax.gradients import Accumulator
 from acco_jax.half_round import Inputs, Round, computed, exchanged, metrics
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
-from acco_jax.step.fused import TrainStep
+from acco_jax.step.fused import Arguments, TrainStep
 
 
 class Programs(NamedTuple):
@@ -51,17 +49,11 @@ class SplitStep(TrainStep):
         )
 
     def _run(
-        self,
-        phase: Hashable,
-        params: PyTree,
-        state: Any,
-        inputs: Inputs,
-        extra: dict[str, Any],
+        self, phase: Hashable, args: Arguments
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         if self._fuses(phase):
-            return jax.block_until_ready(
-                super()._run(phase, params, state, inputs, extra)
-            )
+            return jax.block_until_ready(super()._run(phase, args))
+        params, state, inputs, extra = args
         programs = self._split(phase, params, state)
         outbox, owner, rest = programs.round.open(params, state)
         if programs.round.overlaps:
@@ -97,17 +89,9 @@ class SplitStep(TrainStep):
         inputs: Inputs,
         exchange: Future | None,
     ) -> tuple[Any, Inputs]:
-        """Computes what this call has to; returns when it is there.
+        """Computes what this call has to, beside an exchange if there is one.
 
-        Args:
-          programs: of this kind of call.
-          params: of the loop.
-          rest: of the state.
-          inputs: of the call.
-          exchange: what runs beside, however long it takes.
-
-        Returns:
-          The closed work, and the inputs as they were used.
+        Returns the closed work when it is there, and the inputs as they were used.
         """
         del exchange
         return jax.block_until_ready(programs.compute(params, rest, inputs)), inputs
@@ -135,16 +119,10 @@ class SplitStep(TrainStep):
             )
         return self._programs[key]
 
-    def _lowered(
-        self,
-        phase: Hashable,
-        params: PyTree,
-        state: Any,
-        inputs: Inputs,
-        extra: dict[str, Any],
-    ) -> tuple[Any, ...]:
+    def _lowered(self, phase: Hashable, args: Arguments) -> tuple[Any, ...]:
         if self._fuses(phase):
-            return super()._lowered(phase, params, state, inputs, extra)
+            return super()._lowered(phase, args)
+        params, state, inputs, extra = args
         programs = self._split(phase, params, state)
         outbox, owner, rest = programs.round.open(params, state)
         lowered, closed = self._lowered_compute(programs, params, rest, inputs)

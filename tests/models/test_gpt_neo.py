@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 
 import chex
@@ -251,3 +252,28 @@ def test_other_errors_are_one_line(reference):
         with pytest.raises(ValueError, match=match) as error:
             call()
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_segments_are_documents_computed_alone(remat):
+    """The loss and the gradients of a packed row are the sums over its documents."""
+    config = dataclasses.replace(CONFIG, layers=2, remat=remat)
+    params, draw = _init(config, RNG), np.random.default_rng(0)
+    sizes = [[5, 1, 14], [20], [12, 8]]
+    tokens = draw.integers(1, config.vocab_size, (3, 21))
+    segments = np.stack([np.repeat(np.arange(len(s)), s) for s in sizes]) + 7
+    loss = gpt_neo.loss_fn(config)
+    batch = {"tokens": jnp.asarray(tokens), "segments": jnp.asarray(segments)}
+    ends = [np.cumsum([0, *s]) for s in sizes]
+    spans = [(i, *span) for i, e in enumerate(ends) for span in itertools.pairwise(e)]
+    rows, mask = np.zeros((len(spans), 21), int), np.zeros((len(spans), 20))
+    for row, kept, (i, a, b) in zip(rows, mask, spans, strict=True):
+        row[: b - a + 1], kept[: b - a] = tokens[i, a : b + 1], 1
+    alone = {"tokens": jnp.asarray(rows), "mask": jnp.asarray(mask)}
+
+    packed = _value_and_grad(config, params, batch)
+    chex.assert_trees_all_close(
+        packed, _value_and_grad(config, params, alone), rtol=1e-4, atol=1e-4
+    )
+    whole = loss(params, {"tokens": batch["tokens"]}, RNG)[0]
+    assert abs(packed[0] - whole) > 1e-3

@@ -130,7 +130,7 @@ def own_of(name, machine="gpu:h200:1x8", slices=1):
     inner = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](1e-3))
     program = programs.assemble(
         "acco",
-        METHODS["acco"](inner, mesh=mesh, axis_name=programs.data_axes(mesh)),
+        METHODS["acco"](inner, mesh=mesh, axis_name=mesh.axis_names),
         gpt_neo.loss_fn(MODEL),
         params,
         microbatches=2,

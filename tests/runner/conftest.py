@@ -30,7 +30,7 @@ def tiny(texts, tmp_path_factory):
         c.steps, c.length, c.microbatch_size, c.microbatches_per_step = 6, 32, 2, 4
         c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
         c.model.dtype = c.model.param_dtype = "float32"
-        c.data.name, c.data.folder, c.data.held_out = "text_folder", str(texts), 0.2
+        c.data.name, c.data.path, c.data.held_out = "text_folder", str(texts), 0.2
         c.data.data_dir = str(data_dir)
         c.log_every, c.eval_every, c.eval_batches, c.checkpoint_every = 1, 2, 2, 2
         c.update_from_flattened_dict(changes)

@@ -50,6 +50,8 @@ WRONG = [
     ("lora.ranks", (("mlp", 0.5),), r"lora.ranks has \('mlp', 0.5\): give pairs"),
     ("lora.ranks", ("mlp", 4), r"lora.ranks has 'mlp': give pairs"),
     ("data.skew", 1.5, r"data.skew is 1.5: it must lie from 0 to 1"),
+    ("data.task", "instuct", r"data.task is 'instuct': did you mean 'instruct'\?"),
+    ("data.lengths", (64, 128), r"lengths is \(64, 128\), but rows of 'pretrain' have"),
     ("lora.rnak", 1, r"no field lora.rnak: did you mean 'lora.rank'\?"),
 ]
 
@@ -70,6 +72,24 @@ def test_a_rank_per_layer_excludes_one_for_all():
     config.lora.rank = 2
     with pytest.raises(ValueError, match=r"ranks is .* and lora.rank 2: give one"):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("lengths", (128, 64), r"lengths is \(128, 64\): give ascending integers from"),
+        ("lengths", (64, 512), r"lengths is \(64, 512\): .* from 1 to length, 256"),
+        ("document_mask", True, "document_mask is of task='pretrain': .* leave it out"),
+    ],
+)
+def test_instructions_refuse_in_one_line(field, value, message):
+    config = configs.default_config()
+    config.data.task, config.data.lengths = "instruct", (64, 256)
+    configs.validate(config)
+    config.data[field] = value
+    with pytest.raises(ValueError, match=message) as error:
+        configs.validate(config)
+    assert "\n" not in str(error.value)
 
 
 def test_refuses_a_value_of_another_type_and_a_missing_field():

@@ -342,7 +342,7 @@ REFUSED = [
     ({"counts": (1, 1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
     ({"counts": (3, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
     ({"counts": (-1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
-    ({"data.folder": "/nowhere"}, "no folder /nowhere"),
+    ({"data.path": "/nowhere"}, "no folder /nowhere"),
     (
         {"data.name": "text_foldr"},
         "no data set 'text_foldr'.*did you mean 'text_folder'",
@@ -373,8 +373,8 @@ def test_prepare_refuses_in_one_line(tiny, tmp_path, changes, message):
 def test_text_folder_without_text(tiny, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "zeros.bin").write_bytes(b"\0" * 100)
-    config = tiny(**{"data.folder": str(tmp_path / "empty")})
-    with pytest.raises(ValueError, match="has 0 files of UTF-8 text"):
+    config = tiny(**{"data.path": str(tmp_path / "empty")})
+    with pytest.raises(ValueError, match=r"zeros\.bin is no UTF-8 text: move it out"):
         preparation.prepare(config, tmp_path / "work", jax.devices()[:2])
 
 
@@ -403,7 +403,7 @@ def test_refuses_the_workdir_of_other_workers_or_text(acco_run, tiny, texts, tmp
         preparation.prepare(tiny(), workdir, jax.devices()[:1])
     moved = shutil.copytree(texts, tmp_path / "texts")
     first = tmp_path / "work"
-    config = tiny(**{"data.folder": str(moved)})
+    config = tiny(**{"data.path": str(moved)})
     preparation.prepare(config, first, jax.devices()[:2])
     for path in moved.iterdir():
         path.write_text(path.read_text() + "more")

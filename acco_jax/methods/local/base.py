@@ -6,12 +6,10 @@ i on worker i. One call of the train step is so many inner steps of every worker
 exchange, with the inner steps beside its hops if it overlaps.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +19,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator, Sums, over_data
+from acco_jax.gradients import Accumulator, Sums, from_row, over_data, to_row
 from acco_jax.half_round import Inputs, Round
-from acco_jax.layout import Layout, PyTree
-from acco_jax.methods.base import (
-    CommonOptions,
-    common_attributes,
-    find_state,
-    is_state,
-)
+from acco_jax.layout import Layout, PyTree, wide
+from acco_jax.methods.base import find_state, is_state
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
@@ -47,55 +40,36 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InnerSteps:
-    """The inner steps of one call.
+    """The inner steps of one call."""
 
-    Attributes:
-      inner: the optimizer; sees whole leaves, one worker's, in the master dtype.
-      steps: of a call.
-    """
-
-    inner: optax.GradientTransformation
-    steps: int
+    inner: optax.GradientTransformation  # sees one worker's leaves, master dtype
+    steps: int  # of a call
 
     def begin(
-        self, gradients: Accumulator, theta: PyTree, inner: PyTree, *args: Any
+        self, theta: PyTree, inner: PyTree, layout: Layout, inputs: Inputs
     ) -> Work:
         """No step taken: zero sums, beside the workers' parameters and states."""
-        batch, rng, like = args
 
         def local(
             gradients: Accumulator, theta: PyTree, batch: PyTree, rng: Any
         ) -> tuple[Sums, jax.Array]:
             total = self.steps * gradients.microbatches
-            params = cast(first(theta), like)
+            params = narrowed(layout, from_row(theta))
             sums = gradients.zeros_here(params, batch, rng, total)._replace(grads=None)
-            return jax.tree.map(lambda x: x[None], (sums, jnp.zeros(())))
+            return to_row((sums, jnp.zeros(())))
 
+        gradients, batch, _, rng = inputs
         in_specs = (P(), gradients.rows, gradients.rows, P())
         run = gradients.over_data(local, in_specs, gradients.rows)
         sums, zero = run(gradients, theta, batch, rng)
         return Work(theta, inner, sums, zero, zero)
 
     def run(
-        self,
-        gradients: Accumulator,
-        span: tuple[int, int],
-        work: Work,
-        batch: PyTree,
-        rng: Any,
-        counts: jax.Array | None,
-        like: PyTree,
+        self, span: tuple[int, int], work: Work, layout: Layout, inputs: Inputs
     ) -> Work:
-        """Every worker's steps span[0] to span[1] of this call.
+        """Every worker's steps span[0] to span[1] of this call, a static range.
 
-        Args:
-          gradients: of one step's microbatches.
-          span: which steps; static.
-          work: after the steps before.
-          batch: leaves (n * steps * microbatches * b, ...).
-          rng: a key; microbatch k of the whole batch gets fold_in(rng, k).
-          counts: (n,) microbatches of every step; a worker with 0 stays where it is.
-          like: the parameters' dtypes, in which the loss sees them.
+        Batch leaves are (n * steps * microbatches * b, ...), counts are of every step.
         """
         if span[0] == span[1]:
             return work
@@ -103,7 +77,7 @@ class InnerSteps:
         def local(
             gradients: Accumulator, work: Work, batch: PyTree, rng: Any, counts: Any
         ) -> Work:
-            one_step = functools.partial(self._step, gradients, like)
+            one_step = functools.partial(self._step, gradients, layout)
             count: Any = gradients.microbatches
             if counts is not None:
                 count = jnp.clip(counts[0], 0, gradients.microbatches)
@@ -111,9 +85,9 @@ class InnerSteps:
             start, end = span
             if end - start == 1:
                 end = gradients.opaque(end)
-            work = lax.fori_loop(start, end, body, first(work))
-            return jax.tree.map(lambda x: x[None], work)
+            return to_row(lax.fori_loop(start, end, body, from_row(work)))
 
+        gradients, batch, counts, rng = inputs
         rows = gradients.rows
         run = gradients.over_data(local, (P(), rows, rows, P(), rows), rows)
         return run(gradients, work, batch, rng, counts)
@@ -121,7 +95,7 @@ class InnerSteps:
     def _step(
         self,
         gradients: Accumulator,
-        like: PyTree,
+        layout: Layout,
         batch: PyTree,
         rng: Any,
         count: Any,
@@ -131,7 +105,7 @@ class InnerSteps:
         """One worker's step h on its own mean gradient; without weight, none."""
         microbatches = gradients.microbatches
         total, start = self.steps * microbatches, h * microbatches
-        params = cast(work.theta, like)
+        params = narrowed(layout, work.theta)
         sums = gradients.zeros_here(params, batch, rng, total)
         sums = gradients.sum_here(sums, params, batch, rng, total, start, start + count)
         valid = sums.weight != 0
@@ -157,19 +131,6 @@ class InnerSteps:
         )
 
 
-def first(tree: PyTree) -> PyTree:
-    """One worker's (1, ...) rows without the leading axis."""
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def cast(tree: PyTree, dtypes: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, d: x.astype(d), tree, dtypes)
-
-
-def dtypes_of(layout: Layout) -> PyTree:
-    return layout.tree(lambda leaf: leaf.dtype)
-
-
 def widened(layout: Layout, tree: PyTree) -> PyTree:
     """Parameters, or rows of them, in the dtypes of the master copy."""
     return layout.map(lambda leaf, x: x.astype(leaf.master), tree)
@@ -182,27 +143,7 @@ def narrowed(layout: Layout, tree: PyTree) -> PyTree:
 
 def to_rows(layout: Layout, tree: PyTree) -> PyTree:
     """What is replicated -> rows: every worker's own copy. No communication."""
-    run = over_data(
-        lambda t: jax.tree.map(lambda x: x[None], t),
-        layout.mesh,
-        layout.axis,
-        P(),
-        P(layout.axis),
-    )
-    return run(tree)
-
-
-def zeros(layout: Layout, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
-    """An array that every process makes its part of."""
-    make = jax.jit(
-        lambda: jnp.zeros(shape, dtype), out_shardings=layout.sharding(*spec)
-    )
-    return make()
-
-
-def counters(layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """(half_rounds, steps) of a method that starts."""
-    return zeros(layout, (), jnp.int32), zeros(layout, (), jnp.int32)
+    return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
 
 
 def init_rows(
@@ -211,42 +152,23 @@ def init_rows(
     """The state of `inner` on every worker, rows."""
 
     def local(params: PyTree) -> PyTree:
-        state = inner.init(widened(layout, params))
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+        return to_row(jax.tree.map(jnp.asarray, inner.init(widened(layout, params))))
 
     return over_data(local, layout.mesh, layout.axis, P(), P(layout.axis))(params)
 
 
-def init_workers(
-    layout: Layout, inner: optax.GradientTransformation, params: PyTree
-) -> tuple[PyTree, PyTree | None]:
-    """What each worker keeps for itself.
-
-    Returns:
-      Rows of the optimizers' states, and of the parameters in the master dtype if any
-      of them is narrower, else None.
-    """
-    narrow = any(leaf.dtype != leaf.master for leaf in layout.leaves)
-
-    def make(params: PyTree) -> tuple[PyTree, PyTree | None]:
-        master = to_rows(layout, widened(layout, params)) if narrow else None
-        return init_rows(layout, inner, params), master
-
-    homes = (
-        layout.row_shardings(jax.eval_shape(make, params)[0]),
-        layout.grads_shardings if narrow else None,
-    )
-    params = jax.device_put(params, layout.params_shardings)
-    return jax.jit(make, out_shardings=homes)(params)
+def master_rows(layout: Layout, params: PyTree) -> PyTree | None:
+    """Rows of the parameters in the master dtype; None if that is their own."""
+    if all(leaf.dtype == leaf.master for leaf in layout.leaves):
+        return None
+    return to_rows(layout, widened(layout, params))
 
 
 def shardings(state: Any, rows: tuple[str, ...]) -> Any:
-    """A NamedSharding for every array of a local method's state.
+    """A NamedSharding for every array of a local method's state, possibly abstract.
 
-    Args:
-      state: a `acco_jax.methods.base.State`, possibly abstract.
-      rows: its fields that hold a row per worker. States of sharding methods lie where
-        their own layouts say, the rest everywhere.
+    The fields `rows` hold a row per worker; states of sharding methods lie where their
+    own layouts say, the rest everywhere.
     """
     layout = state.layout
 
@@ -263,34 +185,33 @@ def shardings(state: Any, rows: tuple[str, ...]) -> Any:
 
 
 class LocalRound(Round):
-    """One call of a local method: inner steps, and an exchange.
-
-    Attributes:
-      steps: the inner steps of a call.
-      beside: how many of them run beside the hops; the rest after they are done.
-    """
+    """One call of a local method: inner steps, and an exchange."""
 
     steps: InnerSteps
-    beside: int
     late = True
+
+    @property
+    def beside(self) -> int:
+        """How many of the steps run beside the hops; the rest after they are done."""
+        return self.steps.steps
 
     def theta(self, rows: PyTree, rest: Any) -> PyTree:
         """Where the workers start, rows in the master dtype."""
-        return widened(rest.layout, rows)
+        master = getattr(rest, "master", None)
+        return widened(rest.layout, rows) if master is None else master
 
     def compute(
         self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
     ) -> Work:
         """The k-th piece of the steps beside the hops; after the last, the others."""
-        gradients, batch, counts, rng = inputs
-        parts, like = len(self.hops), dtypes_of(rest.layout)
+        parts, layout = len(self.hops), rest.layout
         if work is None:
             theta = self.theta(params, rest)
-            work = self.steps.begin(gradients, theta, rest.inner, batch, rng, like)
+            work = self.steps.begin(theta, rest.inner, layout, inputs)
         span = (self.beside * k // parts, self.beside * (k + 1) // parts)
         if k == parts:
             span = (self.beside, self.steps.steps)
-        return self.steps.run(gradients, span, work, batch, rng, counts, like)
+        return self.steps.run(span, work, layout, inputs)
 
     def merge(self, rest: Any, work: Work, delivery: Any) -> Work:
         """Lets a delivery into the workers' parameters, before the last steps."""
@@ -317,28 +238,19 @@ class LocalRound(Round):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalMethod:
-    """A `Method` whose workers take optimizer steps of their own; it has no `update`.
-
-    Attributes:
-      inner: each worker's optimizer.
-      state_type: the NamedTuple that is the method's state.
-      make_state: parameters -> initial state.
-      make_round: phase -> what a call does.
-      check_parts: raises a ValueError for a state whose parts are another method's.
-      phases: how many kinds of calls take turns.
-      See `acco_jax.methods.base.Method` for the others.
-    """
+    """A `Method` whose workers take steps of their own; it has no `update`."""
 
     mesh: Mesh
     axis: tuple[str, ...]
     accumulate_dtype: Any
-    inner: optax.GradientTransformation
+    inner: optax.GradientTransformation  # each worker's
     steps_per_call: int
-    state_type: type
-    make_state: Callable[[PyTree], Any]
-    make_round: Callable[[int], Round]
+    state_type: type  # the NamedTuple that is the method's state
+    make_state: Callable[[PyTree], Any]  # parameters -> initial state
+    round: Callable[[int], Round]
     delayed: bool
-    phases: int = 1
+    period: int = 1
+    # raises a ValueError for a state whose parts are another method's
     check_parts: Callable[[Any], None] = lambda state: None
 
     local = True
@@ -369,18 +281,11 @@ class LocalMethod:
         return state.layout.grads_shardings, state.shardings()
 
     @property
-    def period(self) -> int:
-        return self.phases
-
-    @property
     def changes(self) -> str:
-        return "fragments or an exponential graph" * (self.phases > 1)
+        return "fragments or an exponential graph" * (self.period > 1)
 
     def phase(self, call: int) -> int:
-        return call % self.phases
-
-    def round(self, phase: int) -> Round:
-        return self.make_round(phase)
+        return call % self.period
 
     def calls(self, steps: int) -> int:
         if steps % self.steps_per_call:
@@ -422,7 +327,6 @@ class LocalMethod:
 
     def check(self, params: PyTree) -> None:
         def step(params: PyTree) -> PyTree:
-            wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
             theta = jax.tree.map(wide, params)
             state = self.inner.init(theta)
             return checked_update(self.inner, theta, state, theta, {}, in_loop=True)
@@ -442,32 +346,18 @@ def check_optimizer(name: str, optimizer: Any, why: str) -> None:
 
 
 def local_method(
-    inner: optax.GradientTransformation,
-    mesh: Mesh,
-    options: CommonOptions,
-    *,
-    known: type = CommonOptions,
-    **attributes: Any,
+    inner: optax.GradientTransformation, common: Mapping[str, Any], **attributes: Any
 ) -> LocalMethod:
-    """A `LocalMethod`, the arguments that all of them share checked.
-
-    Args:
-      inner: each worker's optimizer.
-      mesh: the devices.
-      options: further arguments of the user.
-      known: the TypedDict of the options that there are.
-      **attributes: those of `LocalMethod` that are not among the options.
+    """A `LocalMethod` of these attributes and those of `common_attributes`.
 
     Raises:
-      ValueError: `inner` is no optax transformation, or is itself sharded, or an option
-        is none of the choices.
+      ValueError: `inner` is no optax transformation, or is itself sharded.
     """
     check_optimizer(
         "inner", inner, "workers that go their own ways cannot share shards of a state"
     )
-    common = common_attributes(mesh, options, known)
-    common = {name: common[name] for name in ("mesh", "axis", "accumulate_dtype")}
-    return LocalMethod(inner=inner, **common, **attributes)
+    names = ("mesh", "axis", "accumulate_dtype")
+    return LocalMethod(inner=inner, **{k: common[k] for k in names}, **attributes)
 
 
 def nesterov(learning_rate: float, momentum: float) -> optax.GradientTransformation:
@@ -488,7 +378,6 @@ def check_wire(layout: Layout, weighted: bool) -> None:
         )
 
 
-def check_steps(name: str, value: Any) -> int:
+def check_steps(name: str, value: Any) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1.")
-    return value

@@ -21,12 +21,10 @@ them; all workers add them up in the same order and stay equal bit for bit.
 Of CELLM only the abstract is public: low-rank adapters, sparse updates, unequal data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.gradients import over_data
 from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, PyTree
-from acco_jax.methods.base import common_attributes
+from acco_jax.methods.base import common_attributes, layout_of, placed_state
 from acco_jax.methods.checks import checked_update
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
@@ -59,12 +57,9 @@ class CellmState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
     error: PyTree  # rows: e_i(t), float32 or wider
 
-    def shardings(self) -> CellmState:
-        layout = self.layout
-        homes = base.shardings(self, rows=("inner",))
-        return homes._replace(
-            master=layout.params_shardings, error=layout.grads_shardings
-        )
+    def shardings(self) -> Self:
+        homes = base.shardings(self, rows=("inner", "error"))
+        return homes._replace(master=self.layout.params_shardings)
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # x(t), rounded
@@ -187,10 +182,6 @@ class SparseRound(LocalRound):
     weighted: bool
 
     overlaps = False
-
-    @property
-    def beside(self) -> int:  # type: ignore[override]
-        return self.steps.steps
 
     @property
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
@@ -350,47 +341,26 @@ def cellm(
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> CellmState:
-        layout = Layout.of(
-            params,
-            mesh=mesh,
-            axis=common["axis"],
-            comm_dtype=common["comm_dtype"],
-            param_specs=common["param_specs"],
-        )
+        layout = layout_of(params, common)
 
-        def make(params: PyTree) -> tuple[PyTree, ...]:
+        def make(params: PyTree) -> CellmState:
             # a copy: a train step is given the parameters and the state to keep
             master = jax.tree.map(jnp.copy, base.widened(layout, params))
             error = base.to_rows(layout, jax.tree.map(jnp.zeros_like, master))
-            return (
-                master,
-                outer.init(master),
-                base.init_rows(layout, inner, params),
-                error,
-            )
+            rows = base.init_rows(layout, inner, params)
+            counts = jnp.int32(0), jnp.int32(0)
+            return CellmState(layout, *counts, master, outer.init(master), rows, error)
 
         base.check_wire(layout, weighted)
-        everywhere = layout.sharding()
-        _, outer_like, inner_like, _ = jax.eval_shape(make, params)
-        homes = (
-            layout.params_shardings,
-            jax.tree.map(lambda _: everywhere, outer_like),
-            layout.row_shardings(inner_like),
-            layout.grads_shardings,
-        )
-        params = jax.device_put(params, layout.params_shardings)
-        made = jax.jit(make, out_shardings=homes)(params)
-        return CellmState(layout, *base.counters(layout), *made)
+        return placed_state(make, params)
 
     return base.local_method(
         inner,
-        mesh,
-        options,
-        known=RoundOptions,
+        common,
         steps_per_call=local_steps,
         state_type=CellmState,
         make_state=init,
-        make_round=lambda phase: SparseRound(steps, outer, k, weighted),
+        round=lambda phase: SparseRound(steps, outer, k, weighted),
         delayed=False,
     )
 

@@ -17,8 +17,6 @@ between stale and current parameters could not be confirmed from the text, so on
 constant is offered.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Unpack
 
 import jax

@@ -8,8 +8,6 @@
 With H = 1, eta = 1 and mu = 0 it is plain averaging of parameters.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import optax

@@ -25,13 +25,11 @@ so that the mean over the workers is kept exactly in 16 bits too; but for the co
 graph, whose all-reduce adds up in the wire's dtype.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +39,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from acco_jax.half_round import Hop
-from acco_jax.layout import Layout, PyTree
-from acco_jax.methods.base import CommonOptions, common_attributes
+from acco_jax.layout import Layout, PyTree, wide
+from acco_jax.methods.base import (
+    CommonOptions,
+    common_attributes,
+    layout_of,
+    placed_state,
+)
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.optimizer import pinned
@@ -59,11 +62,8 @@ class GossipState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
 
-    def shardings(self) -> GossipState:
-        homes = base.shardings(self, rows=("inner",))
-        if self.master is None:
-            return homes
-        return homes._replace(master=self.layout.grads_shardings)
+    def shardings(self) -> Self:
+        return base.shardings(self, rows=("inner", "master"))
 
     def committed(self, params: PyTree) -> PyTree:
         """The mean over the workers, replicated."""
@@ -73,8 +73,8 @@ class GossipState(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mean(layout: Layout, rows: PyTree) -> PyTree:
-    wide = base.widened(layout, rows)
-    mean = base.narrowed(layout, jax.tree.map(lambda x: x.mean(0), wide))
+    mean = jax.tree.map(lambda x: x.mean(0), base.widened(layout, rows))
+    mean = base.narrowed(layout, mean)
     return pinned(mean, layout.params_shardings)
 
 
@@ -92,11 +92,6 @@ def matchings(n: int) -> list[np.ndarray]:
     return pairings
 
 
-def _from(peers: Any, axis: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Worker peers[i]'s x on worker i."""
-    return lax.ppermute(x, axis, [(int(p), i) for i, p in enumerate(peers)])
-
-
 # (x in the wire's dtype, call number) -> a part of sum_j W_ij x_j, inside a shard_map
 Term = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -108,11 +103,11 @@ def terms(
 
     Of one worker, W is 1.
     """
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     me = np.arange(n)
 
-    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: wide(_from(peers, axis, x))
+    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:  # peers[i]'s on i
+        pairs = [(int(p), i) for i, p in enumerate(peers)]
+        return lambda x: wide(lax.ppermute(x, axis, pairs))
 
     def with_partner(peers: Any) -> Callable[[jax.Array], jax.Array]:
         return lambda x: (wide(x) + taken(peers)(x)) / 2
@@ -155,10 +150,6 @@ class GossipRound(LocalRound):
     overlaps = True
 
     @property
-    def beside(self) -> int:  # type: ignore[override]
-        return self.steps.steps
-
-    @property
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
         same = lambda x: x  # noqa: E731
         return tuple(
@@ -170,13 +161,10 @@ class GossipRound(LocalRound):
         theta = params if state.master is None else state.master
         return (state.layout, state.half_rounds, theta), (), state
 
-    def theta(self, rows: PyTree, rest: GossipState) -> PyTree:
-        return super().theta(rows, rest) if rest.master is None else rest.master
-
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = outbox
-        sent = base.cast(theta, layout.tree(lambda leaf: leaf.wire))
+        sent = layout.map(lambda leaf, x: x.astype(leaf.wire), theta)
         change = jax.tree.map(jnp.negative, base.widened(layout, sent))
         return layout, call, sent, change
 
@@ -255,28 +243,25 @@ def gossip(
     steps = InnerSteps(inner, local_steps)
 
     def init(params: PyTree) -> GossipState:
-        layout = Layout.of(
-            params,
-            mesh=mesh,
-            axis=common["axis"],
-            comm_dtype=common["comm_dtype"],
-            param_specs=common["param_specs"],
-        )
-        return GossipState(
-            layout, *base.counters(layout), *base.init_workers(layout, inner, params)
-        )
+        layout = layout_of(params, common)
+
+        def make(params: PyTree) -> GossipState:
+            rows = base.init_rows(layout, inner, params)
+            master = base.master_rows(layout, params)
+            return GossipState(layout, jnp.int32(0), jnp.int32(0), rows, master)
+
+        return placed_state(make, params)
 
     def round_of(phase: int) -> GossipRound:
         return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))
 
     return base.local_method(
         inner,
-        mesh,
-        options,
+        common,
         steps_per_call=local_steps,
         state_type=GossipState,
         make_state=init,
-        make_round=round_of,
-        phases=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
+        round=round_of,
+        period=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
         delayed=True,
     )

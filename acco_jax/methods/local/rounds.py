@@ -12,13 +12,12 @@ a round costs one reduce-scatter and one all-gather of the parameters' size, the
 of one ring all-reduce, however many steps it has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -26,7 +25,12 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Pending, PyTree
-from acco_jax.methods.base import CommonOptions, gather_exact
+from acco_jax.methods.base import (
+    CommonOptions,
+    common_attributes,
+    gather_exact,
+    placed_state,
+)
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
@@ -43,7 +47,7 @@ class RoundState(NamedTuple):
     outer: Any  # the outer method's state, sharded: the exact point, its momentum
     inner: PyTree  # rows: each worker's own optimizer state
 
-    def shardings(self) -> RoundState:
+    def shardings(self) -> Self:
         return base.shardings(self, rows=("inner",))
 
     def committed(self, params: PyTree) -> PyTree:
@@ -56,12 +60,8 @@ def differences(
 ) -> Pending:
     """w_i (origin - theta_i), packed, and w_i: what an outer method communicates.
 
-    Args:
-      layout: of the outer method.
-      weight: (n,) w_i.
-      origin: where the workers started from, rows or the same for all.
-      theta: theta_i, rows of the same structure, master dtype.
-      origin_spec: P(data axes) or P().
+    The workers started from `origin`: rows, if its spec is P(data axes), or the same
+    for all, if it is P(). theta_i are rows in the master dtype, and `weight` is (n,).
     """
 
     def local(weight: jax.Array, origin: PyTree, theta: PyTree) -> PyTree:
@@ -83,21 +83,12 @@ def counted(weight: jax.Array, weighted: bool) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OuterRound(ExchangeRound, LocalRound):
-    """H inner steps of every worker and one step of an outer method.
-
-    Attributes:
-      exchange: of the outer method.
-      weighted: see `local_rounds`.
-    """
+    """H inner steps of every worker and one step of an outer method."""
 
     steps: InnerSteps
-    exchange: Exchange
+    exchange: Exchange  # of the outer method
     overlaps: bool
-    weighted: bool
-
-    @property
-    def beside(self) -> int:  # type: ignore[override]
-        return self.steps.steps
+    weighted: bool  # see `local_rounds`
 
     def open(self, params: PyTree, state: RoundState) -> tuple[Any, Any, RoundState]:
         outer, rest = state.outer, state._replace(outer=None)
@@ -188,23 +179,21 @@ def local_rounds(
         layout = state.layout
         base.check_wire(layout, weighted)
 
-        def make(params: PyTree) -> PyTree:
-            return base.init_rows(layout, inner, params)
+        def make(params: PyTree) -> RoundState:
+            rows = base.init_rows(layout, inner, params)
+            return RoundState(layout, jnp.int32(0), jnp.int32(0), None, rows)
 
-        homes = layout.row_shardings(jax.eval_shape(make, params))
-        params = jax.device_put(params, layout.params_shardings)
-        rows = jax.jit(make, out_shardings=homes)(params)
-        return RoundState(layout, *base.counters(layout), state, rows)
+        return placed_state(make, params)._replace(outer=state)
 
     exchange = outer.exchange(outer.codecs.all[0])
+    options = CommonOptions(axis_name=outer.axis, accumulate_dtype=accumulate_dtype)
     return base.local_method(
         inner,
-        outer.mesh,
-        {"axis_name": outer.axis, "accumulate_dtype": accumulate_dtype},
+        common_attributes(outer.mesh, options, CommonOptions),
         steps_per_call=local_steps,
         state_type=RoundState,
         make_state=init,
-        make_round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
+        round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
         check_parts=lambda state: outer.check_state(state.outer),
         delayed=outer.delayed,
     )

@@ -9,8 +9,6 @@ schedule. A constant gamma cancels; one that decays keeps old momentum from outw
 the smaller differences of now. beta = 0 and alpha = 1 are plain averaging.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 

@@ -16,12 +16,10 @@ worker without any takes x_p as it is, too. One call of the train step is H/P in
 steps: it ends with fragment p sent, and the next call starts with its arrival.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +31,12 @@ from acco_jax.codec import Codec
 from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Leaf, Pending, PyTree
-from acco_jax.methods.base import gather_exact
+from acco_jax.methods.base import (
+    common_attributes,
+    gather_exact,
+    layout_of,
+    placed_state,
+)
 from acco_jax.methods.delayed import dpu
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
@@ -57,14 +60,12 @@ class StreamingState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
     master: PyTree  # rows: theta_i in float32 if any parameter is narrower, else None
 
-    def shardings(self) -> StreamingState:
+    def shardings(self) -> Self:
         layout = self.layout
         homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
         anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
-        state = base.shardings(self, rows=("weights", "inner"))._replace(anchor=anchor)
-        if self.master is None:
-            return state
-        return state._replace(master=layout.grads_shardings)
+        state = base.shardings(self, rows=("weights", "inner", "master"))
+        return state._replace(anchor=anchor)
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # theta_i
@@ -128,31 +129,22 @@ def put(layout: Layout, tree: PyTree, part: Fragment) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class StreamingRound(ExchangeRound, LocalRound):
-    """H/P inner steps of every worker; fragment `phase` is sent at their end.
-
-    Attributes:
-      exchange: of a fragment's outer method.
-      fragments: P.
-      phase: whose turn it is.
-      overlap: tau; 0: what is sent arrives in the same call, after the steps.
-      mixing: alpha.
-      weighted: see `RoundOptions`.
-    """
+    """H/P inner steps of every worker; fragment `phase` is sent at their end."""
 
     steps: InnerSteps
-    exchange: Exchange
-    fragments: int
-    phase: int
-    overlap: int
-    mixing: float
-    weighted: bool
+    exchange: Exchange  # of a fragment's outer method
+    fragments: int  # P
+    phase: int  # whose turn it is
+    overlap: int  # tau; 0: what is sent arrives in the same call, after the steps
+    mixing: float  # alpha
+    weighted: bool  # see `RoundOptions`
 
     @property
     def overlaps(self) -> bool:  # type: ignore[override]
         return self.overlap > 0
 
     @property
-    def beside(self) -> int:  # type: ignore[override]
+    def beside(self) -> int:
         return self.overlap or self.steps.steps
 
     @property
@@ -170,9 +162,6 @@ class StreamingRound(ExchangeRound, LocalRound):
         if self.overlaps:
             outbox, owner = owner.pending, owner._replace(pending=None)
         return outbox, owner, state._replace(outer=tuple(outer))
-
-    def theta(self, rows: PyTree, rest: StreamingState) -> PyTree:
-        return super().theta(rows, rest) if rest.master is None else rest.master
 
     def _members(self, layout: Layout, fragment: int) -> tuple[int, ...]:
         return fragments_of(layout.leaves, self.fragments)[fragment]
@@ -295,52 +284,45 @@ def streaming_diloco(
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, interval)
 
+    common = common_attributes(mesh, options, RoundOptions)
+    exchange_options = {"axis_name": common["axis"], "comm_dtype": common["comm_dtype"]}
+
     def outer_method(specs: PyTree | None) -> ShardedMethod:
         make = dpu if overlap_steps else zero1
-        return make(
-            outer,
-            mesh=mesh,
-            axis_name=options.get("axis_name", "data"),
-            comm_dtype=options.get("comm_dtype"),
-            param_specs=specs,
-        )
+        return make(outer, mesh=mesh, **exchange_options, param_specs=specs)
 
-    common = outer_method(None)
+    of_any = outer_method(None)
     codec = Codec(reduce_bits=bits, feedback=False)
 
     def init(params: PyTree) -> StreamingState:
-        whole = Layout.of(
-            params,
-            mesh=mesh,
-            axis=common.axis,
-            comm_dtype=common.comm_dtype,
-            param_specs=options.get("param_specs"),
-        )
+        whole = layout_of(params, common)
         base.check_wire(whole, weighted and not bits)
         params = jax.device_put(params, whole.params_shardings)
         members = fragments_of(whole.leaves, fragments)
-        parts = tuple(take(whole, part, params) for part in members)
         specs = {leaf.name: leaf.spec for leaf in whole.leaves}
         states = tuple(
             outer_method({name: specs[name] for name in part}).init(part)
-            for part in parts
-        )
-        rows, master = base.init_workers(whole, inner, params)
-        shape = (whole.workers, fragments)
-        # copies: a train step is given the parameters and the state to keep
-        anchor = jax.tree.map(jnp.copy, parts)
-        return StreamingState(
-            whole,
-            *base.counters(whole),
-            outer=states,
-            anchor=anchor,
-            weights=base.zeros(whole, shape, whole.scalar, common.axis),
-            inner=rows,
-            master=master,
+            for part in (take(whole, numbers, params) for numbers in members)
         )
 
+        def make(params: PyTree) -> StreamingState:
+            # copies: a train step is given the parameters and the state to keep
+            params = jax.tree.map(jnp.copy, params)
+            return StreamingState(
+                whole,
+                half_rounds=jnp.int32(0),
+                steps=jnp.int32(0),
+                outer=(),
+                anchor=tuple(take(whole, numbers, params) for numbers in members),
+                weights=jnp.zeros((whole.workers, fragments), whole.scalar),
+                inner=base.init_rows(whole, inner, params),
+                master=base.master_rows(whole, params),
+            )
+
+        return placed_state(make, params)._replace(outer=states)
+
     def round_of(phase: int) -> StreamingRound:
-        exchange = common.exchange(codec)
+        exchange = of_any.exchange(codec)
         return StreamingRound(
             steps, exchange, fragments, phase, overlap_steps, mixing, weighted
         )
@@ -352,19 +334,17 @@ def streaming_diloco(
                 "the state of acco_jax.start(tx, params) for the same tx."
             )
         for part in state.outer:
-            common.check_state(part)
+            of_any.check_state(part)
 
     return base.local_method(
         inner,
-        mesh,
-        options,
-        known=RoundOptions,
+        common,
         steps_per_call=interval,
         state_type=StreamingState,
         make_state=init,
-        make_round=round_of,
+        round=round_of,
         check_parts=check_parts,
-        phases=fragments,
+        period=fragments,
         delayed=overlap_steps > 0,
     )
 

@@ -1,0 +1,97 @@
+"""Tokens on disk, written once and memory-mapped from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from acco_jax.data import tasks
+from acco_jax.data.corpora import Source
+from acco_jax.data.tasks import Document
+from acco_jax.data.tokenizers import Tokenizer
+
+_DOCUMENTS_AT_ONCE = 256
+
+
+def write_tokens(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
+    """Write the tokens of both splits, whole or not at all."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed process left it
+    partial.mkdir(parents=True)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    counts: dict[str, int | str] = {"dtype": dtype.name}
+    for split, texts in ("train", source.train()), ("validation", source.validation()):
+        with open(partial / f"{split}.bin", "wb") as file:
+            documents, size, spans = _pack(texts, tokenizer, dtype, file)
+        if spans:
+            np.save(partial / f"{split}.spans.npy", np.concatenate(spans))
+        if not documents:
+            raise ValueError(
+                f"the {split} split of this data set has no documents: change "
+                f"{split}_split or held_out"
+            )
+        counts |= {f"{split}_documents": documents, f"{split}_bytes": size}
+    counts["checksum"] = checksum(partial)
+    (partial / "counts.json").write_text(json.dumps(counts, indent=2))
+    os.replace(partial, folder)
+
+
+def checksum(folder: Path) -> int:
+    """CRC-32 of the tokens in a folder."""
+    checksum = 0
+    for split in ("train", "validation"):
+        with open(folder / f"{split}.bin", "rb") as file:
+            while part := file.read(2**24):
+                checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _pack(
+    documents: Iterable[Document], tokenizer: Tokenizer, dtype: np.dtype, file: BinaryIO
+) -> tuple[int, int, list[np.ndarray]]:
+    """Write tokens, each document between two ends of text.
+
+    Returns:
+      How many documents there are, how many bytes of text to predict (of prompts none),
+      and of prompts and answers the spans that `Examples` takes, in parts.
+    """
+    end = np.asarray([tokenizer.end_of_text], dtype)
+    file.write(end.tobytes())
+    count = size = 0
+    place, spans = 1, list[np.ndarray]()
+    documents = iter(documents)
+    while group := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
+        parts = [tasks.texts(document) for document in group]
+        ids = iter(tokenizer.encode_batch([text for part in parts for text in part]))
+        pieces = [
+            piece for part in parts for piece in (*(next(ids) for _ in part), end)
+        ]
+        file.write(np.concatenate(pieces).astype(dtype).tobytes())
+        count += len(group)
+        size += sum(len(part[-1].encode()) for part in parts)
+        places = place + np.cumsum([len(piece) for piece in pieces])
+        if len(parts[0]) == 2:  # prompt, answer, end
+            answers, _, after = places.reshape(-1, 3).T
+            spans.append(
+                np.stack([np.append(place, after[:-1]), answers, after - 1], 1)
+            )
+        place = int(places[-1])
+    return count, size, spans
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold a file's lock; the system drops it if the process dies."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,304 @@
+"""Records of text in files: JSON Lines, Parquet, and what `datasets` saves to disk.
+
+Nothing here runs code of the data set's, and pyarrow alone is needed for its formats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = {
+    "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"),
+    "parquet": (".parquet",),
+    "huggingface": (".arrow",),
+}
+
+# Files that hold records, and what to do about them where they are not what is read.
+REMEDIES = {
+    **{end: f"set data.name='{k}'" for k, ends in SUFFIXES.items() for end in ends},
+    **dict.fromkeys((".json", ".csv", ".tsv", ".xml", ".yaml", ".yml"),
+                    "write it as one JSON object a line and set data.name='jsonl'"),
+    **dict.fromkeys((".gz", ".zip", ".zst", ".bz2", ".xz", ".tar"), "unpack it"),
+    **dict.fromkeys((".tfrecord", ".array_record"),
+                    "set data.name to its tfds name, data.data_dir to where it is"),
+}  # fmt: skip
+METADATA = {
+    "dataset_dict.json": "huggingface",
+    "dataset_info.json": "huggingface",
+    "dataset_infos.json": "parquet",
+    "state.json": "huggingface",
+    "features.json": "",  # tfds
+}
+_ROWS_AT_ONCE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Name the files of each split of a data set; () where a split has none."""
+
+    kind: str
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...]
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """Return what tells the files from changed ones."""
+        stats = [(str(path), path.stat()) for path in (*self.train, *self.validation)]
+        return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def remedy(name: str) -> str | None:
+    """Say what to do about a file that is no text by its name; None if it may be."""
+    if name in METADATA:
+        kind = METADATA[name]
+        what = f"'{kind}'" if kind else "its tfds name"
+        return f"it is a data set's metadata: set data.name to {what}"
+    lower = name.lower()
+    ends = [end for end in REMEDIES if lower.endswith(end)]
+    return REMEDIES[max(ends, key=len)] if ends else None
+
+
+def find(kind: str, path: str | None, train_split: str, validation_split: str) -> Files:
+    """Find the files of a data set.
+
+    Of 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; files whose
+    names begin with the name of a split are that split, if there are any for training.
+    Of 'huggingface' it is a folder that `datasets` has saved to disk.
+
+    Raises:
+      ValueError: in one line, what is not there or cannot be read.
+    """
+    if not path:
+        raise ValueError(f"name={kind!r} needs path: set data.path to where it is")
+    root = Path(path).expanduser().absolute()
+    if kind == "huggingface":
+        return _saved(root, train_split, validation_split)
+    files = _listed(kind, root)
+    train = _named(files, root, train_split, "train")
+    held_out = _named(files, root, validation_split, "validation")
+    return Files(kind, train or tuple(files), held_out if train else ())
+
+
+def read(
+    files: Files, paths: Iterable[Path], columns: Sequence[str], optional: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Iterate over the records of some files, with the given columns, all text.
+
+    Raises:
+      ValueError: in one line, which file cannot be read or lacks a column.
+    """
+    for path in paths:
+        if files.kind == "jsonl":
+            yield from _json_lines(path, columns, optional)
+        else:
+            yield from _table(files.kind, path, columns, optional)
+
+
+def _listed(kind: str, root: Path) -> list[Path]:
+    """List the files at a path: a file, a folder's or a pattern's."""
+    if root.is_dir():
+        found = [
+            path
+            for path in sorted(root.rglob("*"))
+            if path.is_file()
+            and not any(p[0] == "." for p in path.relative_to(root).parts)
+        ]
+    else:
+        found = [Path(p) for p in sorted(glob.glob(str(root), recursive=True))]
+    good = [p for p in found if p.name.lower().endswith(SUFFIXES[kind])]
+    for path in found:
+        say = remedy(path.name)
+        if path not in good and (
+            not root.is_dir() or (say and path.name not in METADATA)
+        ):
+            raise ValueError(
+                f"{path} is not {' or '.join(SUFFIXES[kind])}, as data.name={kind!r} "
+                f"wants: {say or 'rename it, or name other files by a pattern'}"
+            )
+    if not good:
+        raise ValueError(
+            f"no {SUFFIXES[kind][0]} files at {root}: set data.path to a file, a "
+            "folder or a glob pattern of them"
+        )
+    return good
+
+
+def _named(
+    files: Sequence[Path], root: Path, split: str, default: str
+) -> tuple[Path, ...]:
+    """Return the files whose names begin with a split's name."""
+    named = tuple(path for path in files if path.name.startswith(split))
+    if not named and split != default:
+        raise ValueError(
+            f"no file of {root} has a name that begins with {split!r}: set "
+            f"data.{default}_split to how one begins"
+        )
+    return named
+
+
+def _saved(root: Path, train_split: str, validation_split: str) -> Files:
+    """Find the arrow files of a folder that `datasets` has saved."""
+    if (root / "dataset_dict.json").is_file():
+        splits = _json(root / "dataset_dict.json").get("splits", [])
+        for name in (train_split, validation_split):
+            if name not in splits and name != "validation":
+                raise ValueError(
+                    f"{root} has no split {name!r}: set data.train_split and "
+                    f"data.validation_split to some of {splits}"
+                )
+        validation = (
+            _shards(root / validation_split) if validation_split in splits else ()
+        )
+        return Files("huggingface", _shards(root / train_split), validation)
+    if (root / "state.json").is_file():
+        return Files("huggingface", _shards(root), ())
+    raise ValueError(
+        f"{root} is no folder that datasets' save_to_disk wrote (it has neither "
+        "dataset_dict.json nor state.json): save it so, or set data.name='parquet'"
+    )
+
+
+def _shards(folder: Path) -> tuple[Path, ...]:
+    """Return the files that a saved Dataset consists of."""
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise ValueError(
+            f"{folder} holds a selection of rows by index: call flatten_indices() "
+            "before save_to_disk()"
+        )
+    try:
+        names = [entry["filename"] for entry in state["_data_files"]]
+        paths = tuple(folder / Path(name).name for name in names)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'state.json'} names no data files: save the data set again"
+        ) from error
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing: restore it, or save the data set again"
+            )
+    return paths
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as JSON: restore it, or save the data set again"
+        ) from error
+    return value if isinstance(value, dict) else {}
+
+
+def _json_lines(
+    path: Path, columns: Sequence[str], optional: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rb") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _record(line, f"line {number} of {path}", columns, optional)
+        except (OSError, EOFError) as error:  # of gzip
+            raise ValueError(f"{path} is damaged ({error}): restore it") from error
+
+
+def _record(
+    line: bytes, where: str, columns: Sequence[str], optional: Sequence[str]
+) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except ValueError as error:
+        record = error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
+    for name in columns:
+        if not isinstance(record.get(name), str):
+            texts = sorted(k for k, v in record.items() if isinstance(v, str))
+            raise ValueError(f"{where} {_lacks(name, texts)}")
+    for name in optional:
+        if not isinstance(record.get(name, ""), str | None):
+            raise ValueError(f"{where} has {name!r} that is no text: write a string")
+    return record
+
+
+def _table(
+    kind: str, path: Path, columns: Sequence[str], optional: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Iterate over the records of a Parquet file, or one in Arrow's stream format."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with open(path, "rb") as file:
+            if kind == "parquet":
+                opened = parquet.ParquetFile(file)
+                names = _present(path, opened.schema_arrow, columns, optional)
+                batches = opened.iter_batches(_ROWS_AT_ONCE, columns=names)
+            else:
+                opened = pa.ipc.open_stream(file)
+                names = _present(path, opened.schema, columns, optional)
+                batches = (batch.select(names) for batch in opened)
+            for batch in batches:
+                yield from _complete(batch.to_pylist(), path, columns)
+    except (pa.ArrowException, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} is no whole {kind} file ({first}): restore it, or remove it"
+        ) from error
+
+
+def _present(
+    path: Path, schema: Any, columns: Sequence[str], optional: Sequence[str]
+) -> list[str]:
+    """Return the columns to read, if those that must be there are, and are text."""
+    texts = [
+        f.name
+        for f in schema
+        if str(f.type) in ("string", "large_string", "string_view")
+    ]
+    for name in columns:
+        if name not in texts:
+            raise ValueError(f"{path} {_lacks(name, texts)}")
+    return [*columns, *(name for name in optional if name in texts)]
+
+
+def _complete(
+    records: list[dict[str, Any]], path: Path, columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    for record in records:
+        for name in columns:
+            if record[name] is None:
+                raise ValueError(
+                    f"{path} has a row whose {name!r} is null: leave such rows out"
+                )
+        yield record
+
+
+def _lacks(name: str, texts: Sequence[str]) -> str:
+    return (
+        f"has no text in {name!r}: set data.text_feature to one of {list(texts)}, or "
+        "data.task to what its columns are for"
+    )
+
+
+def outside(root: Path, *ours: str | os.PathLike) -> None:
+    """Refuse a folder of data in which our own files would become data.
+
+    Raises:
+      ValueError: in one line, which of `ours` is in the folder.
+    """
+    root = root.expanduser().resolve()
+    for path in map(Path, ours):
+        if root.is_dir() and path.expanduser().resolve().is_relative_to(root):
+            raise ValueError(
+                f"folder {root} holds {path}, which training writes to: its files "
+                "would become text; use a workdir and a data_dir outside"
+            )

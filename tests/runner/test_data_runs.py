@@ -1,0 +1,93 @@
+"""Runs on instructions, on masked documents and with adaptive counts: their rows."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from acco_jax.runner import loop, metrics, preparation
+from tests.runner.test_loop import arrays_of, compilations, rows_of
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory):
+    """A file of 60 instructions, whose answers are 1 to 24 bytes long."""
+    path = tmp_path_factory.mktemp("instructions") / "all.jsonl"
+    rows = [
+        {"instruction": f"Count {i % 5}.", "input": "", "output": "ab" * (1 + i % 12)}
+        for i in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "data.name": "jsonl",
+        "data.path": str(path),
+        "data.task": "instruct",
+        "data.lengths": (165, 171, 200),
+        "length": 200,
+        "steps": 4,
+    }
+
+
+def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
+    with compilations() as names:
+        whole, summary = train(tmp_path / "whole", **instructions)
+    # a program for each length that occurs, and no more
+    assert 1 < names.count("jit(half_round)") <= 3
+    rows = [r for r in metrics.read(tmp_path / "whole") if r["kind"] == "train"]
+    batches = preparation.batches(whole)
+    targets = [next(batches)["mask"].sum() for _ in range(whole.half_rounds)]
+    assert summary["tokens"] == sum(targets)
+    assert rows[-1]["tokens"] == np.cumsum(targets)[rows[-1]["half_round"] - 1]
+    train(tmp_path / "parts", stop_after=5, **instructions)
+    again, _ = train(tmp_path / "parts", **instructions)
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    assert arrays_of(again) == arrays_of(whole)
+
+
+def test_documents_are_masked_in_training_and_evaluation(train, tmp_path):
+    masked, summary = train(
+        tmp_path / "a", stop_after=1, **{"data.document_mask": True}
+    )
+    assert summary is None and set(next(preparation.batches(masked))) == {
+        "tokens", "segments"}  # fmt: skip
+    plain = preparation.prepare(
+        masked.config.copy_and_resolve_references(), tmp_path / "b", jax.devices()[:2]
+    )
+    params = masked.init()
+    both = [loop.Evaluator(masked)(params, None)]
+    plain.config.data.document_mask = False
+    both.append(loop.Evaluator(plain)(params, None))
+    assert both[0] != both[1] and both[0][0] == pytest.approx(both[1][0], rel=0.2)
+
+
+def test_adaptive_runs_compute_every_row_once(train, tmp_path, monkeypatch):
+    """Rows of the checkpoint's position, but those left, are those computed."""
+    handed, counted = [], []
+    half_round = loop._Run.half_round
+
+    def spy(run):
+        source, half = run._batches, run._batches.computed
+
+        def computed(counts):
+            handed.append(source._open.copy())
+            counted.append(source._slots.computed(counts))
+            half(counts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "computed", computed)
+            half_round(run)
+
+    monkeypatch.setattr(loop._Run, "half_round", spy)
+    changes = {"microbatches": "adaptive", "most_microbatches": 3}
+    train(tmp_path, stop_after=5, **changes)
+    experiment, summary = train(tmp_path, **changes)
+    assert len(handed) == experiment.half_rounds
+    done = np.concatenate([a[b] for a, b in zip(handed, counted, strict=True)])
+    assert len(np.unique(done)) == len(done)
+    assert summary["tokens"] == len(done) * experiment.config.length
+    latest = experiment.checkpoints.latest()
+    _, host = experiment.checkpoints.restore(latest, preparation.abstract(experiment))
+    state = host["batches"]
+    everything = sorted([*done.tolist(), *state["left"]])
+    assert everything == list(range(state["row"]))
