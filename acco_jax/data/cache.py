@@ -1,7 +1,5 @@
 """Tokens on disk, written once and memory-mapped from then on."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

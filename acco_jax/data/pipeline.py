@@ -1,7 +1,5 @@
 """Documents to tokens to batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

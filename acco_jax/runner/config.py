@@ -1,7 +1,5 @@
 """The fields of an experiment, and what their values must be."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import operator

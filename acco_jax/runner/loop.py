@@ -1,7 +1,5 @@
 """One loop for every method: half-round after half-round."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

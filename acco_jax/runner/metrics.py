@@ -1,7 +1,5 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar on a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Prepares a run: checks everything before anything is compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
