@@ -1,6 +1,7 @@
 """Checkpoints of parameters, optimizer state and data iterator, verified when read."""
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -38,6 +39,7 @@ class Checkpoints:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self._folder, self._keep = folder.absolute(), keep
+        self._losses: dict[int, float | None] = {}  # held out, by half-round
         sound = True
         if repair and jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +70,9 @@ class Checkpoints:
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
         """Writes a checkpoint whole; `host` is JSON, the same on every process.
 
+        Of those before it the newest are kept, `keep` with this one, and the one whose
+        host["held_out_loss"] is lowest.
+
         Raises:
           OSError: it cannot be written (a full disk); those before it are whole.
         """
@@ -88,10 +93,22 @@ class Checkpoints:
         if jax.process_count() > 1:  # or the others wait in a collective that times out
             multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
         # only now: a process killed before the checksums leaves the last sound one
-        for step in sorted(self._manager.all_steps())[: -self._keep]:
+        self._losses[half_round] = host.get("held_out_loss")
+        steps = sorted(self._manager.all_steps())
+        best = min(steps, key=self._held_out_loss)
+        for step in steps[: -self._keep]:
+            if step == best and self._held_out_loss(step) < math.inf:
+                continue
             self._manager.delete(step)
             if jax.process_index() == 0:
                 self._sums(step).unlink(missing_ok=True)
+
+    def _held_out_loss(self, half_round: int) -> float:
+        """Returns the held-out loss that a checkpoint says; infinity without."""
+        if half_round not in self._losses:
+            self._losses[half_round] = self.host(half_round).get("held_out_loss")
+        loss = self._losses[half_round]
+        return math.inf if loss is None else float(loss)
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Returns a checkpoint's arrays and host data.

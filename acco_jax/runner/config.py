@@ -31,6 +31,7 @@ MINIMA = {
     "optimizer.clip": (0, "give 0 for none."),
     "optimizer.final_fraction": (0, "give 0 for none."),
     "optimizer.ema": (0, "give 0 for none."),
+    "spike.threshold": (0, "give nats."),
     "optimizer.warmup_steps": (0, "give 0 for none."),
     "lora.rank": (0, "give 0 for no adapters."),
 }  # fmt: skip
@@ -44,7 +45,7 @@ DECAYS = ("b1", "b2", "b3", "momentum")
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-     "metrics_hook", "wandb_project"}
+     "metrics_hook", "wandb_project", "spike.policy", "spike.threshold"}
 )  # fmt: skip
 # Their fields have names that others choose.
 OPEN = ("options", "method_options", "schedule_options")
@@ -103,10 +104,21 @@ def default_config() -> ConfigDict:
     c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
     c.checkpoint_every = 500
-    c.keep_checkpoints = 2
+    c.keep_checkpoints = 2  # the newest, and the one with the best held-out loss
+    c.spike = _spike_fields()
     # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
     c.metrics_hook = PLACEHOLDER(str)
     c.wandb_project = PLACEHOLDER(str)  # of Weights & Biases, where it is installed
+    return c
+
+
+def _spike_fields() -> ConfigDict:
+    c = ConfigDict()
+    # What a training loss does that rises by more than `threshold` nats above the
+    # lowest one: 'stop', 'rollback' (to the newest checkpoint, going on with later
+    # rows, at most three times), 'off'.
+    c.policy = "stop"
+    c.threshold = 3.0
     return c
 
 
@@ -212,6 +224,7 @@ def check(config: ConfigDict) -> None:
     for field in config.method_options:
         check_name(f"method_options of {config.method}", field, names)
     check_name("form", config.form, FORMS)
+    check_name("spike.policy", config.spike.policy, ("stop", "rollback", "off"))
     dtype("comm_dtype", config.comm_dtype)
     dtype("accumulate_dtype", config.accumulate_dtype)
     for field, (least, remedy) in MINIMA.items():

@@ -33,6 +33,7 @@ from acco_jax.runner.preparation import (
 )
 
 PyTree = Any
+ROLLBACKS = 3  # of one run, after spikes of the loss
 COMPILE_SECONDS = 1800  # that a process may compile longer than another
 
 
@@ -102,29 +103,18 @@ class _Run:
         )
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
+        self._held_out: float | None = None  # the last held-out loss
+        self._log: CountsLog | None = None
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (latest := e.checkpoints.latest()) is None:
             self.params, self.state = initial(e)
         else:
-            arrays, host = e.checkpoints.restore(latest, abstract(e))
-            self.params, self.state = arrays
+            host = self._restore(latest)
             self._batches.set_state(host["batches"])
-            self.done, seconds = latest, host["seconds"]
+            seconds = host["seconds"]
             logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
-        self._log = None
-        if e.config.microbatches != "fixed":
-            self._log = CountsLog(e.workdir, self.done)
-            e.step.half_round = self.done  # type: ignore[attr-defined]
-        self._recorder = metrics.Recorder(
-            e.workdir,
-            total=e.half_rounds,
-            done=self.done,
-            tokens=self.tokens,
-            seconds=seconds,
-            late=e.step.form != "split",  # which waits for what it has sent
-            hooks=hooks.of(e.config, e.workdir),
-            flops=_flops_rate(e),
-        )
+        self._hooks = hooks.of(e.config, e.workdir)
+        self._open_records(seconds)
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             for batch in self._batches.shapes():
                 rows = to_devices(batch, e.mesh)
@@ -133,6 +123,40 @@ class _Run:
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
             )
+
+    def _restore(self, half_round: int) -> dict[str, Any]:
+        """Takes parameters and state of a checkpoint, and returns its host data."""
+        e = self._experiment
+        arrays, host = e.checkpoints.restore(half_round, abstract(e))
+        self.params, self.state = arrays
+        self.done, self._held_out = half_round, host["held_out_loss"]
+        return host
+
+    def _open_records(self, seconds: float) -> None:
+        """Opens logs and metrics of so many seconds, cut where the run stands."""
+        e = self._experiment
+        if e.config.microbatches != "fixed":
+            self._log = CountsLog(e.workdir, self.done)
+            e.step.half_round = self.done  # type: ignore[attr-defined]
+        spike = e.config.spike
+        self._recorder = metrics.Recorder(
+            e.workdir,
+            total=e.half_rounds,
+            done=self.done,
+            tokens=self.tokens,
+            seconds=seconds,
+            late=e.step.form != "split",  # which waits for what it has sent
+            hooks=self._hooks,
+            flops=_flops_rate(e),
+            spike=math.inf if spike.policy == "off" else spike.threshold,
+        )
+
+    def roll_back(self, half_round: int) -> None:
+        """Returns to a checkpoint, to go on with rows that were not read before."""
+        seconds = self._recorder.seconds
+        self.close()
+        self._restore(half_round)
+        self._open_records(seconds)
 
     @property
     def tokens(self) -> int:
@@ -184,7 +208,7 @@ class _Run:
         with self._recorder.pause(self.tokens):
             params = acco_jax.committed_params(self.state, self.params)
             loss, bits = self._evaluate(params, limit)
-            row = {
+            row: dict[str, Any] = {
                 "kind": "validation" if limit else "final",
                 "half_round": self.done,
                 "step": e.tx.steps_done(self.done),
@@ -199,6 +223,7 @@ class _Run:
                 loss, bits = self._evaluate(params, limit)
                 row |= {"ema_loss": loss, "ema_bits_per_byte": bits}
             self._recorder.evaluation(row)
+        self._held_out = row["loss"]
         return row
 
     def save(self) -> None:
@@ -211,7 +236,8 @@ class _Run:
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             seconds, position = self._recorder.seconds, self._batches.get_state()
-            host = {"batches": position, "seconds": seconds, "identity": e.identity}
+            host = {"batches": position, "seconds": seconds, "identity": e.identity,
+                    "held_out_loss": self._held_out}  # fmt: skip
             e.checkpoints.save(self.done, (self.params, self.state), host)
 
     def close(self) -> None:
@@ -238,7 +264,8 @@ def run(
       The summary, None if the run was stopped before its end.
 
     Raises:
-      FloatingPointError: the loss is not finite; the last checkpoint stays.
+      FloatingPointError: the loss is not finite, or a `LossSpike`; the last checkpoint
+        stays.
     """
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
@@ -249,20 +276,23 @@ def run(
         contextlib.closing(_Run(experiment, stopped)) as runner,
         jax.transfer_guard("disallow"),
     ):
-        try:
-            if runner.owes_evaluation():
-                runner.validate(config.eval_batches)
-            while runner.done < last and not stopped():
-                runner.half_round()
-                crossed = functools.partial(_crossed, experiment, runner.done)
-                if crossed(config.eval_every) or runner.done == total:
-                    runner.validate(config.eval_batches)
-                if crossed(config.checkpoint_every) and runner.done < total:
-                    runner.save()
-            runner.save()
-            row = runner.validate(None) if runner.done == total else None
-        except exits.Stopped:  # in an evaluation, which the continued run owes
-            runner.save()
+        rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
+        while True:
+            try:
+                row = _train(runner, experiment, last, stopped)
+                break
+            except exits.Stopped:  # in an evaluation, which the continued run owes
+                runner.save()
+                break
+            except metrics.LossSpike as spike:
+                latest = experiment.checkpoints.latest()
+                if not rollbacks or latest is None:
+                    raise
+                rollbacks -= 1
+                with jax.transfer_guard("allow"):
+                    runner.roll_back(latest)
+                logging.warning("%s", spike)
+                logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
         measured = _footprint(experiment, runner.params, runner.state)
         if time_gradients:
@@ -273,6 +303,24 @@ def run(
     stopped_at = f"stopped after half-round {runner.done} of {total}"
     logging.info("%s: the same command continues", stopped_at)
     return None
+
+
+def _train(
+    runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
+) -> dict[str, Any] | None:
+    """Trains up to a half-round; returns the row of the final evaluation at the end."""
+    config, total = experiment.config, experiment.half_rounds
+    if runner.owes_evaluation():
+        runner.validate(config.eval_batches)
+    while runner.done < last and not stopped():
+        runner.half_round()
+        crossed = functools.partial(_crossed, experiment, runner.done)
+        if crossed(config.eval_every) or runner.done == total:
+            runner.validate(config.eval_batches)
+        if crossed(config.checkpoint_every) and runner.done < total:
+            runner.save()
+    runner.save()
+    return runner.validate(None) if runner.done == total else None
 
 
 def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
