@@ -29,7 +29,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, comparison
+from acco_jax.runner import commands, comparison, exits
+
+__doc__ = f"{__doc__}{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
 _METHODS = flags.DEFINE_string(
@@ -70,8 +72,12 @@ def main(argv: list[str]) -> None:
             comparison.check(request)
             return
         print(comparison.compare(request, [*sys.argv[1:], "--check"]))
+    except exits.Stopped as error:
+        exits.end(exits.STOPPED, error)
+    except comparison.RunFailed as error:
+        exits.end(exits.FAILED, error)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        exits.end(exits.REFUSED, error)
 
 
 if __name__ == "__main__":

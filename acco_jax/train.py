@@ -1,5 +1,6 @@
 """Train: python -m acco_jax.train --config=experiments/quickstart.py --workdir=DIR"""
 
+import contextlib
 import logging as levels
 import os
 import sys
@@ -9,7 +10,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, devices
+from acco_jax.runner import commands, devices, exits
+
+__doc__ = f"{__doc__}{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints and metrics.")
@@ -33,29 +36,46 @@ def _ours_or_serious(record: levels.LogRecord) -> bool:
 
 def main(argv: list[str]) -> None:
     del argv
+    with contextlib.ExitStack() as claim:
+        _train(claim)
+
+
+def _train(claim: contextlib.ExitStack) -> None:
+    """Trains; the workdir is this run's until `claim` ends."""
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
     config, workdir = _CONFIG.value, Path(str(_WORKDIR.value)).expanduser()
     try:
+        if not str(_WORKDIR.value):
+            raise ValueError("--workdir is empty: name a folder.")
         clustered = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
         devices.choose_platform(config.get("devices"), several_processes=clustered)
         devices.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
         # slow, and only now may anything touch devices
-        from acco_jax.runner import loop, preparation
+        from acco_jax.runner import loop, preparation, validation
+        from acco_jax.runner import workdir as workdirs
 
+        validation.validate(config)
+        workdirs.check_shared(workdir)
+        claim.enter_context(workdirs.claimed(workdir))
         experiment = preparation.prepare(config, workdir)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        exits.end(exits.REFUSED, error)
     try:
-        loop.run(
+        summary = loop.run(
             experiment,
             stop_after=_STOP_AFTER.value,
             time_gradients=_TIME_GRADIENTS.value,
         )
     except FloatingPointError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("error: interrupted: the same command continues from its checkpoint.")
+        exits.end(exits.DIVERGED, error)
+    except (OSError, KeyboardInterrupt) as error:
+        what = str(error) or "interrupted"
+        exits.end(
+            exits.FAILED, f"{what}: the same command continues from its checkpoint."
+        )
+    if summary is None:
+        sys.exit(exits.STOPPED)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import pytest
 from acco_jax.runner import (
     commands,
     comparison,
+    exits,
     loop,
     metrics,
     network,
@@ -96,7 +97,7 @@ def stopped(start, place):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=500)
-    assert process.returncode == 1 and out == "", (out, err)
+    assert process.returncode == exits.STOPPED and out == "", (out, err)
     return err
 
 
@@ -155,7 +156,7 @@ def test_what_is_finished_is_not_run_again(finished, start, place):
 def test_other_configs_are_refused_in_the_same_workdir(finished, start):
     process = start("--config.steps=61")
     out, err = process.communicate(timeout=500)
-    assert process.returncode == 1 and out == ""
+    assert process.returncode == exits.REFUSED and out == ""
     assert err == (
         "error: acco: workdir out/acco/seed-0 belongs to a run with steps=60, not 61: "
         "use another workdir, or the same config.\n"
@@ -166,7 +167,7 @@ def test_a_method_that_cannot_run_is_named_before_any_run(start, place):
     process = start("--config.microbatches_per_step=3", methods="zero1,acco", seeds=1,
                     workdir="refused")  # fmt: skip
     out, err = process.communicate(timeout=500)
-    assert process.returncode == 1 and out == ""
+    assert process.returncode == exits.REFUSED and out == ""
     assert err == (
         "error: acco: microbatches_per_step is 3, which does not divide into the 2 "
         "half-rounds of a step of acco: use a multiple.\n"
@@ -218,7 +219,7 @@ def test_what_is_no_list_of_methods_is_refused_in_one_line(text, message):
 def test_without_the_tools_the_network_is_refused_before_any_run(start, place):
     process = start("--network=20mbit", workdir="unshaped", PATH="/nonexistent")
     out, err = process.communicate(timeout=500)
-    assert process.returncode == 1 and out == ""
+    assert process.returncode == exits.REFUSED and out == ""
     assert err == (
         "error: --network cannot shape a link: no ip and tc here: apt-get install -y "
         "iproute2.\n"

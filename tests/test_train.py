@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.runner import preparation
+from acco_jax.runner import exits, preparation
 from acco_jax.runner.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -103,11 +103,11 @@ def start_two(start):
     return popen
 
 
-def finish(*processes):
-    """The (stdout, stderr) of processes that must succeed."""
+def finish(*processes, code=exits.FINISHED):
+    """The (stdout, stderr) of processes that must end so."""
     outputs = [process.communicate(timeout=500) for process in processes]
     codes = [process.returncode for process in processes]
-    assert codes == [0] * len(processes), outputs
+    assert codes == [code] * len(processes), outputs
     return outputs
 
 
@@ -184,7 +184,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
         while part := os.read(ours, 4096):
             shown += part
     os.close(ours)
-    assert process.wait() == 0, shown
+    assert process.wait() == exits.STOPPED, shown
     text = shown.decode()
     assert re.search(r"9/13 .*loss \d\.\d{3}, [\d,]+ tokens/s", text), text
     assert re.search(r"\[\d\d:\d\d<", text)  # elapsed < left
@@ -243,6 +243,26 @@ WRONG = {
     "typo in a config": (["--config=typo.py"], r"'modle' Did you mean \"model\""),
     "type in a config": (["--config=kind.py"], r"Could not override field 'seed'"),
     "no workdir": (["--workdir="], "--workdir must have a value other than None"),
+    "steps": (["--config.steps=100000000000000000000"], "at most 1073741824"),
+    "devices": (["--config.devices=-3"], "devices is -3: it must be at least 1"),
+    "many devices": (["--config.devices=100000"], "devices is 100000: it must be at m"),
+    "rate": (["--config.optimizer.learning_rate=nan"], "learning_rate is nan: it must"),
+    "b2": (["--config.optimizer.options.b2=2"], r"options\.b2 is 2: it must be at l"),
+    "warm-up": (["--config.optimizer.warmup_steps=7"], "more than the 6 steps"),
+    "float64": (["--config.model.param_dtype=float64"], "set JAX_ENABLE_X64=1"),
+    "dpu": (
+        ["--config.method=dpu", "--config.method_options.warmup_steps=-1"],
+        "warmup_steps is -1: it must be at least 0",
+    ),
+    "bpe": (
+        ["--config.data.tokenizer=bpe", "--config.data.vocab_size=100000000000"],
+        "vocab_size is 100000000000: it must be at most",
+    ),
+    "scale": (["--config.lora.scale=nan"], "lora.scale is nan: it must be finite"),
+    "port": (
+        ["--processes=2", "--process=0", "--coordinator=localhost:99999"],
+        "a port from 1 to 65535",
+    ),
     "workdir in a file": (["--workdir=/dev/null/x"], "Not a directory"),
     "argument": (["more"], "unexpected argument 'more'"),
     "batch": (["--config.microbatches_per_step=3"], "does not divide into the 2"),
@@ -268,7 +288,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def refusals(finished, place, environment, tmp_path_factory):
-    """{case: (exit code, stdout, stderr)}: one import, a fork for each case.
+    """{case: (exit code, stdout, stderr, files left)}: an import, a fork for each.
 
     After a run that has prepared the data set, which is announced in a line of its own.
     """
@@ -291,15 +311,20 @@ def refusals(finished, place, environment, tmp_path_factory):
     codes = [int(line) for line in done.stdout.split()]
     assert len(codes) == len(WRONG), done
     return {
-        name: (code, *((folder / f"{i}.{fd}").read_text() for fd in (1, 2)))
+        name: (
+            code,
+            *((folder / f"{i}.{fd}").read_text() for fd in (1, 2)),
+            {path.name for path in folder.glob(f"w{i}/*")},
+        )
         for i, (name, code) in enumerate(zip(WRONG, codes, strict=True))
     }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_in_one_line_before_anything_is_compiled(refusals, case):
-    code, out, err = refusals[case]
-    assert code == 1 and out == "", (code, out, err)
+    code, out, err, left = refusals[case]
+    assert left <= {"tokenizer.json"}, left
+    assert code == exits.REFUSED and out == "", (code, out, err)
     assert err.count("\n") == 1 and err.startswith("error: "), err
     assert re.search(WRONG[case][1], err), err
 
@@ -324,7 +349,7 @@ def test_damaged_checkpoints(start, finished, place, tmp_path):
     flip("9")
     process = start(workdir)
     _, err = process.communicate(timeout=500)
-    assert process.returncode == 1
+    assert process.returncode == exits.REFUSED
     assert re.fullmatch(r"error: every checkpoint in .*", err.splitlines()[-1]), err
     assert "Traceback" not in err
 
@@ -335,23 +360,28 @@ LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=10
         "--config.checkpoint_every=100000")  # fmt: skip
 
 
-def test_sigterm_leaves_a_checkpoint_and_exit_code_0(start, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
     process = start(tmp_path, *LONG)
     wait_for_rows(process, tmp_path, 3)
-    process.send_signal(signal.SIGTERM)
-    ((_, err),) = finish(process)
+    process.send_signal(number)
+    ((_, err),) = finish(process, code=exits.STOPPED)
     (done,) = re.findall(r"stopped after half-round (\d+) of 40001", err)
-    ((_, err),) = finish(start(tmp_path, *LONG, f"--stop_after={int(done) + 20}"))
+    if number != signal.SIGTERM:
+        return
+    more = f"--stop_after={int(done) + 20}"
+    ((_, err),) = finish(start(tmp_path, *LONG, more), code=exits.STOPPED)
     assert f"continuing after half-round {done} of 40001" in err
     numbers = [row["half_round"] for row in rows_of(tmp_path)]
     assert numbers == list(range(21, int(done) + 21, 20))  # every 10 steps
 
 
-def test_sigterm_to_one_of_two_processes_stops_both(start_two, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_of_two_processes_stops_both(start_two, tmp_path, number):
     processes = start_two(tmp_path, *LONG)
     wait_for_rows(processes[0], tmp_path, 2)
-    processes[1].send_signal(signal.SIGTERM)  # only one of them is told
-    (_, err), _ = finish(*processes)
+    processes[1].send_signal(number)  # only one of them is told
+    (_, err), _ = finish(*processes, code=exits.STOPPED)
     (done,) = re.findall(r"stopped after half-round (\d+) of 40001", err)
     saved = {p.name for p in (tmp_path / "checkpoints").iterdir()}
     assert saved == {done, f"{done}.checksums"}
@@ -392,8 +422,10 @@ def arrays_of(workdir, place, reader):
 
 def test_two_processes_continue_bit_for_bit(two, start_two, place, tmp_path):
     workdir = tmp_path / "work"
-    for stop in ("--stop_after=6", "--stop_after=9", "--stop_after=13"):
-        finish(*start_two(workdir, stop))  # after an estimate, a commit, the end
+    for stop in (6, 9):  # after an estimate, a commit
+        processes = start_two(workdir, f"--stop_after={stop}")
+        finish(*processes, code=exits.STOPPED)
+    finish(*start_two(workdir))
     assert rows_of(workdir) == rows_of(two[0])
     reader = tmp_path / "reader"
     whole, resumed = (arrays_of(w, place, reader) for w in (two[0], workdir))
@@ -405,7 +437,8 @@ def test_zero1_in_two_processes_as_in_one(start, start_two, tmp_path):
     flags = ("--config.method=zero1", "--config.counts=(4,2)")
     finish(start(tmp_path / "one", *flags))
     finish(*start_two(tmp_path / "two", *flags))
-    finish(*start_two(tmp_path / "stopped", *flags, "--stop_after=3"))
+    stopped = start_two(tmp_path / "stopped", *flags, "--stop_after=3")
+    finish(*stopped, code=exits.STOPPED)
     finish(*start_two(tmp_path / "stopped", *flags))
     one, several = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
     assert rows_of(tmp_path / "stopped") == several

@@ -1,17 +1,16 @@
 """Tokens on disk, written once and memory-mapped from then on."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
 import json
 import os
+import platform
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,16 +40,61 @@ def write_tokens(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
                 f"{split}_split or held_out"
             )
         counts |= {f"{split}_documents": documents, f"{split}_bytes": size}
-    counts["checksum"] = checksum(partial)
-    (partial / "counts.json").write_text(json.dumps(counts, indent=2))
+    counts["checksum"] = _checksum(partial)
+    sizes = {path.name: path.stat().st_size for path in _files(partial)}
+    text = json.dumps(counts | {"sizes": sizes}, indent=2)
+    (partial / "counts.json").write_text(text)
     os.replace(partial, folder)
 
 
-def checksum(folder: Path) -> int:
-    """CRC-32 of the tokens in a folder."""
+def read_counts(folder: Path) -> dict[str, Any]:
+    """Return what was counted as tokens were written, if they are still the same.
+
+    Sizes are compared always; checksums once on every machine, and again for files that
+    have another time of change since.
+
+    Raises:
+      ValueError: in one line, which file is damaged.
+    """
+    path = folder / "counts.json"
+    try:
+        counts = json.loads(path.read_text(encoding="utf-8"))
+        sizes, expected = counts.pop("sizes"), counts["checksum"]
+        np.dtype(counts["dtype"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path) from error
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            raise _damaged(file)
+    stamp = folder / f"verified.{platform.node()}.json"
+    stats = [[p.name, p.stat().st_mtime_ns, p.stat().st_ino] for p in _files(folder)]
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(stamp.read_text()) == stats:
+            return counts
+    if _checksum(folder) != expected:
+        raise _damaged(folder)
+    with contextlib.suppress(OSError):  # a cache that others may only read
+        stamp.write_text(json.dumps(stats))
+    return counts
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} is damaged: remove the folder of tokens, which is then made anew"
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    """List the files of tokens and spans, in the order of their names."""
+    return sorted([*folder.glob("*.bin"), *folder.glob("*.npy")])
+
+
+def _checksum(folder: Path) -> int:
+    """CRC-32 of the tokens and spans in a folder."""
     checksum = 0
-    for split in ("train", "validation"):
-        with open(folder / f"{split}.bin", "rb") as file:
+    for path in _files(folder):
+        with open(path, "rb") as file:
             while part := file.read(2**24):
                 checksum = zlib.crc32(part, checksum)
     return checksum

@@ -4,8 +4,6 @@ A permutation of n rows is never held: `permuted` says where one of its places l
 NumPy, for as many places at once as a batch has rows, whatever n is.
 """
 
-from __future__ import annotations
-
 import abc
 import hashlib
 from collections.abc import Sequence

@@ -1,9 +1,6 @@
 """Documents to tokens to batches."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -86,9 +83,7 @@ def load_corpus(
         folder = data_dir / "tokens" / f"{source.fingerprint}-{tokenizer.fingerprint}"
         if not folder.is_dir():
             cache.write_tokens(folder, source, tokenizer)
-    counts = json.loads((folder / "counts.json").read_text())
-    if "checksum" not in counts:  # of an earlier version
-        counts["checksum"] = cache.checksum(folder)
+    counts = cache.read_counts(folder)
     dtype = np.dtype(counts.pop("dtype"))
     arrays: dict[str, Any] = {}
     for split in ("train", "validation"):

@@ -3,8 +3,6 @@
 Nothing here runs code of the data set's, and pyarrow alone is needed for its formats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import gzip

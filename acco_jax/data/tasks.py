@@ -1,7 +1,5 @@
 """What a data set is read for: documents to go on with, or answers to instructions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -80,6 +80,10 @@ def dpu(
       (https://arxiv.org/abs/2101.06840)
     """
     step = functools.partial(advance, predict=False)
+    if warmup_steps < 0:
+        raise ValueError(
+            f"warmup_steps is {warmup_steps}: it must be at least 0, which is none."
+        )
     return delayed(inner, mesh, options, advance=step, warmup=warmup_steps)
 
 

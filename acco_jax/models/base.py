@@ -1,7 +1,5 @@
 """What the runner trains: how parameters start, and what they lose on a batch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -11,8 +11,6 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv
 2106.09685).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -12,7 +12,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up message
 from absl import app, flags, logging
 
 from acco_jax.plan import topologies
-from acco_jax.runner import commands
+from acco_jax.runner import commands, exits
+
+__doc__ = f"{__doc__}{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
 _TOPOLOGY = flags.DEFINE_string(
@@ -36,12 +38,11 @@ _REQUIRE_HIDDEN = flags.DEFINE_bool(
     False,
     "Exit with 3 if --method (or the config's) exposes a collective over 1 MiB.",
 )
-EXPOSED = 3
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        exits.end(exits.REFUSED, f"unexpected argument {argv[1]!r}")
     topologies.use_cpu()
     logging.set_verbosity(logging.INFO)
     try:
@@ -49,22 +50,26 @@ def main(argv: list[str]) -> None:
         changes = dict(map(_number, _SET.value))
         if _GBPS.value is not None:
             changes["slow_bandwidth"] = _GBPS.value * 1e9 / 8
+        folder = Path(_OUT.value).expanduser()
+        json, programs = _path(_JSON), _path(_DUMP_HLO)
+        for path in (folder, json and json.parent, programs):
+            if path is not None:  # before anything is compiled
+                path.mkdir(parents=True, exist_ok=True)
         from acco_jax.plan import planner, report  # slow: after the flags' check
 
         devices = tuple(_whole(text) for text in _DEVICES.value)
         methods = tuple(_METHOD.value)
         request = planner.Request(methods, devices, changes, _FIT.value)
         plan = planner.make(_CONFIG.value, topology, request)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, RuntimeError, OSError) as error:
+        exits.end(exits.REFUSED, error)
     print(report.text(plan))
-    folder = Path(_OUT.value).expanduser()
-    for line in report.write(plan, folder, _path(_JSON), _path(_DUMP_HLO)):
+    for line in report.write(plan, folder, json, programs):
         print(line)
     if _REQUIRE_HIDDEN.value and plan.exposed:
         names = (f"{c.kind} {c.name} of {method}" for method, c in plan.exposed)
         print(f"--require-hidden: exposed: {', '.join(names)}", file=sys.stderr)
-        sys.exit(EXPOSED)
+        sys.exit(exits.EXPOSED)
 
 
 def _path(flag: flags.FlagHolder) -> Path | None:

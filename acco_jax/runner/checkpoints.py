@@ -1,6 +1,7 @@
 """Checkpoints of parameters, optimizer state and data iterator, verified when read."""
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from acco_jax.runner.files import write_whole
+from acco_jax.runner.files import read_object, write_whole
 
 PyTree = Any
 
@@ -22,31 +23,43 @@ class Checkpoints:
     """The checkpoints of one run, by half-round.
 
     orbax writes the arrays, sharded; beside each checkpoint lies a file of checksums,
-    so that a damaged one is seen instead of trained on.
+    so that a damaged one is seen instead of trained on. While one is written a file
+    N.saving is there: what a killed process leaves is unfinished, not damaged.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, repair: bool = True) -> None:
         """Opens a folder, and sets damaged checkpoints in it aside.
+
+        Args:
+          folder: of the checkpoints.
+          keep: how many of the newest ones.
+          repair: False for a folder that may be another run's: nothing in it changes.
 
         Raises:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self._folder, self._keep = folder.absolute(), keep
-        self._folder.mkdir(parents=True, exist_ok=True)
-        sound = self._set_aside_damaged() if jax.process_index() == 0 else True
+        self._losses: dict[int, float | None] = {}  # held out, by half-round
+        sound = True
+        if repair and jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._discard_unfinished()
+            sound = self._set_aside_damaged()
         if jax.process_count() > 1:
             sound = bool(multihost_utils.broadcast_one_to_all(np.bool_(sound)))
         if not sound:
             raise ValueError(
                 f"every checkpoint in {self._folder} is damaged: restore an intact "
-                "copy or, to start from scratch, remove that folder."
+                "copy or, to start from scratch, use another workdir."
             )
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None,  # `save` removes those that are too many
                 enable_async_checkpointing=False,
-                cleanup_tmp_directories=True,  # of a process killed while writing
+                cleanup_tmp_directories=repair,  # of a process killed while writing
+                create=repair,
+                read_only=not repair,
             ),
         )
 
@@ -55,7 +68,16 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
-        """Writes a checkpoint whole; `host` is JSON, the same on every process."""
+        """Writes a checkpoint whole; `host` is JSON, the same on every process.
+
+        Of those before it the newest are kept, `keep` with this one, and the one whose
+        host["held_out_loss"] is lowest.
+
+        Raises:
+          OSError: it cannot be written (a full disk); those before it are whole.
+        """
+        if jax.process_index() == 0:
+            self._saving(half_round).touch()
         self._manager.save(
             half_round,
             args=ocp.args.Composite(
@@ -67,13 +89,26 @@ class Checkpoints:
         if jax.process_index() == 0:
             sums = _checksums(self._folder / str(half_round))
             write_whole(self._sums(half_round), json.dumps(sums))
+            self._saving(half_round).unlink()
         if jax.process_count() > 1:  # or the others wait in a collective that times out
             multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
         # only now: a process killed before the checksums leaves the last sound one
-        for step in sorted(self._manager.all_steps())[: -self._keep]:
+        self._losses[half_round] = host.get("held_out_loss")
+        steps = sorted(self._manager.all_steps())
+        best = min(steps, key=self._held_out_loss)
+        for step in steps[: -self._keep]:
+            if step == best and self._held_out_loss(step) < math.inf:
+                continue
             self._manager.delete(step)
             if jax.process_index() == 0:
                 self._sums(step).unlink(missing_ok=True)
+
+    def _held_out_loss(self, half_round: int) -> float:
+        """Returns the held-out loss that a checkpoint says; infinity without."""
+        if half_round not in self._losses:
+            self._losses[half_round] = self.host(half_round).get("held_out_loss")
+        loss = self._losses[half_round]
+        return math.inf if loss is None else float(loss)
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Returns a checkpoint's arrays and host data.
@@ -96,11 +131,29 @@ class Checkpoints:
         ]
         return jax.tree.unflatten(treedef, arrays), checkpoint.host
 
+    def host(self, half_round: int) -> dict[str, Any]:
+        """Returns the host data of a checkpoint, without its arrays."""
+        only = ocp.args.Composite(host=ocp.args.JsonRestore())
+        host: dict[str, Any] = self._manager.restore(half_round, args=only).host
+        return host
+
     def close(self) -> None:
         self._manager.close()
 
     def _sums(self, half_round: int) -> Path:
         return self._folder / f"{half_round}.checksums"
+
+    def _saving(self, half_round: int) -> Path:
+        return self._folder / f"{half_round}.saving"
+
+    def _discard_unfinished(self) -> None:
+        """Removes what a process that was killed while it saved has left."""
+        for mark in sorted(self._folder.glob("*.saving")):
+            step = self._folder / mark.stem
+            if step.exists() and not self._sums(int(mark.stem)).exists():
+                logging.info("checkpoint %s was not finished: discarded", step)
+                shutil.rmtree(step)
+            mark.unlink()
 
     def _set_aside_damaged(self) -> bool:
         """Renames checkpoints whose files are not those that were written.
@@ -109,7 +162,7 @@ class Checkpoints:
         """
         names = [path.name for path in self._folder.iterdir()]
         for step in sorted((int(n) for n in names if n.isdigit()), reverse=True):
-            problem = self._problem(step)
+            problem = self.problem(step)
             if problem is None:
                 return True
             damaged = self._folder / f"{step}.damaged"
@@ -122,11 +175,12 @@ class Checkpoints:
             self._sums(step).unlink(missing_ok=True)
         return not any(n.isdigit() or n.endswith(".damaged") for n in names)
 
-    def _problem(self, step: int) -> str | None:
+    def problem(self, step: int) -> str | None:
+        """Returns why the files of a checkpoint are not those written, or None."""
         try:
-            written = json.loads(self._sums(step).read_text())
-        except (OSError, ValueError):
-            return "its checksums are missing"
+            written = read_object(self._sums(step))
+        except ValueError:
+            return "its checksums are missing or damaged"
         actual = _checksums(self._folder / str(step))
         names = sorted(written.keys() | actual)
         wrong = next((k for k in names if written.get(k) != actual.get(k)), None)

@@ -1,11 +1,12 @@
 """Flags of the commands, with one-line errors."""
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
+
+from acco_jax.runner import exits
 
 
 def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
@@ -34,9 +35,9 @@ def parser(config: Any) -> Callable[[list[str]], list[str]]:
             if len(rest) > 1:
                 raise flags.Error(f"unexpected argument {rest[1]!r}")
         except flags.Error as error:
-            sys.exit(f"error: {_line(error)}")
+            exits.end(exits.REFUSED, _line(error))
         except Exception as error:  # a config file is a program: it may raise anything
-            sys.exit(f"error: the config cannot be loaded: {_line(error)}")
+            exits.end(exits.REFUSED, f"the config cannot be loaded: {_line(error)}")
         return rest
 
     return parse

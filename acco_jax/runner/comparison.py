@@ -14,8 +14,13 @@ from typing import Any
 
 from absl import logging
 
-from acco_jax.runner import commands, devices, network, results, signals
+from acco_jax.runner import commands, devices, exits, network, results, signals
 from acco_jax.runner import config as configs
+
+
+class RunFailed(Exception):
+    """Some runs have no result; those of the others are written."""
+
 
 Start = Callable[[list[str]], list[subprocess.Popen]]
 
@@ -99,6 +104,8 @@ def check(request: Request) -> None:
     Raises:
       ValueError: in one line that names the method, the first that cannot run.
     """
+    if request.rate is not None:
+        network.parse(request.rate)
     first = commands.config_of(list(request.config))
     total = request.processes * (first.get("devices") or 1)
     several = request.rate is not None
@@ -122,8 +129,9 @@ def compare(request: Request, checking: list[str]) -> str:
     The arguments `checking` make `python -m acco_jax.compare` only `check`.
 
     Raises:
-      ValueError: before the first run, what cannot work; after the last one, which
-        runs have failed, the results of the others being written.
+      ValueError: before the first run, what cannot work.
+      RunFailed: after the last one, which runs have no result.
+      Stopped: told to stop; the runs so far have saved what they had.
     """
     if request.rate is not None:
         network.parse(request.rate)
@@ -146,7 +154,7 @@ def compare(request: Request, checking: list[str]) -> str:
                     failed.append(f"{entry.name}/seed-{seed}")
     table = _report(request)
     if failed:
-        raise ValueError(
+        raise RunFailed(
             f"no result of {', '.join(failed)} (see the errors above): repeat the "
             "command to try again; table.md has the others."
         )
@@ -191,7 +199,7 @@ def _report(request: Request) -> str:
         if results.finished(request.folder(entry, seed))
     ]
     if not runs:
-        raise ValueError("every run has failed: see the errors above.")
+        raise RunFailed("every run has failed: see the errors above.")
     return results.write(runs, request.workdir)
 
 
@@ -244,7 +252,7 @@ def _passing_signals() -> Iterator[Callable[[list[subprocess.Popen]], None]]:
     second SIGINT stops it at once. Then nothing more is started.
 
     Raises:
-      ValueError: stopped; says how to go on.
+      Stopped: says how to go on.
     """
     received: list[int] = []
     running: list[subprocess.Popen] = []
@@ -258,11 +266,12 @@ def _passing_signals() -> Iterator[Callable[[list[subprocess.Popen]], None]]:
     def wait(processes: list[subprocess.Popen]) -> None:
         running[:] = processes
         for process in processes:
-            if process.wait():  # the others wait for it in vain
+            # the others wait in vain for one that failed
+            if process.wait() not in (exits.FINISHED, exits.STOPPED):
                 for other in processes:
                     other.terminate()
         if received:
-            raise ValueError("stopped: the same command continues.")
+            raise exits.Stopped("stopped: the same command continues.")
 
     with signals.handler(handle):
         yield wait

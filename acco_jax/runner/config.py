@@ -1,7 +1,5 @@
 """The fields of an experiment, and what their values must be."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import operator
@@ -9,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict, config_dict
 
@@ -32,14 +31,21 @@ MINIMA = {
     "optimizer.clip": (0, "give 0 for none."),
     "optimizer.final_fraction": (0, "give 0 for none."),
     "optimizer.ema": (0, "give 0 for none."),
+    "spike.threshold": (0, "give nats."),
     "optimizer.warmup_steps": (0, "give 0 for none."),
     "lora.rank": (0, "give 0 for no adapters."),
 }  # fmt: skip
+# The largest: of counters that are 32 bits wide, and of CPU devices in one process.
+MAXIMA = {"steps": 2**30, "devices": 1024, "data.vocab_size": 2**24}
+# Optional fields that must be at least 1 where they are given.
+POSITIVE = ("devices", "domains", "data.vocab_size", "model.vocab_size")
+# Options of optimizers that are decays of averages: from 0 to below 1.
+DECAYS = ("b1", "b2", "b3", "momentum")
 
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-     "metrics_hook", "wandb_project"}
+     "metrics_hook", "wandb_project", "spike.policy", "spike.threshold"}
 )  # fmt: skip
 # Their fields have names that others choose.
 OPEN = ("options", "method_options", "schedule_options")
@@ -98,10 +104,21 @@ def default_config() -> ConfigDict:
     c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
     c.checkpoint_every = 500
-    c.keep_checkpoints = 2
+    c.keep_checkpoints = 2  # the newest, and the one with the best held-out loss
+    c.spike = _spike_fields()
     # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
     c.metrics_hook = PLACEHOLDER(str)
     c.wandb_project = PLACEHOLDER(str)  # of Weights & Biases, where it is installed
+    return c
+
+
+def _spike_fields() -> ConfigDict:
+    c = ConfigDict()
+    # What a training loss does that rises by more than `threshold` nats above the
+    # lowest one: 'stop', 'rollback' (to the newest checkpoint, going on with later
+    # rows, at most three times), 'off'.
+    c.policy = "stop"
+    c.threshold = 3.0
     return c
 
 
@@ -207,15 +224,31 @@ def check(config: ConfigDict) -> None:
     for field in config.method_options:
         check_name(f"method_options of {config.method}", field, names)
     check_name("form", config.form, FORMS)
+    check_name("spike.policy", config.spike.policy, ("stop", "rollback", "off"))
     dtype("comm_dtype", config.comm_dtype)
     dtype("accumulate_dtype", config.accumulate_dtype)
     for field, (least, remedy) in MINIMA.items():
         value = operator.attrgetter(field)(config)
         if not value >= least:
             raise ValueError(f"{field} is {value}: {remedy}")
+    for field, most in MAXIMA.items():
+        if (value := operator.attrgetter(field)(config)) is not None and value > most:
+            raise ValueError(f"{field} is {value}: it must be at most {most}.")
+    for field in POSITIVE:
+        if (value := operator.attrgetter(field)(config)) is not None and value < 1:
+            raise ValueError(f"{field} is {value}: it must be at least 1, or None.")
     _check_length(config)
     _check_microbatches(config)
     _check_optimizer(config.optimizer)
+    if (
+        config.optimizer.warmup_steps > config.steps
+        and config.tokens is None
+        and (config.epochs is None)
+    ):
+        raise ValueError(
+            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}, more than the "
+            f"{config.steps} steps of the run: lower it."
+        )
     _check_ranks(config.lora)
     _check_data(config)
     named("metrics_hook", config.metrics_hook)
@@ -273,6 +306,18 @@ def _check_optimizer(c: ConfigDict) -> None:
             most = "below 1" if field == "ema" else "at most 1"
             raise ValueError(
                 f"optimizer.{field} is {c[field]}: it must be at least 0 and {most}."
+            )
+    if not 0 < c.learning_rate < math.inf:
+        raise ValueError(
+            f"optimizer.learning_rate is {c.learning_rate}: it must be more than 0 and "
+            "finite."
+        )
+    for name in DECAYS:
+        value = c.options.get(name)
+        if isinstance(value, int | float) and not 0 <= value < 1:
+            raise ValueError(
+                f"optimizer.options.{name} is {value}: it must be at least 0 and "
+                "below 1."
             )
     for group in c.groups:
         if not _is_a(tuple, group) or list(map(type, group)) != [str, dict]:
@@ -363,6 +408,8 @@ def replayed(config: ConfigDict) -> str:
 
 def _check_ranks(c: ConfigDict) -> None:
     """Refuses lora.ranks that are no pairs, or that stand beside lora.rank."""
+    if not math.isfinite(c.scale):
+        raise ValueError(f"lora.scale is {c.scale}: it must be finite.")
     for pair in c.ranks:
         if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
             raise ValueError(
@@ -385,6 +432,11 @@ def dtype(field: str, name: str | None) -> Any:
         value = None
     if value is None or not jnp.issubdtype(value, jnp.floating):
         raise ValueError(f"{field} is {name!r}: give a floating dtype, e.g. bfloat16.")
+    if value == jnp.float64 and not jax.config.values["jax_enable_x64"]:
+        raise ValueError(
+            f"{field} is {name!r}, which JAX makes float32 of: set JAX_ENABLE_X64=1, "
+            "or give float32."
+        )
     return value
 
 

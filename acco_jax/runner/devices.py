@@ -41,6 +41,11 @@ def launched_by_a_cluster() -> bool:
     )
 
 
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 1 <= int(port[:6]) <= 65535
+
+
 def connect(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> None:
@@ -64,13 +69,16 @@ def connect(
             f"--process is {process}: with --processes={processes} it is 0 to "
             f"{processes - 1}."
         )
-    elif not coordinator.rpartition(":")[2].isdigit():
+    elif not _is_address(coordinator):
         raise ValueError(
-            f"--coordinator is {coordinator!r}: give host:port of process 0, e.g. "
-            "localhost:12355."
+            f"--coordinator is {coordinator!r}: give host:port of process 0, with a "
+            "port from 1 to 65535, e.g. localhost:12355."
         )
     try:
-        jax.distributed.initialize(coordinator, processes, process)
+        # on the address that was named alone, not on every interface
+        jax.distributed.initialize(
+            coordinator, processes, process, coordinator_bind_address=coordinator
+        )
     except RuntimeError as error:
         raise ValueError(f"the processes did not find each other: {error}") from error
     if jax.process_index():

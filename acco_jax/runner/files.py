@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, however the process ends."""
+"""Files that are there whole or not at all, and what is said of those that are not."""
 
 import json
 import os
@@ -17,3 +17,34 @@ def write_whole(path: Path, text: str) -> None:
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
     """Writes one JSON value a line."""
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_text(path: Path) -> str:
+    """Returns a file's text.
+
+    Raises:
+      ValueError: in one line with the file's name, it is a folder, no UTF-8, or not to
+        be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ValueError(f"{path} cannot be read: {reason}.") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises:
+      ValueError: in one line with the file's name, there is none.
+    """
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} is damaged: it holds a {type(value).__name__}, no object."
+        )
+    return value

@@ -1,7 +1,5 @@
 """Where else the rows of metrics.jsonl go: a function of the user's, or W&B."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

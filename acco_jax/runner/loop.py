@@ -1,19 +1,15 @@
 """One loop for every method: half-round after half-round."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -24,7 +20,7 @@ from acco_jax import data
 from acco_jax.gradients import with_arrays
 from acco_jax.plan import chips, footprint
 from acco_jax.runner import config as configs
-from acco_jax.runner import hooks, metrics, optimizers, reports, signals, timing
+from acco_jax.runner import exits, hooks, metrics, optimizers, reports, signals, timing
 from acco_jax.runner.counts import CountsLog
 from acco_jax.runner.preparation import (
     Experiment,
@@ -37,14 +33,19 @@ from acco_jax.runner.preparation import (
 )
 
 PyTree = Any
+ROLLBACKS = 3  # of one run, after spikes of the loss
 COMPILE_SECONDS = 1800  # that a process may compile longer than another
 
 
 class Evaluator:
     """Loss of the committed parameters on held-out documents."""
 
-    def __init__(self, experiment: Experiment) -> None:
-        self._experiment = e = experiment
+    def __init__(
+        self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Prepares evaluations that `stopped`, asked before each batch, ends."""
+        self._experiment, self._stopped = experiment, stopped
+        e = experiment
         self._loss_fn, rows = with_arrays(e.loss_fn), P(e.mesh.axis_names)
 
         @functools.partial(jax.jit, donate_argnums=3)
@@ -63,11 +64,17 @@ class Evaluator:
         self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
 
     def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
-        """Returns nats per token and bits per byte over `limit` batches, or all."""
+        """Returns nats per token and bits per byte over `limit` batches, or all.
+
+        Raises:
+          Stopped: the run has been told to stop.
+        """
         e = self._experiment
         zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
         sums = to_devices(zeros, e.mesh)
         for batch in held_out_batches(e, limit):
+            if self._stopped():
+                raise exits.Stopped
             rows = to_devices(batch, e.mesh)
             sums = self._add(self._loss_fn, params, rows, sums)
         nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
@@ -78,10 +85,12 @@ class Evaluator:
 class _Run:
     """A run under way: what half-rounds change, and what is done between them."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(
+        self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
         e = self._experiment = experiment
         self._batches = batches(e)
-        self._evaluate = Evaluator(e)
+        self._evaluate = Evaluator(e, stopped)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
         self._key = jax.jit(
             lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
@@ -94,29 +103,18 @@ class _Run:
         )
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
+        self._held_out: float | None = None  # the last held-out loss
+        self._log: CountsLog | None = None
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (latest := e.checkpoints.latest()) is None:
             self.params, self.state = initial(e)
         else:
-            arrays, host = e.checkpoints.restore(latest, abstract(e))
-            self.params, self.state = arrays
+            host = self._restore(latest)
             self._batches.set_state(host["batches"])
-            self.done, seconds = latest, host["seconds"]
+            seconds = host["seconds"]
             logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
-        self._log = None
-        if e.config.microbatches != "fixed":
-            self._log = CountsLog(e.workdir, self.done)
-            e.step.half_round = self.done  # type: ignore[attr-defined]
-        self._recorder = metrics.Recorder(
-            e.workdir,
-            total=e.half_rounds,
-            done=self.done,
-            tokens=self.tokens,
-            seconds=seconds,
-            late=e.step.form != "split",  # which waits for what it has sent
-            hooks=hooks.of(e.config, e.workdir),
-            flops=_flops_rate(e),
-        )
+        self._hooks = hooks.of(e.config, e.workdir)
+        self._open_records(seconds)
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             for batch in self._batches.shapes():
                 rows = to_devices(batch, e.mesh)
@@ -125,6 +123,40 @@ class _Run:
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
             )
+
+    def _restore(self, half_round: int) -> dict[str, Any]:
+        """Takes parameters and state of a checkpoint, and returns its host data."""
+        e = self._experiment
+        arrays, host = e.checkpoints.restore(half_round, abstract(e))
+        self.params, self.state = arrays
+        self.done, self._held_out = half_round, host["held_out_loss"]
+        return host
+
+    def _open_records(self, seconds: float) -> None:
+        """Opens logs and metrics of so many seconds, cut where the run stands."""
+        e = self._experiment
+        if e.config.microbatches != "fixed":
+            self._log = CountsLog(e.workdir, self.done)
+            e.step.half_round = self.done  # type: ignore[attr-defined]
+        spike = e.config.spike
+        self._recorder = metrics.Recorder(
+            e.workdir,
+            total=e.half_rounds,
+            done=self.done,
+            tokens=self.tokens,
+            seconds=seconds,
+            late=e.step.form != "split",  # which waits for what it has sent
+            hooks=self._hooks,
+            flops=_flops_rate(e),
+            spike=math.inf if spike.policy == "off" else spike.threshold,
+        )
+
+    def roll_back(self, half_round: int) -> None:
+        """Returns to a checkpoint, to go on with rows that were not read before."""
+        seconds = self._recorder.seconds
+        self.close()
+        self._restore(half_round)
+        self._open_records(seconds)
 
     @property
     def tokens(self) -> int:
@@ -160,13 +192,23 @@ class _Run:
             self._key(self.state.half_rounds) if self._experiment.model.draws else None
         )
 
+    def owes_evaluation(self) -> bool:
+        """Whether the run was stopped in the evaluation of its last half-round."""
+        e = self._experiment
+        if not self.done or not _crossed(e, self.done, e.config.eval_every):
+            return False
+        rows = metrics.read(e.workdir)
+        return not any(
+            r["half_round"] == self.done and r["kind"] == "validation" for r in rows
+        )
+
     def validate(self, limit: int | None) -> dict[str, Any]:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
         e = self._experiment
         with self._recorder.pause(self.tokens):
             params = acco_jax.committed_params(self.state, self.params)
             loss, bits = self._evaluate(params, limit)
-            row = {
+            row: dict[str, Any] = {
                 "kind": "validation" if limit else "final",
                 "half_round": self.done,
                 "step": e.tx.steps_done(self.done),
@@ -181,20 +223,22 @@ class _Run:
                 loss, bits = self._evaluate(params, limit)
                 row |= {"ema_loss": loss, "ema_bits_per_byte": bits}
             self._recorder.evaluation(row)
+        self._held_out = row["loss"]
         return row
 
     def save(self) -> None:
         """Writes a checkpoint once, and never one that is not finite."""
-        checkpoints = self._experiment.checkpoints
-        if checkpoints.latest() == self.done:
+        e = self._experiment
+        if e.checkpoints.latest() == self.done:
             return
         with self._recorder.pause(self.tokens):
             now = (self.params, self._metrics)
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             seconds, position = self._recorder.seconds, self._batches.get_state()
-            host = {"batches": position, "seconds": seconds}
-            checkpoints.save(self.done, (self.params, self.state), host)
+            host = {"batches": position, "seconds": seconds, "identity": e.identity,
+                    "held_out_loss": self._held_out}  # fmt: skip
+            e.checkpoints.save(self.done, (self.params, self.state), host)
 
     def close(self) -> None:
         self._recorder.close()
@@ -220,25 +264,35 @@ def run(
       The summary, None if the run was stopped before its end.
 
     Raises:
-      FloatingPointError: the loss is not finite; the last checkpoint stays.
+      FloatingPointError: the loss is not finite, or a `LossSpike`; the last checkpoint
+        stays.
     """
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
     _announce(experiment)
+    row = None
     with (
-        _stop_signals() as stopped,
-        contextlib.closing(_Run(experiment)) as runner,
+        signals.stopping() as stopped,
+        contextlib.closing(_Run(experiment, stopped)) as runner,
         jax.transfer_guard("disallow"),
     ):
-        while runner.done < last and not stopped(runner.done):
-            runner.half_round()
-            crossed = functools.partial(_crossed, experiment, runner.done)
-            if crossed(config.eval_every) or runner.done == total:
-                runner.validate(config.eval_batches)
-            if crossed(config.checkpoint_every) and runner.done < total:
+        rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
+        while True:
+            try:
+                row = _train(runner, experiment, last, stopped)
+                break
+            except exits.Stopped:  # in an evaluation, which the continued run owes
                 runner.save()
-        runner.save()
-        row = runner.validate(None) if runner.done == total else None
+                break
+            except metrics.LossSpike as spike:
+                latest = experiment.checkpoints.latest()
+                if not rollbacks or latest is None:
+                    raise
+                rollbacks -= 1
+                with jax.transfer_guard("allow"):
+                    runner.roll_back(latest)
+                logging.warning("%s", spike)
+                logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
         measured = _footprint(experiment, runner.params, runner.state)
         if time_gradients:
@@ -249,6 +303,24 @@ def run(
     stopped_at = f"stopped after half-round {runner.done} of {total}"
     logging.info("%s: the same command continues", stopped_at)
     return None
+
+
+def _train(
+    runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
+) -> dict[str, Any] | None:
+    """Trains up to a half-round; returns the row of the final evaluation at the end."""
+    config, total = experiment.config, experiment.half_rounds
+    if runner.owes_evaluation():
+        runner.validate(config.eval_batches)
+    while runner.done < last and not stopped():
+        runner.half_round()
+        crossed = functools.partial(_crossed, experiment, runner.done)
+        if crossed(config.eval_every) or runner.done == total:
+            runner.validate(config.eval_batches)
+        if crossed(config.checkpoint_every) and runner.done < total:
+            runner.save()
+    runner.save()
+    return runner.validate(None) if runner.done == total else None
 
 
 def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
@@ -341,25 +413,3 @@ def _finish(
         reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
         logging.info("finished\n%s", reports.summarize(summary, workdir))
     return summary
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Yields stopped(half_round): whether this run has been told to stop.
-
-    SIGTERM (a scheduler's) and SIGINT (a person's) stop it after the half-round under
-    way, with a checkpoint; a second SIGINT at once. Several processes agree on the
-    half-round through JAX's preemption service.
-    """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    received: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    with signals.handler(handle):
-        yield lambda half_round: bool(received)

@@ -1,7 +1,5 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar on a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -16,9 +14,15 @@ import tensorboardX
 import tqdm
 from absl import logging
 
-from acco_jax.runner.files import write_rows
+from acco_jax.runner.files import read_text, write_rows
 
 FILE = "metrics.jsonl"
+
+
+class LossSpike(FloatingPointError):
+    """A loss is finite, and far above what it was."""
+
+
 Hook = Callable[[dict[str, Any]], None]  # takes a row of the file
 
 
@@ -41,26 +45,30 @@ class Recorder:
         late: bool = True,
         hooks: Sequence[Hook] = (),
         flops: tuple[float, float] | None = None,
+        spike: float = math.inf,
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
 
         It has done `done` of `total` half-rounds, with so many targets, in so many
         seconds. Steps that wait for the device are not written `late`. Process 0 calls
         the hooks with each row. With `flops`, the model's per token and the devices'
-        peak per second, rows of training have the model FLOPs utilization.
+        peak per second, rows of training have the model FLOPs utilization. A training
+        loss that is more than `spike` above the lowest one stops the run.
         """
         self._late, self._hooks, self._flops = late, hooks, flops
         self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
+        path, rows = workdir / FILE, read(workdir)
+        # evaluations come before a checkpoint, but for the final one
+        rows = [r for r in rows if r["kind"] != "final" and r["half_round"] <= done]
+        losses = (r["loss"] for r in rows if r["kind"] == "train")
+        self._spike, self._lowest = spike, min(losses, default=math.inf)
         if not self._writes:
             return
         workdir.mkdir(parents=True, exist_ok=True)
-        path = workdir / FILE
-        # evaluations come before a checkpoint, but for the final one
-        rows = (r for r in read(workdir) if r["kind"] != "final")
-        write_rows(path, [r for r in rows if r["half_round"] <= done])
+        write_rows(path, rows)
         self._file = path.open("a")
         self._board = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=done + 1
@@ -87,6 +95,7 @@ class Recorder:
 
         Raises:
           FloatingPointError: the last interval's loss is not finite.
+          LossSpike: it is far above the lowest one.
         """
         self.flush()
         self._pending = (host, device)
@@ -100,6 +109,7 @@ class Recorder:
         (host, device), self._pending = self._pending, None
         values = {k: v.item() for k, v in jax.device_get(device).items()}
         check(values["loss"], "the loss", host["half_round"])
+        self._check_spike(values["loss"], host["half_round"])
         if not self._writes:
             return
         before, tokens = self._mark
@@ -114,6 +124,16 @@ class Recorder:
             f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
         )
         self._bar.update(host["half_round"] - self._bar.n)
+
+    def _check_spike(self, loss: float, half_round: int) -> None:
+        if loss > self._lowest + self._spike:
+            raise LossSpike(
+                f"the loss is {loss:.3f} at half-round {half_round}, "
+                f"{loss - self._lowest:.3f} above the lowest one: lower "
+                "optimizer.learning_rate, or allow it with spike.policy='off'; the "
+                "checkpoints were written before that half-round."
+            )
+        self._lowest = min(loss, self._lowest)
 
     @contextlib.contextmanager
     def pause(self, tokens: int) -> Iterator[None]:
@@ -168,12 +188,24 @@ def check(loss: float, what: str, half_round: int) -> None:
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run so far, but a line that a killed process left cut."""
+    """Reads the rows of a run so far, but a line that a killed process left cut.
+
+    Raises:
+      ValueError: in one line, the file holds something else than rows.
+    """
     path = workdir / FILE
+    lines = read_text(path).splitlines() if path.exists() else []
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            break
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path} is damaged in line {number}: restore it."
+            ) from None
+        if not isinstance(row, dict) or not {"kind", "half_round"} <= row.keys():
+            raise ValueError(f"{path} is damaged in line {number}: it is no row.")
+        rows.append(row)
     return rows

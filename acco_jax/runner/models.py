@@ -1,7 +1,5 @@
 """The model of an experiment: GPT-Neo, or what a factory of the user's makes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

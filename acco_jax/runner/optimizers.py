@@ -1,7 +1,5 @@
 """The optimizer of an experiment: schedule, weight decay, groups, averages."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

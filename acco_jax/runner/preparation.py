@@ -1,7 +1,5 @@
 """Prepares a run: checks everything before anything is compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -26,8 +24,9 @@ from acco_jax.runner import config as configs
 from acco_jax.runner import models, optimizers
 from acco_jax.runner.checkpoints import Checkpoints
 from acco_jax.runner.counts import check_log
-from acco_jax.runner.files import write_whole
+from acco_jax.runner.files import read_object, write_whole
 from acco_jax.runner.validation import validate
+from acco_jax.runner.workdir import check_whole
 
 PyTree = Any
 
@@ -46,9 +45,16 @@ class Experiment:
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round, or in an inner step of one
     capacity: int  # microbatches that a batch has room for; more where counts adapt
-    checkpoints: Checkpoints
+    identity: dict[str, Any]  # what makes it another run if it differs
+    repairs: bool  # whether what killed processes left in the workdir is tidied up
     loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
     init: Callable[[], PyTree]  # makes what is trained; jit-compatible
+
+    @functools.cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Opened when first asked for: a refused run leaves no folder behind."""
+        folder, keep = self.workdir / "checkpoints", self.config.keep_checkpoints
+        return Checkpoints(folder, keep, repair=self.repairs)
 
     @property
     def workers(self) -> int:
@@ -109,7 +115,11 @@ def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
 
 
 def prepare(
-    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
+    config: ConfigDict,
+    workdir: Path,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    repair: bool = True,
 ) -> Experiment:
     """Builds an experiment.
 
@@ -117,6 +127,7 @@ def prepare(
       config: of `acco_jax.runner.config.default_config`'s form.
       workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
       devices: to train on; None: all.
+      repair: False to leave the workdir as it is, for it may be another run's.
 
     Raises:
       ValueError: in one line, what cannot work.
@@ -156,24 +167,42 @@ def prepare(
     step = acco_jax.make_train_step(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form
     )
-    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
-    schedule = optimizers.learning_rate(config)
-    experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        capacity, checkpoints, loss_fn, init,
-    )  # fmt: skip
-    batches(experiment)  # says now if the corpus is too small
-    held_out_batches(experiment, None)
     try:
-        tx.check(abstract_params(experiment))
+        tx.check(_replicated(jax.eval_shape(init), mesh))
     except Exception as error:
         raise ValueError(
             f"optimizer {config.optimizer.name} with the options given does not work "
             f"here: {error}"
         ) from error
-    if jax.process_index() == 0:
+    schedule = optimizers.learning_rate(config)
+    experiment = Experiment(
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
+        capacity, identity, repair, loss_fn, init,
+    )  # fmt: skip
+    batches(experiment)  # says now if the corpus is too small
+    held_out_batches(experiment, None)
+    check_whole(workdir)
+    _check_checkpoint(experiment)
+    if repair and jax.process_index() == 0:
         write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
     return experiment
+
+
+def _check_checkpoint(experiment: Experiment) -> None:
+    """Refuses a checkpoint of another run, whatever lies beside it."""
+    checkpoints, identity = experiment.checkpoints, experiment.identity
+    if (latest := checkpoints.latest()) is None:
+        return
+    path = experiment.workdir / "checkpoints" / str(latest)
+    old = checkpoints.host(latest).get("identity")
+    if not isinstance(old, dict):
+        raise ValueError(
+            f"{path} does not say which run it is of: use another workdir."
+        )
+    if field := configs.differing_field(old, old | identity):
+        raise ValueError(
+            f"{path} is of a run with {field}: use another workdir, or the same config."
+        )
 
 
 def _adaptive(
@@ -208,13 +237,17 @@ def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree
         return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
     folder = Path(config.base).expanduser()
     try:
-        old = json.loads((folder / "config.json").read_text())
+        old = read_object(folder / "config.json")
         fields = ConfigDict({k: old[k] for k in configs.default_config()})
-        base = prepare(fields, folder, list(mesh.devices.flat))
+        base = prepare(fields, folder, list(mesh.devices.flat), repair=False)
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"base is {folder}, which holds no run: {error}") from error
     if (latest := base.checkpoints.latest()) is None:
         raise ValueError(f"base is {folder}, which has no checkpoint: train it.")
+    if problem := base.checkpoints.problem(latest):
+        raise ValueError(
+            f"base is {folder}, whose checkpoint {latest} is damaged ({problem})."
+        )
     if jax.eval_shape(base.init) != jax.eval_shape(make):
         raise ValueError(
             f"base is {folder}, which holds another model: set the same model.*, "
@@ -233,10 +266,7 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
     path = workdir / "config.json"
     if not path.exists():
         return
-    try:
-        old = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: use another workdir.") from error
+    old = read_object(path)
     if field := configs.differing_field(old, old | identity):
         raise ValueError(
             f"workdir {workdir} belongs to a run with {field}: use another workdir, "
@@ -320,9 +350,12 @@ def initial(experiment: Experiment) -> tuple[PyTree, Any]:
 
 def abstract_params(experiment: Experiment) -> PyTree:
     """Returns shapes, dtypes and shardings of the parameters that are trained."""
-    replicated = NamedSharding(experiment.mesh, P())
-    shapes = jax.eval_shape(experiment.init)
-    return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
+    return _replicated(jax.eval_shape(experiment.init), experiment.mesh)
+
+
+def _replicated(shapes: PyTree, mesh: Mesh) -> PyTree:
+    sharding = NamedSharding(mesh, P())
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
 
 
 def abstract(experiment: Experiment) -> tuple[PyTree, Any]:

@@ -1,20 +1,59 @@
-"""Handlers of SIGINT (a person's) and SIGTERM (a scheduler's)."""
+"""Signals that ask a run to stop: a person's, a scheduler's, a terminal's end."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
 
 @contextlib.contextmanager
-def handler(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handles both signals; outside of the main thread there are none to handle."""
+def handler(
+    handle: Callable[[int, Any], None], numbers: tuple[int, ...] = STOPPING
+) -> Iterator[None]:
+    """Handles signals; outside of the main thread there are none to handle."""
     previous = {}
     with contextlib.suppress(ValueError):  # not in the main thread
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             previous[number] = signal.signal(number, handle)
     try:
         yield
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Yields stopped(): whether this run has been told to stop.
+
+    The first signal asks for a stop with a checkpoint, a second one ends the process at
+    once, as a KeyboardInterrupt. While the main thread compiles, signals are recorded.
+    Several processes agree through JAX's preemption service, which sees SIGTERM: they
+    must call stopped() equally often, and the others of the signals become that one.
+    """
+    received: list[int] = []
+    several, calls = jax.process_count() > 1, 0
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopped() -> bool:
+        nonlocal calls
+        calls += 1
+        if several:
+            return bool(multihost_utils.reached_preemption_sync_point(calls))
+        return bool(received)
+
+    ours = tuple(n for n in STOPPING if not several or n != signal.SIGTERM)
+    with handler(handle, ours):
+        yield stopped

@@ -1,7 +1,5 @@
 """The one line that refuses a config which cannot run."""
 
-from __future__ import annotations
-
 from ml_collections import ConfigDict
 
 from acco_jax.runner import config as configs

@@ -86,7 +86,48 @@ def test_a_kill_before_the_checksums_leaves_the_last_one(tree, tmp_path, monkeyp
     assert again.latest() == 1
     again.save(3, tree, {})
     names = {path.name for path in folder.iterdir()}
-    assert names == {"3", "3.checksums", "3.damaged"}
+    assert names == {"3", "3.checksums"}
+
+
+@pytest.mark.parametrize("moment", ["_checksums", "write_whole"])
+def test_a_kill_in_the_first_save_is_no_damage(tree, tmp_path, monkeypatch, moment):
+    """Whatever is there then is discarded, and the run begins again."""
+    folder = tmp_path / "checkpoints"
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"acco_jax.runner.checkpoints.{moment}", killed)
+        Checkpoints(folder, keep=1).save(1, tree, {})
+    assert (folder / "1").is_dir() and not (folder / "1.checksums").exists()
+    again = Checkpoints(folder, keep=1)
+    assert again.latest() is None and not list(folder.iterdir())
+    again.save(1, tree, {"a": 1})
+    assert Checkpoints(folder, keep=1).host(1) == {"a": 1}
+
+
+def test_a_kill_after_the_checksums_leaves_a_sound_checkpoint(tree, folder):
+    (folder / "5.saving").touch()
+    assert Checkpoints(folder, keep=2).latest() == 5
+    assert not (folder / "5.saving").exists()
+
+
+def test_another_runs_folder_is_left_as_it_is(folder):
+    (folder / "9.saving").touch()
+    flip(folder, 5)
+    before = {path.name for path in folder.iterdir()}
+    reader = Checkpoints(folder, keep=2, repair=False)
+    assert reader.latest() == 5 and "differs" in reader.problem(5)
+    assert reader.problem(3) is None
+    assert {path.name for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"\xff\xfe", b"{", b'{"a": 1}'])
+def test_checksums_that_are_none(folder, content, caplog):
+    (folder / "5.checksums").write_bytes(content)
+    assert Checkpoints(folder, keep=2).latest() == 3
+    assert "is damaged" in caplog.text
 
 
 def data_file(folder, step):
@@ -145,7 +186,7 @@ def test_refuses_to_start_again_where_all_is_damaged(folder):
     for _ in range(2):  # nor the second time, when they are already set aside
         with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged") as e:
             Checkpoints(folder, keep=2)
-        assert "\n" not in str(e.value) and "remove that folder" in str(e.value)
+        assert "\n" not in str(e.value) and "use another workdir" in str(e.value)
 
 
 def test_what_a_killed_process_left_is_no_checkpoint(folder):

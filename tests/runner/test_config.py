@@ -37,7 +37,7 @@ WRONG = [
     ("form", "fussed", r"form is 'fussed': did you mean 'fused'\?"),
     ("optimizer.name", "adamv", r"optax does not have: did you mean 'adam"),
     ("optimizer.name", "clip", r"'clip', which takes no learning_rate"),
-    ("optimizer.options.b3", 1, r"optimizer.options of adamw is 'b3': Known: b1, b2"),
+    ("optimizer.options.b3", 0.1, r"optimizer.options of adamw is 'b3': Known: b1, b2"),
     ("optimizer.schedule", "cosin", r"schedule is 'cosin': did you mean 'cosine'\?"),
     ("model.dtype", "bfloat61", r"model.dtype is 'bfloat61': give a floating dtype"),
     ("model.param_dtype", "int32", r"model.param_dtype is 'int32': give a floating"),

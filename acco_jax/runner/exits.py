@@ -1,0 +1,38 @@
+"""Exit codes of all commands: what a scheduler, or a person, reads off them."""
+
+import sys
+from typing import NoReturn
+
+FINISHED = 0
+FAILED = 1
+REFUSED = 2
+EXPOSED = 3
+DIVERGED = 4
+PEER_LOST = 5
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+TABLE = f"""
+Exit codes:
+  {FINISHED:2}  finished
+  {FAILED:2}  something else went wrong
+  {REFUSED:2}  refused: a flag, the config, a file or the machine; nothing was changed
+  {EXPOSED:2}  plan --require-hidden: communication is not hidden
+  {DIVERGED:2}  diverged: the loss or a parameter is not finite
+  {PEER_LOST:2}  another process of the run was lost
+  {STOPPED:2}  stopped and saved: the same command continues
+"""
+
+
+class Stopped(Exception):
+    """A run was told to stop, and has saved what it had."""
+
+
+def end(code: int, message: object) -> NoReturn:
+    """Ends the process with one line on stderr.
+
+    Args:
+      code: one of this module's.
+      message: its lines become one.
+    """
+    sys.stderr.write(f"error: {' '.join(str(message).split())}\n")
+    sys.exit(code)

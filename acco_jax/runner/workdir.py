@@ -1,0 +1,177 @@
+"""A workdir belongs to one run at a time, and to one experiment."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+from acco_jax.runner import metrics
+from acco_jax.runner.files import read_object
+
+LOCK = "lock.json"
+BEAT_SECONDS = 10.0  # between signs of life in the lock
+STALE_SECONDS = 60.0  # without one, a process on another host is taken for dead
+PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
+
+
+@contextlib.contextmanager
+def claimed(workdir: Path) -> Iterator[None]:
+    """Holds a workdir for this run, through process 0.
+
+    The lock says host, process and when that process started. It is stale, and taken
+    over, when that process is gone, or gives no sign of life from another host.
+
+    Raises:
+      ValueError: in one line, another run holds it.
+    """
+    path, mine, refusal = workdir / LOCK, _identity(), ""
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        refusal = _take(path, mine)
+    if jax.process_count() > 1:
+        refused = multihost_utils.broadcast_one_to_all(np.bool_(refusal))
+        if refused and jax.process_index():
+            refusal = f"process 0 refuses workdir {workdir}: see its line."
+    if refusal:
+        raise ValueError(refusal)
+    if jax.process_index():
+        yield
+        return
+    done = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, done), daemon=True)
+    beat.start()
+    try:
+        yield
+    finally:
+        done.set()
+        beat.join()
+        with contextlib.suppress(ValueError):
+            if read_object(path) == mine:
+                path.unlink()
+
+
+def _identity() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "started": _started(pid)}
+
+
+def _started(pid: int) -> str | None:
+    """Returns when a process of this host started; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[19]  # clock ticks after the boot
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        pass
+    return "unknown"
+
+
+def _take(path: Path, mine: dict[str, Any]) -> str:
+    """Writes the lock, over one that is stale only; returns why not, or ''."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            if not _is_stale(path):
+                held = path.read_text()
+                return (
+                    f"another run works in {path.parent} ({held}): use another workdir "
+                    f"or, if that run is dead, remove {path}."
+                )
+            logging.info("%s is of a run that is gone: taken over", path)
+            path.unlink(missing_ok=True)
+            continue
+        with open(descriptor, "w") as file:
+            json.dump(mine, file)
+        return ""
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        other = read_object(path)
+        host, pid, started = other["host"], int(other["pid"]), other["started"]
+    except (ValueError, KeyError, TypeError):  # a killed process left it cut
+        return _silent_for(path, 1.0)
+    if host == socket.gethostname():
+        return _started(pid) != started
+    return _silent_for(path, STALE_SECONDS)
+
+
+def _silent_for(path: Path, seconds: float) -> bool:
+    """Whether a file is older than that, by the clock of the file system."""
+    probe = path.with_name(f"{LOCK}.{os.getpid()}.clock")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - path.stat().st_mtime > seconds
+    except FileNotFoundError:
+        return True
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _beat(path: Path, done: threading.Event) -> None:
+    while not done.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def check_shared(workdir: Path) -> None:
+    """Refuses a workdir that the processes of a run do not share.
+
+    Process 0 writes a file, and each of the others looks for it.
+
+    Raises:
+      ValueError: in one line, the same on all processes, which of them do not see it.
+    """
+    if jax.process_count() == 1:
+        return
+    name = multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32)))
+    path = workdir / f"probe-{int(name):08x}"
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    multihost_utils.sync_global_devices("probe written")
+    limit = time.monotonic() + PROBE_SECONDS
+    while not (seen := path.exists()) and time.monotonic() < limit:
+        with contextlib.suppress(OSError):  # makes network file systems look again
+            os.listdir(workdir)
+        time.sleep(0.5)
+    everyone = multihost_utils.process_allgather(np.bool_(seen)).tolist()
+    if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
+    blind = [i for i, found in enumerate(everyone) if not found]
+    if blind:
+        raise ValueError(
+            f"workdir {workdir} is not one folder for all processes: process "
+            f"{', '.join(map(str, blind))} does not see what process 0 writes there; "
+            "give a folder on a file system that all hosts share."
+        )
+
+
+def check_whole(workdir: Path) -> None:
+    """Refuses a workdir whose checkpoints were removed while its metrics are there.
+
+    Raises:
+      ValueError: in one line, what is missing.
+    """
+    if (workdir / metrics.FILE).exists() and not (workdir / "checkpoints").exists():
+        raise ValueError(
+            f"{workdir} has {metrics.FILE}, but its folder checkpoints is gone: "
+            "restore it, or use another workdir."
+        )

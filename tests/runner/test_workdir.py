@@ -1,0 +1,146 @@
+"""One run at a time in a workdir, and no other run's files in it."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from acco_jax.runner import metrics, preparation, workdir
+from acco_jax.runner.files import read_object, read_text
+from acco_jax.runner.workdir import LOCK, check_whole, claimed
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+
+
+def test_two_runs_in_one_workdir_are_refused(tmp_path):
+    with claimed(tmp_path):
+        held = read_object(tmp_path / LOCK)
+        assert held["pid"] == os.getpid() and held["host"] == socket.gethostname()
+        refused = pytest.raises(ValueError, match=r"another run works in .*remove")
+        with refused as error, claimed(tmp_path):
+            pass
+        one_line(error)
+        assert read_object(tmp_path / LOCK) == held
+    assert not (tmp_path / LOCK).exists()
+    with claimed(tmp_path):
+        pass
+
+
+KILLED = """
+import os, pathlib, sys
+from acco_jax.runner.workdir import claimed
+with claimed(pathlib.Path(sys.argv[1])):
+    os._exit(9)
+"""
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert killed.returncode == 9
+    assert (tmp_path / LOCK).exists()
+    with claimed(tmp_path):
+        assert read_object(tmp_path / LOCK)["pid"] == os.getpid()
+
+
+def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
+    lock = {"host": socket.gethostname(), "pid": os.getpid(), "started": "0"}
+    (tmp_path / LOCK).write_text(json.dumps(lock))
+    with claimed(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("age", [5.0, 300.0])
+def test_the_lock_of_another_host_is_believed_while_it_shows_life(tmp_path, age):
+    path = tmp_path / LOCK
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "7"}))
+    os.utime(path, (time.time() - age,) * 2)
+    if age < workdir.STALE_SECONDS:
+        with pytest.raises(ValueError, match="elsewhere"), claimed(tmp_path):
+            pass
+    else:
+        with claimed(tmp_path):
+            pass
+
+
+def test_a_lock_shows_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir, "BEAT_SECONDS", 0.05)
+    with claimed(tmp_path):
+        os.utime(tmp_path / LOCK, (0, 0))
+        limit = time.monotonic() + 30
+        while (tmp_path / LOCK).stat().st_mtime == 0:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+
+
+def test_metrics_without_checkpoints_are_refused(tmp_path):
+    check_whole(tmp_path)
+    (tmp_path / metrics.FILE).touch()
+    with pytest.raises(ValueError, match="its folder checkpoints is gone") as error:
+        check_whole(tmp_path)
+    one_line(error)
+    (tmp_path / "checkpoints").mkdir()
+    check_whole(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"model.width": 32}, None])
+def test_a_checkpoint_says_which_run_it_is_of(train, tiny, tmp_path, change):
+    """Without config.json beside it, another run cannot continue it."""
+    train(tmp_path, stop_after=2)
+    (tmp_path / "config.json").unlink()
+    if change is None:
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+        return
+    (field,) = change
+    with pytest.raises(ValueError, match=f"checkpoints/2 is of a run with {field}="):
+        preparation.prepare(tiny(**change), tmp_path, jax.devices()[:2])
+
+
+def test_a_refused_run_leaves_no_checkpoints(tiny, tmp_path):
+    with pytest.raises(ValueError, match="less than a batch"):
+        preparation.prepare(tiny(length=9999), tmp_path, jax.devices()[:2])
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def folder_in_place(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe{"),
+    "a list": lambda path: path.write_text("[1]\n[2]"),
+    "cut": lambda path: path.write_text('{"seed": \n{}'),
+    "a folder": folder_in_place,
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    train(folder, stop_after=3)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", metrics.FILE])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_in_one_line(stopped, train, tmp_path, name, damage):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    DAMAGES[damage](tmp_path / name)
+    with pytest.raises(ValueError, match=name) as error:
+        train(tmp_path, stop_after=3)
+    one_line(error)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="nothing cannot be read: No such file"):
+        read_text(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        read_object(tmp_path)
