@@ -8,7 +8,7 @@ half-round communicates the gradients of the half-round before (`delayed`) or it
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import optax
@@ -106,6 +106,13 @@ class ShardedRound(ExchangeRound):
 # ---------------------------------------------------------------------- the method
 
 
+class ShardedPhase(NamedTuple):
+    """Which kind a half-round is."""
+
+    overlaps: bool
+    codec: Codec
+
+
 class ShardedMethod(optax.GradientTransformationExtraArgs):
     """An optax transformation whose optimizer state is sharded; a `Method`."""
 
@@ -165,16 +172,15 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             return "warmup_steps"
         return "gather_bits that differ, or resync_every," * self.codecs.differ
 
-    def phase(self, call: int) -> tuple[bool, Codec]:
-        """Returns whether the half-round overlaps, and its codec."""
-        return self.delayed and call >= self.warmup, self.codecs.at(call)
+    def phase(self, call: int) -> ShardedPhase:
+        overlaps = self.delayed and call >= self.warmup
+        return ShardedPhase(overlaps, self.codecs.at(call))
 
     def exchange(self, codec: Codec) -> Exchange:
         return Exchange(self.axis, self.advance, codec)
 
-    def round(self, phase: tuple[bool, Codec]) -> Round:
-        overlaps, codec = phase
-        return self.round_type(self.exchange(codec), overlaps)
+    def round(self, phase: ShardedPhase) -> Round:
+        return self.round_type(self.exchange(phase.codec), phase.overlaps)
 
     def calls(self, steps: int) -> int:
         """Half-rounds of so many steps; a delayed method's first one only primes."""
