@@ -444,3 +444,14 @@ def test_what_an_optimizer_needs_is_named():
     tx = method("zero1", inner=optax.polyak_sgd())
     with refused("inner needs 'value', which it was not given: use tx.update and pass"):
         tx.update({"w": np.ones((2, 3, 2), np.float32)}, tx.init(theta()), theta())
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_leaf_that_nothing_divides_under_an_optimizer_without_state(types):
+    """It is stored in blocks, which an Explicit mesh does not reshape by itself."""
+    tx = method("zero1", optax.sgd(0.1), n=4, types=types)
+    params = {"w": jnp.ones((257, 257))}
+    step = step_of(tx, lambda p, batch, rng: jnp.sum(p["w"] * batch[0, 0]))
+    params, state = acco_jax.start(tx, params)
+    params, state, _ = step(params, state, np.ones((4, 1), np.float32))
+    np.testing.assert_allclose(params["w"], 0.9, rtol=1e-6)

@@ -84,6 +84,8 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
             return jax.lax.with_sharding_constraint(fn(*args), out_shardings)
 
         return constrained
+    if not jax.tree.leaves(out_shardings):  # jax takes them for none given
+        return lambda *args: out_shardings
     shown = jax.tree.map(lambda s: _shown(s, explicit), out_shardings)
 
     def made_auto(*args: Any) -> Any:
