@@ -52,9 +52,8 @@ def main(argv: list[str]) -> None:
             changes["slow_bandwidth"] = _GBPS.value * 1e9 / 8
         folder = Path(_OUT.value).expanduser()
         json, programs = _path(_JSON), _path(_DUMP_HLO)
-        for path in (folder, json and json.parent, programs):
-            if path is not None:  # before anything is compiled
-                path.mkdir(parents=True, exist_ok=True)
+        for path in filter(None, (folder, json and json.parent, programs)):
+            _check_writable(path)  # before anything is compiled
         from acco_jax.plan import planner, report  # slow: after the flags' check
 
         devices = tuple(_whole(text) for text in _DEVICES.value)
@@ -70,6 +69,13 @@ def main(argv: list[str]) -> None:
         names = (f"{c.kind} {c.name} of {method}" for method, c in plan.exposed)
         print(f"--require-hidden: exposed: {', '.join(names)}", file=sys.stderr)
         sys.exit(exits.EXPOSED)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuses a folder that is none, or could not be made; makes none."""
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{folder} cannot be written to: name another folder.")
 
 
 def _path(flag: flags.FlagHolder) -> Path | None:

@@ -30,6 +30,7 @@ from acco_jax.plan import (
     topologies,
 )
 from acco_jax.plan.chips import CHIPS
+from acco_jax.runner import exits
 from acco_jax.runner.config import default_config
 
 RECORDED = pathlib.Path(__file__).parents[1] / "data" / "schedules"
@@ -355,6 +356,22 @@ def run(*arguments, config=QUICKSTART, topology="gpu:h200:1x8"):
         command.main(["plan"])
 
 
+@pytest.fixture
+def refusal(capsys):
+    """refusal(*arguments): the one line in which the command refuses them."""
+
+    def refused(*arguments, **options):
+        with pytest.raises(SystemExit) as stopped:
+            run(*arguments, **options)
+        assert stopped.value.code == exits.REFUSED
+        out, err = capsys.readouterr()
+        (line,) = (x for x in err.splitlines() if not re.match(r"[IW]\d{4} ", x))
+        assert out == "" and line.startswith("error: ")
+        return line
+
+    return refused
+
+
 def test_the_whole_report(stand_in, tmp_path, capsys):
     out, file, hlo = tmp_path / "out", tmp_path / "a" / "plan.json", tmp_path / "hlo"
     run("--devices=8,64", f"--out={out}", f"--json={file}", f"--dump-hlo={hlo}")
@@ -524,29 +541,36 @@ def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, cap
         (["--config.counts=(1,)"], "counts is (1,): give one number from 0 to 1 for"),
         (["--config.form=split"], "form is 'split', which is for CPUs"),
         (["--config.microbatches=adaptive"], "microbatches is 'adaptive', but their"),
-        (["--config.data.tokenizer=bpe"], "set data.vocab_size or model.vocab_size"),
+        (["--config.data.tokenizer=bpe"], "set model.vocab_size, or data.vocab_size"),
         (["--config.model.heads=3"], "width=128 is not divisible by heads=3"),
     ],
 )
-def test_errors_are_one_line_before_any_compile(stand_in, tmp_path, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        run(f"--out={tmp_path}", *arguments)
-    assert message in stopped.value.code
-    assert stopped.value.code.startswith("error: ")
-    assert "\n" not in stopped.value.code
+def test_errors_are_one_line_before_any_compile(
+    stand_in, tmp_path, refusal, arguments, message
+):
+    assert message in refusal(f"--out={tmp_path}", *arguments)
     assert not stand_in
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch, tmp_path):
+@pytest.mark.parametrize("flag", ["--out={}/x", "--json={}/x/y.json", "--dump-hlo={}"])
+def test_where_nothing_can_be_written_is_said_first(stand_in, tmp_path, refusal, flag):
+    file = tmp_path / "file"
+    file.touch()
+    line = refusal(f"--out={tmp_path}", flag.format(file))
+    assert "cannot be written to" in line and str(file) in line
+    assert not stand_in
+
+
+def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch, tmp_path, refusal):
     monkeypatch.setattr(topologies, "_installed", lambda module: False)
-    with pytest.raises(SystemExit) as stopped:
-        run(f"--out={tmp_path}", topology="tpu:v6e:4x4")
-    assert "pip install 'acco-jax[plan-tpu]'" in stopped.value.code
-    assert "\n" not in stopped.value.code
+    line = refusal(f"--out={tmp_path}", topology="tpu:v6e:4x4")
+    assert "pip install 'acco-jax[plan-tpu]'" in line
 
 
-def test_a_program_too_large_is_said_with_what_would_fit(stand_in, monkeypatch):
+def test_a_program_too_large_is_said_with_what_would_fit(
+    stand_in, monkeypatch, refusal
+):
     compile_ = programs.Program.compile
 
     def limited(program):
@@ -555,25 +579,23 @@ def test_a_program_too_large_is_said_with_what_would_fit(stand_in, monkeypatch):
         return compile_(program)
 
     monkeypatch.setattr(programs.Program, "compile", limited)
-    with pytest.raises(SystemExit) as stopped:
-        run("--method=acco")
     assert re.fullmatch(
         r"error: acco with microbatch_size 4 does not fit into the memory of a NVIDIA "
         r"H200 141GB HBM3e: it needs 200G of 141G hbm; at most about \d+ would fit\.",
-        stopped.value.code,
+        refusal("--method=acco"),
     )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nofit"]])
-def test_a_gpu_program_larger_than_its_memory_is_refused(stand_in, tmp_path, arguments):
+def test_a_gpu_program_larger_than_its_memory_is_refused(
+    stand_in, tmp_path, refusal, arguments
+):
     # the stand-in's 1 GB and 1 MB per row of 8 devices' microbatches
-    with pytest.raises(SystemExit) as stopped:
-        run("--set=memory_bytes=1.01e9", f"--out={tmp_path}", *arguments)
-    assert "does not fit into the memory" in stopped.value.code
-    assert "it needs 1.0G of 0.9G of memory" in stopped.value.code
-    assert "\n" not in stopped.value.code
+    line = refusal("--set=memory_bytes=1.01e9", f"--out={tmp_path}", *arguments)
+    assert "does not fit into the memory" in line
+    assert "it needs 1.0G of 0.9G of memory" in line
     advice = "lower it." if arguments else "at most about 1 would fit."
-    assert stopped.value.code.endswith(advice)
+    assert line.endswith(advice)
 
 
 @pytest.mark.parametrize("size", [1, 2])
