@@ -234,7 +234,7 @@ WRONG = {
         r"no such field: 'optimzer'.*Did you mean \"optimizer\"",
     ),
     "nested field": (["--config.model.widht=3"], r"model\.widht.*model\.width"),
-    "option": (["--config.optimizer.options.b3=1"], "options of adamw is 'b3'"),
+    "option": (["--config.optimizer.options.b3=0.1"], "options of adamw is 'b3'"),
     "value": (["--config.steps=abc"], r"--config.steps=abc: invalid literal for int"),
     "no config": (["--config=/nowhere.py"], "No such file or directory"),
     "syntax": (["--config=syntax.py"], r"invalid syntax \(syntax.py, line 1\)"),

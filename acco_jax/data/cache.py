@@ -19,6 +19,7 @@ from acco_jax.data.corpora import Source
 from acco_jax.data.tasks import Document
 from acco_jax.data.tokenizers import Tokenizer
 
+FORMAT = 2  # of the files; part of their folder's name
 _DOCUMENTS_AT_ONCE = 256
 
 

@@ -80,7 +80,8 @@ def load_corpus(
     with cache.lock(data_dir / "lock"):
         source = corpora.open_source(config, data_dir)
         tokenizer = _tokenizer(config, source, data_dir, workdir)
-        folder = data_dir / "tokens" / f"{source.fingerprint}-{tokenizer.fingerprint}"
+        name = f"{source.fingerprint}-{tokenizer.fingerprint}-{cache.FORMAT}"
+        folder = data_dir / "tokens" / name
         if not folder.is_dir():
             cache.write_tokens(folder, source, tokenizer)
     counts = cache.read_counts(folder)

@@ -47,4 +47,4 @@ class Model:
 
     def shapes(self) -> PyTree:
         """Returns shapes and dtypes of the parameters."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))

@@ -77,9 +77,10 @@ def _rows(config: ConfigDict, vocab_size: int) -> int:
 
 def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> None:
     """Logs that a published size has other parameters with this tokenizer."""
-    count, c = made.parameters(), config.model
+    c = config.model
     if c.factory or not c.size:
         return
+    count = made.parameters()
     published = gpt_neo.size(c.size)
     if gpt_neo.count_params(published) != count:
         logging.warning(

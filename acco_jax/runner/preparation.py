@@ -167,13 +167,6 @@ def prepare(
     step = acco_jax.make_train_step(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form
     )
-    try:
-        tx.check(_replicated(jax.eval_shape(init), mesh))
-    except Exception as error:
-        raise ValueError(
-            f"optimizer {config.optimizer.name} with the options given does not work "
-            f"here: {error}"
-        ) from error
     schedule = optimizers.learning_rate(config)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
@@ -181,6 +174,13 @@ def prepare(
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
     held_out_batches(experiment, None)
+    try:
+        tx.check(_replicated(jax.eval_shape(init), mesh))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {config.optimizer.name} with the options given does not work "
+            f"here: {error}"
+        ) from error
     check_whole(workdir)
     _check_checkpoint(experiment)
     if repair and jax.process_index() == 0:

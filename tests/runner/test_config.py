@@ -85,10 +85,10 @@ def test_a_rank_per_layer_excludes_one_for_all():
 def test_instructions_refuse_in_one_line(field, value, message):
     config = configs.default_config()
     config.data.task, config.data.lengths = "instruct", (64, 256)
-    configs.validate(config)
+    validate(config)
     config.data[field] = value
     with pytest.raises(ValueError, match=message) as error:
-        configs.validate(config)
+        validate(config)
     assert "\n" not in str(error.value)
 
 

@@ -447,7 +447,7 @@ def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
 def test_trains_and_continues_with(train, tiny, tmp_path, changes, monkeypatch):
     """What was not stopped and what was give the same last loss, below the first."""
     options = changes.pop("options", {})
-    changes |= {"steps": 3, "optimizer.learning_rate": 3e-3}
+    changes |= {"steps": 3, "optimizer.learning_rate": 1e-2}
     ends = []
     for name, stops in ("whole", (None,)), ("stopped", (4, None)):
         for stop in stops:
