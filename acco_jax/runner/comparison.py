@@ -167,9 +167,10 @@ def _check_elsewhere(arguments: list[str], on_cpu: bool) -> None:
     environment = network.environment() if on_cpu else None
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it ended without a word"]
-        if lines[-1].startswith("error: "):
-            raise ValueError(lines[-1].removeprefix("error: "))
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        if errors:  # other libraries may have a last word after it
+            raise ValueError(errors[-1].removeprefix("error: "))
         raise ValueError(f"the check of the methods failed: {done.stderr}")
 
 
