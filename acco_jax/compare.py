@@ -31,7 +31,7 @@ from absl import app, flags, logging
 
 from acco_jax.runner import commands, comparison, exits
 
-__doc__ = f"{__doc__}{exits.TABLE}"
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
 _METHODS = flags.DEFINE_string(

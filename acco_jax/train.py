@@ -12,7 +12,7 @@ from absl import app, flags, logging
 
 from acco_jax.runner import commands, devices, exits
 
-__doc__ = f"{__doc__}{exits.TABLE}"
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints and metrics.")

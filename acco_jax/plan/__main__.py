@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from acco_jax.plan import topologies
 from acco_jax.runner import commands, exits
 
-__doc__ = f"{__doc__}{exits.TABLE}"
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
 _TOPOLOGY = flags.DEFINE_string(

@@ -8,7 +8,6 @@ FAILED = 1
 REFUSED = 2
 EXPOSED = 3
 DIVERGED = 4
-PEER_LOST = 5
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 TABLE = f"""
@@ -18,7 +17,6 @@ Exit codes:
   {REFUSED:2}  refused: a flag, the config, a file or the machine; nothing was changed
   {EXPOSED:2}  plan --require-hidden: communication is not hidden
   {DIVERGED:2}  diverged: the loss or a parameter is not finite
-  {PEER_LOST:2}  another process of the run was lost
   {STOPPED:2}  stopped and saved: the same command continues
 """
 
