@@ -14,7 +14,7 @@ TABLE = f"""
 Exit codes:
   {FINISHED:2}  finished
   {FAILED:2}  something else went wrong
-  {REFUSED:2}  refused: a flag, the config, a file or the machine; nothing was changed
+  {REFUSED:2}  refused: a flag, the config, a file or the machine
   {EXPOSED:2}  plan --require-hidden: communication is not hidden
   {DIVERGED:2}  diverged: the loss or a parameter is not finite
   {STOPPED:2}  stopped and saved: the same command continues
