@@ -10,7 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, devices, exits
+from acco_jax.runner import commands, devices, exits, heartbeat, meeting, supervisor
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -25,7 +25,17 @@ _TIME_GRADIENTS = flags.DEFINE_bool(
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
 _PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
+_RESTARTS = flags.DEFINE_integer(
+    "restarts", 0, "How often to begin again after a process was lost or failed.", 0
+)
+_LOST_AFTER = flags.DEFINE_float(
+    "lost_after", 60.0, "Seconds without a sign of life until a process is lost.", 5.0
+)
+_START_WITHIN = flags.DEFINE_float(
+    "start_within", 300.0, "Seconds until all processes must be there.", 1.0
+)
 
+_ORDERS = heartbeat.follow()
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -36,8 +46,37 @@ def _ours_or_serious(record: levels.LogRecord) -> bool:
 
 def main(argv: list[str]) -> None:
     del argv
+    try:
+        if not str(_WORKDIR.value):
+            raise ValueError("--workdir is empty: name a folder.")
+        devices.check_together(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+        if _ORDERS is None and (_COORDINATOR.value or _RESTARTS.value):
+            sys.exit(supervisor.supervise(_job()))
+    except (ValueError, OSError) as error:
+        exits.end(exits.REFUSED, error)
     with contextlib.ExitStack() as claim:
         _train(claim)
+
+
+def _job() -> supervisor.Job:
+    """Returns what this command supervises: itself, as the process that trains.
+
+    Raises:
+      ValueError: a launcher has started several that do not know of each other.
+    """
+    if _COORDINATOR.value is None and devices.launched_by_a_cluster():
+        raise ValueError(
+            "--restarts of several processes needs --coordinator, --processes and "
+            "--process: the commands meet there."
+        )
+    return supervisor.Job(
+        command=[sys.executable, "-m", "acco_jax.train", *sys.argv[1:]],
+        workdir=Path(str(_WORKDIR.value)).expanduser(),
+        limits=meeting.Limits(_LOST_AFTER.value, _START_WITHIN.value, _RESTARTS.value),
+        process=_PROCESS.value or 0,
+        processes=_PROCESSES.value or 1,
+        coordinator=_COORDINATOR.value,
+    )
 
 
 def _train(claim: contextlib.ExitStack) -> None:
@@ -46,11 +85,15 @@ def _train(claim: contextlib.ExitStack) -> None:
     logging.set_verbosity(logging.INFO)
     config, workdir = _CONFIG.value, Path(str(_WORKDIR.value)).expanduser()
     try:
-        if not str(_WORKDIR.value):
-            raise ValueError("--workdir is empty: name a folder.")
         clustered = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
         devices.choose_platform(config.get("devices"), several_processes=clustered)
-        devices.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+        devices.connect(
+            _ORDERS.coordinator if _ORDERS else None,
+            _PROCESSES.value,
+            _PROCESS.value,
+            _START_WITHIN.value,
+            _LOST_AFTER.value,
+        )
         # slow, and only now may anything touch devices
         from acco_jax.runner import loop, preparation, validation
         from acco_jax.runner import workdir as workdirs

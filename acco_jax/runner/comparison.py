@@ -1,7 +1,6 @@
 """Compares methods and seeds, each an ordinary run in a process of its own."""
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import re
@@ -16,6 +15,7 @@ from absl import logging
 
 from acco_jax.runner import commands, devices, exits, network, results, signals
 from acco_jax.runner import config as configs
+from acco_jax.runner.processes import dies_with_parent
 
 
 class RunFailed(Exception):
@@ -230,16 +230,10 @@ def _starting(request: Request) -> Iterator[Start]:
 
 def _popen(command: list[str], **options: Any) -> subprocess.Popen:
     """Starts a process that stops when this one dies, and not by the terminal."""
-
-    def with_parent() -> None:
-        if sys.platform == "linux":
-            set_parent_death_signal = 1
-            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-
     return subprocess.Popen(
         command,
         stdout=sys.stderr,  # gloo prints: the table is alone on stdout
-        preexec_fn=with_parent,
+        preexec_fn=dies_with_parent(signal.SIGTERM),
         start_new_session=True,
         **options,
     )

@@ -46,38 +46,60 @@ def _is_address(text: str) -> bool:
     return bool(host) and port.isdecimal() and 1 <= int(port[:6]) <= 65535
 
 
-def connect(
+def check_together(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> None:
-    """Joins the other processes: by flags, or as the launcher says, or not at all.
-
-    The coordinator is address:port of process 0.
+    """Refuses flags that say who else takes part and do not fit together.
 
     Raises:
-      ValueError: the three do not fit together, or the others were not found.
+      ValueError: in one line, which.
     """
     if coordinator is None and processes is None and process is None:
-        if not launched_by_a_cluster():
-            return
-    elif coordinator is None or processes is None or process is None:
+        return
+    if coordinator is None or processes is None or process is None:
         raise ValueError(
             "--coordinator, --processes and --process go together: set all three or, "
             "under SLURM, Open MPI, Kubernetes or on Cloud TPU, none."
         )
-    elif process >= processes:
+    if process >= processes:
         raise ValueError(
             f"--process is {process}: with --processes={processes} it is 0 to "
             f"{processes - 1}."
         )
-    elif not _is_address(coordinator):
+    if not _is_address(coordinator):
         raise ValueError(
             f"--coordinator is {coordinator!r}: give host:port of process 0, with a "
             "port from 1 to 65535, e.g. localhost:12355."
         )
+
+
+def connect(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    start_within: float = 300.0,
+    lost_after: float = 60.0,
+) -> None:
+    """Joins the other processes: as told, or as the launcher says, or not at all.
+
+    The coordinator is address:port of process 0. `start_within` and `lost_after` are
+    seconds.
+
+    Raises:
+      ValueError: the others were not found.
+    """
+    if coordinator is None and not launched_by_a_cluster():
+        return
     try:
-        # on the address that was named alone, not on every interface
         jax.distributed.initialize(
-            coordinator, processes, process, coordinator_bind_address=coordinator
+            coordinator,
+            processes,
+            process,
+            initialization_timeout=int(start_within),
+            # on the address that was named alone, not on every interface
+            coordinator_bind_address=coordinator,
+            # The command is to say it first: this one aborts without a word of its own.
+            heartbeat_timeout_seconds=max(100, int(2 * lost_after)),
         )
     except RuntimeError as error:
         raise ValueError(f"the processes did not find each other: {error}") from error

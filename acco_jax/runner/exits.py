@@ -3,11 +3,14 @@
 import sys
 from typing import NoReturn
 
+from acco_jax.runner import heartbeat
+
 FINISHED = 0
 FAILED = 1
 REFUSED = 2
 EXPOSED = 3
 DIVERGED = 4
+LOST = 5
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 TABLE = f"""
@@ -17,6 +20,7 @@ Exit codes:
   {REFUSED:2}  refused: a flag, the config, a file or the machine
   {EXPOSED:2}  plan --require-hidden: communication is not hidden
   {DIVERGED:2}  diverged: the loss or a parameter is not finite
+  {LOST:2}  lost a process of the run, or one never came
   {STOPPED:2}  stopped and saved: the same command continues
 """
 
@@ -32,5 +36,7 @@ def end(code: int, message: object) -> NoReturn:
       code: one of this module's.
       message: its lines become one.
     """
-    sys.stderr.write(f"error: {' '.join(str(message).split())}\n")
+    line = " ".join(str(message).split())
+    sys.stderr.write(f"error: {line}\n")
+    heartbeat.ends_with(code, line)
     sys.exit(code)

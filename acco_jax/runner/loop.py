@@ -20,7 +20,16 @@ from acco_jax import data
 from acco_jax.gradients import with_arrays
 from acco_jax.plan import chips, footprint
 from acco_jax.runner import config as configs
-from acco_jax.runner import exits, hooks, metrics, optimizers, reports, signals, timing
+from acco_jax.runner import (
+    exits,
+    heartbeat,
+    hooks,
+    metrics,
+    optimizers,
+    reports,
+    signals,
+    timing,
+)
 from acco_jax.runner.counts import CountsLog
 from acco_jax.runner.preparation import (
     Experiment,
@@ -113,6 +122,7 @@ class _Run:
             self._batches.set_state(host["batches"])
             seconds = host["seconds"]
             logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
+        heartbeat.reached(self.done)
         self._hooks = hooks.of(e.config, e.workdir)
         self._open_records(seconds)
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
@@ -170,6 +180,7 @@ class _Run:
             self.params, self.state, batch, self._counts, self._rng()
         )
         self.done += 1
+        heartbeat.reached(self.done)
         microbatches = list(e.config.counts) or [e.microbatches] * e.workers
         if self._log is not None:
             self._log.add(jax.device_get(self._metrics["counts"]))

@@ -1,0 +1,101 @@
+"""What a process that trains tells the command that started it.
+
+That it lives, which half-round it has reached, and the one line it ends with. Whatever
+C++ libraries print goes to a file, and so do the stacks of its threads when the command
+asks for them. Without such a command all of this does nothing.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from absl import logging
+
+VARIABLE = "ACCO_JAX_ORDERS"
+SECONDS = 1.0  # between signs of life
+STACKS = signal.SIGUSR2  # asks for the stacks of all threads
+
+_pipe: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What a command tells the process it starts: JSON in an environment variable."""
+
+    pipe: int  # file descriptor to write to
+    folder: str  # for messages.txt and stacks.txt
+    attempt: int  # from 1; later ones are restarts
+    coordinator: (
+        str | None
+    )  # host:port of JAX's coordination service; None: one process
+    lost_after: float  # seconds
+    start_within: float  # seconds
+
+    def environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+
+def follow() -> Orders | None:
+    """Begins to give signs of life; returns None where no command asked for them."""
+    global _pipe
+    text = os.environ.pop(VARIABLE, None)
+    if text is None:
+        return None
+    orders = Orders(**json.loads(text))
+    folder = Path(orders.folder)
+    # Python goes on speaking to the terminal, C++ does not.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(folder / "messages.txt", "w") as messages:
+        os.dup2(messages.fileno(), 2)
+    logging.get_absl_handler().python_handler.setStream(sys.stderr)
+    stacks = open(folder / "stacks.txt", "w")  # noqa: SIM115
+    faulthandler.enable(stacks)
+    faulthandler.register(STACKS, stacks)
+    sys.excepthook = _unexpected
+    _pipe = orders.pipe
+    os.set_blocking(_pipe, False)
+    threading.Thread(target=_beat, daemon=True).start()
+    return orders
+
+
+def reached(half_round: int) -> None:
+    """Tells the command how many half-rounds are done."""
+    _tell(half_round=half_round)
+
+
+def ends_with(code: int, line: str) -> None:
+    """Tells the command the exit code to come, and the one line that says why."""
+    _tell(code=code, error=line)
+
+
+def _tell(**values: int | str) -> None:
+    if _pipe is None:
+        return
+    try:
+        with contextlib.suppress(BlockingIOError):  # the command is busy: it knows less
+            os.write(_pipe, (json.dumps(values) + "\n").encode())
+    except BrokenPipeError:  # the command is gone, and another one may have begun
+        os._exit(1)
+
+
+def _beat() -> None:
+    while True:
+        _tell()
+        threading.Event().wait(SECONDS)
+
+
+def _unexpected(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    with open(2, "w", closefd=False) as messages:
+        traceback.print_exception(kind, error, trace, file=messages)
+    last = "".join(traceback.format_exception_only(error)).strip()
+    _tell(code=1, exception=last.partition("\n")[0][:300])

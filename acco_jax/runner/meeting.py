@@ -1,0 +1,295 @@
+"""Where the commands of a run's processes meet, and who decides that one is lost.
+
+Process 0's command listens at the address that all were given; every command, its own
+too, connects to it and speaks in lines of JSON. An attempt begins when all are there
+and none has a process that trains: so a process of an earlier attempt is never beside
+one of a later. Commands give a sign of life every second. Whether a process is lost is
+decided here alone, so that all hosts print the same line.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+from acco_jax.runner import exits
+
+SECONDS = 0.25  # between looks
+GRACE = 3.0  # seconds in which the first failure may turn out to be another's fault
+QUIET = 5.0  # seconds of silence that make a process suspect when others fail
+
+Message = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long to wait, and how often to begin again."""
+
+    lost_after: float = 60.0  # seconds without a sign of life
+    start_within: float = 300.0  # seconds until all are there, or one has started
+    restarts: int = 0  # of the whole run
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a process that trains has ended."""
+
+    code: int  # an exit code, or minus a signal's number
+    error: str = ""  # the line it ended with
+    exception: str = ""  # one that nobody expected
+
+    @property
+    def good(self) -> bool:
+        return self.code in (exits.FINISHED, exits.STOPPED)
+
+    @property
+    def suspicion(self) -> int:
+        """How likely it is this process's own fault: less is likelier."""
+        if self.error:
+            return 0
+        return 1 if self.code < 0 and self.code != -signal.SIGABRT else 2
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return self.exception or f"it ended with exit code {self.code}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Why an attempt is over."""
+
+    code: int
+    line: str
+    process: int | None  # whose end it was; None: nobody's in particular
+    again: bool  # whether another attempt follows
+
+
+@dataclasses.dataclass
+class Member:
+    """A command that takes part, and what it says of its process."""
+
+    process: int
+    host: str
+    heard: float  # when the command last spoke, in seconds of time.monotonic
+    writer: asyncio.StreamWriter | None = None
+    gone: bool = False  # whether its connection has ended
+    idle: bool = True  # whether it has no process
+    half_round: int | None = None
+    started: bool = False  # whether its process has given a sign of life
+    silent: float = 0.0  # seconds since the last one
+    end: End | None = None
+    ended: float = 0.0  # when
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+    def begin(self, now: float) -> None:
+        """Forgets the attempt before."""
+        self.heard, self.idle, self.half_round = now, False, None
+        self.started, self.silent, self.end, self.ended = False, 0.0, None, 0.0
+
+    def quiet(self, now: float) -> float:
+        """Returns seconds since a sign of life of the command and of its process."""
+        silent = self.silent if self.started else 0.0
+        return 0.0 if self.end else max(now - self.heard, silent)
+
+
+def progress(half_round: int | None) -> str:
+    """Returns where in its run a process was."""
+    if half_round is None:
+        return "before its first half-round"
+    return f"after half-round {half_round}"
+
+
+def judge(
+    members: Sequence[Member], now: float, limits: Limits, attempt: int
+) -> Verdict | None:
+    """Decides whether an attempt is over before its end, and through which process.
+
+    A process that says why it ends is believed, then one that a signal killed, then one
+    that is silent; what others died of when it was gone is not held against them.
+    """
+    for m in members:
+        if m.gone and not m.end:
+            return _lost(m, "its command is gone", limits, attempt)
+    lost = max(members, key=lambda m: m.quiet(now))
+    late = [m for m in members if not m.started and m.silent > limits.start_within]
+    if late or lost.quiet(now) > limits.lost_after:
+        lost = late[0] if late else lost
+        seconds = lost.silent if late else lost.quiet(now)
+        return _lost(lost, f"no sign of life for {seconds:.0f} s", limits, attempt)
+    ends = [(m, m.end) for m in members if m.end and not m.end.good]
+    everyone = all(m.end for m in members)
+    if not ends:
+        early = [m for m in members if m.end and m.end.code == exits.STOPPED
+                 and m.half_round is None]  # fmt: skip
+        if not early or everyone:
+            return None
+        line = f"{early[0]} was told to stop"
+        return Verdict(exits.STOPPED, line, early[0].process, False)
+    if not everyone and now - min(m.ended for m, _ in ends) < GRACE:
+        return None
+    first, end = min(ends, key=lambda pair: (pair[1].suspicion, pair[0].ended))
+    if end.error:
+        again = end.code == exits.FAILED and attempt <= limits.restarts
+        return Verdict(end.code, f"{first}: {end.error}", first.process, again)
+    if end.suspicion == 2 and lost.quiet(now) > QUIET:
+        why = f"no sign of life for {lost.quiet(now):.0f} s"
+        return _lost(lost, why, limits, attempt)
+    return _lost(first, str(end), limits, attempt)
+
+
+def _lost(member: Member, why: str, limits: Limits, attempt: int) -> Verdict:
+    line = f"{member} was lost {progress(member.half_round)} ({why})"
+    return Verdict(exits.LOST, line, member.process, attempt <= limits.restarts)
+
+
+class Meeting:
+    """The commands of a run, as process 0's command sees them."""
+
+    def __init__(self, processes: int, limits: Limits) -> None:
+        self._processes, self._limits = processes, limits
+        self._members: dict[int, Member] = {}
+        self._attempt = 0
+        self._running = False
+        self._since = time.monotonic()  # when this attempt, or the wait for it, began
+        self._over = False
+
+    @contextlib.asynccontextmanager
+    async def at(self, host: str, port: int) -> AsyncIterator[Self]:
+        """Listens there until the context ends.
+
+        Raises:
+          OSError: it cannot.
+        """
+        self._host = host
+        server = await asyncio.start_server(self._talk, host, port)
+        self.port = server.sockets[0].getsockname()[1]
+        looks = asyncio.create_task(self._look())
+        try:
+            yield self
+        finally:
+            looks.cancel()
+            server.close()
+            for member in self._members.values():
+                if member.writer:
+                    member.writer.close()
+
+    async def _talk(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Hears one command, from its first word to the end of the connection."""
+        member = None
+        known = (ValueError, KeyError, TypeError, OSError, asyncio.CancelledError)
+        with contextlib.suppress(*known):  # whoever speaks otherwise is not heard
+            member = self._admit(json.loads(await reader.readline()), writer)
+            while member and (line := await reader.readline()):
+                self._hear(member, json.loads(line))
+        if member and self._members.get(member.process) is member:
+            member.gone, member.writer = True, None
+            if not self._running:
+                del self._members[member.process]
+        writer.close()
+
+    def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> Member | None:
+        process, host = int(hello["process"]), str(hello["host"])
+        other = self._members.get(process)
+        if hello["processes"] != self._processes or process >= self._processes:
+            reason = (
+                f"--processes is {hello['processes']} here and {self._processes} on "
+                f"{socket.gethostname()}: give all the same."
+            )
+        elif other and other.writer and other.quiet(time.monotonic()) < QUIET:
+            reason = f"{other} is there already: give each its own --process."
+        else:
+            member = Member(process, host, time.monotonic(), writer)
+            self._attempt = max(self._attempt, int(hello["attempt"]))
+            if self._running and other and not other.end:
+                self._end(_lost(other, "it came again", self._limits, self._attempt))
+            if other and other.writer:
+                other.writer.close()
+            self._members[process] = member
+            _say(member, welcome=socket.gethostname())
+            return member
+        _say(Member(process, host, 0.0, writer), refused=reason)
+        return None
+
+    def _hear(self, member: Member, message: Message) -> None:
+        member.heard = time.monotonic()
+        match message:
+            case {"beat": {"half_round": half_round, "started": started, "silent": s}}:
+                member.half_round, member.started = half_round, started
+                member.silent = float(s)
+            case {"end": end}:
+                member.end, member.ended = End(**end), member.heard
+            case {"idle": _}:
+                member.idle = True
+
+    async def _look(self) -> None:
+        before = spoke = time.monotonic()
+        while not self._over:
+            await asyncio.sleep(SECONDS)
+            now = time.monotonic()
+            if now - before > QUIET:  # it was this process that did not hear
+                for member in self._members.values():
+                    member.heard += now - before
+            before = now
+            (self._watch if self._running else self._gather)(now)
+            if now - spoke > 4 * SECONDS:
+                self._tell(beat=self._attempt)
+                spoke = now
+
+    def _gather(self, now: float) -> None:
+        """Begins an attempt once all are there and idle."""
+        here = [m for m in self._members.values() if m.writer and m.idle]
+        if len(here) == self._processes:
+            self._attempt += 1
+            self._running, self._since = True, now
+            for m in here:
+                m.begin(now)
+            with socket.socket() as free:
+                free.bind((self._host, 0))
+                port = free.getsockname()[1]
+            self._tell(go=self._attempt, coordinator=f"{self._host}:{port}")
+            return
+        absent = sorted(set(range(self._processes)) - {m.process for m in here})
+        if now - self._since > self._limits.start_within:
+            line = (
+                f"process {', '.join(map(str, absent))} of {self._processes} did not "
+                f"come within {self._limits.start_within:.0f} s"
+            )
+            self._end(Verdict(exits.LOST, line, None, False))
+        else:
+            self._tell(awaited=absent)
+
+    def _watch(self, now: float) -> None:
+        members = list(self._members.values())
+        verdict = judge(members, now, self._limits, self._attempt)
+        if verdict:
+            self._end(verdict)
+        elif all(m.end for m in members):
+            self._tell(over=True)
+            self._over = True
+
+    def _end(self, verdict: Verdict) -> None:
+        self._tell(verdict=dataclasses.asdict(verdict))
+        self._running, self._since = False, time.monotonic()
+        self._over = not verdict.again
+        for process, member in list(self._members.items()):
+            if member.gone:
+                del self._members[process]
+
+    def _tell(self, **message: Any) -> None:
+        for member in self._members.values():
+            _say(member, **message)
+
+
+def _say(member: Member, **message: Any) -> None:
+    if member.writer and not member.writer.is_closing():
+        member.writer.write((json.dumps(message) + "\n").encode())
