@@ -100,7 +100,9 @@ def _train(claim: contextlib.ExitStack) -> None:
 
         validation.validate(config)
         workdirs.check_shared(workdir)
-        claim.enter_context(workdirs.claimed(workdir))
+        again = _ORDERS is not None and _ORDERS.attempt > 1
+        patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
+        claim.enter_context(workdirs.claimed(workdir, patience))
         experiment = preparation.prepare(config, workdir)
     except (ValueError, OSError) as error:
         exits.end(exits.REFUSED, error)

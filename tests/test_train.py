@@ -420,11 +420,24 @@ def arrays_of(workdir, place, reader):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 
 
+def child_of(process):
+    """The process that trains, of a command that supervises it."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return int(path.read_text().split()[0])
+
+
 def test_two_processes_continue_bit_for_bit(two, start_two, place, tmp_path):
     workdir = tmp_path / "work"
-    for stop in (6, 9):  # after an estimate, a commit
-        processes = start_two(workdir, f"--stop_after={stop}")
-        finish(*processes, code=exits.STOPPED)
+    processes = start_two(workdir, "--stop_after=6")  # after an estimate
+    finish(*processes, code=exits.STOPPED)
+    processes = start_two(workdir, "--stop_after=9", "--restarts=1")  # after a commit
+    while not (workdir / "lock.json").exists():
+        time.sleep(0.05)
+    os.kill(child_of(processes[1]), signal.SIGKILL)
+    outputs = finish(*processes, code=exits.STOPPED)
+    for _, err in outputs:
+        assert "process 1 on" in err and "(killed by SIGKILL)" in err
+        assert "attempt 2 of 2 begins" in err and "Traceback" not in err
     finish(*start_two(workdir))
     assert rows_of(workdir) == rows_of(two[0])
     reader = tmp_path / "reader"

@@ -87,6 +87,10 @@ class Network:
         for i in range(self._processes):
             _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 
+    def set_link(self, process: int, *, up: bool) -> None:
+        """Cuts a process off from the others, or joins it again."""
+        _run(f"ip -n {_name('hub')} link set port{process} {'up' if up else 'down'}")
+
     def command(self, process: int, arguments: list[str]) -> list[str]:
         """Returns these arguments, run as one process on a core of its own."""
         # gloo asks for the address of the machine's own name

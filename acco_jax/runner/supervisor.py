@@ -29,6 +29,7 @@ from acco_jax.runner.processes import dies_with_parent
 
 ANNOUNCE_SECONDS = 30.0  # between lines that say who is awaited
 STACK_SECONDS = 0.5  # for a process to write its stacks
+CONNECT_SECONDS = 3.0  # until an attempt to connect is repeated
 END_SECONDS = 10.0  # for a process to end that has said why it does
 POLL_SECONDS = 0.25  # between looks at the process that trains
 
@@ -213,9 +214,10 @@ class _Command:
         job, announced = self._job, _Announcement(self._job.processes)
         while True:
             try:
-                link = _Link(*await asyncio.open_connection(self._host, self._port))
+                there = asyncio.open_connection(self._host, self._port)
+                link = _Link(*await asyncio.wait_for(there, CONNECT_SECONDS))
                 break
-            except OSError:
+            except (OSError, TimeoutError):
                 announced.awaiting([0])
             if announced.seconds > job.limits.start_within:
                 line = (

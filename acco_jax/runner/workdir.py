@@ -26,11 +26,16 @@ PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 
 
 @contextlib.contextmanager
-def claimed(workdir: Path) -> Iterator[None]:
+def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds a workdir for this run, through process 0.
 
     The lock says host, process and when that process started. It is stale, and taken
     over, when that process is gone, or gives no sign of life from another host.
+
+    Args:
+      workdir: of the run.
+      patience: seconds to wait for that, where the lock may be this run's own of an
+        earlier attempt, whose host is lost.
 
     Raises:
       ValueError: in one line, another run holds it.
@@ -38,7 +43,7 @@ def claimed(workdir: Path) -> Iterator[None]:
     path, mine, refusal = workdir / LOCK, _identity(), ""
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
-        refusal = _take(path, mine)
+        refusal = _take(path, mine, time.monotonic() + patience)
     if jax.process_count() > 1:
         refused = multihost_utils.broadcast_one_to_all(np.bool_(refusal))
         if refused and jax.process_index():
@@ -82,13 +87,16 @@ def _started(pid: int) -> str | None:
     return "unknown"
 
 
-def _take(path: Path, mine: dict[str, Any]) -> str:
+def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
     """Writes the lock, over one that is stale only; returns why not, or ''."""
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             if not _is_stale(path):
+                if time.monotonic() < deadline:
+                    time.sleep(1.0)
+                    continue
                 held = path.read_text()
                 return (
                     f"another run works in {path.parent} ({held}): use another workdir "
@@ -123,6 +131,24 @@ def _silent_for(path: Path, seconds: float) -> bool:
         return True
     finally:
         probe.unlink(missing_ok=True)
+
+
+def check_held(workdir: Path) -> None:
+    """Refuses to write into a workdir that another process has taken over.
+
+    A process that was stopped for long, with its whole machine, may wake up when the
+    run goes on elsewhere.
+
+    Raises:
+      OSError: in one line, whose it is now.
+    """
+    path = workdir / LOCK
+    try:
+        holder = read_object(path)
+    except ValueError:  # it is not held, or just being taken
+        return
+    if holder != _identity():
+        raise OSError(f"another run has taken over {workdir} ({json.dumps(holder)})")
 
 
 def _beat(path: Path, done: threading.Event) -> None:

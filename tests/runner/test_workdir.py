@@ -70,6 +70,25 @@ def test_the_lock_of_another_host_is_believed_while_it_shows_life(tmp_path, age)
             pass
 
 
+def test_a_later_attempt_waits_for_a_lost_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir, "STALE_SECONDS", 1.5)
+    lock = {"host": "elsewhere", "pid": 1, "started": "1"}
+    (tmp_path / LOCK).write_text(json.dumps(lock))
+    with pytest.raises(ValueError, match="elsewhere"), claimed(tmp_path):
+        pass
+    with claimed(tmp_path, patience=10):
+        assert json.loads((tmp_path / LOCK).read_text())["host"] != "elsewhere"
+
+
+def test_a_process_that_wakes_up_late_writes_nothing(tmp_path):
+    with claimed(tmp_path):
+        workdir.check_held(tmp_path)
+        (tmp_path / LOCK).write_text('{"host": "elsewhere", "pid": 1, "started": "1"}')
+        with pytest.raises(OSError, match=r"another run has taken over .*elsewhere"):
+            workdir.check_held(tmp_path)
+    workdir.check_held(tmp_path / "nobody's")
+
+
 def test_a_lock_shows_life(tmp_path, monkeypatch):
     monkeypatch.setattr(workdir, "BEAT_SECONDS", 0.05)
     with claimed(tmp_path):
