@@ -28,12 +28,10 @@ same bits.
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
 import pathlib
-import random
 import signal
 import statistics
 import subprocess
@@ -46,6 +44,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from acco_jax.runner import exits, network  # noqa: E402
+from benchmarks import common  # noqa: E402
 
 PROCESSES = 4
 KINDS = ("kill", "stop", "cut off", "coordinator")
@@ -100,12 +99,7 @@ class Run:
             f"--process={process}", "--restarts=1000", "--lost_after=10",
             *flags,
         ]  # fmt: skip
-        environment = network.environment() | {
-            "PYTHONPATH": str(ROOT),
-            "ACCO_DATA_DIR": str(self._place / "data"),
-            "JAX_COMPILATION_CACHE_DIR": str(self._place / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        }
+        environment = common.environment(self._place) | network.ENVIRONMENT
         with open(self.logs[process], "a") as log:
             self.commands[process] = subprocess.Popen(
                 self.net.command(process, arguments),
@@ -153,42 +147,11 @@ class Run:
                 tail = self.logs[process].read_text()[-2000:]
                 raise RuntimeError(f"process {process} ended with {code}: {tail}")
 
-    def saved(self) -> int:
-        """Returns the half-round of the last checkpoint."""
-        names = [p.name for p in (self.workdir / "checkpoints").iterdir()]
-        return max(int(name) for name in names if name.isdigit())
-
     def kill(self) -> None:
         for command in self.commands:
             if command is not None and command.poll() is None:
                 command.kill()
                 command.wait()
-
-
-def checkpoint_hash(workdir: pathlib.Path, half_round: int) -> str:
-    """Returns the hash of a checkpoint's arrays, in a process that can load them."""
-    code = (
-        "import hashlib, sys, jax, numpy as np, orbax.checkpoint as ocp\n"
-        "with ocp.CheckpointManager(sys.argv[1]) as manager:\n"
-        "    args = ocp.args.Composite(arrays=ocp.args.StandardRestore())\n"
-        "    arrays = manager.restore(int(sys.argv[2]), args=args).arrays\n"
-        "sha = hashlib.sha256()\n"
-        "for name in sorted(arrays):\n"
-        "    sha.update(name.encode() + np.asarray(arrays[name]).tobytes())\n"
-        "print(sha.hexdigest(), len(arrays))"
-    )
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={PROCESSES}",
-    }
-    folder = str(workdir / "checkpoints")
-    done = subprocess.run(
-        [sys.executable, "-c", code, folder, str(half_round)],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return hashlib.sha256(done.stdout.encode()).hexdigest()[:16]
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit: float = 300.0) -> float:
@@ -267,15 +230,6 @@ def seconds_each(run: Run, faults: list[Fault]) -> float:
     return sum(g[0] for g in gaps) / sum(g[1] for g in gaps)
 
 
-def texts(place: pathlib.Path) -> pathlib.Path:
-    folder, draw = place / "texts", random.Random(0)
-    folder.mkdir()
-    words = ["while", "you", "accumulate", "gradients", "communicate", "them", "\n"]
-    for i in range(60):
-        (folder / f"{i}.txt").write_text(" ".join(draw.choices(words, k=2000)))
-    return folder
-
-
 @contextlib.contextmanager
 def started(net: network.Network, place: pathlib.Path, name: str) -> Iterator[Run]:
     run = Run(net, place, name)
@@ -312,21 +266,21 @@ def experiment(
     net: network.Network, place: pathlib.Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     config = CONFIG.format(
-        texts=str(texts(place)), checkpoint_every=args.checkpoint_every
+        texts=str(common.texts(place)), checkpoint_every=args.checkpoint_every
     )
     (place / "config.py").write_text(config)
     print("| fault | process | after half-round | detection, s | restart, s | "
           "half-rounds repeated |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
     with started(net, place, "disturbed") as run:
         faults, done, wall = disturbed(run, args.minutes, args.every)
-        each, last = seconds_each(run, faults), run.saved()
-        bits = checkpoint_hash(run.workdir, last)
+        each, last = seconds_each(run, faults), common.last_checkpoint(run.workdir)
+        bits = common.bits(run.workdir)
     net.set_rate(1e4)
     with started(net, place, "undisturbed") as run:
         for process in range(PROCESSES):
             run.start(process, f"--stop_after={last}")
         run.finish()
-        same = bits == checkpoint_hash(run.workdir, last)
+        same = bits == common.bits(run.workdir)
     cost = statistics.mean(f.detection + f.restart + f.repeated * each for f in faults)
     goodput = {"expected": 1 - cost / args.every, "measured": done * each / wall}
     report = {

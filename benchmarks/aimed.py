@@ -1,0 +1,119 @@
+"""acco_jax.train, killed where an aim says; see soak.py.
+
+    python benchmarks/aimed.py FLAGS OF acco_jax.train        the process that trains
+    python benchmarks/aimed.py --supervise JSON               its command, of a Job
+
+The folder SOAK_AIMS holds a file for each kill to come: its name says where, the first
+process that gets there removes the file, and dies by SIGKILL.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def here(stage: str) -> None:
+    """Dies if a kill is to come here: once, whoever is first."""
+    path = pathlib.Path(os.environ["SOAK_AIMS"], stage)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(path.with_suffix(".done"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner: Any, name: str, stage: str, seconds: float = 0.0) -> None:
+    """Has a function begin with `here`, or call it up to so many seconds later."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if seconds:
+            delay = random.uniform(0.0, seconds)
+            threading.Timer(delay, here, [stage]).start()
+        else:
+            here(stage)
+        return original(*args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner: Any, name: str, stage: str) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        here(stage)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def arm() -> None:
+    """Puts the places in."""
+    import jax
+
+    from acco_jax.runner import checkpoints, loop, metrics, preparation
+
+    before(preparation, "prepare", "starting")
+    jax.monitoring.register_event_listener(
+        lambda event, **_: here("compiling") if "compile_requests" in event else None
+    )
+    batches = loop.held_out_batches
+
+    def evaluating(*args: Any) -> Iterator[Any]:
+        for number, batch in enumerate(batches(*args)):
+            if number:
+                here("evaluating")
+            yield batch
+
+    loop.held_out_batches = evaluating  # type: ignore[attr-defined]
+    before(checkpoints.Checkpoints, "save", "saving", seconds=0.05)
+    before(checkpoints, "_checksums", "renamed")
+    after(checkpoints, "write_whole", "summed")
+    before(checkpoints.Checkpoints, "_remove", "removing")
+    after(checkpoints.Checkpoints, "save", "training on")
+    write = metrics.Recorder._write
+
+    def cut(recorder: metrics.Recorder, row: dict[str, Any]) -> None:
+        if recorder._file.tell() and row["half_round"] % 3 == 0:
+            recorder._file.write(json.dumps(row)[:20])
+            recorder._file.flush()
+            here("row")
+            recorder._file.seek(recorder._file.tell() - 20)
+            recorder._file.truncate()
+        write(recorder, row)
+
+    metrics.Recorder._write = cut  # type: ignore[method-assign]
+
+
+def main() -> None:
+    if sys.argv[1] == "--supervise":
+        from acco_jax.runner import meeting, supervisor
+
+        job = json.loads(sys.argv[2])
+        job |= {"workdir": pathlib.Path(job["workdir"])}
+        job |= {"limits": meeting.Limits(**job["limits"])}
+        sys.exit(supervisor.supervise(supervisor.Job(**job)))
+    from acco_jax.runner import devices
+
+    connect = devices.connect
+
+    def connected(*args: Any) -> None:
+        connect(*args)
+        arm()
+
+    devices.connect = connected
+    runpy.run_module("acco_jax.train", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

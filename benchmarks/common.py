@@ -1,0 +1,67 @@
+"""What the benchmarks of disturbed runs share: texts, an environment, a run's bits."""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# In a process of its own, which has devices for what several processes have saved.
+_HASH = """
+import hashlib, pathlib, sys
+import numpy as np, orbax.checkpoint as ocp
+arrays = ocp.PyTreeCheckpointer().restore(pathlib.Path(sys.argv[1], "arrays"))
+sha = hashlib.sha256()
+for name in sorted(arrays):
+    sha.update(name.encode() + np.asarray(arrays[name]).tobytes())
+print(len(arrays), sha.hexdigest())
+"""
+
+
+def texts(place: pathlib.Path) -> pathlib.Path:
+    """Writes a folder of 60 documents, some 800 kB; returns it."""
+    folder, draw = place / "texts", random.Random(0)
+    folder.mkdir()
+    words = ["while", "you", "accumulate", "gradients", "communicate", "them", "\n"]
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(" ".join(draw.choices(words, k=2000)))
+    return folder
+
+
+def environment(place: pathlib.Path) -> dict[str, str]:
+    """Returns that of runs: on CPU, with data and compiled programs in `place`."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(ROOT),
+        "ACCO_DATA_DIR": str(place / "data"),
+        "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+def last_checkpoint(workdir: pathlib.Path) -> int:
+    """Returns the half-round of a run's last checkpoint."""
+    names = [path.name for path in (workdir / "checkpoints").iterdir()]
+    return max(int(name) for name in names if name.isdigit())
+
+
+def bits(workdir: pathlib.Path) -> str:
+    """Returns the SHA-256 of all arrays in the last checkpoint, and how many there are.
+
+    Raises:
+      RuntimeError: they cannot be read.
+    """
+    folder = workdir / "checkpoints" / str(last_checkpoint(workdir))
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", _HASH, folder],
+        env=environment(workdir) | devices,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return done.stdout.strip()

@@ -1,0 +1,206 @@
+"""A hundred kills: wherever one falls, the run ends as if nothing had happened.
+
+    python benchmarks/soak.py [--kills=100] [--quick] [--json=FILE]
+
+Needs Linux. Runs of acco_jax.train with restarts, half of them of one process with two
+devices and half of three processes with one. Each is killed ten times, in a random
+order once at each of these places, by SIGKILL to the process that gets there first:
+
+    starting     before anything is prepared
+    compiling    as a program is to be compiled, or to be read from the cache
+    half-round   after any
+    row          a line of metrics.jsonl is written to its half
+    evaluating   between two batches of held-out documents
+    saving       while a checkpoint is written, at a random time
+    training on  just after that has begun
+    renamed      a checkpoint has its name, and no checksums
+    summed       its checksums are there, and the mark of an unfinished save still is
+    removing     an older checkpoint is being removed
+
+Then the bits of the last checkpoint, and the rows of metrics.jsonl but for the clocks,
+must be those of a run that nothing disturbed. Exits with 1 if they are not.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import common  # noqa: E402
+
+PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
+          "training on", "renamed", "summed", "removing")  # fmt: skip
+QUICK = ("compiling", "evaluating", "renamed", "saving")
+CLOCKS = ("seconds", "tokens_per_second")
+CONFIG = """
+from acco_jax.runner.config import default_config
+
+def get_config():
+    c = default_config()
+    c.devices, c.steps, c.length, c.microbatch_size = {devices}, {steps}, 32, 2
+    c.microbatches_per_step, c.log_every = 2 * {workers}, 1
+    c.eval_every, c.eval_batches, c.checkpoint_every = 4, 2, 4
+    c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
+    return c
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What a run was put through, and whether it ended as it should have."""
+
+    processes: int
+    kills: list[str]
+    seconds: float
+    bits: bool
+    rows: bool
+
+
+def run(
+    place: pathlib.Path, name: str, processes: int, aims: list[str]
+) -> tuple[pathlib.Path, list[str], float]:
+    """Trains to the end; returns the workdir, the kills that took place, and seconds.
+
+    Raises:
+      RuntimeError: a command did not end well.
+    """
+    workdir, folder = place / name, place / f"{name}-aims"
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = common.environment(place) | {"SOAK_AIMS": str(folder)}
+    program = [sys.executable, str(ROOT / "benchmarks" / "aimed.py")]
+    flags = [f"--config={place / f'{processes}.py'}", f"--workdir={workdir}"]
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        commands = []
+        for process in range(processes):
+            job: dict[str, Any] = {
+                "command": [*program, *flags],
+                "workdir": str(workdir),
+                "limits": {"lost_after": 30.0, "restarts": 2 * len(aims)},
+            }
+            if processes > 1:
+                job |= {"process": process, "processes": processes,
+                        "coordinator": f"localhost:{port}"}  # fmt: skip
+                job["command"] += [f"--{k}={job[k]}" for k in
+                                   ("coordinator", "processes", "process")]  # fmt: skip
+            log = stack.enter_context(open(place / f"{name}-{process}.log", "w"))
+            command = subprocess.Popen(
+                [*program, "--supervise", json.dumps(job)],
+                env=environment, stdout=log, stderr=log,
+            )  # fmt: skip
+            stack.callback(command.kill)
+            commands.append(command)
+        kills = kill(folder, list(aims), commands)
+        codes = [command.wait(600) for command in commands]
+    if any(codes):
+        logs = [(place / f"{name}-{i}.log").read_text() for i in range(processes)]
+        raise RuntimeError(f"{name} ended with {codes}: {logs[0][-3000:]}")
+    return workdir, kills, time.monotonic() - start
+
+
+def kill(
+    folder: pathlib.Path, aims: list[str], commands: list[subprocess.Popen]
+) -> list[str]:
+    """Places aims one after another while the commands run; returns those that met."""
+    placed: pathlib.Path | None = None
+    kills: list[str] = []
+    while all(command.poll() is None for command in commands):
+        if placed is not None and not placed.exists():
+            kills.append(placed.name)
+            placed = None
+            time.sleep(random.uniform(0.0, 2.0))
+        if placed is None and aims:
+            placed = folder / aims.pop(0)
+            placed.touch()
+        time.sleep(0.05)
+    if placed is not None and not placed.exists():
+        kills.append(placed.name)
+    return kills
+
+
+def rows(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's metrics without what depends on the clock."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="one run, four kills")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    random.seed(args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        trials = experiment(pathlib.Path(folder), args.kills, args.quick)
+    total = sum(len(t.kills) for t in trials)
+    good = all(t.bits and t.rows for t in trials)
+    print(f"\n{total} kills, every end equal to the bit: {'yes' if good else 'NO'}")
+    if args.json:
+        report = [dataclasses.asdict(trial) for trial in trials]
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if good else 1
+
+
+def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
+    """Runs trials until there were so many kills."""
+    text = common.texts(place)
+    sizes = (1,) if quick else (1, 3)
+    for processes in sizes:
+        config = CONFIG.format(
+            devices=2 if processes == 1 else 1, workers=max(processes, 2),
+            steps=16 if quick else 60, texts=str(text),
+        )  # fmt: skip
+        (place / f"{processes}.py").write_text(config)
+    expected = {}
+    for processes in sizes:
+        workdir, _, _ = run(place, f"undisturbed-{processes}", processes, [])
+        expected[processes] = common.bits(workdir), rows(workdir)
+    print("| processes | kills | seconds | bits | rows |\n|---|---|---|---|---|")
+    trials: list[Trial] = []
+    while sum(len(t.kills) for t in trials) < (1 if quick else kills):
+        processes = sizes[len(trials) % len(sizes)]
+        aims = list(QUICK if quick else PLACES)
+        random.shuffle(aims)
+        name = f"disturbed-{len(trials)}"
+        workdir, met, seconds = run(place, name, processes, aims)
+        bits, lines = expected[processes]
+        trial = Trial(
+            processes,
+            met,
+            seconds,
+            common.bits(workdir) == bits,
+            rows(workdir) == lines,
+        )
+        trials.append(trial)
+        same = {True: "same", False: "NOT the same"}
+        print(
+            f"| {processes} | {len(met)}: {', '.join(met)} | {seconds:.0f} | "
+            f"{same[trial.bits]} | {same[trial.rows]} |",
+            flush=True,
+        )
+    return trials
+
+
+if __name__ == "__main__":
+    sys.exit(main())
