@@ -52,8 +52,10 @@ def follow() -> Orders | None:
     orders = Orders(**json.loads(text))
     folder = Path(orders.folder)
     # Python goes on speaking to the terminal, C++ does not.
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(folder / "messages.txt", "w") as messages:
+        os.dup2(messages.fileno(), 1)
         os.dup2(messages.fileno(), 2)
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
     stacks = open(folder / "stacks.txt", "w")  # noqa: SIM115

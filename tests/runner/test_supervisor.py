@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import signal
 import socket
@@ -271,6 +272,23 @@ def test_a_command_that_is_killed_takes_its_process_along(jobs, start, killed):
     _, err = left.communicate(timeout=60)
     assert left.returncode == 0, err
     assert f"process {killed} on" in err and "its command is gone" in err
+    assert not any(map(alive, children))
+
+
+def test_a_machine_that_wakes_up_late(jobs, start):
+    started = [start(job) for job in jobs(("stay", 3), ("stay", 3))]
+    children = [child_of(one) for one in started]
+    time.sleep(3)  # until process 0's command has heard of its half-rounds
+    for frozen in (started[1].pid, children[1]):
+        os.kill(frozen, signal.SIGSTOP)
+    _, err = started[0].communicate(timeout=30)
+    assert started[0].returncode == exits.LOST
+    assert re.search(r"process 1 on .* after half-round 2 \(no sign of life for", err)
+    for frozen in (started[1].pid, children[1]):
+        os.kill(frozen, signal.SIGCONT)
+    _, err = started[1].communicate(timeout=30)
+    assert started[1].returncode == exits.LOST
+    assert "error: process " in err
     assert not any(map(alive, children))
 
 
