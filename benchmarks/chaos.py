@@ -198,19 +198,21 @@ def suffer(run: Run, kind: str, process: int) -> Fault:
     )
 
 
-def disturbed(run: Run, minutes: float, every: float) -> tuple[list[Fault], int, float]:
+def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[Fault], int, float]:
     """Trains through faults; returns them, the half-rounds done, and in what time."""
     for process in range(PROCESSES):
         run.start(process)
     wait_for(lambda: run.half_round() > 0, "first half-round")
     first, start, faults = run.half_round(), time.monotonic(), []
-    turns = zip(itertools.cycle(KINDS), itertools.cycle((1, 2, 3)), strict=False)
-    for number in range(int(60 * minutes / every)):
-        time.sleep(max(start + (number + 0.5) * every - time.monotonic(), 0))
+    turns = zip(
+        itertools.cycle(args.kinds.split(",")), itertools.cycle((1, 2, 3)), strict=False
+    )
+    for number in range(int(60 * args.minutes / args.every)):
+        time.sleep(max(start + (number + 0.5) * args.every - time.monotonic(), 0))
         kind, process = next(turns)
         faults.append(suffer(run, kind, 0 if kind == "coordinator" else process))
         print(faults[-1], flush=True)
-    time.sleep(max(start + len(faults) * every - time.monotonic(), 0))
+    time.sleep(max(start + len(faults) * args.every - time.monotonic(), 0))
     done, wall = run.half_round() - first, time.monotonic() - start
     for process in range(PROCESSES):
         os.kill(run.pid(process), signal.SIGTERM)
@@ -247,6 +249,8 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=180.0, help="seconds")
     parser.add_argument("--mbit", type=float, default=8.0, help="of the slow link")
     parser.add_argument("--checkpoint_every", type=int, default=20, help="steps")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="in this order")
+    parser.add_argument("--folder", type=pathlib.Path, help="keep everything here")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     if reason := network.why_not():
@@ -256,7 +260,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         network.joined(PROCESSES, args.mbit) as net,
     ):
-        report = experiment(net, pathlib.Path(folder), args)
+        report = experiment(net, args.folder or pathlib.Path(folder), args)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(report["shown"].values()) else 1
@@ -272,7 +276,7 @@ def experiment(
     print("| fault | process | after half-round | detection, s | restart, s | "
           "half-rounds repeated |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
     with started(net, place, "disturbed") as run:
-        faults, done, wall = disturbed(run, args.minutes, args.every)
+        faults, done, wall = disturbed(run, args)
         each, last = seconds_each(run, faults), common.last_checkpoint(run.workdir)
         bits = common.bits(run.workdir)
     net.set_rate(1e4)

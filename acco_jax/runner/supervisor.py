@@ -137,6 +137,7 @@ class _Link:
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._read())
         self.host, self.heard = "", time.monotonic()
+        self.lost = False  # whether nothing more is to be expected of it
 
     async def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -253,7 +254,7 @@ class _Command:
         finally:
             child.close()
             self._child = None
-        return True
+        return not link.lost
 
     async def _begin(self, link: _Link) -> Message | None:
         """Returns the message that begins an attempt, None if the link is lost."""
@@ -298,6 +299,7 @@ class _Command:
                 return self._lost_meeting(link, child)
 
     def _lost_meeting(self, link: _Link, child: _Child) -> Verdict:
+        link.lost = True
         why = f"no word from its command for {link.silent:.0f} s"
         if link.silent < self._job.limits.lost_after:
             why = "its command is gone"

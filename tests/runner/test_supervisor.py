@@ -214,6 +214,32 @@ def test_commands_that_do_not_fit(jobs, capfd):
     assert any("is there already" in line for line in errors(capfd))
 
 
+def test_a_connection_that_falls_silent_is_left(jobs):
+    """A cut link ends no connection: when it is whole again, old words arrive."""
+    (_, job), connections = jobs(GOOD, ("stay", 3), restarts=1), []
+    host, port = job.coordinator.split(":")
+
+    def say(writer, **message):
+        writer.write((json.dumps(message) + "\n").encode())
+
+    async def meet(reader, writer):
+        connections.append(json.loads(await reader.readline()))
+        say(writer, welcome="a", go=len(connections), coordinator="b:1")
+        while len(connections) == 2 and (line := await reader.readline()):
+            if "end" in json.loads(line):
+                say(writer, over=True)
+        await asyncio.sleep(6)
+        old = {"code": 5, "line": "old", "process": 1, "again": False}
+        say(writer, verdict=old)
+
+    async def both():
+        async with await asyncio.start_server(meet, host, int(port)):
+            return await supervisor._supervise(job)
+
+    assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.FINISHED
+    assert [hello["attempt"] for hello in connections] == [0, 1]
+
+
 # ---- commands as processes of their own
 
 
