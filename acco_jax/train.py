@@ -46,6 +46,7 @@ def _ours_or_serious(record: levels.LogRecord) -> bool:
 
 def main(argv: list[str]) -> None:
     del argv
+    heartbeat.keep_stacks()
     try:
         if not str(_WORKDIR.value):
             raise ValueError("--workdir is empty: name a folder.")

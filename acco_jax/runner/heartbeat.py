@@ -16,6 +16,7 @@ import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from absl import logging
 
@@ -24,6 +25,7 @@ SECONDS = 1.0  # between signs of life
 STACKS = signal.SIGUSR2  # asks for the stacks of all threads
 
 _pipe: int | None = None
+_stacks: TextIO | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Orders:
 
 def follow() -> Orders | None:
     """Begins to give signs of life; returns None where no command asked for them."""
-    global _pipe
+    global _pipe, _stacks
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
@@ -58,14 +60,20 @@ def follow() -> Orders | None:
         os.dup2(messages.fileno(), 1)
         os.dup2(messages.fileno(), 2)
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
-    stacks = open(folder / "stacks.txt", "w")  # noqa: SIM115
-    faulthandler.enable(stacks)
-    faulthandler.register(STACKS, stacks)
+    _stacks = open(folder / "stacks.txt", "w")  # noqa: SIM115
+    faulthandler.register(STACKS, _stacks)
+    keep_stacks()
     sys.excepthook = _unexpected
     _pipe = orders.pipe
     os.set_blocking(_pipe, False)
     threading.Thread(target=_beat, daemon=True).start()
     return orders
+
+
+def keep_stacks() -> None:
+    """Has the stacks at a crash go to the file, where absl wants them on the terminal."""
+    if _stacks is not None:
+        faulthandler.enable(_stacks)
 
 
 def reached(half_round: int) -> None:
