@@ -20,7 +20,16 @@ from acco_jax import data
 from acco_jax.gradients import with_arrays
 from acco_jax.plan import chips, footprint
 from acco_jax.runner import config as configs
-from acco_jax.runner import exits, hooks, metrics, optimizers, reports, signals, timing
+from acco_jax.runner import (
+    exits,
+    hooks,
+    metrics,
+    optimizers,
+    replicas,
+    reports,
+    signals,
+    timing,
+)
 from acco_jax.runner.counts import CountsLog
 from acco_jax.runner.preparation import (
     Experiment,
@@ -123,6 +132,8 @@ class _Run:
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
             )
+        enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
+        self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
 
     def _restore(self, half_round: int) -> dict[str, Any]:
         """Takes parameters and state of a checkpoint, and returns its host data."""
@@ -153,6 +164,7 @@ class _Run:
 
     def roll_back(self, half_round: int) -> None:
         """Returns to a checkpoint, to go on with rows that were not read before."""
+        self._replicas.judge()
         seconds = self._recorder.seconds
         self.close()
         self._restore(half_round)
@@ -182,6 +194,15 @@ class _Run:
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
 
+    def compare_replicas(self) -> None:
+        """Dispatches a comparison of what all workers have copies of."""
+        self._replicas.send(self.done, self._arrays())
+
+    def _arrays(self) -> dict[str, PyTree]:
+        """Returns all arrays that half-rounds use, by what they are."""
+        model = with_arrays(self._experiment.loss_fn)
+        return {"params": self.params, "state": self.state, "model": model}
+
     def _rng(self) -> jax.Array | None:
         """Returns the key of the next half-round; None for a loss that draws nothing.
 
@@ -206,6 +227,7 @@ class _Run:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
         e = self._experiment
         with self._recorder.pause(self.tokens):
+            self._replicas.judge()
             params = acco_jax.committed_params(self.state, self.params)
             loss, bits = self._evaluate(params, limit)
             row: dict[str, Any] = {
@@ -235,6 +257,7 @@ class _Run:
             now = (self.params, self._metrics)
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
+            self._replicas.check(self.done, self._arrays())
             seconds, position = self._recorder.seconds, self._batches.get_state()
             host = {"batches": position, "seconds": seconds, "identity": e.identity,
                     "held_out_loss": self._held_out}  # fmt: skip
@@ -266,6 +289,7 @@ def run(
     Raises:
       FloatingPointError: the loss is not finite, or a `LossSpike`; the last checkpoint
         stays.
+      ReplicasDiffer: a worker has other parameters than the others; likewise.
     """
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
@@ -315,6 +339,8 @@ def _train(
     while runner.done < last and not stopped():
         runner.half_round()
         crossed = functools.partial(_crossed, experiment, runner.done)
+        if (every := config.compare_replicas_every) and crossed(every):
+            runner.compare_replicas()
         if crossed(config.eval_every) or runner.done == total:
             runner.validate(config.eval_batches)
         if crossed(config.checkpoint_every) and runner.done < total:
