@@ -47,7 +47,7 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
     causes = ", ".join(
         f"{cause.replace('_', '-')} {seconds:.0f} s"
         for cause, seconds in summary["seconds_by_cause"].items()
-        if cause != "half_rounds"
+        if cause != "half_rounds" and round(seconds)
     )
     rate = summary["tokens"] / max(summary["seconds"], 1e-9)
     return (
@@ -58,6 +58,6 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
         f"(this run: {ratio:.2f} of it)\n"
         f"each worker sent {sent} bytes; a device holds "
         "{state_bytes_per_device:,} of parameters and state\n"
-        f"goodput        {{goodput:.1%}} of {{wall_seconds:.0f}} s; {causes}\n"
+        f"goodput        {{goodput:.1%}} of {{wall_seconds:.0f}} s on half-rounds; {causes}\n"
         "picture        {picture}"
     ).format(**summary, picture=workdir / "loss.png")

@@ -2,14 +2,13 @@
 
 import json
 import math
-import shutil
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import pytest
 
-from acco_jax.runner import goodput, metrics, preparation
+from acco_jax.runner import goodput, preparation
 
 
 def rows(*lines):
@@ -156,28 +155,6 @@ def test_a_run_that_has_ended_has_no_more_wall_time(tmp_path, clock):
         assert record.summary()["wall_seconds"] == 1
     goodput.Record(tmp_path, clock[0], over=False).close()  # a checkpoint was removed
     assert goodput.read(tmp_path)[-1] == {"time": clock[0], "cause": "down"}
-
-
-def test_a_run_that_is_killed_and_goes_on(train, tmp_path):
-    """Killed after half-round 3, when the newest checkpoint is of half-round 2."""
-    changes = {"method": "zero1", "steps": 4}
-    train(tmp_path, stop_after=3, **changes)
-    shutil.rmtree(tmp_path / "checkpoints" / "3")
-    before = goodput.spent(goodput.read(tmp_path))
-    assert before["repeated"] == 0 and before["compiling"] > 0.01
-    _, summary = train(tmp_path, **changes)
-    seconds = summary["seconds_by_cause"]
-    assert all(seconds[cause] > 0 for cause in goodput.CAUSES)
-    lines = goodput.read(tmp_path)
-    wall = lines[-1]["time"] - lines[0]["time"]
-    assert sum(seconds.values()) == pytest.approx(wall) == summary["wall_seconds"]
-    assert summary["goodput"] == seconds["half_rounds"] / summary["wall_seconds"]
-    evaluations = [r for r in metrics.read(tmp_path) if r["kind"] != "train"]
-    assert [r["half_round"] for r in evaluations] == [2, 4, 4]
-    assert all(0 < r["goodput"] < 1 for r in evaluations)
-    assert lines[-1]["over"] and lines[-1]["half_round"] == 4
-    shown = json.loads((tmp_path / "summary.json").read_text())
-    assert shown["seconds_by_cause"] == seconds
 
 
 def test_the_preparation_counts(tiny, tmp_path):

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.runner import loop, preparation, replicas
-from acco_jax.runner.checkpoints import Checkpoints
+from acco_jax.runner import preparation, replicas
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("domain", "data"))
 
@@ -133,44 +132,6 @@ def test_what_is_compared():
         {"a": everywhere(1.0), "b": [halves, rows, here, np.ones(2), None]}, MESH
     )
     assert list(found) == ["a"]
-
-
-CHANGES = {"method": "zero1", "checkpoint_every": 2, "compare_replicas_every": 1}
-
-
-def corrupted(monkeypatch, at):
-    """Once, one device's copy of a parameter has another bit after a half-round."""
-    half_round, seen = loop._Run.half_round, []
-
-    def run(self):
-        half_round(self)
-        if self.done == at and not seen:
-            seen.append(at)
-            leaves, treedef = jax.tree.flatten(self.params)
-            with jax.transfer_guard("allow"):
-                leaves[0] = with_copies(leaves[0], flip(), {1})
-            self.params = jax.tree.unflatten(treedef, leaves)
-
-    monkeypatch.setattr(loop._Run, "half_round", run)
-
-
-def test_a_run_stops_and_keeps_a_sound_checkpoint(tiny, tmp_path, monkeypatch):
-    def train(**changes):
-        config = tiny(**CHANGES | changes)
-        experiment = preparation.prepare(config, tmp_path, jax.devices()[:3])
-        return loop.run(experiment, stop_after=5)
-
-    corrupted(monkeypatch, 3)
-    with pytest.raises(OSError, match=r"by half-round 3: worker 1 .* params\."):
-        train()
-    assert Checkpoints(tmp_path / "checkpoints", 2).latest() == 2
-    corrupted(monkeypatch, 4)  # it continues from there
-    with pytest.raises(OSError, match="half-round 4: worker 1"):  # before it is saved
-        train(compare_replicas_every=100)
-    assert Checkpoints(tmp_path / "checkpoints", 2).latest() == 2
-    corrupted(monkeypatch, 4)
-    train(compare_replicas_every=0)
-    assert Checkpoints(tmp_path / "checkpoints", 2).latest() == 5
 
 
 def test_less_than_never_is_refused(tiny, tmp_path):
