@@ -4,6 +4,7 @@ import contextlib
 import logging as levels
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
@@ -82,6 +83,7 @@ def _job() -> supervisor.Job:
 
 def _train(claim: contextlib.ExitStack) -> None:
     """Trains; the workdir is this run's until `claim` ends."""
+    began = time.time() - time.process_time()  # imports have kept the processor busy
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
     config, workdir = _CONFIG.value, Path(str(_WORKDIR.value)).expanduser()
@@ -104,7 +106,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         again = _ORDERS is not None and _ORDERS.attempt > 1
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
         claim.enter_context(workdirs.claimed(workdir, patience))
-        experiment = preparation.prepare(config, workdir)
+        experiment = preparation.prepare(config, workdir, began=began)
     except (ValueError, OSError) as error:
         exits.end(exits.REFUSED, error)
     try:

@@ -45,7 +45,7 @@ def get_config():
 QUICKSTART = ROOT / "experiments" / "quickstart.py"
 RATE = "config.optimizer.learning_rate=0.002"
 METHODS = f"acco,zero1({RATE})"
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
 @pytest.fixture(scope="module")

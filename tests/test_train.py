@@ -114,7 +114,7 @@ def finish(*processes, code=exits.FINISHED):
 def rows_of(workdir):
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    clocks = ("seconds", "tokens_per_second")
+    clocks = ("seconds", "tokens_per_second", "goodput")
     return [{k: v for k, v in row.items() if k not in clocks} for row in rows]
 
 

@@ -32,6 +32,7 @@ MINIMA = {
     "optimizer.final_fraction": (0, "give 0 for none."),
     "optimizer.ema": (0, "give 0 for none."),
     "spike.threshold": (0, "give nats."),
+    "compare_replicas_every": (0, "give 0 for never."),
     "optimizer.warmup_steps": (0, "give 0 for none."),
     "lora.rank": (0, "give 0 for no adapters."),
 }  # fmt: skip
@@ -45,7 +46,8 @@ DECAYS = ("b1", "b2", "b3", "momentum")
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-     "metrics_hook", "wandb_project", "spike.policy", "spike.threshold"}
+     "compare_replicas_every", "metrics_hook", "wandb_project", "spike.policy",
+     "spike.threshold"}
 )  # fmt: skip
 # Their fields have names that others choose.
 OPEN = ("options", "method_options", "schedule_options")
@@ -99,11 +101,12 @@ def default_config() -> ConfigDict:
     c.model = _model_fields()
     c.lora = _lora_fields()
 
-    # These three count optimizer steps.
+    # These count optimizer steps.
     c.log_every = 10
     c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
     c.checkpoint_every = 500
+    c.compare_replicas_every = 100  # workers' copies (runner/replicas.py); 0: never
     c.keep_checkpoints = 2  # the newest, and the one with the best held-out loss
     c.spike = _spike_fields()
     # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
@@ -240,13 +243,10 @@ def check(config: ConfigDict) -> None:
     _check_length(config)
     _check_microbatches(config)
     _check_optimizer(config.optimizer)
-    if (
-        config.optimizer.warmup_steps > config.steps
-        and config.tokens is None
-        and (config.epochs is None)
-    ):
+    given = config.tokens is None and config.epochs is None
+    if given and (warmup := config.optimizer.warmup_steps) > config.steps:
         raise ValueError(
-            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}, more than the "
+            f"optimizer.warmup_steps is {warmup}, more than the "
             f"{config.steps} steps of the run: lower it."
         )
     _check_ranks(config.lora)

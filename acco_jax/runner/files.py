@@ -19,6 +19,37 @@ def write_rows(path: Path, rows: Iterable[Any]) -> None:
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def append_row(path: Path, row: Any) -> None:
+    """Appends one JSON value as a line; it is there once this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path, fields: set[str]) -> list[dict[str, Any]]:
+    """Reads JSON objects, one a line, but a line that a killed process left cut.
+
+    Returns nothing where there is no file.
+
+    Raises:
+      ValueError: in one line, the file holds something else than objects with `fields`.
+    """
+    lines = read_text(path).splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path} is damaged in line {number}: restore it."
+            ) from None
+        if not isinstance(row, dict) or not fields <= row.keys():
+            raise ValueError(f"{path} is damaged in line {number}: it is no row.")
+        rows.append(row)
+    return rows
+
+
 def read_text(path: Path) -> str:
     """Returns a file's text.
 

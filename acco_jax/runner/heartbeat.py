@@ -71,7 +71,7 @@ def follow() -> Orders | None:
 
 
 def keep_stacks() -> None:
-    """Has the stacks at a crash go to the file, where absl wants them on the terminal."""
+    """Sends the stacks of a crash to the file; absl would show them on the terminal."""
     if _stacks is not None:
         faulthandler.enable(_stacks)
 

@@ -22,10 +22,12 @@ from acco_jax.plan import chips, footprint
 from acco_jax.runner import config as configs
 from acco_jax.runner import (
     exits,
+    goodput,
     heartbeat,
     hooks,
     metrics,
     optimizers,
+    replicas,
     reports,
     signals,
     timing,
@@ -98,6 +100,9 @@ class _Run:
         self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
     ) -> None:
         e = self._experiment = experiment
+        latest = e.checkpoints.latest()
+        over = latest == e.half_rounds
+        self._goodput = goodput.Record(e.workdir, e.began, over=over)
         self._batches = batches(e)
         self._evaluate = Evaluator(e, stopped)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
@@ -115,7 +120,7 @@ class _Run:
         self._held_out: float | None = None  # the last held-out loss
         self._log: CountsLog | None = None
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
-        if (latest := e.checkpoints.latest()) is None:
+        if latest is None:
             self.params, self.state = initial(e)
         else:
             host = self._restore(latest)
@@ -125,14 +130,19 @@ class _Run:
         heartbeat.reached(self.done)
         self._hooks = hooks.of(e.config, e.workdir)
         self._open_records(seconds)
+        self._goodput.mark("start_up", self.done)
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             for batch in self._batches.shapes():
                 rows = to_devices(batch, e.mesh)
                 e.step.compile(self.params, self.state, rows, self._counts, self._rng())
+            self._goodput.mark("compiling", self.done)
             everyone = set(range(jax.process_count()))
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
             )
+        enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
+        self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
+        self._goodput.mark("waiting", self.done)
 
     def _restore(self, half_round: int) -> dict[str, Any]:
         """Takes parameters and state of a checkpoint, and returns its host data."""
@@ -159,14 +169,17 @@ class _Run:
             hooks=self._hooks,
             flops=_flops_rate(e),
             spike=math.inf if spike.policy == "off" else spike.threshold,
+            record=self._goodput,
         )
 
     def roll_back(self, half_round: int) -> None:
         """Returns to a checkpoint, to go on with rows that were not read before."""
+        self._replicas.judge()
         seconds = self._recorder.seconds
-        self.close()
+        self._close_records()
         self._restore(half_round)
         self._open_records(seconds)
+        self._goodput.mark("start_up", self.done)
 
     @property
     def tokens(self) -> int:
@@ -175,7 +188,9 @@ class _Run:
     def half_round(self) -> None:
         """Dispatches a half-round and waits for none but an interval long past."""
         e = self._experiment
-        batch = to_devices(next(self._batches), e.mesh)
+        with self._goodput.waiting():
+            rows = next(self._batches)
+        batch = to_devices(rows, e.mesh)
         self.params, self.state, self._metrics = e.step(
             self.params, self.state, batch, self._counts, self._rng()
         )
@@ -192,6 +207,15 @@ class _Run:
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
+
+    def compare_replicas(self) -> None:
+        """Dispatches a comparison of what all workers have copies of."""
+        self._replicas.send(self.done, self._arrays())
+
+    def _arrays(self) -> dict[str, PyTree]:
+        """Returns all arrays that half-rounds use, by what they are."""
+        model = with_arrays(self._experiment.loss_fn)
+        return {"params": self.params, "state": self.state, "model": model}
 
     def _rng(self) -> jax.Array | None:
         """Returns the key of the next half-round; None for a loss that draws nothing.
@@ -217,6 +241,8 @@ class _Run:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
         e = self._experiment
         with self._recorder.pause(self.tokens):
+            self._goodput.trained(self.done)
+            self._replicas.judge()
             params = acco_jax.committed_params(self.state, self.params)
             loss, bits = self._evaluate(params, limit)
             row: dict[str, Any] = {
@@ -233,6 +259,8 @@ class _Run:
                 params = acco_jax.committed_params(average, self.params)
                 loss, bits = self._evaluate(params, limit)
                 row |= {"ema_loss": loss, "ema_bits_per_byte": bits}
+            self._goodput.mark("evaluation", self.done, over=limit is None)
+            row |= {"goodput": self.spent().get("goodput")}
             self._recorder.evaluation(row)
         self._held_out = row["loss"]
         return row
@@ -243,15 +271,26 @@ class _Run:
         if e.checkpoints.latest() == self.done:
             return
         with self._recorder.pause(self.tokens):
+            self._goodput.trained(self.done)
             now = (self.params, self._metrics)
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
+            self._replicas.check(self.done, self._arrays())
             seconds, position = self._recorder.seconds, self._batches.get_state()
             host = {"batches": position, "seconds": seconds, "identity": e.identity,
                     "held_out_loss": self._held_out}  # fmt: skip
             e.checkpoints.save(self.done, (self.params, self.state), host)
+            self._goodput.mark("checkpoints", self.done)
+
+    def spent(self) -> dict[str, Any]:
+        """Returns the goodput so far, on process 0."""
+        return self._goodput.summary()
 
     def close(self) -> None:
+        self._close_records()
+        self._goodput.close()
+
+    def _close_records(self) -> None:
         self._recorder.close()
         if self._log is not None:
             self._log.close()
@@ -277,6 +316,7 @@ def run(
     Raises:
       FloatingPointError: the loss is not finite, or a `LossSpike`; the last checkpoint
         stays.
+      ReplicasDiffer: a worker has other parameters than the others; likewise.
     """
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
@@ -305,7 +345,8 @@ def run(
                 logging.warning("%s", spike)
                 logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
-        measured = _footprint(experiment, runner.params, runner.state)
+        measured = runner.spent()
+        measured |= _footprint(experiment, runner.params, runner.state)
         if time_gradients:
             params = acco_jax.committed_params(runner.state, runner.params)
             seconds = _gradient_seconds(experiment, params)
@@ -326,6 +367,8 @@ def _train(
     while runner.done < last and not stopped():
         runner.half_round()
         crossed = functools.partial(_crossed, experiment, runner.done)
+        if (every := config.compare_replicas_every) and crossed(every):
+            runner.compare_replicas()
         if crossed(config.eval_every) or runner.done == total:
             runner.validate(config.eval_batches)
         if crossed(config.checkpoint_every) and runner.done < total:

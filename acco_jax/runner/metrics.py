@@ -14,7 +14,8 @@ import tensorboardX
 import tqdm
 from absl import logging
 
-from acco_jax.runner.files import read_text, write_rows
+from acco_jax.runner import goodput
+from acco_jax.runner.files import read_rows, write_rows
 
 FILE = "metrics.jsonl"
 
@@ -46,6 +47,7 @@ class Recorder:
         hooks: Sequence[Hook] = (),
         flops: tuple[float, float] | None = None,
         spike: float = math.inf,
+        record: goodput.Record | None = None,
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
 
@@ -53,9 +55,11 @@ class Recorder:
         seconds. Steps that wait for the device are not written `late`. Process 0 calls
         the hooks with each row. With `flops`, the model's per token and the devices'
         peak per second, rows of training have the model FLOPs utilization. A training
-        loss that is more than `spike` above the lowest one stops the run.
+        loss that is more than `spike` above the lowest one stops the run. A `record`
+        is told of the half-rounds that were fetched.
         """
         self._late, self._hooks, self._flops = late, hooks, flops
+        self._record = record
         self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
@@ -107,7 +111,10 @@ class Recorder:
         if self._pending is None:
             return
         (host, device), self._pending = self._pending, None
+        begin = time.perf_counter()
         values = {k: v.item() for k, v in jax.device_get(device).items()}
+        if self._record is not None:
+            self._record.trained(host["half_round"], time.perf_counter() - begin)
         check(values["loss"], "the loss", host["half_round"])
         self._check_spike(values["loss"], host["half_round"])
         if not self._writes:
@@ -193,19 +200,4 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: in one line, the file holds something else than rows.
     """
-    path = workdir / FILE
-    lines = read_text(path).splitlines() if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path} is damaged in line {number}: restore it."
-            ) from None
-        if not isinstance(row, dict) or not {"kind", "half_round"} <= row.keys():
-            raise ValueError(f"{path} is damaged in line {number}: it is no row.")
-        rows.append(row)
-    return rows
+    return read_rows(workdir / FILE, {"kind", "half_round"})

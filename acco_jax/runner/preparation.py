@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Experiment:
     repairs: bool  # whether what killed processes left in the workdir is tidied up
     loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
     init: Callable[[], PyTree]  # makes what is trained; jit-compatible
+    began: float  # when its process or its preparation began, in seconds since 1970
 
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
@@ -120,6 +122,7 @@ def prepare(
     devices: Sequence[jax.Device] | None = None,
     *,
     repair: bool = True,
+    began: float | None = None,
 ) -> Experiment:
     """Builds an experiment.
 
@@ -128,10 +131,12 @@ def prepare(
       workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
       devices: to train on; None: all.
       repair: False to leave the workdir as it is, for it may be another run's.
+      began: when the process started, in seconds since 1970; None: now.
 
     Raises:
       ValueError: in one line, what cannot work.
     """
+    began = time.time() if began is None else began
     validate(config)
     devices = jax.devices() if devices is None else list(devices)
     identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
@@ -170,7 +175,7 @@ def prepare(
     schedule = optimizers.learning_rate(config)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        capacity, identity, repair, loss_fn, init,
+        capacity, identity, repair, loss_fn, init, began,
     )  # fmt: skip
     batches(experiment)  # says now if the corpus is too small
     held_out_batches(experiment, None)

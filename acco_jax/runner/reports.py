@@ -44,6 +44,11 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
     sent = summary["bytes_sent_per_worker"]
     sent = "an unknown number of" if sent is None else f"{sent:,}"
     ratio = summary["bits_per_byte"] / summary["bigram_bits_per_byte"]
+    causes = ", ".join(
+        f"{cause.replace('_', '-')} {seconds:.0f} s"
+        for cause, seconds in summary["seconds_by_cause"].items()
+        if cause != "half_rounds" and round(seconds)
+    )
     rate = summary["tokens"] / max(summary["seconds"], 1e-9)
     return (
         "{method} on {devices} devices: {parameters:,} parameters, {steps:,} steps, "
@@ -53,5 +58,7 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
         f"(this run: {ratio:.2f} of it)\n"
         f"each worker sent {sent} bytes; a device holds "
         "{state_bytes_per_device:,} of parameters and state\n"
+        "goodput        {goodput:.1%} of {wall_seconds:.0f} s on half-rounds; "
+        f"{causes}\n"
         "picture        {picture}"
     ).format(**summary, picture=workdir / "loss.png")

@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from acco_jax.runner import metrics
+from acco_jax.runner import goodput, metrics
 from acco_jax.runner.files import read_object
 
 LOCK = "lock.json"
@@ -194,8 +194,9 @@ def check_whole(workdir: Path) -> None:
     """Refuses a workdir whose checkpoints were removed while its metrics are there.
 
     Raises:
-      ValueError: in one line, what is missing.
+      ValueError: in one line, what is missing, or that goodput.jsonl is damaged.
     """
+    goodput.read(workdir)
     if (workdir / metrics.FILE).exists() and not (workdir / "checkpoints").exists():
         raise ValueError(
             f"{workdir} has {metrics.FILE}, but its folder checkpoints is gone: "

@@ -14,7 +14,7 @@ CHANGES = {
     "data.skew": 1.0,
     "counts": (4, 1),
 }
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ RUNS = {
         "model.param_dtype": "bfloat16",
     },
 }
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
 def rows_of(workdir):
@@ -154,7 +154,7 @@ def test_metrics_rows(acco_run):
     held_out = [row for row in rows if row["kind"] == "validation"]
     assert [(r["half_round"], r["step"]) for r in held_out] == [(5, 2), (9, 4), (13, 6)]
     assert set(held_out[0]) == {"kind", "half_round", "step", "tokens", "seconds",
-                                "loss", "bits_per_byte"}  # fmt: skip
+                                "loss", "bits_per_byte", "goodput"}  # fmt: skip
     assert held_out[-1]["loss"] < held_out[0]["loss"]
     assert rows[-1]["kind"] == "final" and rows[-1]["half_round"] == 13
     assert rows[-1]["loss"] == summary["loss"]

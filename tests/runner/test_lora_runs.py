@@ -9,7 +9,7 @@ from acco_jax.models import lora
 from acco_jax.runner import loop, metrics, preparation
 
 CHANGES = {"lora.rank": 2, "lora.scale": 2.0, "steps": 4}
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
 def rows_of(workdir):

@@ -11,7 +11,7 @@ from acco_jax.runner import loop, metrics, models, preparation
 from acco_jax.runner.validation import validate
 
 HERE = "tests.runner.own_models"
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
 def rows_of(workdir):

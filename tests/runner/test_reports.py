@@ -50,7 +50,8 @@ def test_summarizes_in_a_file_and_for_people(tmp_path):
         "method": "acco", "devices": 2, "parameters": 11120, "steps": 6,
         "tokens": 3328, "seconds": 4.0, "loss": 5.4, "bits_per_byte": 3.0,
         "bigram_bits_per_byte": 4.0, "bytes_sent_per_worker": 12345,
-        "state_bytes_per_device": 67890,
+        "state_bytes_per_device": 67890, "goodput": 0.875, "wall_seconds": 8.0,
+        "seconds_by_cause": {"half_rounds": 7.0, "start_up": 1.0, "down": 0.0},
     }  # fmt: skip
     text = reports.summarize(summary, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -63,5 +64,6 @@ def test_summarizes_in_a_file_and_for_people(tmp_path):
         "loss.png",
         "12,345 bytes",
         "67,890 of parameters",
+        "87.5% of 8 s on half-rounds; start-up 1 s\n",
     ]:
         assert part in text

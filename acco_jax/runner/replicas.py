@@ -1,0 +1,199 @@
+"""Whether the workers still hold the same bits of what each of them has a copy of.
+
+A device that computes or stores a wrong bit raises no error. What is replicated over
+the data axes shows it: the parameters of sharded methods, small arrays of the state,
+counters and a frozen model. Each device computes a checksum of its own copy of every
+such array, and the checksums are compared on the host. What differs from worker to
+worker is not compared: shards, and the rows of local methods, whose workers have
+parameters of their own. Nor is a wrong bit seen that was overwritten before the
+comparison, as gathered parameters are in every half-round.
+"""
+
+import functools
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+PyTree = Any
+NAMED = 8  # workers that an error names, at most
+HOST_BYTES = 64  # of a host's name
+
+
+class ReplicasDiffer(OSError):
+    """Workers hold different bits of an array that is the same for all of them."""
+
+
+class Comparison:
+    """Compares the workers' copies; the host looks at a comparison when it is late."""
+
+    def __init__(self, mesh: Mesh, *, enabled: bool = True, late: bool = True) -> None:
+        """Prepares comparisons; with several processes it communicates.
+
+        Args:
+          mesh: of the workers.
+          enabled: False for comparisons that do nothing.
+          late: False where the step itself waits for the devices, so that each
+            comparison may be judged at once.
+        """
+        self._mesh, self._late = mesh, late
+        self._enabled = enabled and mesh.size > 1
+        self._pending: tuple[int, list[str], jax.Array] | None = None
+        self._hosts = _hosts() if self._enabled else []
+
+    def send(self, half_round: int, tree: PyTree) -> None:
+        """Judges the last comparison and dispatches one of the arrays of a tree.
+
+        Args:
+          half_round: after which the arrays are as they are.
+          tree: of arrays; those that are not replicated over the mesh are left out.
+
+        Raises:
+          ReplicasDiffer: as `judge`.
+        """
+        self.judge()
+        arrays = replicated(tree, self._mesh) if self._enabled else {}
+        if arrays:
+            sums = _checksums(self._mesh)(list(arrays.values()))
+            self._pending = half_round, list(arrays), sums
+        if not self._late:
+            self.judge()
+
+    def judge(self) -> None:
+        """Waits for the checksums that were sent, if any, and compares them.
+
+        Raises:
+          ReplicasDiffer: in one line, which worker differs, where it is and in what.
+        """
+        if self._pending is None:
+            return
+        (half_round, names, sums), self._pending = self._pending, None
+        found = jax.device_get(sums)
+        workers, majority = differing(found)
+        if not workers:
+            return
+        columns = np.flatnonzero((found != found[0]).any(0))
+        what = names[columns[0]]
+        if len(columns) > 1:
+            what += f" and {len(columns) - 1} other arrays"
+        where = self._where(workers)
+        if majority:
+            verb = "holds" if len(workers) == 1 else "hold"
+            what = f"{where} {verb} other bits of {what} than most workers"
+        else:
+            what = f"{where} hold different bits of {what}, and no majority is right"
+        raise ReplicasDiffer(
+            f"silent corruption by half-round {half_round}: {what}; every checkpoint "
+            "was compared before it was written; replace the device"
+        )
+
+    def check(self, half_round: int, tree: PyTree) -> None:
+        """Compares the arrays of a tree now, waiting for them.
+
+        Raises:
+          ReplicasDiffer: as `judge`.
+        """
+        if self._pending is None or self._pending[0] != half_round:
+            self.send(half_round, tree)
+        self.judge()
+
+    def _where(self, workers: Sequence[int]) -> str:
+        """Says worker, process, host and device of each."""
+        devices, hosts = self._mesh.devices.flat, self._hosts
+        places = [
+            f"worker {i} (process {d.process_index} on {hosts[d.process_index]}, {d})"
+            for i, d in ((i, devices[i]) for i in workers[:NAMED])
+        ]
+        if more := len(workers) - len(places):
+            places.append(f"{more} more")
+        return " and ".join(places)
+
+
+@functools.cache
+def _checksums(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
+    """Returns what makes of replicated arrays (n, arrays) checksums, on every device.
+
+    Each device reads its own copies; gathering the sums is the only communication.
+    """
+    rows = jax.shard_map(
+        lambda arrays: jnp.stack([checksum(x) for x in arrays])[None],
+        mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False,
+    )  # fmt: skip
+    return jax.jit(rows, out_shardings=NamedSharding(mesh, P()))
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """Returns a uint32 of the bits of an array and where they are.
+
+    Every word of 32 bits is mixed with its position by a bijection, and the results are
+    added modulo 2**32: one word that differs always changes the sum; several, or two
+    that are exchanged, all but once in 2**32. The array is read once.
+    """
+    words = _words(x)
+    position = jnp.zeros((), jnp.uint32)
+    for axis, size in enumerate(words.shape):
+        here = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        stride = math.prod(words.shape[axis + 1 :]) % 2**32
+        position = position + here * np.uint32(stride) if size > 1 else position
+    mixed = words + position * np.uint32(0x9E3779B9)
+    # the finalizer of MurmurHash3, a bijection of 32 bits
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Returns the bits of an array as uint32; 64 bits are two along a last axis."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    width = min(jax.dtypes.itemsize_bits(x.dtype), 32)
+    return lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint32)
+
+
+def replicated(tree: PyTree, mesh: Mesh) -> dict[str, jax.Array]:
+    """Returns by their paths the arrays that every device of a mesh holds whole."""
+    devices = set(mesh.devices.flat)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(x, jax.Array)
+        and x.sharding.is_fully_replicated
+        and x.sharding.device_set == devices
+    }
+
+
+def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
+    """Returns the workers that differ, and whether a majority says that it is they.
+
+    Args:
+      checksums: (n, arrays), a row per worker.
+    """
+    rows = [row.tobytes() for row in checksums]
+    ((common, times),) = Counter(rows).most_common(1)
+    if 2 * times <= len(rows):
+        return list(range(len(rows))), False
+    return [i for i, row in enumerate(rows) if row != common], True
+
+
+@functools.cache
+def _hosts() -> list[str]:
+    """Returns the name of every process's host."""
+    name = socket.gethostname().encode()[:HOST_BYTES]
+    if jax.process_count() == 1:
+        return [name.decode()]
+    padded = np.frombuffer(name.ljust(HOST_BYTES, b"\0"), np.uint8)
+    names = multihost_utils.process_allgather(padded)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in names]
