@@ -14,6 +14,7 @@ import tensorboardX
 import tqdm
 from absl import logging
 
+from acco_jax.runner.drops import Drops
 from acco_jax.runner.files import read_text, write_rows
 
 FILE = "metrics.jsonl"
@@ -45,6 +46,7 @@ class Recorder:
         late: bool = True,
         hooks: Sequence[Hook] = (),
         flops: tuple[float, float] | None = None,
+        drops: Drops | None = None,
         spike: float = math.inf,
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
@@ -52,10 +54,13 @@ class Recorder:
         It has done `done` of `total` half-rounds, with so many targets, in so many
         seconds. Steps that wait for the device are not written `late`. Process 0 calls
         the hooks with each row. With `flops`, the model's per token and the devices'
-        peak per second, rows of training have the model FLOPs utilization. A training
-        loss that is more than `spike` above the lowest one stops the run.
+        peak per second, rows of training have the model FLOPs utilization; with `drops`
+        how often workers were dropped since the row before, and a half-round that
+        nobody counted in has no row. A training loss that is more than `spike` above
+        the lowest one stops the run.
         """
         self._late, self._hooks, self._flops = late, hooks, flops
+        self._drops = drops if drops is not None and drops.dropping else None
         self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
@@ -94,7 +99,8 @@ class Recorder:
           device: scalars on the device, possibly not computed yet.
 
         Raises:
-          FloatingPointError: the last interval's loss is not finite.
+          FloatingPointError: the last interval's loss is not finite, or that of a
+            worker was not for too long.
           LossSpike: it is far above the lowest one.
         """
         self.flush()
@@ -108,6 +114,12 @@ class Recorder:
             return
         (host, device), self._pending = self._pending, None
         values = {k: v.item() for k, v in jax.device_get(device).items()}
+        dropped = {}
+        if self._drops is not None:
+            self._drops.read(host["half_round"])
+            if self._drops.nobody:
+                return
+            dropped["dropped"] = self._drops.since_last()
         check(values["loss"], "the loss", host["half_round"])
         self._check_spike(values["loss"], host["half_round"])
         if not self._writes:
@@ -119,7 +131,7 @@ class Recorder:
         if self._flops is not None:
             per_token, peak = self._flops
             times["model_flops_utilization"] = rate * per_token / peak
-        self._write(host | values | times)
+        self._write(host | values | dropped | times)
         self._bar.set_postfix_str(
             f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
         )
