@@ -10,42 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.loss import Sums, add, counted, evaluate, where, widened, with_arrays
+from acco_jax.loss import (
+    Sums,
+    add,
+    counted,
+    evaluate,
+    finite,
+    where,
+    widened,
+    with_arrays,
+)
+from acco_jax.workers import axis_names, from_row, over_data, to_row
 
 PyTree = Any
-
-
-def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the data axes as a tuple; raise a ValueError if the mesh has them not."""
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(
-            f"mesh is {mesh!r}: give the devices as a jax.sharding.Mesh, such as "
-            "jax.make_mesh((jax.device_count(),), ('data',))."
-        )
-    axis = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    for name in axis:
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"axis_name {name!r} is no axis of the mesh {mesh.axis_names}: name "
-                "the axis over which the batch is split."
-            )
-    return axis
-
-
-def over_data(
-    fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: Any, out_specs: Any
-) -> Callable:
-    """Run fn on each worker's part, manual over the data axes alone.
-
-    check_vma is off: parameters stay what they are on each worker and no psum is put in
-    when a gradient is taken, and loss functions with scans of their own need not mark
-    what varies.
-    """
-    shard_map = functools.partial(jax.shard_map, axis_names=set(axis), check_vma=False)
-    return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 @jax.tree_util.register_static
@@ -60,7 +40,7 @@ class _Pullback:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["loss_fn"],
-    meta_fields=["mesh", "axis", "microbatches", "dtype"],
+    meta_fields=["mesh", "axis", "microbatches", "dtype", "drop_nonfinite"],
 )
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
@@ -75,6 +55,7 @@ class Accumulator:
     axis: tuple[str, ...]  # the data axes; the others stay as they are inside `loss_fn`
     microbatches: int  # how many each worker's part of the batch holds
     dtype: Any = None  # of the sums; None: each parameter's own
+    drop_nonfinite: bool = False  # see `acco_jax.make_train_step`
 
     def __post_init__(self) -> None:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
@@ -290,6 +271,36 @@ class Accumulator:
         run = self.over_data(self._whole(local), in_specs, self.rows)
         return run(self, params, arrays, counts)
 
+    def checked(self, sums: Sums, dtypes: PyTree) -> Sums:
+        """Give no weight to workers whose sums are not finite; gradients stay.
+
+        Args:
+          sums: of all of a half-round's microbatches, rows.
+          dtypes: of each gradient where it must be finite: those that travel.
+        """
+        if not self.drop_nonfinite:
+            return sums
+
+        def local(sums: Sums) -> Sums:
+            own = from_row(sums)
+            sent = jax.tree.map(lambda g, dtype: g.astype(dtype), own.grads, dtypes)
+            return to_row(self.checked_here(own._replace(grads=None), sent))
+
+        checked = self.over_data(local, (self.rows,), self.rows)(sums)
+        return checked._replace(grads=sums.grads)
+
+    def checked_here(self, sums: Sums, grads: PyTree) -> Sums:
+        """Return one worker's sums, zeros unless they and its gradients are finite.
+
+        For functions given to `over_data`. What has no weight counts for nothing, and
+        is not dropped. Where another axis of the mesh splits parameters, its devices
+        agree on one bit; the data axes communicate nothing.
+        """
+        if not self.drop_nonfinite:
+            return sums
+        me = jnp.arange(self.workers) == lax.axis_index(self.axis)
+        return finite(sums, grads, me)
+
     def last(
         self,
         sums: Sums | None,
@@ -390,16 +401,6 @@ class Accumulator:
         return widened(sums)._replace(grads=jax.tree.map(cast, sums.grads, params))
 
 
-def to_row(tree: PyTree) -> PyTree:
-    """A worker's own values as its row of an array over workers."""
-    return jax.tree.map(lambda x: x[None], tree)
-
-
-def from_row(rows: PyTree) -> PyTree:
-    """The inverse of `to_row`."""
-    return jax.tree.map(lambda x: x[0], rows)
-
-
 def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
     """Return (first, end) of the microbatches of the k-th of `parts` pieces.
 
@@ -428,6 +429,7 @@ def local_gradients(
     microbatches: int,
     axis_name: str | tuple[str, ...] = "data",
     accumulate_dtype: Any = None,
+    drop_nonfinite: bool = False,
 ) -> Callable[..., tuple[PyTree, jax.Array, PyTree]]:
     """Make a function that sums each worker's microbatch gradients.
 
@@ -441,6 +443,8 @@ def local_gradients(
       microbatches: N, how many microbatches each worker's part of the batch holds.
       axis_name: the mesh axis (or axes) over which the batch is split, n workers.
       accumulate_dtype: of the sums; None means each parameter's own.
+      drop_nonfinite: whether the gradients, weight and aux of a worker whose loss,
+        weight or gradients are not finite become zeros.
 
     Returns:
       A function (params, batch, counts=None, rng=None) -> (grads, weight, aux).
@@ -459,13 +463,21 @@ def local_gradients(
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
     acc = Accumulator(
-        loss_fn, mesh, axis_names(mesh, axis_name), microbatches, accumulate_dtype
+        loss_fn,
+        mesh,
+        axis_names(mesh, axis_name),
+        microbatches,
+        accumulate_dtype,
+        drop_nonfinite,
     ).placed()
 
     @jax.jit
     def run(acc, params, batch, counts, rng):  # type: ignore[no-untyped-def]
         zeros = acc.zeros(params, batch, rng)
         sums = acc.add(zeros, params, batch, rng, counts)
+        if acc.drop_nonfinite:
+            sums = acc.checked(sums, jax.tree.map(lambda g: g.dtype, sums.grads))
+            sums = acc.over_data(counted, (acc.rows,), acc.rows)(sums)
         aux = sums.loss if sums.aux is None else sums.aux
         return sums.grads, sums.weight, jax.tree.map(lambda x: x.sum(0), aux)
 

@@ -52,6 +52,7 @@ class Round(abc.ABC):
     overlaps: bool  # whether the exchange runs beside the computation
     hops: tuple[Hop, ...]  # of the exchange, in their order
     late: bool = False  # whether `finish` computes, not only puts things in place
+    drops: bool = True  # whether it has each worker's gradients before they are reduced
 
     @abc.abstractmethod
     def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Any]:
@@ -174,12 +175,27 @@ def metrics(
     sums: Sums, counts: jax.Array | None, norm: jax.Array, steps: jax.Array
 ) -> dict[str, Any]:
     """Means over the microbatches of this call; see `acco_jax.make_train_step`."""
-    weight = sums.weight.sum()
+    loss, weight, dropped = _totals(sums)
     means = {
-        "loss": sums.loss.sum() / jnp.where(weight != 0, weight, 1),
+        "loss": loss / jnp.where(weight != 0, weight, 1),
         "weight": weight,
         "grad_norm": norm,
         "step": steps,
         "aux": jax.tree.map(lambda x: x.sum(0), sums.aux),
     }
-    return means if counts is None else means | {"counts": counts}
+    return means | dropped | ({} if counts is None else {"counts": counts})
+
+
+def _totals(sums: Sums) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The loss and the weight of all workers, and how often each was dropped.
+
+    All in one sum over the workers, so that nothing travels by itself.
+    """
+    if sums.dropped is None:
+        weight = sums.weight.sum()
+        return sums.loss.sum(), weight, {}
+    dtype = jnp.promote_types(sums.loss.dtype, sums.weight.dtype)
+    columns = (sums.loss[:, None], sums.weight[:, None], sums.dropped)
+    rows = jnp.concatenate([x.astype(dtype) for x in columns], axis=1)
+    loss, weight, *dropped = jnp.split(rows.sum(0), (1, 2))
+    return loss[0], weight[0], {"dropped": dropped[0].astype(sums.dropped.dtype)}

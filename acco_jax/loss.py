@@ -1,5 +1,6 @@
 """What a loss function may return, and how that adds up over microbatches."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ class Sums(NamedTuple):
     loss: jax.Array  # (n,)
     weight: jax.Array  # (n,)
     aux: PyTree  # (n, ...)
+    # (n, n) int32, row i zero but for place i: how often worker i was dropped; None
+    # where it is not asked whether numbers are finite
+    dropped: jax.Array | None = None
 
 
 def with_arrays(fn: Callable[..., Any]) -> Partial:
@@ -83,6 +87,23 @@ def counted(sums: Sums) -> Sums:
     """Return the sums; what has no weight counts for nothing, not even a NaN."""
     grads, loss = where(sums.weight != 0, (sums.grads, sums.loss))
     return sums._replace(grads=grads, loss=loss)
+
+
+def finite(sums: Sums, grads: PyTree, me: jax.Array) -> Sums:
+    """Return one worker's sums, or zeros unless they and its gradients are finite.
+
+    What has no weight counts for nothing, whatever it is, and is not dropped.
+
+    Args:
+      sums: of this worker, without a leading axis.
+      grads: of this worker, as they are sent.
+      me: (n,) true in this worker's place alone.
+    """
+    numbers = jax.tree.leaves((sums.loss, sums.weight, grads))
+    # of the largest, which is NaN if any is: on CPUs half the time of asking each
+    each = [jnp.isfinite(jnp.max(jnp.abs(x), initial=0)) for x in numbers]
+    bad = (sums.weight != 0) & ~functools.reduce(jnp.logical_and, each)
+    return where(~bad, sums)._replace(dropped=(me & bad).astype(jnp.int32))
 
 
 def add(sums: Sums, more: Sums) -> Sums:

@@ -157,6 +157,20 @@ class Batches:
         self._open = None
 
     @property
+    def position(self) -> Position:
+        """Where the next batch begins."""
+        return self._position
+
+    def first_row(self, position: Position, worker: int) -> int:
+        """Return the number, in its stream, of a worker's first row from a position."""
+        stream = worker if self._order.streams > 1 else 0
+        places, left = self._places[self._chosen[stream]], position.left[stream]
+        first = int(np.argmax(self._slots.worker(places) == worker))
+        if first < len(left):
+            return left[first]
+        return position.rows[stream] + first - len(left)
+
+    @property
     def targets(self) -> int:
         """The targets of all rows that were computed so far."""
         return self._position.targets

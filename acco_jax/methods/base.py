@@ -8,9 +8,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.gradients import axis_names
 from acco_jax.half_round import Round
 from acco_jax.layout import Layout, PyTree, check_floating
+from acco_jax.workers import axis_names
 
 
 class CommonOptions(TypedDict, total=False):

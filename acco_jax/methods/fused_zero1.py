@@ -55,6 +55,8 @@ class FusedRound(ShardedRound):
 
     pipelined: bool = False
 
+    drops = False
+
     def compute(
         self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
     ) -> tuple[Pending, Sums]:
@@ -87,7 +89,8 @@ def fused_zero1(
     The strongest synchronous rival of `acco_jax.acco`. Stacked parameters that the loss
     scans over are reduced layer by layer, others leaf by leaf. A last microbatch whose
     weight `loss_fn` finds to be 0 must have finite gradients: they are reduced before
-    the weight is known. A plain `update`, which is given gradients, is that of zero1.
+    the weight is known; for the same reason a train step refuses `drop_nonfinite`. A
+    plain `update`, which is given gradients, is that of zero1.
 
     Args:
       inner: the optimizer.

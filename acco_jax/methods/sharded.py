@@ -80,9 +80,12 @@ class ShardedRound(ExchangeRound):
 
     def close(self, work: Sums, rest: Layout, inputs: Inputs) -> tuple[Pending, Sums]:
         # several microbatches were added up without those of weight 0; a single one's
-        # gradients are as they came (`Accumulator.part`)
-        single = inputs.gradients.microbatches == 1
-        pending = rest.pack(work.grads, work.weight, work.loss, check=single)
+        # gradients are as they came (`Accumulator.part`), and so are those of a worker
+        # that is dropped
+        gradients = inputs.gradients
+        check = gradients.microbatches == 1 or gradients.drop_nonfinite
+        work = gradients.checked(work, rest.tree(lambda leaf: leaf.wire))
+        pending = rest.pack(work.grads, work.weight, work.loss, check=check)
         return pending, work._replace(grads=None)
 
     def outgoing(self, params: PyTree, rest: Layout, work: Any) -> Pending:

@@ -277,6 +277,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
             **({"segments": jnp.int32} if data.document_mask else {}),
         },
         rng=jax.eval_shape(lambda: jax.random.key(0)) if model.draws else None,
+        drop_nonfinite=optimizers.drops_nonfinite(config, tx),
     )
 
 
@@ -291,6 +292,7 @@ def assemble(
     counts: tuple[int, ...] = (),
     beside: Mapping[str, Any] | None = None,
     rng: Any = None,
+    drop_nonfinite: bool = False,
 ) -> Program:
     """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
 
@@ -304,11 +306,13 @@ def assemble(
       counts: how many microbatches each worker computes; () for all.
       beside: dtypes of further arrays (rows, length - 1) in a batch, by their names.
       rng: an abstract key, if the loss draws.
+      drop_nonfinite: as for `acco_jax.make_train_step`.
     """
     mesh, axes = tx.mesh, tx.axis
     step = acco_jax.make_train_step(
-        loss_fn, tx, microbatches=microbatches, form="fused"
-    )
+        loss_fn, tx, microbatches=microbatches, form="fused",
+        drop_nonfinite=drop_nonfinite,
+    )  # fmt: skip
     workers = math.prod(mesh.shape[a] for a in axes)
     rows = workers * microbatches * tx.steps_per_call * microbatch[0]
     split = NamedSharding(mesh, P(axes))

@@ -1,10 +1,8 @@
 """The fields of an experiment, and what their values must be."""
 
-import importlib
 import math
 import operator
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ from ml_collections import ConfigDict, config_dict
 
 from acco_jax import methods
 from acco_jax.methods import METHODS
-from acco_jax.runner.names import check_name, suggestion
+from acco_jax.runner.names import check_name, named, suggestion
 from acco_jax.step import FORMS
 
 PLACEHOLDER = config_dict.placeholder
@@ -25,7 +23,8 @@ ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype")
 MINIMA = {
     **dict.fromkeys(
         ("steps", "microbatch_size", "microbatches_per_step", "length", "log_every",
-         "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints"),
+         "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+         "most_dropped_in_a_row"),
         (1, "it must be at least 1."),
     ),
     "optimizer.clip": (0, "give 0 for none."),
@@ -47,7 +46,7 @@ DECAYS = ("b1", "b2", "b3", "momentum")
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
      "compare_replicas_every", "metrics_hook", "wandb_project", "spike.policy",
-     "spike.threshold"}
+     "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row"}
 )  # fmt: skip
 # Their fields have names that others choose.
 OPEN = ("options", "method_options", "schedule_options")
@@ -109,6 +108,12 @@ def default_config() -> ConfigDict:
     c.compare_replicas_every = 100  # workers' copies (runner/replicas.py); 0: never
     c.keep_checkpoints = 2  # the newest, and the one with the best held-out loss
     c.spike = _spike_fields()
+    # Whether a worker whose loss or gradients are not finite does not count in that
+    # half-round (of local methods: in that inner step). None: wherever it can be, which
+    # is with every method but fused_zero1. It is logged, and rows of metrics.jsonl have
+    # the number as `dropped`; so many half-rounds of one worker in a row end the run.
+    c.drop_nonfinite = PLACEHOLDER(bool)
+    c.most_dropped_in_a_row = 10
     # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
     c.metrics_hook = PLACEHOLDER(str)
     c.wandb_project = PLACEHOLDER(str)  # of Weights & Biases, where it is installed
@@ -437,26 +442,6 @@ def dtype(field: str, name: str | None) -> Any:
             f"{field} is {name!r}, which JAX makes float32 of: set JAX_ENABLE_X64=1, "
             "or give float32."
         )
-    return value
-
-
-def named(field: str, name: str | None) -> Any:
-    """Returns the function that 'package.module:function' names; None for None.
-
-    Raises:
-      ValueError: the module cannot be imported, or has no such function.
-    """
-    if name is None:
-        return None
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"{field} is {name!r}: give 'package.module:function'.")
-    try:
-        value: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{field} is {name!r}, which cannot be imported: {error}."
-        ) from error
     return value
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from acco_jax.runner.config import named
 from acco_jax.runner.metrics import Hook
+from acco_jax.runner.names import named
 
 
 def of(config: ConfigDict, workdir: Path) -> list[Hook]:

@@ -33,6 +33,7 @@ from acco_jax.runner import (
     timing,
 )
 from acco_jax.runner.counts import CountsLog
+from acco_jax.runner.drops import Drops
 from acco_jax.runner.preparation import (
     Experiment,
     abstract,
@@ -118,6 +119,7 @@ class _Run:
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
         self._held_out: float | None = None  # the last held-out loss
+        self._dropped: dict[str, Any] | None = None  # up to a checkpoint
         self._log: CountsLog | None = None
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if latest is None:
@@ -150,6 +152,7 @@ class _Run:
         arrays, host = e.checkpoints.restore(half_round, abstract(e))
         self.params, self.state = arrays
         self.done, self._held_out = half_round, host["held_out_loss"]
+        self._dropped = host.get("dropped")
         return host
 
     def _open_records(self, seconds: float) -> None:
@@ -159,6 +162,13 @@ class _Run:
             self._log = CountsLog(e.workdir, self.done)
             e.step.half_round = self.done  # type: ignore[attr-defined]
         spike = e.config.spike
+        self._drops = Drops(
+            optimizers.drops_nonfinite(e.config, e.tx),
+            e.mesh,
+            e.config.most_dropped_in_a_row,
+            self._batches.first_row,
+            self._dropped,
+        )
         self._recorder = metrics.Recorder(
             e.workdir,
             total=e.half_rounds,
@@ -168,6 +178,7 @@ class _Run:
             late=e.step.form != "split",  # which waits for what it has sent
             hooks=self._hooks,
             flops=_flops_rate(e),
+            drops=self._drops,
             spike=math.inf if spike.policy == "off" else spike.threshold,
             record=self._goodput,
         )
@@ -188,6 +199,7 @@ class _Run:
     def half_round(self) -> None:
         """Dispatches a half-round and waits for none but an interval long past."""
         e = self._experiment
+        start = self._batches.position
         with self._goodput.waiting():
             rows = next(self._batches)
         batch = to_devices(rows, e.mesh)
@@ -195,6 +207,7 @@ class _Run:
             self.params, self.state, batch, self._counts, self._rng()
         )
         self.done += 1
+        self._drops.add(self.done, start, self._metrics)
         heartbeat.reached(self.done)
         microbatches = list(e.config.counts) or [e.microbatches] * e.workers
         if self._log is not None:
@@ -265,20 +278,30 @@ class _Run:
         self._held_out = row["loss"]
         return row
 
-    def save(self) -> None:
-        """Writes a checkpoint once, and never one that is not finite."""
+    def save(self, *, last: bool = False) -> None:
+        """Writes a checkpoint once, and never one that is not finite.
+
+        None where the newest half-round, or if this is the `last` chance the newest
+        two, counted for nobody: then these parameters may be why.
+        """
         e = self._experiment
         if e.checkpoints.latest() == self.done:
             return
         with self._recorder.pause(self.tokens):
             self._goodput.trained(self.done)
+            self._drops.read(self.done)
+            if self._drops.nobody > int(last):
+                logging.warning("no checkpoint of half-round %d: nothing of it was "
+                                "finite", self.done)  # fmt: skip
+                return
             now = (self.params, self._metrics)
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             self._replicas.check(self.done, self._arrays())
             seconds, position = self._recorder.seconds, self._batches.get_state()
             host = {"batches": position, "seconds": seconds, "identity": e.identity,
-                    "held_out_loss": self._held_out}  # fmt: skip
+                    "held_out_loss": self._held_out,
+                    "dropped": self._drops.state()}  # fmt: skip
             e.checkpoints.save(self.done, (self.params, self.state), host)
             self._goodput.mark("checkpoints", self.done)
 
@@ -333,7 +356,7 @@ def run(
                 row = _train(runner, experiment, last, stopped)
                 break
             except exits.Stopped:  # in an evaluation, which the continued run owes
-                runner.save()
+                runner.save(last=True)
                 break
             except metrics.LossSpike as spike:
                 latest = experiment.checkpoints.latest()
@@ -373,7 +396,7 @@ def _train(
             runner.validate(config.eval_batches)
         if crossed(config.checkpoint_every) and runner.done < total:
             runner.save()
-    runner.save()
+    runner.save(last=True)
     return runner.validate(None) if runner.done == total else None
 
 

@@ -15,6 +15,7 @@ import tqdm
 from absl import logging
 
 from acco_jax.runner import goodput
+from acco_jax.runner.drops import Drops
 from acco_jax.runner.files import read_rows, write_rows
 
 FILE = "metrics.jsonl"
@@ -46,6 +47,7 @@ class Recorder:
         late: bool = True,
         hooks: Sequence[Hook] = (),
         flops: tuple[float, float] | None = None,
+        drops: Drops | None = None,
         spike: float = math.inf,
         record: goodput.Record | None = None,
     ) -> None:
@@ -54,12 +56,15 @@ class Recorder:
         It has done `done` of `total` half-rounds, with so many targets, in so many
         seconds. Steps that wait for the device are not written `late`. Process 0 calls
         the hooks with each row. With `flops`, the model's per token and the devices'
-        peak per second, rows of training have the model FLOPs utilization. A training
-        loss that is more than `spike` above the lowest one stops the run. A `record`
-        is told of the half-rounds that were fetched.
+        peak per second, rows of training have the model FLOPs utilization; with `drops`
+        how often workers were dropped since the row before, and a half-round that
+        nobody counted in has no row. A training loss that is more than `spike` above
+        the lowest one stops the run. A `record` is told of the half-rounds that were
+        fetched.
         """
         self._late, self._hooks, self._flops = late, hooks, flops
         self._record = record
+        self._drops = drops if drops is not None and drops.dropping else None
         self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
@@ -98,7 +103,8 @@ class Recorder:
           device: scalars on the device, possibly not computed yet.
 
         Raises:
-          FloatingPointError: the last interval's loss is not finite.
+          FloatingPointError: the last interval's loss is not finite, or that of a
+            worker was not for too long.
           LossSpike: it is far above the lowest one.
         """
         self.flush()
@@ -115,6 +121,12 @@ class Recorder:
         values = {k: v.item() for k, v in jax.device_get(device).items()}
         if self._record is not None:
             self._record.trained(host["half_round"], time.perf_counter() - begin)
+        dropped = {}
+        if self._drops is not None:
+            self._drops.read(host["half_round"])
+            if self._drops.nobody:
+                return
+            dropped["dropped"] = self._drops.since_last()
         check(values["loss"], "the loss", host["half_round"])
         self._check_spike(values["loss"], host["half_round"])
         if not self._writes:
@@ -126,7 +138,7 @@ class Recorder:
         if self._flops is not None:
             per_token, peak = self._flops
             times["model_flops_utilization"] = rate * per_token / peak
-        self._write(host | values | times)
+        self._write(host | values | dropped | times)
         self._bar.set_postfix_str(
             f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
         )

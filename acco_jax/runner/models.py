@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 
 from acco_jax.models import gpt_neo, lora
 from acco_jax.models.base import Model
-from acco_jax.runner.config import dtype, named
+from acco_jax.runner.config import dtype
+from acco_jax.runner.names import named
 
 PyTree = Any
 

@@ -1,7 +1,9 @@
-"""One line for a name that does not exist."""
+"""Names in a config: what they name, or one line for one that does not exist."""
 
 import difflib
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def suggestion(name: object, names: Iterable[str]) -> str:
@@ -21,3 +23,23 @@ def check_name(what: str, name: object, names: Iterable[str]) -> None:
         raise ValueError(
             f"{what} is {name!r}:{suggestion(name, names)} Known: {', '.join(names)}."
         )
+
+
+def named(field: str, name: str | None) -> Any:
+    """Returns the function that 'package.module:function' names; None for None.
+
+    Raises:
+      ValueError: the module cannot be imported, or has no such function.
+    """
+    if name is None:
+        return None
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{field} is {name!r}: give 'package.module:function'.")
+    try:
+        value: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{field} is {name!r}, which cannot be imported: {error}."
+        ) from error
+    return value

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from acco_jax import methods
 from acco_jax.layout import path_names
 from acco_jax.methods import METHODS
+from acco_jax.methods.base import Method
 from acco_jax.methods.per_layer import per_layer
 from acco_jax.models.base import Stacked
 from acco_jax.runner.config import dtype
@@ -273,3 +274,10 @@ def method(
             "parameters of its own: leave it out, or use a sharded method."
         )
     return tx
+
+
+def drops_nonfinite(config: ConfigDict, tx: Method) -> bool:
+    """Whether workers whose numbers are not finite are dropped; see the config."""
+    if config.drop_nonfinite is None:
+        return tx.round(tx.phase(0)).drops
+    return bool(config.drop_nonfinite)

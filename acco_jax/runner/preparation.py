@@ -170,8 +170,9 @@ def prepare(
     if config.base and not (config.lora.rank or config.lora.ranks):
         init = Partial(_identity, _start(config, init, mesh))
     step = acco_jax.make_train_step(
-        loss_fn, tx, microbatches=counted or microbatches, form=config.form
-    )
+        loss_fn, tx, microbatches=counted or microbatches, form=config.form,
+        drop_nonfinite=optimizers.drops_nonfinite(config, tx),
+    )  # fmt: skip
     schedule = optimizers.learning_rate(config)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,

@@ -4,6 +4,7 @@ from ml_collections import ConfigDict
 
 from acco_jax.runner import config as configs
 from acco_jax.runner import models, optimizers
+from acco_jax.runner.names import named
 
 
 def validate(config: ConfigDict) -> None:
@@ -17,4 +18,4 @@ def validate(config: ConfigDict) -> None:
     if config.model.factory is None:  # the tokenizer's tokens come with the corpus
         models.gpt_neo_config(config, vocab_size=1)
     else:
-        configs.named("model.factory", config.model.factory)
+        named("model.factory", config.model.factory)

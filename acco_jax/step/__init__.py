@@ -19,6 +19,7 @@ def make_train_step(
     *,
     microbatches: int | Adaptive | Replay,
     form: str = "auto",
+    drop_nonfinite: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """Build the step that computes gradients while it communicates the previous ones.
@@ -34,6 +35,10 @@ def make_train_step(
         form); or `Replay(log)`: as a run that was adaptive logged them.
       form: 'fused' (one program), 'split' (several programs from two threads), or
         'auto': split for several CPU processes, else fused.
+      drop_nonfinite: whether a worker whose loss, weight or sum of gradients is not
+        finite has no weight in that call, as if it had computed nothing; of local
+        methods, in that inner step. Bad numbers then stay on the worker that made them.
+        Its gradients are looked at before they are sent; nothing more is communicated.
       compiler_options: for the fused program; None takes
         `acco_jax.compiler_options` of the mesh's devices.
 
@@ -47,10 +52,11 @@ def make_train_step(
       targets where loss_fn gives a weight), "weight" [], "grad_norm" [] (of the mean
       gradient that the optimizer was given; where each worker has its own, the mean
       over workers and steps), "step" [] (steps of the inner optimizer so far; of local
-      methods all, computed or not), "aux" (sums over the microbatches), and "counts"
-      (n,) if given or found. Called inside jax.jit or lax.scan it becomes a part of
-      that program: donation and compiler options are the caller's, and methods that
-      choose between programs by a count refuse it.
+      methods all, computed or not), "aux" (sums over the microbatches), "counts" (n,)
+      if given or found, and with `drop_nonfinite` "dropped" (n,), 1 where a worker was
+      (of local methods: in how many inner steps). Called inside jax.jit or lax.scan it
+      becomes a part of that program: donation and compiler options are the caller's,
+      and methods that choose between programs by a count refuse it.
 
     Raises:
       ValueError: in one line, before any device work, what does not fit.
@@ -64,6 +70,11 @@ def make_train_step(
             f"microbatches={microbatches!r} needs a method that communicates while it "
             "computes one gradient, and form='split': a synchronous step has no time "
             "to fill, a round of local steps a given length."
+        )
+    if drop_nonfinite and not tx.round(tx.phase(0)).drops:
+        raise ValueError(
+            "drop_nonfinite needs each worker's gradients before they are reduced, but "
+            "tx reduces them inside the backward pass: leave it out, or use zero1."
         )
     most = adaptive.most if adaptive else microbatches
     if not isinstance(most, int) or most < 1:
@@ -82,7 +93,7 @@ def make_train_step(
             model_axis=any(tx.mesh.shape[a] > 1 for a in model_axes),
         )
     gradients = Accumulator(
-        loss_fn, tx.mesh, tx.axis, most, tx.accumulate_dtype
+        loss_fn, tx.mesh, tx.axis, most, tx.accumulate_dtype, drop_nonfinite
     ).placed()
     if adaptive:
         return AdaptiveStep(tx, gradients, compiler_options, adaptive)

@@ -45,6 +45,7 @@ WRONG = [
     ("accumulate_dtype", "uint8", r"accumulate_dtype is 'uint8': give a floating"),
     ("steps", 0, r"steps is 0: it must be at least 1"),
     ("log_every", -3, r"log_every is -3: it must be at least 1"),
+    ("most_dropped_in_a_row", 0, r"most_dropped_in_a_row is 0: it must be at least 1"),
     ("counts", (0, 0), r"counts is 0 for every worker"),
     ("lora.rank", -1, r"lora.rank is -1: give 0 for no adapters"),
     ("lora.ranks", (("mlp", 0.5),), r"lora.ranks has \('mlp', 0.5\): give pairs"),

@@ -19,13 +19,14 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator, Sums, from_row, over_data, to_row
+from acco_jax.gradients import Accumulator, Sums
 from acco_jax.half_round import Inputs, Round
 from acco_jax.layout import Layout, PyTree, wide
 from acco_jax.methods.base import find_state, is_state
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
+from acco_jax.workers import from_row, over_data, to_row
 
 
 class Work(NamedTuple):
@@ -56,6 +57,7 @@ class InnerSteps:
             total = self.steps * gradients.microbatches
             params = narrowed(layout, from_row(theta))
             sums = gradients.zeros_here(params, batch, rng, total)._replace(grads=None)
+            sums = gradients.checked_here(sums, None)  # as steps return them
             return to_row((sums, jnp.zeros(())))
 
         gradients, batch, _, rng = inputs
@@ -108,24 +110,21 @@ class InnerSteps:
         params = narrowed(layout, work.theta)
         sums = gradients.zeros_here(params, batch, rng, total)
         sums = gradients.sum_here(sums, params, batch, rng, total, start, start + count)
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), sums.grads, work.theta)
+        sums = gradients.checked_here(sums._replace(grads=None), grads)
         valid = sums.weight != 0
         weight = jnp.where(valid, sums.weight, 1)
         mean = jax.tree.map(
-            lambda g, x: jnp.where(
-                valid, g.astype(x.dtype) / weight.astype(x.dtype), 0
-            ),
-            sums.grads,
-            work.theta,
+            lambda g: jnp.where(valid, g / weight.astype(g.dtype), 0), grads
         )
         updates, inner = checked_update(
             self.inner, mean, work.inner, work.theta, {}, in_loop=True
         )
         theta = optax.apply_updates(work.theta, updates)
-        added = sums._replace(grads=None)
         return Work(
             choose(valid, theta, work.theta),
             choose(valid, inner, work.inner),
-            jax.tree.map(jnp.add, work.sums, added),
+            jax.tree.map(jnp.add, work.sums, sums),
             work.norm + optax.tree.norm(mean).astype(work.norm.dtype),
             work.steps + valid,
         )

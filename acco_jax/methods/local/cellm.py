@@ -33,7 +33,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import over_data
 from acco_jax.half_round import Hop
 from acco_jax.layout import Layout, PyTree
 from acco_jax.methods.base import common_attributes, layout_of, placed_state
@@ -42,6 +41,7 @@ from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.local.rounds import RoundOptions, counted
 from acco_jax.methods.optimizer import choose, pinned
+from acco_jax.workers import over_data
 
 ROW = 256  # entries; a place in it fits 8 bits
 

@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.exchange import Delivery, Exchange, ExchangeRound
-from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Pending, PyTree
 from acco_jax.methods.base import (
     CommonOptions,
@@ -34,6 +33,7 @@ from acco_jax.methods.base import (
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
+from acco_jax.workers import over_data
 
 OF_ROUNDS = ("weighted", "accumulate_dtype")  # the rest is the exchange's
 

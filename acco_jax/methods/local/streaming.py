@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.codec import Codec
 from acco_jax.exchange import Delivery, Exchange, ExchangeRound
-from acco_jax.gradients import over_data
 from acco_jax.layout import Layout, Leaf, Pending, PyTree
 from acco_jax.methods.base import (
     common_attributes,
@@ -44,6 +43,7 @@ from acco_jax.methods.local.rounds import RoundOptions, counted, differences
 from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
 from acco_jax.methods.zero1 import zero1
+from acco_jax.workers import over_data
 
 Fragment = dict[str, Any]  # leaves by name
 

@@ -1,0 +1,50 @@
+"""The workers: the data axes of a mesh, and what runs on each worker's own rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+PyTree = Any
+
+
+def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the data axes as a tuple; raise a ValueError if the mesh has them not."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"mesh is {mesh!r}: give the devices as a jax.sharding.Mesh, such as "
+            "jax.make_mesh((jax.device_count(),), ('data',))."
+        )
+    axis = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    for name in axis:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"axis_name {name!r} is no axis of the mesh {mesh.axis_names}: name "
+                "the axis over which the batch is split."
+            )
+    return axis
+
+
+def over_data(
+    fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: Any, out_specs: Any
+) -> Callable:
+    """Run fn on each worker's part, manual over the data axes alone.
+
+    check_vma is off: parameters stay what they are on each worker and no psum is put in
+    when a gradient is taken, and loss functions with scans of their own need not mark
+    what varies.
+    """
+    shard_map = functools.partial(jax.shard_map, axis_names=set(axis), check_vma=False)
+    return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def to_row(tree: PyTree) -> PyTree:
+    """A worker's own values as its row of an array over workers."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def from_row(rows: PyTree) -> PyTree:
+    """The inverse of `to_row`."""
+    return jax.tree.map(lambda x: x[0], rows)
