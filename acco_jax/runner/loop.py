@@ -106,13 +106,14 @@ class _Run:
         self._held_out: float | None = None  # the last held-out loss
         self._log: CountsLog | None = None
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
-        if (latest := e.checkpoints.latest()) is None:
+        if (host := self._restore()) is None:
             self.params, self.state = initial(e)
         else:
-            host = self._restore(latest)
             self._batches.set_state(host["batches"])
             seconds = host["seconds"]
-            logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
+            logging.info(
+                "continuing after half-round %d of %d", self.done, e.half_rounds
+            )
         self._hooks = hooks.of(e.config, e.workdir)
         self._open_records(seconds)
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
@@ -124,12 +125,16 @@ class _Run:
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
             )
 
-    def _restore(self, half_round: int) -> dict[str, Any]:
-        """Takes parameters and state of a checkpoint, and returns its host data."""
+    def _restore(self) -> dict[str, Any] | None:
+        """Takes parameters and state of the newest checkpoint; returns its host data.
+
+        None where there is no checkpoint.
+        """
         e = self._experiment
-        arrays, host = e.checkpoints.restore(half_round, abstract(e))
-        self.params, self.state = arrays
-        self.done, self._held_out = half_round, host["held_out_loss"]
+        if (found := e.checkpoints.restore_newest(abstract(e))) is None:
+            return None
+        self.done, (self.params, self.state), host = found
+        self._held_out = host["held_out_loss"]
         return host
 
     def _open_records(self, seconds: float) -> None:
@@ -151,11 +156,11 @@ class _Run:
             spike=math.inf if spike.policy == "off" else spike.threshold,
         )
 
-    def roll_back(self, half_round: int) -> None:
-        """Returns to a checkpoint, to go on with rows that were not read before."""
+    def roll_back(self) -> None:
+        """Goes on from the newest checkpoint, with rows that were not read before."""
         seconds = self._recorder.seconds
         self.close()
-        self._restore(half_round)
+        self._restore()
         self._open_records(seconds)
 
     @property
@@ -227,8 +232,9 @@ class _Run:
         return row
 
     def save(self) -> None:
-        """Writes a checkpoint once, and never one that is not finite."""
+        """Starts to write a checkpoint once, and never one that is not finite."""
         e = self._experiment
+        e.checkpoints.wait()
         if e.checkpoints.latest() == self.done:
             return
         with self._recorder.pause(self.tokens):
@@ -273,6 +279,7 @@ def run(
     row = None
     with (
         signals.stopping() as stopped,
+        experiment.checkpoints as checkpoints,
         contextlib.closing(_Run(experiment, stopped)) as runner,
         jax.transfer_guard("disallow"),
     ):
@@ -285,12 +292,12 @@ def run(
                 runner.save()
                 break
             except metrics.LossSpike as spike:
-                latest = experiment.checkpoints.latest()
-                if not rollbacks or latest is None:
+                checkpoints.wait()
+                if not rollbacks or checkpoints.latest() is None:
                     raise
                 rollbacks -= 1
                 with jax.transfer_guard("allow"):
-                    runner.roll_back(latest)
+                    runner.roll_back()
                 logging.warning("%s", spike)
                 logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
