@@ -47,7 +47,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Path | epath.Path | str,
         keep: int,
         *,
         repair: bool = True,
@@ -371,8 +371,10 @@ def _from_process_0(steps: list[int] | None) -> list[int] | None:
     size = int(share(np.int32(-1 if steps is None else len(steps))))
     if size < 1:
         return None if size < 0 else []
-    mine = steps if jax.process_index() == 0 else [0] * size
-    return sorted(share(np.int32(mine)).tolist())
+    mine = np.zeros(size, np.int32)
+    if steps:
+        mine[:] = steps
+    return sorted(share(mine).tolist())
 
 
 def _verify(path: epath.Path, arrays: dict[str, jax.Array]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 
 
-def is_remote(path: Path | str) -> bool:
+def is_remote(path: Path | epath.Path | str) -> bool:
     """Whether a path is that of an object store, as gs://bucket/run.
 
     A Path has lost one of its slashes.

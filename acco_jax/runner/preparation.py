@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,8 +54,15 @@ class Experiment:
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
         """Opened when first asked for: a refused run leaves no folder behind."""
-        folder, keep = self.workdir / "checkpoints", self.config.keep_checkpoints
+        folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
         return Checkpoints(folder, keep, repair=self.repairs)
+
+    @property
+    def checkpoint_folder(self) -> epath.Path:
+        """Where the checkpoints are: in the workdir, or where the config says."""
+        if folder := self.config.checkpoints:
+            return epath.Path(folder).expanduser()
+        return epath.Path(self.workdir) / "checkpoints"
 
     @property
     def workers(self) -> int:
@@ -181,7 +189,7 @@ def prepare(
             f"optimizer {config.optimizer.name} with the options given does not work "
             f"here: {error}"
         ) from error
-    check_whole(workdir)
+    check_whole(workdir, experiment.checkpoint_folder)
     _check_checkpoint(experiment)
     if repair and jax.process_index() == 0:
         write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
@@ -193,7 +201,7 @@ def _check_checkpoint(experiment: Experiment) -> None:
     checkpoints, identity = experiment.checkpoints, experiment.identity
     if (latest := checkpoints.latest()) is None:
         return
-    path = experiment.workdir / "checkpoints" / str(latest)
+    path = experiment.checkpoint_folder / str(latest)
     old = checkpoints.host(latest).get("identity")
     if not isinstance(old, dict):
         raise ValueError(

@@ -39,7 +39,7 @@ def on_host(arrays: dict[str, jax.Array]) -> Shards:
 
 def crc(x: np.ndarray) -> int:
     """Returns the CRC-32 of an array's bytes, in C order."""
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return zlib.crc32(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
 
 
 def read(checkpoint: epath.Path) -> Sums:
@@ -88,7 +88,7 @@ def _slices(place: str) -> tuple[slice, ...]:
     return tuple(slice(int(start), int(stop)) for start, stop in ranges)
 
 
-class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+class Handler(ocp.AsyncCheckpointHandler):
     """Writes this process's checksums into a checkpoint, beside training."""
 
     async def async_save(
@@ -114,7 +114,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass(repr=False)
-class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
+class Save(ocp.args.CheckpointArgs):
     """Asks for the checksums of these shards, which are on this host."""
 
     shards: Shards

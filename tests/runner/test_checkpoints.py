@@ -78,7 +78,7 @@ def test_a_kill_before_the_checksums_leaves_the_last_one(tree, tmp_path, monkeyp
     first.save(1, tree, {})
     first.wait()
 
-    def killed(folder):
+    def killed(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -468,7 +468,7 @@ def test_rounds_of_local_steps(train, tmp_path):
     """A call of several steps evaluates and saves whatever multiples it has passed."""
     changes = {"method": "diloco", "method_options": {"local_steps": 4}, "steps": 12,
                "eval_every": 3, "checkpoint_every": 7, "counts": (0, 2)}  # fmt: skip
-    experiment, summary = train(tmp_path, **changes)
+    _, summary = train(tmp_path, **changes)
     rows = metrics.read(tmp_path)
     steps = [(r["half_round"], r["step"]) for r in rows if r["kind"] == "validation"]
     assert steps == [(1, 4), (2, 8), (3, 12)]
