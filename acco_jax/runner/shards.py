@@ -39,7 +39,7 @@ def on_host(arrays: dict[str, jax.Array]) -> Shards:
 
 def crc(x: np.ndarray) -> int:
     """Returns the CRC-32 of an array's bytes, in C order."""
-    return zlib.crc32(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def read(checkpoint: epath.Path) -> Sums:
