@@ -98,7 +98,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             _LOST_AFTER.value,
         )
         # slow, and only now may anything touch devices
-        from acco_jax.runner import loop, preparation, validation
+        from acco_jax.runner import checkpoints, loop, preparation, validation
         from acco_jax.runner import workdir as workdirs
 
         validation.validate(config)
@@ -115,6 +115,8 @@ def _train(claim: contextlib.ExitStack) -> None:
             stop_after=_STOP_AFTER.value,
             time_gradients=_TIME_GRADIENTS.value,
         )
+    except checkpoints.Damaged as error:
+        exits.end(exits.REFUSED, error)
     except FloatingPointError as error:
         exits.end(exits.DIVERGED, error)
     except (OSError, KeyboardInterrupt) as error:

@@ -1,107 +1,182 @@
-"""Checkpoints of parameters, optimizer state and data iterator, verified when read."""
+"""Checkpoints of parameters, optimizer state and data iterator, written beside training
+and verified when read."""
 
+import concurrent.futures
+import functools
 import json
+import logging as levels
 import math
 import os
-import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
+from etils import epath
 from jax.experimental import multihost_utils
 
-from acco_jax.runner.files import read_object, write_whole
+from acco_jax.runner import shards
+from acco_jax.runner.files import is_remote, read_object, write_whole
 
 PyTree = Any
+HOST = "metadata"  # orbax's name of the file of host data
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was saved."""
 
 
 class Checkpoints:
     """The checkpoints of one run, by half-round.
 
-    orbax writes the arrays, sharded; beside each checkpoint lies a file of checksums,
-    so that a damaged one is seen instead of trained on. While one is written a file
-    N.saving is there: what a killed process leaves is unfinished, not damaged.
+    orbax writes the arrays, sharded, while training goes on. Two kinds of checksums are
+    kept. Those of the shards are taken from the copies on the host, before anything is
+    written, and lie inside the checkpoint; they find what is wrong with the arrays as
+    they are restored, whoever has changed them. Those of the files are taken from what
+    was written and lie beside it, N.checksums; they find, before anything is restored,
+    files that have changed since, are missing or too many. In a remote folder, whose
+    store sums up what it holds by itself, they are the files' sizes.
+
+    While a checkpoint is written or removed a file N.saving is there: what a killed
+    process leaves is unfinished, not damaged.
     """
 
-    def __init__(self, folder: Path, keep: int, *, repair: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path | epath.Path | str,
+        keep: int,
+        *,
+        repair: bool = True,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
         """Opens a folder, and sets damaged checkpoints in it aside.
 
         Args:
-          folder: of the checkpoints.
+          folder: of the checkpoints; also a remote one, as gs://bucket/run.
           keep: how many of the newest ones.
           repair: False for a folder that may be another run's: nothing in it changes.
+          fence: called by process 0 before it writes, in the background too; an OSError
+            that it raises ends the save, before any other checkpoint is removed.
 
         Raises:
-          ValueError: there are checkpoints, and all of them are damaged.
+          Damaged: there are checkpoints, and all of them are damaged.
         """
-        self._folder, self._keep = folder.absolute(), keep
+        self._remote = is_remote(folder)
+        self._folder = epath.Path(folder if self._remote else os.path.abspath(folder))
+        self._keep, self._repair, self._fence = keep, repair, fence
         self._losses: dict[int, float | None] = {}  # held out, by half-round
-        sound = True
+        self._writing: tuple[int, list[int], concurrent.futures.Future[None]] | None
+        self._writing = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         if repair and jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._discard_unfinished()
-            sound = self._set_aside_damaged()
-        if jax.process_count() > 1:
-            sound = bool(multihost_utils.broadcast_one_to_all(np.bool_(sound)))
-        if not sound:
-            raise ValueError(
-                f"every checkpoint in {self._folder} is damaged: restore an intact "
-                "copy or, to start from scratch, use another workdir."
-            )
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=None,  # `save` removes those that are too many
-                enable_async_checkpointing=False,
-                cleanup_tmp_directories=repair,  # of a process killed while writing
-                create=repair,
-                read_only=not repair,
-            ),
-        )
+        self._steps = self._sound()  # finished, oldest first
+        self._checkpointer = _checkpointer(fence)
 
     def latest(self) -> int | None:
-        """Returns the half-rounds of the newest sound checkpoint, None without any."""
-        return self._manager.latest_step()
+        """Returns the half-rounds of the newest sound checkpoint, None without any.
+
+        One that is written counts when `wait` has returned.
+        """
+        return max(self._steps, default=None)
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
-        """Writes a checkpoint whole; `host` is JSON, the same on every process.
+        """Copies arrays to the host and starts to write them; waits for the last save.
 
-        Of those before it the newest are kept, `keep` with this one, and the one whose
-        host["held_out_loss"] is lowest.
+        When it is whole, of those before it the newest are kept, `keep` with this one,
+        and the one whose host["held_out_loss"] is lowest.
+
+        Args:
+          half_round: of the checkpoint.
+          arrays: may be donated as soon as this returns.
+          host: JSON, the same on every process.
 
         Raises:
-          OSError: it cannot be written (a full disk); those before it are whole.
+          OSError: this one or the last cannot be written (a full disk); those before
+            are whole.
         """
+        self.wait()
         if jax.process_index() == 0:
+            self._fence()
+            self._sums(half_round).unlink(missing_ok=True)
             self._saving(half_round).touch()
-        self._manager.save(
-            half_round,
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave(_named(arrays)),
-                host=ocp.args.JsonSave(host),
-            ),
-        )
-        self._manager.wait_until_finished()
-        if jax.process_index() == 0:
-            sums = _checksums(self._folder / str(half_round))
-            write_whole(self._sums(half_round), json.dumps(sums))
-            self._saving(half_round).unlink()
-        if jax.process_count() > 1:  # or the others wait in a collective that times out
-            multihost_utils.sync_global_devices(f"checkpoint {half_round} written")
-        # only now: a process killed before the checksums leaves the last sound one
+        named = _named(arrays)
+        with jax.transfer_guard_device_to_host("allow"):  # here it is meant
+            copies = shards.on_host(named)
+            self._checkpointer.save(
+                self._folder / str(half_round),
+                args=ocp.args.Composite(
+                    arrays=ocp.args.PyTreeSave(named),  # finds the same copies
+                    host=ocp.args.JsonSave(host),
+                    shards=shards.Save(copies),
+                ),
+            )
         self._losses[half_round] = host.get("held_out_loss")
-        steps = sorted(self._manager.all_steps())
+        steps = [*self._steps, half_round]
+        surplus = self._surplus(steps)
+        finished = self._thread.submit(self._finish, half_round, surplus)
+        kept = [step for step in steps if step not in surplus]
+        self._writing = half_round, kept, finished
+
+    def wait(self) -> None:
+        """Waits until what was saved is written, verifiable and counted by `latest`.
+
+        Raises:
+          OSError: in one line, it could not be written.
+        """
+        if self._writing is None:
+            return
+        (half_round, steps, finished), self._writing = self._writing, None
+        try:
+            finished.result()
+        except Exception as error:
+            path, why = self._folder / str(half_round), " ".join(str(error).split())
+            raise OSError(f"checkpoint {path} could not be written: {why}") from error
+        self._steps = steps
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits on the way out; an error inside goes before one of writing."""
+        if kind is None:
+            self.wait()
+        elif self._writing is not None:
+            concurrent.futures.wait([self._writing[2]])
+
+    def _finish(self, half_round: int, surplus: list[int]) -> None:
+        """Makes a checkpoint one that counts; runs beside training, no collectives.
+
+        Only then are others removed: a process killed before leaves the last sound one.
+        """
+        self._checkpointer.wait_until_finished()  # for all processes' shards
+        if jax.process_index():
+            return
+        self._fence()
+        sums = _checksums(self._folder / str(half_round), self._remote)
+        write_whole(self._sums(half_round), json.dumps(sums))
+        self._saving(half_round).unlink()
+        for step in surplus:
+            self._remove(step)
+
+    def _surplus(self, steps: list[int]) -> list[int]:
+        """Returns those that are neither among the newest nor the best one."""
         best = min(steps, key=self._held_out_loss)
-        for step in steps[: -self._keep]:
-            if step == best and self._held_out_loss(step) < math.inf:
-                continue
-            self._manager.delete(step)
-            if jax.process_index() == 0:
-                self._sums(step).unlink(missing_ok=True)
+        if self._held_out_loss(best) == math.inf:
+            return steps[: -self._keep]
+        return [step for step in steps[: -self._keep] if step != best]
+
+    def _remove(self, step: int) -> None:
+        """Removes a checkpoint; a process killed meanwhile leaves no damaged one."""
+        self._saving(step).touch()
+        self._sums(step).unlink(missing_ok=True)
+        (self._folder / str(step)).rmtree()
+        self._saving(step).unlink()
 
     def _held_out_loss(self, half_round: int) -> float:
         """Returns the held-out loss that a checkpoint says; infinity without."""
@@ -110,40 +185,69 @@ class Checkpoints:
         loss = self._losses[half_round]
         return math.inf if loss is None else float(loss)
 
+    def restore_newest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+        """Restores the newest checkpoint that is sound, and sets damaged ones aside.
+
+        Returns:
+          Its half-rounds and what `restore` returns; None if there is none.
+
+        Raises:
+          Damaged: there are checkpoints, and all of them are damaged.
+        """
+        while (step := self.latest()) is not None:
+            try:
+                return step, *self.restore(step, like)
+            except Damaged as error:
+                if not self._repair:
+                    raise
+                if jax.process_index() == 0:
+                    self._set_aside(step, str(error))
+                self._steps = self._sound()
+        return None
+
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Returns a checkpoint's arrays and host data.
 
         Args:
           half_round: as in `save`.
           like: the tree to restore, of arrays or ShapeDtypeStructs with shardings.
+
+        Raises:
+          Damaged: on all processes, a restored shard is not the one that was saved.
         """
+        path = self._folder / str(half_round)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _named(like))
-        checkpoint = self._manager.restore(
-            half_round,
+        found = self._checkpointer.restore(
+            path,
             args=ocp.args.Composite(
-                arrays=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
+                arrays=ocp.args.PyTreeRestore(
+                    abstract,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+                )
             ),
-        )
+        ).arrays
+        with jax.transfer_guard_device_to_host("allow"):
+            _verify(path, found)
         leaves, treedef = jax.tree.flatten(like)
         arrays = [
             jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
-            for x, a in zip(leaves, checkpoint.arrays.values(), strict=True)
+            for x, a in zip(leaves, found.values(), strict=True)
         ]
-        return jax.tree.unflatten(treedef, arrays), checkpoint.host
+        return jax.tree.unflatten(treedef, arrays), self.host(half_round)
 
     def host(self, half_round: int) -> dict[str, Any]:
         """Returns the host data of a checkpoint, without its arrays."""
-        only = ocp.args.Composite(host=ocp.args.JsonRestore())
-        host: dict[str, Any] = self._manager.restore(half_round, args=only).host
-        return host
+        return read_object(self._folder / str(half_round) / "host" / HOST)
 
     def close(self) -> None:
-        self._manager.close()
+        self.wait()
+        self._thread.shutdown()
+        self._checkpointer.close()
 
-    def _sums(self, half_round: int) -> Path:
+    def _sums(self, half_round: int) -> epath.Path:
         return self._folder / f"{half_round}.checksums"
 
-    def _saving(self, half_round: int) -> Path:
+    def _saving(self, half_round: int) -> epath.Path:
         return self._folder / f"{half_round}.saving"
 
     def _discard_unfinished(self) -> None:
@@ -152,28 +256,58 @@ class Checkpoints:
             step = self._folder / mark.stem
             if step.exists() and not self._sums(int(mark.stem)).exists():
                 logging.info("checkpoint %s was not finished: discarded", step)
-                shutil.rmtree(step)
+                step.rmtree()
+            for rest in self._folder.glob(f"{mark.stem}.orbax-checkpoint-tmp*"):
+                rest.rmtree()
             mark.unlink()
 
-    def _set_aside_damaged(self) -> bool:
+    def _sound(self) -> list[int]:
+        """Returns the finished checkpoints, the same on all processes.
+
+        The newest of them is sound; those after it have been set aside.
+        """
+        steps: list[int] | None = []
+        if jax.process_index() == 0 and self._folder.exists():
+            steps = self._set_aside_damaged() if self._repair else self._finished()
+        if (agreed := _from_process_0(steps)) is None:
+            raise Damaged(
+                f"every checkpoint in {self._folder} is damaged: restore an intact "
+                "copy or, to start from scratch, use another workdir."
+            )
+        return agreed
+
+    def _finished(self) -> list[int]:
+        names = {path.name for path in self._folder.iterdir()}
+        unfinished = {
+            name.removesuffix(".saving")
+            for name in names
+            if name.endswith(".saving")
+            and name.removesuffix("saving") + "checksums" not in names
+        }
+        return sorted(int(n) for n in names - unfinished if n.isdigit())
+
+    def _set_aside_damaged(self) -> list[int] | None:
         """Renames checkpoints whose files are not those that were written.
 
-        Returns False if there are or were checkpoints, and none is sound.
+        Returns those that are left; None if there are or were any, and none is sound.
         """
-        names = [path.name for path in self._folder.iterdir()]
-        for step in sorted((int(n) for n in names if n.isdigit()), reverse=True):
-            problem = self.problem(step)
-            if problem is None:
-                return True
-            damaged = self._folder / f"{step}.damaged"
-            logging.warning(
-                "checkpoint %s is damaged (%s): it is set aside as %s",
-                self._folder / str(step), problem, damaged.name,
-            )  # fmt: skip
-            shutil.rmtree(damaged, ignore_errors=True)
-            os.replace(self._folder / str(step), damaged)
-            self._sums(step).unlink(missing_ok=True)
-        return not any(n.isdigit() or n.endswith(".damaged") for n in names)
+        steps = self._finished()
+        while steps:
+            if (problem := self.problem(steps[-1])) is None:
+                return steps
+            self._set_aside(steps.pop(), problem)
+        return None if any(self._folder.glob("*.damaged")) else []
+
+    def _set_aside(self, step: int, problem: str) -> None:
+        damaged = self._folder / f"{step}.damaged"
+        logging.warning(
+            "checkpoint %s is damaged (%s): it is set aside as %s",
+            self._folder / str(step), problem, damaged.name,
+        )  # fmt: skip
+        if damaged.exists():
+            damaged.rmtree()
+        (self._folder / str(step)).rename(damaged)
+        self._sums(step).unlink(missing_ok=True)
 
     def problem(self, step: int) -> str | None:
         """Returns why the files of a checkpoint are not those written, or None."""
@@ -181,10 +315,79 @@ class Checkpoints:
             written = read_object(self._sums(step))
         except ValueError:
             return "its checksums are missing or damaged"
-        actual = _checksums(self._folder / str(step))
+        actual = _checksums(self._folder / str(step), self._remote)
         names = sorted(written.keys() | actual)
         wrong = next((k for k in names if written.get(k) != actual.get(k)), None)
         return wrong and f"{wrong} differs"
+
+
+def _checkpointer(fence: Callable[[], None]) -> ocp.AsyncCheckpointer:
+    """Returns orbax's, whose processes meet through the coordination service.
+
+    None of its barriers is a collective of the devices, which could come between those
+    of the train step, in another order on another process. Each shard is written by one
+    process, so that its checksum is that of what is written.
+    """
+    _silence_orbax()
+    several = set(range(jax.process_count())) if jax.process_count() > 1 else None
+    processes = ocp.options.MultiprocessingOptions(
+        active_processes=several, barrier_sync_key_prefix="acco" if several else None
+    )
+    background = ocp.options.AsyncOptions(post_finalization_callback=fence)
+    arrays = ocp.PyTreeCheckpointHandler(
+        use_compression=False,  # trained numbers hardly shrink
+        multiprocessing_options=processes,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))
+        ),
+    )
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(
+            multiprocessing_options=processes, async_options=background
+        ),
+        arrays=arrays,
+        host=ocp.JsonCheckpointHandler(HOST, multiprocessing_options=processes),
+        shards=shards.Handler(),
+    )
+    return ocp.AsyncCheckpointer(
+        handler, async_options=background, multiprocessing_options=processes
+    )
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Leaves what fails in orbax's threads to the one line that `wait` raises."""
+    ours = lambda record: "/orbax/" not in record.pathname  # noqa: E731
+    logging.get_absl_logger().addFilter(
+        lambda record: record.levelno < levels.ERROR or ours(record)
+    )
+
+
+def _from_process_0(steps: list[int] | None) -> list[int] | None:
+    """Returns what process 0 gives, None or numbers, on all processes."""
+    if jax.process_count() == 1:
+        return steps
+    share = multihost_utils.broadcast_one_to_all
+    size = int(share(np.int32(-1 if steps is None else len(steps))))
+    if size < 1:
+        return None if size < 0 else []
+    mine = np.zeros(size, np.int32)
+    if steps:
+        mine[:] = steps
+    return sorted(share(mine).tolist())
+
+
+def _verify(path: epath.Path, arrays: dict[str, jax.Array]) -> None:
+    """Raises `Damaged`, on all processes, if a shard on one is not what was saved."""
+    try:
+        problem = shards.problem(arrays, shards.read(path))
+    except ValueError as error:
+        problem = str(error)
+    found = np.bool_(problem is not None)
+    if jax.process_count() > 1:
+        found = np.any(multihost_utils.process_allgather(found))
+    if found:
+        raise Damaged(problem or "a shard on another process differs")
 
 
 def _is_key(x: Any) -> bool:
@@ -215,12 +418,23 @@ def _named(tree: PyTree) -> dict[str, Any]:
     }
 
 
-def _checksums(folder: Path) -> dict[str, int]:
-    sums = {}
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
-        crc = 0
-        with open(file, "rb") as stream:
-            while chunk := stream.read(1 << 24):
-                crc = zlib.crc32(chunk, crc)
-        sums[str(file.relative_to(folder))] = crc
-    return sums
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _checksums(folder: epath.Path, remote: bool) -> dict[str, int]:
+    """Returns the CRC-32 of each file, or its size in a remote folder."""
+    one = (lambda file: file.stat().length) if remote else _crc
+    return {str(f.relative_to(folder)): one(f) for f in sorted(_files(folder))}
+
+
+def _crc(file: epath.Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 24):
+            crc = zlib.crc32(chunk, crc)
+    return crc

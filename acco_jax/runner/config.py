@@ -39,14 +39,13 @@ MINIMA = {
 MAXIMA = {"steps": 2**30, "devices": 1024, "data.vocab_size": 2**24}
 # Optional fields that must be at least 1 where they are given.
 POSITIVE = ("devices", "domains", "data.vocab_size", "model.vocab_size")
-# Options of optimizers that are decays of averages: from 0 to below 1.
-DECAYS = ("b1", "b2", "b3", "momentum")
+DECAYS = ("b1", "b2", "b3", "momentum")  # options of optimizers, from 0 to below 1
 
 # A run may continue in its workdir with other values of these.
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-     "compare_replicas_every", "metrics_hook", "wandb_project", "spike.policy",
-     "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row"}
+     "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
+     "spike.policy", "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row"}
 )  # fmt: skip
 # Their fields have names that others choose.
 OPEN = ("options", "method_options", "schedule_options")
@@ -105,6 +104,7 @@ def default_config() -> ConfigDict:
     c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
     c.checkpoint_every = 500
+    c.checkpoints = ""  # their folder, also gs://bucket/run; empty: in the workdir
     c.compare_replicas_every = 100  # workers' copies (runner/replicas.py); 0: never
     c.keep_checkpoints = 2  # the newest, and the one with the best held-out loss
     c.spike = _spike_fields()

@@ -2,16 +2,27 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from etils import epath
 
-def write_whole(path: Path, text: str) -> None:
+
+def is_remote(path: Path | epath.Path | str) -> bool:
+    """Whether a path is that of an object store, as gs://bucket/run.
+
+    A Path has lost one of its slashes.
+    """
+    return re.match(r"\w+:/", os.fspath(path)) is not None
+
+
+def write_whole(path: Path | epath.Path, text: str) -> None:
     """Writes a file under another name first, then renames it."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
@@ -50,7 +61,7 @@ def read_rows(path: Path, fields: set[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | epath.Path) -> str:
     """Returns a file's text.
 
     Raises:
@@ -64,7 +75,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} cannot be read: {reason}.") from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path | epath.Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:

@@ -101,8 +101,7 @@ class _Run:
         self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
     ) -> None:
         e = self._experiment = experiment
-        latest = e.checkpoints.latest()
-        over = latest == e.half_rounds
+        over = e.checkpoints.latest() == e.half_rounds
         self._goodput = goodput.Record(e.workdir, e.began, over=over)
         self._batches = batches(e)
         self._evaluate = Evaluator(e, stopped)
@@ -122,13 +121,13 @@ class _Run:
         self._dropped: dict[str, Any] | None = None  # up to a checkpoint
         self._log: CountsLog | None = None
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
-        if latest is None:
+        if (host := self._restore()) is None:
             self.params, self.state = initial(e)
         else:
-            host = self._restore(latest)
             self._batches.set_state(host["batches"])
             seconds = host["seconds"]
-            logging.info("continuing after half-round %d of %d", latest, e.half_rounds)
+            where = f"half-round {self.done} of {e.half_rounds}"
+            logging.info("continuing after %s", where)
         heartbeat.reached(self.done)
         self._hooks = hooks.of(e.config, e.workdir)
         self._open_records(seconds)
@@ -146,12 +145,16 @@ class _Run:
         self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
         self._goodput.mark("waiting", self.done)
 
-    def _restore(self, half_round: int) -> dict[str, Any]:
-        """Takes parameters and state of a checkpoint, and returns its host data."""
+    def _restore(self) -> dict[str, Any] | None:
+        """Takes parameters and state of the newest checkpoint; returns its host data.
+
+        None where there is no checkpoint.
+        """
         e = self._experiment
-        arrays, host = e.checkpoints.restore(half_round, abstract(e))
-        self.params, self.state = arrays
-        self.done, self._held_out = half_round, host["held_out_loss"]
+        if (found := e.checkpoints.restore_newest(abstract(e))) is None:
+            return None
+        self.done, (self.params, self.state), host = found
+        self._held_out = host["held_out_loss"]
         self._dropped = host.get("dropped")
         return host
 
@@ -183,12 +186,12 @@ class _Run:
             record=self._goodput,
         )
 
-    def roll_back(self, half_round: int) -> None:
-        """Returns to a checkpoint, to go on with rows that were not read before."""
+    def roll_back(self) -> None:
+        """Goes on from the newest checkpoint, with rows that were not read before."""
         self._replicas.judge()
         seconds = self._recorder.seconds
         self._close_records()
-        self._restore(half_round)
+        self._restore()
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
 
@@ -279,12 +282,13 @@ class _Run:
         return row
 
     def save(self, *, last: bool = False) -> None:
-        """Writes a checkpoint once, and never one that is not finite.
+        """Starts to write a checkpoint once, and never one that is not finite.
 
         None where the newest half-round, or if this is the `last` chance the newest
         two, counted for nobody: then these parameters may be why.
         """
         e = self._experiment
+        e.checkpoints.wait()
         if e.checkpoints.latest() == self.done:
             return
         with self._recorder.pause(self.tokens):
@@ -347,6 +351,7 @@ def run(
     row = None
     with (
         signals.stopping() as stopped,
+        experiment.checkpoints as checkpoints,
         contextlib.closing(_Run(experiment, stopped)) as runner,
         jax.transfer_guard("disallow"),
     ):
@@ -359,12 +364,12 @@ def run(
                 runner.save(last=True)
                 break
             except metrics.LossSpike as spike:
-                latest = experiment.checkpoints.latest()
-                if not rollbacks or latest is None:
+                checkpoints.wait()
+                if not rollbacks or checkpoints.latest() is None:
                     raise
                 rollbacks -= 1
                 with jax.transfer_guard("allow"):
-                    runner.roll_back(latest)
+                    runner.roll_back()
                 logging.warning("%s", spike)
                 logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:

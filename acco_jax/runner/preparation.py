@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,7 +28,7 @@ from acco_jax.runner.checkpoints import Checkpoints
 from acco_jax.runner.counts import check_log
 from acco_jax.runner.files import read_object, write_whole
 from acco_jax.runner.validation import validate
-from acco_jax.runner.workdir import check_whole
+from acco_jax.runner.workdir import check_held, check_whole
 
 PyTree = Any
 
@@ -55,8 +56,16 @@ class Experiment:
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
         """Opened when first asked for: a refused run leaves no folder behind."""
-        folder, keep = self.workdir / "checkpoints", self.config.keep_checkpoints
-        return Checkpoints(folder, keep, repair=self.repairs)
+        folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
+        fence = functools.partial(check_held, self.workdir)
+        return Checkpoints(folder, keep, repair=self.repairs, fence=fence)
+
+    @property
+    def checkpoint_folder(self) -> epath.Path:
+        """Where the checkpoints are: in the workdir, or where the config says."""
+        if folder := self.config.checkpoints:
+            return epath.Path(folder).expanduser()
+        return epath.Path(self.workdir) / "checkpoints"
 
     @property
     def workers(self) -> int:
@@ -187,7 +196,7 @@ def prepare(
             f"optimizer {config.optimizer.name} with the options given does not work "
             f"here: {error}"
         ) from error
-    check_whole(workdir)
+    check_whole(workdir, experiment.checkpoint_folder)
     _check_checkpoint(experiment)
     if repair and jax.process_index() == 0:
         write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
@@ -199,7 +208,7 @@ def _check_checkpoint(experiment: Experiment) -> None:
     checkpoints, identity = experiment.checkpoints, experiment.identity
     if (latest := checkpoints.latest()) is None:
         return
-    path = experiment.workdir / "checkpoints" / str(latest)
+    path = experiment.checkpoint_folder / str(latest)
     old = checkpoints.host(latest).get("identity")
     if not isinstance(old, dict):
         raise ValueError(

@@ -1,9 +1,11 @@
 """The one line that refuses a config which cannot run."""
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from acco_jax.runner import config as configs
 from acco_jax.runner import models, optimizers
+from acco_jax.runner.files import is_remote
 from acco_jax.runner.names import named
 
 
@@ -19,3 +21,16 @@ def validate(config: ConfigDict) -> None:
         models.gpt_neo_config(config, vocab_size=1)
     else:
         named("model.factory", config.model.factory)
+    if is_remote(config.checkpoints):
+        _check_remote(config.checkpoints)
+
+
+def _check_remote(folder: str) -> None:
+    """Refuses a remote folder that the packages installed here do not reach."""
+    try:
+        epath.Path(folder).exists()
+    except Exception as error:  # each store has its own, from several packages
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"checkpoints is {folder}, which cannot be reached from here: {why}"
+        ) from error

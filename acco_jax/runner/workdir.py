@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from etils import epath
 from jax.experimental import multihost_utils
 
 from acco_jax.runner import goodput, metrics
-from acco_jax.runner.files import read_object
+from acco_jax.runner.files import is_remote, read_object
 
 LOCK = "lock.json"
 BEAT_SECONDS = 10.0  # between signs of life in the lock
@@ -158,13 +159,18 @@ def _beat(path: Path, done: threading.Event) -> None:
 
 
 def check_shared(workdir: Path) -> None:
-    """Refuses a workdir that the processes of a run do not share.
+    """Refuses a workdir that is remote, or that the processes of a run do not share.
 
     Process 0 writes a file, and each of the others looks for it.
 
     Raises:
       ValueError: in one line, the same on all processes, which of them do not see it.
     """
+    if is_remote(workdir):
+        raise ValueError(
+            f"--workdir={workdir} is remote, and its lock and metrics need a file "
+            "system: name a folder here, and the remote one in --config.checkpoints."
+        )
     if jax.process_count() == 1:
         return
     name = multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32)))
@@ -190,15 +196,15 @@ def check_shared(workdir: Path) -> None:
         )
 
 
-def check_whole(workdir: Path) -> None:
+def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
     """Refuses a workdir whose checkpoints were removed while its metrics are there.
 
     Raises:
       ValueError: in one line, what is missing, or that goodput.jsonl is damaged.
     """
     goodput.read(workdir)
-    if (workdir / metrics.FILE).exists() and not (workdir / "checkpoints").exists():
+    if (workdir / metrics.FILE).exists() and not checkpoints.exists():
         raise ValueError(
-            f"{workdir} has {metrics.FILE}, but its folder checkpoints is gone: "
+            f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "
             "restore it, or use another workdir."
         )

@@ -35,6 +35,7 @@ def saved(tree, tmp_path_factory):
     for half_round in (1, 3, 5):
         now = tree | {"bf16": tree["bf16"] + half_round}
         checkpoints.save(half_round, now, {"batches": {"next": half_round}})
+    checkpoints.wait()
     return folder
 
 
@@ -75,16 +76,19 @@ def test_a_kill_before_the_checksums_leaves_the_last_one(tree, tmp_path, monkeyp
     folder = tmp_path / "checkpoints"
     first = Checkpoints(folder, keep=1)
     first.save(1, tree, {})
+    first.wait()
 
-    def killed(folder):
+    def killed(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("acco_jax.runner.checkpoints._checksums", killed)
         first.save(3, tree, {})
+        first.wait()
     again = Checkpoints(folder, keep=1)
     assert again.latest() == 1
     again.save(3, tree, {})
+    again.wait()
     names = {path.name for path in folder.iterdir()}
     assert names == {"3", "3.checksums"}
 
@@ -99,11 +103,14 @@ def test_a_kill_in_the_first_save_is_no_damage(tree, tmp_path, monkeypatch, mome
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(f"acco_jax.runner.checkpoints.{moment}", killed)
-        Checkpoints(folder, keep=1).save(1, tree, {})
+        first = Checkpoints(folder, keep=1)
+        first.save(1, tree, {})
+        first.wait()
     assert (folder / "1").is_dir() and not (folder / "1.checksums").exists()
     again = Checkpoints(folder, keep=1)
     assert again.latest() is None and not list(folder.iterdir())
     again.save(1, tree, {"a": 1})
+    again.wait()
     assert Checkpoints(folder, keep=1).host(1) == {"a": 1}
 
 
@@ -176,6 +183,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_used(
     assert (folder / "5.damaged").is_dir()
     # trained again up to 5, and damaged again
     checkpoints.save(5, tree, {})
+    checkpoints.wait()
     damage(folder, 5)
     assert Checkpoints(folder, keep=2).latest() == 3
 

@@ -80,15 +80,18 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     tree = {"x": jnp.ones(3)}
     for step, loss in ((1, 5.0), (2, 3.0), (3, 4.0), (4, None), (5, 4.5)):
         checkpoints.save(step, tree, {"held_out_loss": loss})
+    checkpoints.wait()
     names = {p.name for p in (tmp_path / "checkpoints").iterdir()}
     kept = {"2", "4", "5"}
     assert names == kept | {f"{name}.checksums" for name in kept}
     again = Checkpoints(tmp_path / "checkpoints", keep=2)  # reads what was written
     again.save(6, tree, {"held_out_loss": 9.0})
+    again.wait()
     assert {p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()} == {
         "2", "5", "6"
     }  # fmt: skip
     again.save(7, tree, {"held_out_loss": 1.0})
+    again.wait()
     assert {p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()} == {
         "6", "7"
     }  # fmt: skip
