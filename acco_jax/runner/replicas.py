@@ -124,11 +124,16 @@ def _checksums(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
 
     Each device reads its own copies; gathering the sums is the only communication.
     """
-    rows = jax.shard_map(
-        lambda arrays: jnp.stack([checksum(x) for x in arrays])[None],
-        mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False,
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names),
+        check_vma=False,
     )  # fmt: skip
-    return jax.jit(rows, out_shardings=NamedSharding(mesh, P()))
+    def checksums(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.stack([checksum(x) for x in arrays])[None]
+
+    return checksums
 
 
 def checksum(x: jax.Array) -> jax.Array:
