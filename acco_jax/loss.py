@@ -100,8 +100,8 @@ def finite(sums: Sums, grads: PyTree, me: jax.Array) -> Sums:
       me: (n,) true in this worker's place alone.
     """
     numbers = jax.tree.leaves((sums.loss, sums.weight, grads))
-    # of the largest, which is NaN if any is: on CPUs half the time of asking each
-    each = [jnp.isfinite(jnp.max(jnp.abs(x), initial=0)) for x in numbers]
+    # not of the largest: where devices share a leaf, a maximum may lose a NaN
+    each = [jnp.isfinite(x).all() for x in numbers]
     bad = (sums.weight != 0) & ~functools.reduce(jnp.logical_and, each)
     return where(~bad, sums)._replace(dropped=(me & bad).astype(jnp.int32))
 
