@@ -41,7 +41,7 @@ from benchmarks import common  # noqa: E402
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
           "training on", "renamed", "summed", "removing")  # fmt: skip
 QUICK = ("compiling", "evaluating", "renamed", "saving")
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "goodput")
 CONFIG = """
 from acco_jax.runner.config import default_config
 
