@@ -1,0 +1,24 @@
+"""Kills at four places of a run, and the end that it would have had without them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "soak.py"
+
+
+@pytest.mark.slow
+def test_quick(tmp_path):
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--quick", f"--json={tmp_path / 'out.json'}"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (trial,) = json.loads((tmp_path / "out.json").read_text())
+    assert sorted(trial["kills"]) == ["compiling", "evaluating", "renamed", "saving"]
+    assert trial["bits"] and trial["rows"]
