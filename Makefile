@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest lint notebook requirements clean
+.PHONY: help setup train test test-slow test-long test-newest soak chaos lint notebook requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -51,6 +51,12 @@ test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest 
 	  $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest \
 	    TESTS="$(LIBRARY)"; \
 	else echo "test-newest: no Python 3.13 or 3.12 found, nothing to run"; fi
+
+soak: $(VENV)/.test ## kill runs a hundred times; all must end with the same bits
+	$(PY) benchmarks/soak.py
+
+chaos: $(VENV)/.test ## half an hour of faults in four processes (root, ip and tc)
+	$(PY) benchmarks/chaos.py
 
 lint: $(VENV)/.test ## check format, lint and types
 	$(VENV)/bin/ruff format --check .
