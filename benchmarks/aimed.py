@@ -61,9 +61,10 @@ def arm() -> None:
     """Puts the places in."""
     import jax
 
-    from acco_jax.runner import checkpoints, loop, metrics, preparation
+    from acco_jax.runner import checkpoints, heartbeat, loop, metrics, preparation
 
     before(preparation, "prepare", "starting")
+    before(heartbeat, "reached", "half-round")
     jax.monitoring.register_event_listener(
         lambda event, **_: here("compiling") if "compile_requests" in event else None
     )

@@ -123,7 +123,7 @@ def kill(
         if placed is not None and not placed.exists():
             kills.append(placed.name)
             placed = None
-            time.sleep(random.uniform(0.0, 2.0))
+            time.sleep(random.uniform(0.0, 1.0))
         if placed is None and aims:
             placed = folder / aims.pop(0)
             placed.touch()
@@ -169,7 +169,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
     for processes in sizes:
         config = CONFIG.format(
             devices=2 if processes == 1 else 1, workers=max(processes, 2),
-            steps=16 if quick else 60, texts=str(text),
+            steps=16 if quick else 80, texts=str(text),
         )  # fmt: skip
         (place / f"{processes}.py").write_text(config)
     expected = {}

@@ -87,9 +87,12 @@ def start(place, environment):
 
 @pytest.fixture(scope="module")
 def start_two(start):
-    """start_two(workdir, *flags): the command in two processes of one device each."""
+    """start_two(workdir, *flags): the command in two processes of one device each.
 
-    def popen(workdir, *args):
+    `workdirs` gives each process a folder of its own instead.
+    """
+
+    def popen(workdir, *args, workdirs=None):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -98,7 +101,10 @@ def start_two(start):
             "--processes=2",
             f"--coordinator=localhost:{port}",
         )
-        return [start(workdir, *together, f"--process={i}", *args) for i in range(2)]
+        workdirs = workdirs or [workdir] * 2
+        return [
+            start(workdirs[i], *together, f"--process={i}", *args) for i in range(2)
+        ]
 
     return popen
 
@@ -457,6 +463,15 @@ def test_zero1_in_two_processes_as_in_one(start, start_two, tmp_path):
     assert rows_of(tmp_path / "stopped") == several
     for a, b in zip(one, several, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_folder_are_refused_in_one_line(start_two, tmp_path):
+    processes = start_two(None, workdirs=[tmp_path / "one", tmp_path / "two"])
+    for _, err in finish(*processes, code=exits.REFUSED):
+        (line,) = [x for x in err.splitlines() if x.startswith("error: ")]
+        assert "is not one folder for all processes: process 1 does not see" in line
+        assert "Traceback" not in err
 
 
 # ---- what training gives
