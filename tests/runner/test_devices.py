@@ -41,7 +41,7 @@ def test_launched_by_a_cluster(monkeypatch, environment, several):
 )
 def test_refuses_flags_that_do_not_fit(given, message):
     with pytest.raises(ValueError, match=message):
-        devices.connect(*given)
+        devices.check_together(*given)
 
 
 def test_alone_without_flags_or_launcher(monkeypatch):
