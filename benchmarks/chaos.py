@@ -44,6 +44,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from acco_jax.runner import exits, network  # noqa: E402
+from acco_jax.runner.processes import dies_with_parent  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES = 4
@@ -107,6 +108,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=dies_with_parent(signal.SIGKILL),
             )
 
     def pid(self, process: int) -> int:

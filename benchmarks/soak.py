@@ -27,6 +27,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from acco_jax.runner.processes import dies_with_parent  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
@@ -102,6 +104,7 @@ def run(
             command = subprocess.Popen(
                 [*program, "--supervise", json.dumps(job)],
                 env=environment, stdout=log, stderr=log,
+                preexec_fn=dies_with_parent(signal.SIGKILL),
             )  # fmt: skip
             stack.callback(command.kill)
             commands.append(command)
