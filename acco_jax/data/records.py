@@ -8,6 +8,7 @@ import glob
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,8 @@ def _shards(folder: Path) -> tuple[Path, ...]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON: restore it, or save the data set again"
         ) from error
@@ -211,7 +212,7 @@ def _json_lines(
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _record(line, f"line {number} of {path}", columns, optional)
-        except (OSError, EOFError) as error:  # of gzip
+        except (OSError, EOFError, zlib.error) as error:  # of gzip
             raise ValueError(f"{path} is damaged ({error}): restore it") from error
 
 
@@ -220,7 +221,7 @@ def _record(
 ) -> dict[str, Any]:
     try:
         record = json.loads(line.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         record = error
     if not isinstance(record, dict):
         raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
@@ -253,8 +254,8 @@ def _table(
                 batches = (batch.select(names) for batch in opened)
             for batch in batches:
                 yield from _complete(batch.to_pylist(), path, columns)
-    except (pa.ArrowException, OSError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} is no whole {kind} file ({first}): restore it, or remove it"
         ) from error

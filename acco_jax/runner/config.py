@@ -467,8 +467,9 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
             )
         kind, value = default.get_type(field), config.get(field)
         if not _is_a(kind, value) and not (value is None and default[field] is None):
+            shown = value.to_dict() if isinstance(value, ConfigDict) else value
             raise ValueError(
-                f"{prefix}{field} is {value!r}: give a value of type {kind.__name__}."
+                f"{prefix}{field} is {shown!r}: give a value of type {kind.__name__}."
             )
         if kind is ConfigDict and field not in OPEN:
             _check_fields(value, default[field], f"{prefix}{field}.")

@@ -89,13 +89,13 @@ def _structure(draw: Draw, data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
     try:
         return dumped(tree(draw, json.loads(data)))
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         number = draw.randrange(len(lines))
         lines[number] = dumped(tree(draw, json.loads(lines[number]))) + b"\n"
         return b"".join(lines)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _flip(draw, data)
 
 
@@ -210,7 +210,12 @@ def argument(draw: Draw, text: str) -> str:
         case 2:
             return name
         case 3:
-            name = content(draw, name.encode()).decode(errors="surrogateescape")
+            name = _text(draw, name)
         case _:
-            value = content(draw, value.encode()).decode(errors="surrogateescape")
-    return f"{name}{equals}{value}"[:100_000].replace("\0", "")
+            value = _text(draw, value)
+    return f"{name}{equals}{value}"[:2000].replace("\0", "")
+
+
+def _text(draw: Draw, text: str) -> str:
+    data = content(draw, text.encode(errors="surrogatepass"))
+    return data.decode(errors="surrogateescape")

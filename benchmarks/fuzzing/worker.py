@@ -85,9 +85,11 @@ def judge(error: BaseException, names: set[str] | None) -> str | None:
     return None
 
 
-def _names(folder: Path) -> set[str]:
+def _names(folder: Path, case: dict[str, Any]) -> set[str]:
     """Returns what a line about these files may name: them, their folder, a field."""
-    found = {repr(path.name)[1:-1] for path in folder.rglob("*")}
+    found = {path.name for path in folder.rglob("*")}
+    found |= {Path(name).name for name in case["files"]}
+    found |= {repr(name)[1:-1] for name in found}
     return found | {"our_records", "data.", "text_feature", "split", "tokenizer", "length",
                     "vocab_size", "microbatch", "rows", "half-round"}  # fmt: skip
 
@@ -106,7 +108,7 @@ def run(target: Any, case: dict[str, Any], watch: Watch | None, folder: Path) ->
                 watch.on = True
             target.run(case)
         except BaseException as error:
-            names = _names(folder) if "files" in case else None
+            names = _names(folder, case) if "files" in case else None
             result, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
             problem = judge(error, names)
         finally:
@@ -150,7 +152,9 @@ def main() -> None:
         with open(scratch / "messages.txt", "rb") as file:
             file.seek(size)
             said = file.read().decode(errors="replace")
-        if outcome["problem"] is None and ("Traceback" in said or "panicked" in said):
+        aside = said.count("Event loop is closed")  # tensorstore's, whose read failed
+        traces = said.count("Traceback") + said.count("panicked at") - aside
+        if outcome["problem"] is None and traces > 0:
             outcome |= {"problem": "it printed a traceback", "trace": said[-4000:]}
         answers.write(json.dumps(outcome) + "\n")
 
