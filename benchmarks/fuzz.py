@@ -38,6 +38,8 @@ Outcome = dict[str, Any]
 class Worker:
     """A process that runs inputs, begun anew where one has ended it."""
 
+    COMMAND = (sys.executable, "-m", "fuzzing.worker")
+
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._process, self._done = scratch, None, 0
         self._selector = selectors.DefaultSelector()
@@ -54,7 +56,7 @@ class Worker:
         }
 
     def ask(self, request: dict[str, Any]) -> list[Any]:
-        """Returns the answers to a request: of a shown one the case, then the outcome."""
+        """Returns the answers to a request: a shown one's case, then the outcome."""
         self._start()
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -72,7 +74,7 @@ class Worker:
         if self._process is not None:
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fuzzing.worker"],
+            self.COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environment,
@@ -82,7 +84,7 @@ class Worker:
         self._done = 0
         if self._line() != "ready\n":
             said = (self._scratch / "messages.txt").read_text(errors="replace")
-            raise RuntimeError(f"no worker starts: {said[-3000:]}")
+            raise RuntimeError(f"no worker starts: {said[:6000]}")
 
     def _line(self) -> str:
         """Returns the next line; "" if the process ends or takes too long."""
@@ -111,7 +113,7 @@ class Worker:
             problem = f"more than {SECONDS:.0f} s"
         self.close()
         said = (self._scratch / "messages.txt").read_text(errors="replace")
-        return {"result": problem, "problem": problem, "trace": said[-3000:],
+        return {"result": problem, "problem": problem, "trace": said[:6000],
                 "memory": 0, "seconds": 0.0}  # fmt: skip
 
     def close(self) -> None:
@@ -196,7 +198,9 @@ def main() -> None:
     parser.add_argument("--case", type=int, help="only this number of the target")
     parser.add_argument("--keep", help="write that case to the corpus, and why")
     args = parser.parse_args()
-    if args.target not in (None, *SHARES) or (args.case is not None and not args.target):
+    if args.target not in (None, *SHARES) or (
+        args.case is not None and not args.target
+    ):
         parser.error(f"--target is one of {', '.join(SHARES)}")
     shares = {k: v for k, v in SHARES.items() if args.target in (None, k)}
     table, begin = Table(), time.monotonic()
@@ -222,7 +226,9 @@ def report(request: dict[str, Any], outcome: Outcome) -> None:
     which = f"--seed={request.get('seed')} --target={request['target']}"
     print(f"FINDING {which} --case={request['number']}: {outcome['problem']}")
     print(f"  {outcome['result'][:500]}")
-    print("    " + "\n    ".join(outcome["trace"].strip().splitlines()[-8:]), flush=True)
+    print(
+        "    " + "\n    ".join(outcome["trace"].strip().splitlines()[-8:]), flush=True
+    )
 
 
 # name of a target -> its share of the inputs

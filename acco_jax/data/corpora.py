@@ -369,7 +369,7 @@ def _check_features(name: str, data_dir: Path) -> None:
             for kind in (k for k in kinds if isinstance(k, str) and "." in k):
                 if not kind.startswith("tensorflow_datasets."):
                     raise ValueError(
-                        f"{path} asks for {kind!r}, which is not of "
+                        f"{path} asks for {kind!r:.200}, which is not of "
                         "tensorflow_datasets and would run code of the data set's: "
                         "prepare it without"
                     )
@@ -399,7 +399,7 @@ def _digest(*values: Any) -> str:
 def _line(error: Exception) -> str:
     """Shorten an exception to its first line."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {lines[0][:500]}"
 
 
 @contextlib.contextmanager

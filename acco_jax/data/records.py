@@ -188,7 +188,8 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     for path in paths:
         if not path.is_file():
             raise ValueError(
-                f"{path} is missing: restore it, or save the data set again"
+                f"{folder / repr(path.name)[1:-1]} is missing: restore it, or save the "
+                "data set again"
             )
     return paths
 
@@ -253,6 +254,7 @@ def _table(
                 names = _present(path, opened.schema, columns, optional)
                 batches = (batch.select(names) for batch in opened)
             for batch in batches:
+                batch.validate(full=True)  # else pyarrow trusts each offset in it
                 yield from _complete(batch.to_pylist(), path, columns)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 
 _BYTES = 256
+_MOST_IDS = 2**24  # more than any vocabulary has
 
 # Ends of text of well-known tokenizers, in the order in which they are looked for.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -116,7 +117,10 @@ class BpeTokenizer(Tokenizer):
         Raises:
           ValueError: in one line, if it is none.
         """
-        return cls(_read(Path(path)))
+        bpe = _read(Path(path))
+        if {*bpe.get_vocab().values()} != {*range(bpe.get_vocab_size())}:
+            raise ValueError(f"{path} is damaged: its ids have gaps; restore it")
+        return cls(bpe)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, whole or not at all."""
@@ -279,13 +283,19 @@ def _read(path: Path) -> tokenizers.Tokenizer:
       ValueError: in one line, if it is none.
     """
     try:
-        return tokenizers.Tokenizer.from_file(os.fspath(path))
+        model = tokenizers.Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # tokenizers raises Exception itself
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} is no tokenizer.json ({why}): give a file that Hugging Face's "
             "tokenizers wrote"
         ) from error
+    largest = max(model.get_vocab().values(), default=0)
+    if largest > _MOST_IDS:  # tokenizers makes a list that long of them
+        raise ValueError(
+            f"{path} is damaged: it has the id {largest}, above {_MOST_IDS}; restore it"
+        )
+    return model
 
 
 def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
@@ -318,9 +328,11 @@ def _eos(path: Path) -> str | None:
     """Return the eos_token that a file beside a tokenizer.json names, if it does."""
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            token.encode()  # refuses half a surrogate
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 

@@ -371,6 +371,7 @@ def _silence_orbax() -> None:
     logging.get_absl_logger().addFilter(
         lambda record: record.levelno < levels.ERROR or ours(record)
     )
+    levels.getLogger("asyncio").setLevel(levels.CRITICAL)  # orbax's tasks, no others
 
 
 def _from_process_0(steps: list[int] | None) -> list[int] | None:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from etils import epath
 
@@ -61,7 +61,7 @@ def read_rows(path: Path, fields: set[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a number of a size that counters, clocks and losses have."""
     return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[arg-type]
 

@@ -216,6 +216,7 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     rows = read_rows(path, {"kind", *numbers})
     for number, row in enumerate(rows, 1):
         rate = row.get("tokens_per_second", None if row["kind"] == "train" else 0)
-        if not all(map(is_number, (*(row[name] for name in numbers), rate))):
+        values = (*(row[name] for name in numbers), rate)
+        if not all(map(is_number, values)) or row["half_round"] < 1:
             raise ValueError(f"{path} is damaged in line {number}: restore it.")
     return rows

@@ -230,7 +230,11 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
 def _continues(host: dict[str, Any], first: data.Batches, workers: int) -> bool:
     """Whether a run of these batches can go on from the host data of a checkpoint."""
     loss = host.get("held_out_loss", "")
-    dropped = host.get("dropped") or {"in_a_row": [0] * workers, "nobody": 0, "since": 0}
+    dropped = host.get("dropped") or {
+        "in_a_row": [0] * workers,
+        "nobody": 0,
+        "since": 0,
+    }
     try:
         first.set_state(host["batches"])
         numbers = [dropped["nobody"], dropped["since"], *dropped["in_a_row"]]

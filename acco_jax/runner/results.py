@@ -97,7 +97,7 @@ def _numbers(
     named = {name: values.get(name) for name in needed}
     named |= {k: values[k] for k in optional if values.get(k) is not None}
     for name, value in named.items():
-        if not is_number(value) or value < (name not in optional) * 1e-12:
+        if not is_number(value) or value < 0 or (name in needed and not value):
             raise ValueError(
                 f"{path} is damaged, {name} is {value!r:.60}: restore it, or remove "
                 "the run's folder and repeat the command."

@@ -115,7 +115,12 @@ def _is_stale(path: Path) -> bool:
     try:
         other = read_object(path)
         host, pid, started = other["host"], int(other["pid"]), other["started"]
-    except (ValueError, KeyError, TypeError, OverflowError):  # a killed process left it cut
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ):  # a killed process left it cut
         return _silent_for(path, 1.0)
     if host == socket.gethostname():
         return _started(pid) != started

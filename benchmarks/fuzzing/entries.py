@@ -106,7 +106,9 @@ def _no_work(name: str, module: Any):
         from acco_jax.plan import planner
 
         patches = [(planner.programs, "vocab_size", _planned)]
-    saved = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
+    saved = [
+        (owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches
+    ]
     try:
         for patch in patches:
             setattr(*patch)
@@ -133,7 +135,9 @@ def config(case: Case) -> None:
         given = [f"--config.{f}={v}".replace("\0", "") for f, v in changes.items()]
         validate(commands.config_of(["--config=config.py", *given]))
         return
-    changed = ConfigDict(commands.config_of(["--config=config.py"]).to_dict(), type_safe=False)
+    changed = ConfigDict(
+        commands.config_of(["--config=config.py"]).to_dict(), type_safe=False
+    )
     for field, text in changes.items():
         *path, last = field.split(".")
         try:
@@ -192,7 +196,7 @@ def workdir(case: Case) -> None:
     request = comparison.Request((), (comparison.Entry("m", ()),), Path(), 2)
     for seed in (0, 1):
         shutil.copytree(".", f"m/seed-{seed}", ignore=lambda *_: ["m", "checkpoints"])
-    with _patched(comparison.Request, "seed_numbers", range(2)):
+    with _patched(comparison.Request, "seed_numbers", (0, 0)):
         comparison._check_folders(request)
     _results(Path())
 
@@ -274,13 +278,13 @@ def _restored(made: preparation.Experiment) -> None:
     found = made.checkpoints.restore_newest(preparation.abstract(made))
     if found is None:
         return
-    _, _, host = found
+    step, _, host = found
     batches = preparation.batches(made)
     batches.set_state(host["batches"])
     next(batches)
     time.perf_counter() - host["seconds"]
     Drops(True, made.mesh, 3, batches.first_row, host.get("dropped")).state()
-    made.checkpoints._held_out_loss(4)
+    made.checkpoints._held_out_loss(step)
 
 
 # Data
@@ -300,10 +304,19 @@ def _consume(config: ConfigDict, *, known: bool = True) -> None:
     shape = {"length": 400 if config.task == "instruct" else 8, "batch_size": 1,
              "process_index": 0, "process_count": 1}  # fmt: skip
     batches = data.train_iterator(corpus, seed=0, prefetch=False, **shape)
-    for batch in (next(batches), next(batches), next(data.validation_batches(corpus, **shape))):
+    for batch in (
+        next(batches),
+        next(batches),
+        next(data.validation_batches(corpus, **shape)),
+    ):
         tokens = np.asarray(batch["tokens"])
-        if known and not 0 <= tokens.min() <= tokens.max() < corpus.tokenizer.vocab_size:
-            raise AssertionError(f"token {tokens.max()} of {corpus.tokenizer.vocab_size}")
+        if (
+            known
+            and not 0 <= tokens.min() <= tokens.max() < corpus.tokenizer.vocab_size
+        ):
+            raise AssertionError(
+                f"token {tokens.max()} of {corpus.tokenizer.vocab_size}"
+            )
         corpus.tokenizer.decode(tokens[0])
 
 
@@ -315,7 +328,11 @@ def source(name: str, case: Case) -> None:
     for path in names:
         path.rename(folder / path.name)
     if name == "tfds":
-        _consume(_data(name="our_records", path=None, data_dir=str(folder), task=case["task"]))
+        _consume(
+            _data(
+                name="our_records", path=None, data_dir=str(folder), task=case["task"]
+            )
+        )
     else:
         task = case.get("task", "pretrain")
         _consume(_data(name=name, path=str(folder), task=task))
@@ -378,7 +395,7 @@ def tokens(case: Case) -> None:
 
 
 def _sum_up(folder: Path) -> None:
-    """Makes the sums of damaged tokens right, so that what is behind them is reached."""
+    """Makes the sums of damaged tokens right: what is behind them is reached."""
     with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
         counted = json.loads((folder / "counts.json").read_text())
         counted["checksum"] = cache._checksum(folder)

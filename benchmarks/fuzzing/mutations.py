@@ -14,9 +14,9 @@ NUMBERS = ("0", "-1", "1e400", "NaN", "Infinity", "0x10", "1_0", *map(str, HUGE)
            "9" * 5000)  # fmt: skip
 NAMES = ("", ".", "..", "/", "a/b", "__class__", "evil.Module", "os.system", "train",
          "text", "é", "\ud800", "\0", "a\nb", "x" * 3000)  # fmt: skip
-BYTES = (b"\0", b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\r", b"\n", b'"', b"[" * 60_000,
-         b'{"a":' * 30_000, b"\xff" * 8, b"\x7f\xff\xff\xff", b"PAR1", b"ARROW1",
-         b"cos\nsystem\n(S'echo'\ntR.", b"\x1f\x8b\x08\0")  # fmt: skip
+BYTES = (b"\0", b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\r", b"\n", b'"',
+         b"[" * 60_000, b'{"a":' * 30_000, b"\xff" * 8, b"\x7f\xff\xff\xff", b"PAR1",
+         b"ARROW1", b"cos\nsystem\n(S'echo'\ntR.", b"\x1f\x8b\x08\0")  # fmt: skip
 
 Draw = random.Random
 
@@ -135,7 +135,9 @@ def tree(draw: Draw, value: Any) -> Any:
     if not nodes or draw.random() < 0.05:
         return any_value(draw)
     node = draw.choice(nodes)
-    key = draw.choice(list(node)) if isinstance(node, dict) else draw.randrange(len(node))
+    key = (
+        draw.choice(list(node)) if isinstance(node, dict) else draw.randrange(len(node))
+    )
     match draw.randrange(6):
         case 0 | 1:
             node[key] = any_value(draw)
@@ -194,7 +196,9 @@ LITERALS = (
 def literal(text: str) -> Any:
     """Returns the value that is written so in Python, nan and inf among them."""
     try:
-        return float(text) if text.strip("-") in ("nan", "inf") else ast.literal_eval(text)
+        return (
+            float(text) if text.strip("-") in ("nan", "inf") else ast.literal_eval(text)
+        )
     except (ValueError, SyntaxError):
         return text
 

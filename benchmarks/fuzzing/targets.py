@@ -5,7 +5,6 @@ random numbers, and runs one: it returns, or raises as the product does.
 """
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -22,9 +21,25 @@ SAVED = SEEDS.parents[1] / "huggingface"
 Case = dict[str, Any]
 Draw = random.Random
 # Files that a folder of data may hold as well.
-STRANGERS = ("é.txt", "a\nb.jsonl", "x.parquet", ".hidden", "evil.py", "-rf", "y.json",
-             "\udcff.md", "train-2.jsonl", "z.csv", "tokenizer_config.json", "features.json",
-             "special_tokens_map.json", "1.saving", "7.checksums", "9.damaged", "x.npy")
+STRANGERS = (
+    "é.txt",
+    "a\nb.jsonl",
+    "x.parquet",
+    ".hidden",
+    "evil.py",
+    "-rf",
+    "y.json",
+    "\udcff.md",
+    "train-2.jsonl",
+    "z.csv",
+    "tokenizer_config.json",
+    "features.json",
+    "special_tokens_map.json",
+    "1.saving",
+    "7.checksums",
+    "9.damaged",
+    "x.npy",
+)
 
 
 class Files:
@@ -48,7 +63,9 @@ class Files:
     def make(self, draw: Draw) -> Case:
         variant = draw.choice(sorted(self._folders))
         root = self._folder(variant)
-        found = sorted({p for glob in self._only for p in root.glob(glob) if p.is_file()})
+        found = sorted(
+            {p for glob in self._only for p in root.glob(glob) if p.is_file()}
+        )
         files: dict[str, str | None] = {}
         for path in draw.sample(found, min(len(found), draw.choice((1, 1, 1, 2)))):
             name, before = str(path.relative_to(root)), path.read_bytes()
@@ -59,7 +76,9 @@ class Files:
                     files[name + "/"] = ""
             if draw.random() < 0.03:
                 other = str(Path(name).with_name(draw.choice(STRANGERS)))
-                files[other] = draw.choice((files[name] or "", before.decode("latin-1")))
+                files[other] = draw.choice(
+                    (files[name] or "", before.decode("latin-1"))
+                )
         options = {name: draw.choice(values) for name, values in self._options.items()}
         return {"variant": variant, "files": files, **options}
 
@@ -94,46 +113,48 @@ def _put(name: str, content: str | None, case: Case) -> None:
         path.write_bytes(data)
 
 
+COMMANDS = {
+    "train": ["--config=config.py", "--workdir=w", "--config.steps=3",
+              "--config.optimizer.options.b1=0.9", "--restarts=1", "--lost_after=9.5",
+              "--coordinator=localhost:1234", "--processes=2", "--process=0",
+              "--stop_after=3", "--time_gradients", "--start_within=20",
+              "--config.counts=(1,)", "--config.data.lengths=(4,8)", "--v=0"],
+    "compare": ["--config=config.py", "--workdir=w", "--seeds=2",
+                "--methods=acco,zero1(gather_bits=8,config.seed=3),dpu",
+                "--network=200mbit", "--processes=3", "--config.seed=5"],
+    "plan": ["--config=config.py", "--topology=gpu:h200:2x8", "--method=acco,zero1",
+             "--devices=16,32", "--set=slow_bandwidth=5e9,compute_efficiency=0.5",
+             "--network-gbps=400", "--slices=1", "--nofit", "--out=plan",
+             "--json=plan.json", "--dump-hlo=hlo", "--require-hidden",
+             "--config.length=16"],
+}  # fmt: skip
+NEEDED = 2  # of these arguments a command cannot do without
+MORE = ("--config=nowhere.py", "--config=.", "--config=records.jsonl", "--config=",
+        "--flagfile=nowhere", "--helpful", "--", "-", "word", "--config.x=1",
+        "--config.model=3", "--config.optimizer.options=7", "--config.steps",
+        "--config.data.path=a\nb", "--noconfig", "--topology=tpu:v5e:4x4",
+        "--topology=gpu:h200:0x0", "--topology=tpu:v5p:" + "9" * 400 + "x1x1",
+        "--methods=acco(x=1),acco(x=1)", "--methods=a(b=(c=1))", "--methods=),(",
+        "--methods=../x", "--methods=acco(config.model.factory=a:b)", "--methods=",
+        "--workdir=", "--workdir=gs://b/w", "--network=9e9mbit", "--network=0kbit",
+        "--seeds=" + "9" * 30, "--process=" + "9" * 30, "--lost_after=nan",
+        "--coordinator=:1", "--coordinator=a:99999", "--set=x", "--set==1",
+        "--set=flops=nan", "--devices=", "--method=,",
+        "--network-gbps=-1")  # fmt: skip
+
+
 class Flags:
     """Command lines: {"command": a name, "argv": [...]}."""
 
-    VALID = {
-        "train": ["--config=config.py", "--workdir=w", "--config.steps=3",
-                  "--config.optimizer.options.b1=0.9", "--restarts=1", "--lost_after=9.5",
-                  "--coordinator=localhost:1234", "--processes=2", "--process=0",
-                  "--stop_after=3", "--time_gradients", "--start_within=20",
-                  "--config.counts=(1,)", "--config.data.lengths=(4,8)", "--v=0"],
-        "compare": ["--config=config.py", "--workdir=w", "--seeds=2",
-                    "--methods=acco,zero1(gather_bits=8,config.seed=3),dpu",
-                    "--network=200mbit", "--processes=3", "--config.seed=5"],
-        "plan": ["--config=config.py", "--topology=gpu:h200:2x8", "--method=acco,zero1",
-                 "--devices=16,32", "--set=slow_bandwidth=5e9,compute_efficiency=0.5",
-                 "--network-gbps=400", "--slices=1", "--nofit", "--out=plan",
-                 "--json=plan.json", "--dump-hlo=hlo", "--require-hidden",
-                 "--config.length=16"],
-    }  # fmt: skip
-    NEEDED = 2
-    MORE = ("--config=nowhere.py", "--config=.", "--config=records.jsonl", "--config=",
-            "--flagfile=nowhere", "--helpful", "--", "-", "word", "--config.x=1",
-            "--config.model=3", "--config.optimizer.options=7", "--config.steps",
-            "--config.data.path=a\nb", "--noconfig", "--topology=tpu:v5e:4x4",
-            "--topology=gpu:h200:0x0", "--topology=tpu:v5p:" + "9" * 400 + "x1x1",
-            "--methods=acco(x=1),acco(x=1)", "--methods=a(b=(c=1))", "--methods=),(",
-            "--methods=../x", "--methods=acco(config.model.factory=a:b)", "--methods=",
-            "--workdir=", "--workdir=gs://b/w", "--network=9e9mbit", "--network=0kbit",
-            "--seeds=" + "9" * 30, "--process=" + "9" * 30, "--lost_after=nan",
-            "--coordinator=:1", "--coordinator=a:99999", "--set=x", "--set==1",
-            "--set=flops=nan", "--devices=", "--method=,", "--network-gbps=-1")  # fmt: skip
-
     def make(self, draw: Draw) -> Case:
-        command = draw.choice(sorted(self.VALID))
-        needed = self.VALID[command][: self.NEEDED]
-        others = self.VALID[command][self.NEEDED :]
+        command = draw.choice(sorted(COMMANDS))
+        needed = COMMANDS[command][:NEEDED]
+        others = COMMANDS[command][NEEDED:]
         argv = needed + draw.sample(others, draw.randrange(4))
         for _ in range(draw.choice((1, 1, 2, 3))):
             match draw.randrange(5):
                 case 0:
-                    argv.append(draw.choice(self.MORE))
+                    argv.append(draw.choice(MORE))
                 case 1:
                     argv.append(mutations.argument(draw, draw.choice(others)))
                 case 2:
@@ -147,7 +168,7 @@ class Flags:
 
     def valid(self) -> list[Case]:
         """Returns the whole command lines."""
-        return [{"command": c, "argv": argv} for c, argv in self.VALID.items()]
+        return [{"command": c, "argv": argv} for c, argv in COMMANDS.items()]
 
     def run(self, case: Case) -> None:
         for name in ("config.py", "records.jsonl"):
@@ -199,7 +220,11 @@ _PLACES = {"where": ("given", "given", "kept")}
 _BPE = {"bpe": SEEDS / "tokenizers" / "bpe"}
 _TRAINED = {"where": ("kept", "trained")}
 _SUMS = {"sums": ("kept", "made anew", "made anew", "made anew")}
-_CHECKPOINTS = ("checkpoints/4/**/*", "checkpoints/4/[hs]*/[0m]*", "checkpoints/*.checksums")
+_CHECKPOINTS = (
+    "checkpoints/4/**/*",
+    "checkpoints/4/[hs]*/[0m]*",
+    "checkpoints/*.checksums",
+)
 _SMALL = ("config.json", "lock.json", "summary.json", "metrics.jsonl")
 
 TARGETS: dict[str, Any] = {
@@ -243,4 +268,3 @@ def make(name: str, seed: int, number: int) -> Case:
     if number < 0:
         return target.valid()[-number - 1]
     return target.make(random.Random(f"{seed}/{name}/{number}"))
-

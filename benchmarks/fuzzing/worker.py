@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 2 * 2**30  # bytes beyond the start of an input
-EVENTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class",
-          "socket.connect", "socket.getaddrinfo")  # fmt: skip
+EVENTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen",
+          "pickle.find_class", "socket.connect", "socket.getaddrinfo")  # fmt: skip
 
 Outcome = dict[str, Any]
 
@@ -52,7 +52,16 @@ class Watch:
 
 # What libraries ask for by themselves and do without.
 OPTIONAL = frozenset(
-    {"apache_beam", "cloudpickle", "cv2", "h5py", "pandas", "pydub", "tensorflow", "torch"}
+    {
+        "apache_beam",
+        "cloudpickle",
+        "cv2",
+        "h5py",
+        "pandas",
+        "pydub",
+        "tensorflow",
+        "torch",
+    }
 )
 
 
@@ -90,11 +99,14 @@ def _names(folder: Path, case: dict[str, Any]) -> set[str]:
     found = {path.name for path in folder.rglob("*")}
     found |= {Path(name).name for name in case["files"]}
     found |= {repr(name)[1:-1] for name in found}
-    return found | {"our_records", "data.", "text_feature", "split", "tokenizer", "length",
-                    "vocab_size", "microbatch", "rows", "half-round"}  # fmt: skip
+    return found | {"our_records", "data.", "text_feature", "split", "tokenizer",
+                    "length", "vocab_size", "microbatch", "rows",
+                    "half-round"}  # fmt: skip
 
 
-def run(target: Any, case: dict[str, Any], watch: Watch | None, folder: Path) -> Outcome:
+def run(
+    target: Any, case: dict[str, Any], watch: Watch | None, folder: Path
+) -> Outcome:
     """Runs one case; returns what became of it."""
     from fuzzing import targets
 

@@ -85,7 +85,6 @@ def sources():
         )
 
 
-
 def vocabularies():
     """A byte-level BPE, a Unigram, a WordPiece and a SentencePiece model."""
     folder = OUT / "tokenizers"
