@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from array_record.python import array_record_data_source  # noqa: F401 - defines flags
 from fuzzing import mutations
 from ml_collections import ConfigDict
 
@@ -66,8 +67,6 @@ def command(name: str, argv: list[str]) -> None:
     Raises:
       ValueError: the line that the command ends with.
     """
-    for flag in set(flags.FLAGS) - _ABSL:
-        delattr(flags.FLAGS, flag)
     flags.FLAGS.unparse_flags()
     module = "acco_jax.plan.__main__" if name == "plan" else f"acco_jax.{name}"
     loaded = sys.modules.get(module)
@@ -87,6 +86,10 @@ def command(name: str, argv: list[str]) -> None:
             raise RuntimeError(f"exit code {end.code}, {lines}") from end
     finally:
         sys.argv = before
+        for flag in set(flags.FLAGS) - _ABSL:
+            delattr(flags.FLAGS, flag)
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS(["command"])  # other targets' libraries look at them
 
 
 @contextlib.contextmanager

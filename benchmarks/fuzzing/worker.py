@@ -38,16 +38,17 @@ class Watch:
         }
         self._known = tops | installed | sys.stdlib_module_names
         sys.addaudithook(self._hear)
+        sys.meta_path.insert(0, self)  # hears importlib too, which no event tells of
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Notices a module that is looked for, and leaves it to the other finders."""
+        top = name.partition(".")[0]
+        if self.on and top not in self._known and top not in OPTIONAL:
+            self.seen.append(f"import of {name!r:.200}")
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on:
-            return
-        if event in EVENTS:
+        if self.on and event in EVENTS:
             self.seen.append(f"{event}{arguments!r:.200}")
-        elif event == "import":
-            top = str(arguments[0]).partition(".")[0]
-            if top not in self._known and top not in OPTIONAL:
-                self.seen.append(f"import of {arguments[0]!r:.200}")
 
 
 # What libraries ask for by themselves and do without.
