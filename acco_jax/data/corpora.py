@@ -338,6 +338,7 @@ def _check_text(root: Path, paths: Sequence[str]) -> None:
       ValueError: in one line, which file is no text, and what to do.
     """
     for path in paths:
+        records.check_name(root / path)
         if say := records.remedy(Path(path).name):
             raise ValueError(f"{root / path} is no text but data: {say}, or move it")
         if _read_text(root / path) is None:

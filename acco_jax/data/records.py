@@ -119,6 +119,7 @@ def _listed(kind: str, root: Path) -> list[Path]:
         found = [Path(p) for p in sorted(glob.glob(str(root), recursive=True))]
     good = [p for p in found if p.name.lower().endswith(SUFFIXES[kind])]
     for path in found:
+        check_name(path)
         say = remedy(path.name)
         if path not in good and (
             not root.is_dir() or (say and path.name not in METADATA)
@@ -133,6 +134,18 @@ def _listed(kind: str, root: Path) -> list[Path]:
             "folder or a glob pattern of them"
         )
     return good
+
+
+def check_name(path: Path) -> None:
+    """Refuse a file whose name would make two lines of every line about it.
+
+    Raises:
+      ValueError: in one line, its name has a line break.
+    """
+    if len(path.name.splitlines()) > 1:
+        raise ValueError(
+            f"the name of the file {str(path)!r} has a line break: rename it"
+        )
 
 
 def _named(
@@ -151,7 +164,8 @@ def _named(
 def _saved(root: Path, train_split: str, validation_split: str) -> Files:
     """Find the arrow files of a folder that `datasets` has saved."""
     if (root / "dataset_dict.json").is_file():
-        splits = _json(root / "dataset_dict.json").get("splits", [])
+        splits = _json(root / "dataset_dict.json").get("splits")
+        splits = splits if isinstance(splits, list) else []
         for name in (train_split, validation_split):
             if name not in splits and name != "validation":
                 raise ValueError(
