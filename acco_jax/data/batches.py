@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -203,8 +204,10 @@ class Batches:
             rows, left = state["row"], state["left"]
             rows, left = (rows, left) if several else ([rows], [left])
             position = Position(list(rows), list(left), state["targets"])
-            if [type(row) for row in rows] != [int] * self._order.streams:
-                raise ValueError(f"row {rows}")
+            numbers = [*rows, *itertools.chain(*left), position.targets]
+            whole = all(type(x) is int and 0 <= x < 2**62 for x in numbers)
+            if not whole or {len(rows), len(left)} != {self._order.streams}:
+                raise ValueError(f"row {str(rows)[:60]}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{str(state)[:60]!r} is no position in these rows ({error!r}): start "

@@ -19,6 +19,9 @@ from acco_jax.data.corpora import Source
 from acco_jax.data.tasks import Document
 from acco_jax.data.tokenizers import Tokenizer
 
+# What `Corpus` takes of counts.json, beside the tokens.
+_COUNTS = ("train_bytes", "train_documents", "validation_bytes",
+           "validation_documents", "checksum")  # fmt: skip
 FORMAT = 2  # of the files; part of their folder's name
 _DOCUMENTS_AT_ONCE = 256
 
@@ -59,11 +62,14 @@ def read_counts(folder: Path) -> dict[str, Any]:
     """
     path = folder / "counts.json"
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"))
-        sizes, expected = counts.pop("sizes"), counts["checksum"]
-        np.dtype(counts["dtype"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        sizes, counts = dict(found["sizes"]), {name: found[name] for name in _COUNTS}
+        expected, dtype = counts["checksum"], found["dtype"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path) from error
+    whole = all(type(count) is int and count >= 0 for count in counts.values())
+    if not whole or dtype not in ("uint16", "uint32"):
+        raise _damaged(path)
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
@@ -72,12 +78,41 @@ def read_counts(folder: Path) -> dict[str, Any]:
     stats = [[p.name, p.stat().st_mtime_ns, p.stat().st_ino] for p in _files(folder)]
     with contextlib.suppress(OSError, ValueError):
         if json.loads(stamp.read_text()) == stats:
-            return counts
+            return counts | {"dtype": dtype}
     if _checksum(folder) != expected:
         raise _damaged(folder)
     with contextlib.suppress(OSError):  # a cache that others may only read
         stamp.write_text(json.dumps(stats))
-    return counts
+    return counts | {"dtype": dtype}
+
+
+def open_arrays(folder: Path, dtype: str) -> dict[str, np.ndarray]:
+    """Memory-map tokens and spans, by their names in `Corpus`.
+
+    Raises:
+      ValueError: in one line, which file is damaged.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for split in ("train", "validation"):
+        path = folder / f"{split}.bin"
+        try:
+            tokens = arrays[f"{split}_tokens"] = np.memmap(path, dtype, mode="r")
+            path = folder / f"{split}.spans.npy"
+            if path.exists():
+                spans = arrays[f"{split}_spans"] = np.load(path, mmap_mode="r")
+                _check_spans(spans, len(tokens))
+        except Exception as error:  # numpy's, of any type
+            raise _damaged(path) from error
+    return arrays
+
+
+def _check_spans(spans: np.ndarray, tokens: int) -> None:
+    """Refuse spans that are none of so many tokens."""
+    if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 3:
+        raise ValueError("no spans")
+    ascending = np.diff(spans, axis=1, prepend=1, append=tokens - 1) >= 0
+    if not len(spans) or not ascending.all():
+        raise ValueError("spans beyond the tokens")
 
 
 def _damaged(path: Path) -> ValueError:

@@ -257,7 +257,7 @@ def _documents(
     columns += tasks.optional_columns(config.task)
 
     def read(split: str | None) -> Iterator[Document]:
-        for example in rows[split or train]:
+        for example in _examples(rows[split or train], config.name):
             texts = {name: _text(example[name]) for name in columns if name in example}
             yield tasks.document(texts, config.task, config.text_feature)
 
@@ -269,6 +269,26 @@ def _documents(
     digest = _digest(builder.info.full_name, sizes, what, splits, by_hash)
     fingerprint = f"{builder.name}-{digest}"
     return _source(fingerprint, lambda: read(train), lambda: read(validation), by_hash)
+
+
+def _examples(rows: Sequence[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+    """Iterate over a split.
+
+    Raises:
+      ValueError: in one line, its files cannot be read.
+    """
+    try:
+        for number in range(len(rows)):
+            yield rows[number]
+    except Exception as error:  # array_record's RuntimeError, and what features raise
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"data set {name!r} cannot be read ({_line(error)}): restore its files, or "
+        "prepare it again"
+    )
 
 
 def _text(value: str | bytes) -> str:
@@ -294,7 +314,10 @@ def _rows(
                 f"data set {name!r} has no text in feature {feature!r}: set "
                 f"text_feature to one of {texts}, or task to what they are for"
             )
-    return builder.as_data_source(split)
+    try:
+        return builder.as_data_source(split)
+    except Exception as error:  # of tfds and array_record, whatever their files hold
+        raise _unreadable(name, error) from error
 
 
 def _files(root: Path, suffix: str = "") -> list[str]:
@@ -315,6 +338,7 @@ def _check_text(root: Path, paths: Sequence[str]) -> None:
       ValueError: in one line, which file is no text, and what to do.
     """
     for path in paths:
+        records.check_name(root / path)
         if say := records.remedy(Path(path).name):
             raise ValueError(f"{root / path} is no text but data: {say}, or move it")
         if _read_text(root / path) is None:
@@ -333,7 +357,7 @@ def _check_features(name: str, data_dir: Path) -> None:
     for path in (data_dir / name.split(":")[0].split("/")[0]).rglob("features.json"):
         try:
             nodes = [json.loads(path.read_text())]
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # tfds says what is wrong with it
         while nodes:
             node = nodes.pop()
@@ -346,7 +370,7 @@ def _check_features(name: str, data_dir: Path) -> None:
             for kind in (k for k in kinds if isinstance(k, str) and "." in k):
                 if not kind.startswith("tensorflow_datasets."):
                     raise ValueError(
-                        f"{path} asks for {kind!r}, which is not of "
+                        f"{path} asks for {kind!r:.200}, which is not of "
                         "tensorflow_datasets and would run code of the data set's: "
                         "prepare it without"
                     )
@@ -376,7 +400,7 @@ def _digest(*values: Any) -> str:
 def _line(error: Exception) -> str:
     """Shorten an exception to its first line."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {lines[0][:500]}"
 
 
 @contextlib.contextmanager

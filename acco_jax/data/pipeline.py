@@ -85,12 +85,7 @@ def load_corpus(
         if not folder.is_dir():
             cache.write_tokens(folder, source, tokenizer)
     counts = cache.read_counts(folder)
-    dtype = np.dtype(counts.pop("dtype"))
-    arrays: dict[str, Any] = {}
-    for split in ("train", "validation"):
-        arrays[f"{split}_tokens"] = np.memmap(folder / f"{split}.bin", dtype, mode="r")
-        if (spans := folder / f"{split}.spans.npy").exists():
-            arrays[f"{split}_spans"] = np.load(spans, mmap_mode="r")
+    arrays: dict[str, Any] = cache.open_arrays(folder, counts.pop("dtype"))
     return Corpus(tokenizer, **arrays, **counts)
 
 

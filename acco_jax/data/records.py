@@ -8,6 +8,7 @@ import glob
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def _listed(kind: str, root: Path) -> list[Path]:
         found = [Path(p) for p in sorted(glob.glob(str(root), recursive=True))]
     good = [p for p in found if p.name.lower().endswith(SUFFIXES[kind])]
     for path in found:
+        check_name(path)
         say = remedy(path.name)
         if path not in good and (
             not root.is_dir() or (say and path.name not in METADATA)
@@ -132,6 +134,18 @@ def _listed(kind: str, root: Path) -> list[Path]:
             "folder or a glob pattern of them"
         )
     return good
+
+
+def check_name(path: Path) -> None:
+    """Refuse a file whose name would make two lines of every line about it.
+
+    Raises:
+      ValueError: in one line, its name has a line break.
+    """
+    if len(path.name.splitlines()) > 1:
+        raise ValueError(
+            f"the name of the file {str(path)!r} has a line break: rename it"
+        )
 
 
 def _named(
@@ -150,7 +164,8 @@ def _named(
 def _saved(root: Path, train_split: str, validation_split: str) -> Files:
     """Find the arrow files of a folder that `datasets` has saved."""
     if (root / "dataset_dict.json").is_file():
-        splits = _json(root / "dataset_dict.json").get("splits", [])
+        splits = _json(root / "dataset_dict.json").get("splits")
+        splits = splits if isinstance(splits, list) else []
         for name in (train_split, validation_split):
             if name not in splits and name != "validation":
                 raise ValueError(
@@ -187,15 +202,16 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     for path in paths:
         if not path.is_file():
             raise ValueError(
-                f"{path} is missing: restore it, or save the data set again"
+                f"{folder / repr(path.name)[1:-1]} is missing: restore it, or save the "
+                "data set again"
             )
     return paths
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON: restore it, or save the data set again"
         ) from error
@@ -211,7 +227,7 @@ def _json_lines(
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _record(line, f"line {number} of {path}", columns, optional)
-        except (OSError, EOFError) as error:  # of gzip
+        except (OSError, EOFError, zlib.error) as error:  # of gzip
             raise ValueError(f"{path} is damaged ({error}): restore it") from error
 
 
@@ -220,7 +236,7 @@ def _record(
 ) -> dict[str, Any]:
     try:
         record = json.loads(line.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         record = error
     if not isinstance(record, dict):
         raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
@@ -252,9 +268,10 @@ def _table(
                 names = _present(path, opened.schema, columns, optional)
                 batches = (batch.select(names) for batch in opened)
             for batch in batches:
+                batch.validate(full=True)  # else pyarrow trusts each offset in it
                 yield from _complete(batch.to_pylist(), path, columns)
-    except (pa.ArrowException, OSError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} is no whole {kind} file ({first}): restore it, or remove it"
         ) from error

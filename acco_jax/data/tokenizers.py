@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 
 _BYTES = 256
+_MOST_IDS = 2**24  # more than any vocabulary has
 
 # Ends of text of well-known tokenizers, in the order in which they are looked for.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -111,8 +112,15 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> BpeTokenizer:
-        """Read a tokenizer.json."""
-        return cls(tokenizers.Tokenizer.from_file(os.fspath(path)))
+        """Read a tokenizer.json.
+
+        Raises:
+          ValueError: in one line, if it is none.
+        """
+        bpe = _read(Path(path))
+        if {*bpe.get_vocab().values()} != {*range(bpe.get_vocab_size())}:
+            raise ValueError(f"{path} is damaged: its ids have gaps; restore it")
+        return cls(bpe)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, whole or not at all."""
@@ -148,13 +156,7 @@ class FileTokenizer(Tokenizer):
           ValueError: in one line, if it cannot be read, or no end of text is known.
         """
         path = Path(path)
-        try:
-            self._model = model = tokenizers.Tokenizer.from_file(os.fspath(path))
-        except Exception as error:  # tokenizers raises Exception itself
-            raise ValueError(
-                f"{path} is no tokenizer.json ({str(error).strip().splitlines()[0]}): "
-                "give a file that Hugging Face's tokenizers wrote"
-            ) from error
+        self._model = model = _read(path)
         model.no_truncation()
         model.no_padding()
         model.encode_special_tokens = True  # encodes them as text
@@ -217,7 +219,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._path, self._model = Path(path), sentencepiece.SentencePieceProcessor()
         try:
             self._model.LoadFromSerializedProto(self._path.read_bytes())
-        except (OSError, RuntimeError) as error:
+            for number in range(self._model.get_piece_size()):
+                self._model.id_to_piece(number)  # is no text in a damaged file
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is no SentencePiece model: give a .model file"
             ) from error
@@ -272,6 +276,28 @@ def read_tokenizer(
     return FileTokenizer(path, end_of_text)
 
 
+def _read(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json.
+
+    Raises:
+      ValueError: in one line, if it is none.
+    """
+    try:
+        model = tokenizers.Tokenizer.from_file(os.fspath(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{path} is no tokenizer.json ({why}): give a file that Hugging Face's "
+            "tokenizers wrote"
+        ) from error
+    largest = max(model.get_vocab().values(), default=0)
+    if largest > _MOST_IDS:  # tokenizers makes a list that long of them
+        raise ValueError(
+            f"{path} is damaged: it has the id {largest}, above {_MOST_IDS}; restore it"
+        )
+    return model
+
+
 def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
     """Return the tokenizer that `save` has copied into a folder, None without one."""
     paths = (folder / "tokenizer.json", folder / "tokenizer.model")
@@ -302,9 +328,11 @@ def _eos(path: Path) -> str | None:
     """Return the eos_token that a file beside a tokenizer.json names, if it does."""
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            token.encode()  # refuses half a surrogate
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 

@@ -20,7 +20,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from acco_jax.runner import shards
-from acco_jax.runner.files import is_remote, read_object, write_whole
+from acco_jax.runner.files import is_number, is_remote, read_object, write_whole
 
 PyTree = Any
 HOST = "metadata"  # orbax's name of the file of host data
@@ -183,7 +183,7 @@ class Checkpoints:
         if half_round not in self._losses:
             self._losses[half_round] = self.host(half_round).get("held_out_loss")
         loss = self._losses[half_round]
-        return math.inf if loss is None else float(loss)
+        return float(loss) if is_number(loss) else math.inf
 
     def restore_newest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
         """Restores the newest checkpoint that is sound, and sets damaged ones aside.
@@ -213,27 +213,35 @@ class Checkpoints:
           like: the tree to restore, of arrays or ShapeDtypeStructs with shardings.
 
         Raises:
-          Damaged: on all processes, a restored shard is not the one that was saved.
+          Damaged: on all processes, it cannot be read, or a restored shard is not the
+            one that was saved.
         """
         path = self._folder / str(half_round)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _named(like))
-        found = self._checkpointer.restore(
-            path,
-            args=ocp.args.Composite(
-                arrays=ocp.args.PyTreeRestore(
-                    abstract,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-                )
-            ),
-        ).arrays
+        found, problem = {}, None
+        try:
+            host = self.host(half_round)
+            found = self._checkpointer.restore(
+                path,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.PyTreeRestore(
+                        abstract,
+                        restore_args=ocp.checkpoint_utils.construct_restore_args(
+                            abstract
+                        ),
+                    )
+                ),
+            ).arrays
+        except Exception as error:  # whatever orbax makes of a file
+            problem = " ".join(str(error).split())[:500]
         with jax.transfer_guard_device_to_host("allow"):
-            _verify(path, found)
+            _verify(path, found, problem)
         leaves, treedef = jax.tree.flatten(like)
         arrays = [
             jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
             for x, a in zip(leaves, found.values(), strict=True)
         ]
-        return jax.tree.unflatten(treedef, arrays), self.host(half_round)
+        return jax.tree.unflatten(treedef, arrays), host
 
     def host(self, half_round: int) -> dict[str, Any]:
         """Returns the host data of a checkpoint, without its arrays."""
@@ -253,6 +261,8 @@ class Checkpoints:
     def _discard_unfinished(self) -> None:
         """Removes what a process that was killed while it saved has left."""
         for mark in sorted(self._folder.glob("*.saving")):
+            if not mark.stem.isdecimal():
+                continue  # none of ours
             step = self._folder / mark.stem
             if step.exists() and not self._sums(int(mark.stem)).exists():
                 logging.info("checkpoint %s was not finished: discarded", step)
@@ -284,7 +294,7 @@ class Checkpoints:
             if name.endswith(".saving")
             and name.removesuffix("saving") + "checksums" not in names
         }
-        return sorted(int(n) for n in names - unfinished if n.isdigit())
+        return sorted(int(n) for n in names - unfinished if n.isdecimal())
 
     def _set_aside_damaged(self) -> list[int] | None:
         """Renames checkpoints whose files are not those that were written.
@@ -361,6 +371,7 @@ def _silence_orbax() -> None:
     logging.get_absl_logger().addFilter(
         lambda record: record.levelno < levels.ERROR or ours(record)
     )
+    levels.getLogger("asyncio").setLevel(levels.CRITICAL)  # orbax's tasks, no others
 
 
 def _from_process_0(steps: list[int] | None) -> list[int] | None:
@@ -377,11 +388,16 @@ def _from_process_0(steps: list[int] | None) -> list[int] | None:
     return sorted(share(mine).tolist())
 
 
-def _verify(path: epath.Path, arrays: dict[str, jax.Array]) -> None:
-    """Raises `Damaged`, on all processes, if a shard on one is not what was saved."""
+def _verify(
+    path: epath.Path, arrays: dict[str, jax.Array], problem: str | None
+) -> None:
+    """Raises `Damaged`, on all processes, if a shard on one is not what was saved.
+
+    Or if one has a `problem` already.
+    """
     try:
-        problem = shards.problem(arrays, shards.read(path))
-    except ValueError as error:
+        problem = problem or shards.problem(arrays, shards.read(path))
+    except (ValueError, IndexError) as error:
         problem = str(error)
     found = np.bool_(problem is not None)
     if jax.process_count() > 1:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from absl import logging
 
 from acco_jax.runner import commands, devices, exits, network, results, signals
 from acco_jax.runner import config as configs
+from acco_jax.runner.files import read_object
 from acco_jax.runner.processes import dies_with_parent
 
 
@@ -179,12 +179,12 @@ def _check_folders(request: Request) -> None:
     for entry in request.entries:
         first, *seeds = request.seed_numbers
         path = request.folder(entry, first) / "config.json"
-        config = json.loads(path.read_text())
+        config = read_object(path)
         for seed in seeds:
             folder = request.folder(entry, seed)
             if not (folder / "config.json").exists():
                 continue
-            old = json.loads((folder / "config.json").read_text())
+            old = read_object(folder / "config.json")
             if field := configs.differing_field(old, config | {"seed": seed}):
                 raise ValueError(
                     f"workdir {folder} belongs to a run with {field}: use another "

@@ -396,7 +396,8 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
             f"{half_rounds} half-rounds of a step of {config.method}: use a multiple."
         )
     microbatches = per_step // half_rounds
-    fits = len(counts) == workers and set(counts) <= set(range(microbatches + 1))
+    whole = all(type(c) is int and 0 <= c <= microbatches for c in counts)
+    fits = len(counts) == workers and whole
     if counts and not fits:
         raise ValueError(
             f"counts is {counts}: give one number from 0 to {microbatches} for each of "
@@ -453,7 +454,8 @@ def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
             if difference := differing_field(a, b, f"{prefix}{key}."):
                 return difference
         elif a != b and prefix + key not in HARMLESS:
-            return f"{prefix}{key}={a!r}, not {b!r}"
+            name = repr(prefix + key)[1:-1]  # of a file that may hold anything
+            return f"{name}={a!r}, not {b!r}"
     return ""
 
 
@@ -461,14 +463,16 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
     """Refuses fields that do not exist, lack, or have a value of another type."""
     for field in config:
         if field not in default:
-            close = suggestion(prefix + field, [prefix + name for name in default])
+            name = repr(f"{prefix}{field}")[1:-1]
+            close = suggestion(name, [prefix + known for known in default])
             raise ValueError(
-                f"config has no field {prefix}{field}" + (f":{close}" if close else ".")
+                f"config has no field {name}" + (f":{close}" if close else ".")
             )
         kind, value = default.get_type(field), config.get(field)
         if not _is_a(kind, value) and not (value is None and default[field] is None):
+            shown = value.to_dict() if isinstance(value, ConfigDict) else value
             raise ValueError(
-                f"{prefix}{field} is {value!r}: give a value of type {kind.__name__}."
+                f"{prefix}{field} is {shown!r}: give a value of type {kind.__name__}."
             )
         if kind is ConfigDict and field not in OPEN:
             _check_fields(value, default[field], f"{prefix}{field}.")

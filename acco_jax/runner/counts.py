@@ -25,13 +25,7 @@ class CountsLog:
         Raises:
           ValueError: the log is damaged, or of fewer half-rounds.
         """
-        path = workdir / FILE
-        rows = read_counts(path, done)
-        if len(rows) < done:
-            raise ValueError(
-                f"{path} has {len(rows)} half-rounds, but the checkpoint is of "
-                f"half-round {done}: restore a complete copy, or use another workdir."
-            )
+        path, rows = workdir / FILE, kept(workdir, done)
         self.total = sum(map(sum, rows))  # microbatches of all workers
         self.last = rows[-1] if rows else []  # counts of the last half-round
         self._file = None
@@ -50,6 +44,22 @@ class CountsLog:
     def close(self) -> None:
         if self._file:
             self._file.close()
+
+
+def kept(workdir: Path, done: int) -> list[list[int]]:
+    """Returns the counts of the half-rounds done so far.
+
+    Raises:
+      ValueError: the log is damaged, or of fewer half-rounds.
+    """
+    path = workdir / FILE
+    rows = read_counts(path, done)
+    if len(rows) < done:
+        raise ValueError(
+            f"{path} has {len(rows)} half-rounds, but the checkpoint is of "
+            f"half-round {done}: restore a complete copy, or use another workdir."
+        )
+    return rows
 
 
 def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from etils import epath
 
@@ -49,7 +49,7 @@ def read_rows(path: Path, fields: set[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):
                 break
             raise ValueError(
@@ -59,6 +59,11 @@ def read_rows(path: Path, fields: set[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{path} is damaged in line {number}: it is no row.")
         rows.append(row)
     return rows
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number of a size that counters, clocks and losses have."""
+    return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[arg-type]
 
 
 def read_text(path: Path | epath.Path) -> str:
@@ -81,9 +86,10 @@ def read_object(path: Path | epath.Path) -> dict[str, Any]:
     Raises:
       ValueError: in one line with the file's name, there is none.
     """
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     if not isinstance(value, dict):
         raise ValueError(

@@ -31,7 +31,7 @@ from typing import Any
 
 import jax
 
-from acco_jax.runner.files import append_row, read_rows, write_rows
+from acco_jax.runner.files import append_row, is_number, read_rows, write_rows
 
 FILE = "goodput.jsonl"
 CAUSES = (
@@ -186,7 +186,7 @@ def read(workdir: Path) -> list[Row]:
     rows = read_rows(path, {"time", "cause"})
     numbers = ("time", "half_round", "compiling", "waiting")
     for number, row in enumerate(rows, 1):
-        sound = all(isinstance(row.get(name, 0), int | float) for name in numbers)
+        sound = all(is_number(row.get(name, 0)) for name in numbers)
         if not sound or row["cause"] not in CAUSES:
             raise ValueError(f"{path} is damaged in line {number}: remove it.")
     return rows

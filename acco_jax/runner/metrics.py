@@ -16,7 +16,7 @@ from absl import logging
 
 from acco_jax.runner import goodput
 from acco_jax.runner.drops import Drops
-from acco_jax.runner.files import read_rows, write_rows
+from acco_jax.runner.files import is_number, read_rows, write_rows
 
 FILE = "metrics.jsonl"
 
@@ -212,4 +212,11 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: in one line, the file holds something else than rows.
     """
-    return read_rows(workdir / FILE, {"kind", "half_round"})
+    path, numbers = workdir / FILE, ("half_round", "loss", "tokens", "seconds")
+    rows = read_rows(path, {"kind", *numbers})
+    for number, row in enumerate(rows, 1):
+        rate = row.get("tokens_per_second", None if row["kind"] == "train" else 0)
+        values = (*(row[name] for name in numbers), rate)
+        if not all(map(is_number, values)) or row["half_round"] < 1:
+            raise ValueError(f"{path} is damaged in line {number}: restore it.")
+    return rows

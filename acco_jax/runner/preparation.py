@@ -25,8 +25,8 @@ from acco_jax.models.base import Model
 from acco_jax.runner import config as configs
 from acco_jax.runner import models, optimizers
 from acco_jax.runner.checkpoints import Checkpoints
-from acco_jax.runner.counts import check_log
-from acco_jax.runner.files import read_object, write_whole
+from acco_jax.runner.counts import check_log, kept
+from acco_jax.runner.files import is_number, read_object, write_whole
 from acco_jax.runner.validation import validate
 from acco_jax.runner.workdir import check_held, check_whole
 
@@ -187,7 +187,7 @@ def prepare(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
         capacity, identity, repair, loss_fn, init, began,
     )  # fmt: skip
-    batches(experiment)  # says now if the corpus is too small
+    first = batches(experiment)  # says now if the corpus is too small
     held_out_batches(experiment, None)
     try:
         tx.check(_replicated(jax.eval_shape(init), mesh))
@@ -197,14 +197,14 @@ def prepare(
             f"here: {error}"
         ) from error
     check_whole(workdir, experiment.checkpoint_folder)
-    _check_checkpoint(experiment)
+    _check_checkpoint(experiment, first)
     if repair and jax.process_index() == 0:
         write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
     return experiment
 
 
-def _check_checkpoint(experiment: Experiment) -> None:
-    """Refuses a checkpoint of another run, whatever lies beside it."""
+def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
+    """Refuses a checkpoint of another run, and one whose host data are not a run's."""
     checkpoints, identity = experiment.checkpoints, experiment.identity
     if (latest := checkpoints.latest()) is None:
         return
@@ -218,6 +218,30 @@ def _check_checkpoint(experiment: Experiment) -> None:
         raise ValueError(
             f"{path} is of a run with {field}: use another workdir, or the same config."
         )
+    if experiment.config.microbatches != "fixed":
+        kept(experiment.workdir, latest)
+    if not _continues(checkpoints.host(latest), first, experiment.workers):
+        raise ValueError(
+            f"{path / 'host'} is damaged, or of another version: restore it, or use "
+            "another workdir."
+        )
+
+
+def _continues(host: dict[str, Any], first: data.Batches, workers: int) -> bool:
+    """Whether a run of these batches can go on from the host data of a checkpoint."""
+    loss = host.get("held_out_loss", "")
+    dropped = host.get("dropped") or {
+        "in_a_row": [0] * workers,
+        "nobody": 0,
+        "since": 0,
+    }
+    try:
+        first.set_state(host["batches"])
+        numbers = [dropped["nobody"], dropped["since"], *dropped["in_a_row"]]
+    except (KeyError, TypeError, ValueError):
+        return False
+    numbers += [host.get("seconds"), 0 if loss is None else loss]
+    return all(map(is_number, numbers)) and len(numbers) == workers + 4
 
 
 def _adaptive(

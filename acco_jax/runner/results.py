@@ -2,9 +2,8 @@
 
 import csv
 import dataclasses
-import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from acco_jax.runner import metrics
 from acco_jax.runner.figures import subplots
+from acco_jax.runner.files import is_number, read_object
 
 SUMMARY = "summary.json"
 
@@ -36,20 +36,34 @@ class Result:
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run has ended, with all that a comparison needs."""
+    """Whether a run has ended, with all that a comparison needs.
+
+    Raises:
+      ValueError: in one line, its summary is damaged.
+    """
     path = folder / SUMMARY
-    return path.exists() and "bytes_sent_per_worker" in json.loads(path.read_text())
+    return path.exists() and "bytes_sent_per_worker" in read_object(path)
 
 
 def read(folder: Path, method: str, seed: int) -> Result:
-    """Reads the result of a finished run from its workdir."""
-    summary = json.loads((folder / SUMMARY).read_text())
-    config = json.loads((folder / "config.json").read_text())
+    """Reads the result of a finished run from its workdir.
+
+    Raises:
+      ValueError: in one line, which of its files is damaged.
+    """
+    summary = _numbers(
+        folder / SUMMARY,
+        ("loss", "tokens", "steps", "seconds", "state_bytes_per_device"),
+        ("bytes_sent_per_worker", "gradient_seconds_per_token"),
+    )
+    config = _numbers(folder / "config.json", ("microbatch_size", "length"))
     rows = metrics.read(folder)
     evaluations = tuple(r for r in rows if r["kind"] == "validation")
     # the first interval holds the compilation
     rates = [r["tokens_per_second"] for r in rows if r["kind"] == "train"][1:]
     rate = statistics.median(rates) if rates else None
+    if not evaluations or rate == 0:
+        raise ValueError(f"{folder / metrics.FILE} lacks rows of the run: restore it.")
     tokens, steps = summary["tokens"], summary["steps"]
     alone, exposed = summary.get("gradient_seconds_per_token"), None
     if rate is not None and alone is not None:
@@ -69,6 +83,26 @@ def read(folder: Path, method: str, seed: int) -> Result:
         exposed_ms_per_step=exposed,
         evaluations=evaluations,
     )
+
+
+def _numbers(
+    path: Path, needed: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns the object in a file, if these of its values are positive numbers.
+
+    Raises:
+      ValueError: in one line, which is none.
+    """
+    values = read_object(path)
+    named = {name: values.get(name) for name in needed}
+    named |= {k: values[k] for k in optional if values.get(k) is not None}
+    for name, value in named.items():
+        if not is_number(value) or value < 0 or (name in needed and not value):
+            raise ValueError(
+                f"{path} is damaged, {name} is {value!r:.60}: restore it, or remove "
+                "the run's folder and repeat the command."
+            )
+    return values
 
 
 def write(runs: list[Result], folder: Path) -> str:

@@ -51,6 +51,8 @@ def read(checkpoint: epath.Path) -> Sums:
     sums: Sums = {}
     for file in sorted((checkpoint / FOLDER).glob("*.json")):
         for name, own in read_object(file).items():
+            if not isinstance(own, dict):
+                raise ValueError(f"{file} is damaged: {name} has no checksums.")
             sums.setdefault(name, {}).update(own)
     return sums
 

@@ -98,7 +98,7 @@ def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
                 if time.monotonic() < deadline:
                     time.sleep(1.0)
                     continue
-                held = path.read_text()
+                held = " ".join(path.read_text(errors="replace").split())[:200]
                 return (
                     f"another run works in {path.parent} ({held}): use another workdir "
                     f"or, if that run is dead, remove {path}."
@@ -115,7 +115,12 @@ def _is_stale(path: Path) -> bool:
     try:
         other = read_object(path)
         host, pid, started = other["host"], int(other["pid"]), other["started"]
-    except (ValueError, KeyError, TypeError):  # a killed process left it cut
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ):  # a killed process left it cut
         return _silent_for(path, 1.0)
     if host == socket.gethostname():
         return _started(pid) != started
@@ -200,9 +205,10 @@ def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
     """Refuses a workdir whose checkpoints were removed while its metrics are there.
 
     Raises:
-      ValueError: in one line, what is missing, or that goodput.jsonl is damaged.
+      ValueError: in one line, what is missing, or which file of rows is damaged.
     """
     goodput.read(workdir)
+    metrics.read(workdir)
     if (workdir / metrics.FILE).exists() and not checkpoints.exists():
         raise ValueError(
             f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "

@@ -185,8 +185,8 @@ def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
     if first == 0:
         return []
     try:
-        lines = log.read_text().splitlines()[:first]
-    except OSError as error:
+        lines = log.read_text(encoding="utf-8").splitlines()[:first]
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"no log of counts at {log}: give the file that the run wrote."
         ) from error
@@ -194,7 +194,7 @@ def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, list) or not all(type(x) is int for x in row):
             raise ValueError(f"line {number} of {log} is no JSON list of counts.")
