@@ -28,6 +28,7 @@ same bits.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -43,8 +44,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import exits, network  # noqa: E402
-from acco_jax.runner.processes import dies_with_parent  # noqa: E402
+from acco_jax.runner import exits, heartbeat, network  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES = 4
@@ -108,7 +108,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=dies_with_parent(signal.SIGKILL),
+                preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGKILL),
             )
 
     def pid(self, process: int) -> int:

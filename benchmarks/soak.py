@@ -24,6 +24,7 @@ must be those of a run that nothing disturbed. Exits with 1 if they are not.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import random
@@ -37,7 +38,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner.processes import dies_with_parent  # noqa: E402
+from acco_jax.runner import heartbeat  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
@@ -104,7 +105,7 @@ def run(
             command = subprocess.Popen(
                 [*program, "--supervise", json.dumps(job)],
                 env=environment, stdout=log, stderr=log,
-                preexec_fn=dies_with_parent(signal.SIGKILL),
+                preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGKILL),
             )  # fmt: skip
             stack.callback(command.kill)
             commands.append(command)

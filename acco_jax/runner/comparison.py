@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import signal
 import subprocess
@@ -12,10 +13,17 @@ from typing import Any
 
 from absl import logging
 
-from acco_jax.runner import commands, devices, exits, network, results, signals
+from acco_jax.runner import (
+    commands,
+    devices,
+    exits,
+    heartbeat,
+    network,
+    results,
+    signals,
+)
 from acco_jax.runner import config as configs
 from acco_jax.runner.files import read_object
-from acco_jax.runner.processes import dies_with_parent
 
 
 class RunFailed(Exception):
@@ -233,7 +241,7 @@ def _popen(command: list[str], **options: Any) -> subprocess.Popen:
     return subprocess.Popen(
         command,
         stdout=sys.stderr,  # gloo prints: the table is alone on stdout
-        preexec_fn=dies_with_parent(signal.SIGTERM),
+        preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGTERM),
         start_new_session=True,
         **options,
     )

@@ -6,6 +6,7 @@ asks for them. Without such a command all of this does nothing.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -45,12 +46,23 @@ class Orders:
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
 
+def die_with_parent(number: int) -> None:
+    """Has this process receive a signal when the one that started it ends.
+
+    On Linux; elsewhere it does nothing.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+
+
 def follow() -> Orders | None:
     """Begins to give signs of life; returns None where no command asked for them."""
     global _pipe, _stacks
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
+    die_with_parent(signal.SIGKILL)
     orders = Orders(**json.loads(text))
     folder = Path(orders.folder)
     # Python goes on speaking to the terminal, C++ does not.

@@ -21,6 +21,7 @@ from acco_jax.runner import exits
 
 SECONDS = 0.25  # between looks
 GRACE = 3.0  # seconds in which the first failure may turn out to be another's fault
+PARTING = 5.0  # seconds in which commands that have heard the end may leave
 QUIET = 5.0  # seconds of silence that make a process suspect when others fail
 
 Message = dict[str, Any]
@@ -160,6 +161,7 @@ class Meeting:
         self._running = False
         self._since = time.monotonic()  # when this attempt, or the wait for it, began
         self._over = False
+        self._talks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def at(self, host: str, port: int) -> AsyncIterator[Self]:
@@ -177,15 +179,21 @@ class Meeting:
         finally:
             looks.cancel()
             server.close()
-            for member in self._members.values():
-                if member.writer:
-                    member.writer.close()
+            if self._over and self._talks:  # what was said last is not to be lost
+                await asyncio.wait(self._talks, timeout=PARTING)
+            for talk in self._talks:
+                talk.cancel()
+            await asyncio.gather(looks, *self._talks, return_exceptions=True)
+            await asyncio.sleep(0)  # their connections close
 
     async def _talk(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Hears one command, from its first word to the end of the connection."""
-        member = None
+        member, talk = None, asyncio.current_task()
+        assert talk is not None
+        self._talks.add(talk)
+        talk.add_done_callback(self._talks.discard)
         known = (ValueError, KeyError, TypeError, OSError, asyncio.CancelledError)
         with contextlib.suppress(*known):  # whoever speaks otherwise is not heard
             member = self._admit(json.loads(await reader.readline()), writer)
@@ -195,7 +203,7 @@ class Meeting:
             member.gone, member.writer = True, None
             if not self._running:
                 del self._members[member.process]
-        writer.close()
+        writer.transport.abort()
 
     def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> Member | None:
         process, host = int(hello["process"]), str(hello["host"])

@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from absl import logging
 
 from acco_jax.runner import exits, heartbeat, meeting, signals
 from acco_jax.runner.meeting import End, Limits, Meeting, Message, Verdict
-from acco_jax.runner.processes import dies_with_parent
 
 ANNOUNCE_SECONDS = 30.0  # between lines that say who is awaited
 STACK_SECONDS = 0.5  # for a process to write its stacks
@@ -75,7 +73,6 @@ class _Child:
             env=os.environ | orders.environment(),
             pass_fds=[write],
             start_new_session=True,  # a terminal's signals come through the command
-            preexec_fn=dies_with_parent(signal.SIGKILL),
         )
         os.close(write)
 
@@ -167,7 +164,7 @@ class _Link:
 
     def close(self) -> None:
         self._task.cancel()
-        self._writer.close()
+        self._writer.transport.abort()  # a cut link would never take what is left
 
 
 class _Command:
@@ -371,6 +368,8 @@ def supervise(job: Job) -> int:
 async def _supervise(job: Job) -> int:
     host, _, port = (job.coordinator or "127.0.0.1:0").rpartition(":")
     if job.process:
-        return await _Command(job, host, int(port)).run()
+        code = await _Command(job, host, int(port)).run()
+        await asyncio.sleep(0)  # its connection closes
+        return code
     async with Meeting(job.processes, job.limits).at(host, int(port)) as here:
         return await _Command(job, host, here.port).run()

@@ -139,7 +139,8 @@ def test_metrics_rows(acco_run):
     ends = range(3, 14, 2)  # half-rounds that commit a step; the first one primes
     assert [r["half_round"] for r in train_rows] == list(ends)
     fields = {"kind", "half_round", "step", "tokens", "tokens_per_second", "seconds",
-              "loss", "grad_norm", "learning_rate", "microbatches"}  # fmt: skip
+              "loss", "grad_norm", "learning_rate", "microbatches",
+              "dropped"}  # fmt: skip
     assert all(set(row) == fields for row in train_rows)
     # a half-round: 2 workers x 2 microbatches x 2 rows x 32 targets
     assert [r["tokens"] for r in train_rows] == [256 * h for h in ends]
