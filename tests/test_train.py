@@ -169,8 +169,8 @@ def test_prints_a_start_the_evaluations_and_a_summary(finished):
         r"acco on 2 devices: 11,120 parameters, 6 steps, 3,328 tokens in \d+ s .*",
         r"held-out loss  .*",
         r"smoothed bigram .*",
-        r"goodput        \d+\.\d% of \d+ s on half-rounds; .*",
         r"each worker sent [\d,]+ bytes; a device holds [\d,]+ of parameters and state",
+        r"goodput        \d+\.\d% of \d+ s on half-rounds; .*",
         rf"picture        {re.escape(str(workdir))}/loss.png",
     ]
     if lines[0].startswith("Preparing data set text_folder/"):  # the first time
