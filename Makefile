@@ -31,9 +31,10 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 	JAX_PLATFORMS=cpu $(PY) -m acco_jax.train --config=experiments/quickstart.py \
 	  --workdir=$(WORKDIR)
 
-# The library's own tests; the rest (runner, models, plan) runs on one interpreter.
+# The library's own tests; the rest (runner, models, plan, every optimizer of optax) runs
+# on one interpreter.
 TESTS   ?=
-LIBRARY := tests/transforms tests/plan/test_footprint.py $(filter-out tests/test_train.py tests/test_notebook.py \
+LIBRARY := $(filter-out %/test_optimizers.py, $(wildcard tests/transforms/test_*.py)) tests/plan/test_footprint.py $(filter-out tests/test_train.py tests/test_notebook.py \
              tests/test_architecture.py, \
              $(wildcard tests/test_*.py))
 
