@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from acco_jax.compiler import compiler_options as compiler_options
 from acco_jax.gradients import local_gradients as local_gradients
+from acco_jax.groups import group_specs as group_specs
 from acco_jax.methods import MODULES
 from acco_jax.methods.acco import acco as acco
 from acco_jax.methods.base import Method as Method
@@ -19,6 +20,8 @@ from acco_jax.methods.base import start_shardings as start_shardings
 from acco_jax.methods.base import state_shardings as state_shardings
 from acco_jax.methods.delayed import dpu as dpu
 from acco_jax.methods.delayed import wp as wp
+from acco_jax.methods.reshard import reshard as reshard
+from acco_jax.methods.reshard import saved as saved
 from acco_jax.methods.zero1 import ddp as ddp
 from acco_jax.methods.zero1 import zero1 as zero1
 from acco_jax.step import Adaptive as Adaptive

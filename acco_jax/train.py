@@ -23,6 +23,9 @@ _STOP_AFTER = flags.DEFINE_integer(
 _TIME_GRADIENTS = flags.DEFINE_bool(
     "time_gradients", False, "At the end, time the gradients alone (for compare)."
 )
+_REPLAY = flags.DEFINE_string(
+    "replay", None, "Workdir of a run of this config to repeat, to the bit."
+)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
 _PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
@@ -98,7 +101,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             _LOST_AFTER.value,
         )
         # slow, and only now may anything touch devices
-        from acco_jax.runner import checkpoints, loop, preparation, validation
+        from acco_jax.runner import checkpoints, loop, preparation, validation, worlds
         from acco_jax.runner import workdir as workdirs
 
         validation.validate(config)
@@ -107,6 +110,11 @@ def _train(claim: contextlib.ExitStack) -> None:
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
         claim.enter_context(workdirs.claimed(workdir, patience))
         experiment = preparation.prepare(config, workdir, began=began)
+        replay = None
+        if _REPLAY.value is not None:
+            replay = worlds.Replay(Path(_REPLAY.value).expanduser())
+            done = experiment.checkpoints.latest() or 0
+            replay.check(experiment.identity, done, experiment.world)
     except (ValueError, OSError) as error:
         exits.end(exits.REFUSED, error)
     try:
@@ -114,6 +122,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             experiment,
             stop_after=_STOP_AFTER.value,
             time_gradients=_TIME_GRADIENTS.value,
+            replay=replay,
         )
     except checkpoints.Damaged as error:
         exits.end(exits.REFUSED, error)

@@ -1,10 +1,14 @@
-"""acco_jax.train, killed where an aim says; see soak.py.
+"""acco_jax.train, killed where an aim says; for soak.py and chaos.py.
 
     python benchmarks/aimed.py FLAGS OF acco_jax.train        the process that trains
     python benchmarks/aimed.py --supervise JSON               its command, of a Job
 
-The folder SOAK_AIMS holds a file for each kill to come: its name says where, the first
-process that gets there removes the file, and dies by SIGKILL.
+The folder SOAK_AIMS, if there is one, holds a file for each kill to come: its name says
+where, the first process that gets there removes the file, and dies by SIGKILL.
+
+Every process writes what it compiles into the compilation cache. On GPUs and TPUs all
+find there what process 0 has written; on CPUs the process is in the cache's keys, so
+that JAX, which lets process 0 alone write, has the others compile in every attempt.
 """
 
 import contextlib
@@ -18,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -61,14 +66,20 @@ def arm() -> None:
     """Puts the places in."""
     import jax
 
-    from acco_jax.runner import checkpoints, heartbeat, loop, metrics, preparation
+    from acco_jax.runner import (
+        checkpoints,
+        evaluation,
+        heartbeat,
+        metrics,
+        preparation,
+    )  # fmt: skip
 
     before(preparation, "prepare", "starting")
     before(heartbeat, "reached", "half-round")
     jax.monitoring.register_event_listener(
         lambda event, **_: here("compiling") if "compile_requests" in event else None
     )
-    batches = loop.held_out_batches
+    batches = evaluation.held_out_batches
 
     def evaluating(*args: Any) -> Iterator[Any]:
         for number, batch in enumerate(batches(*args)):
@@ -76,7 +87,7 @@ def arm() -> None:
                 here("evaluating")
             yield batch
 
-    loop.held_out_batches = evaluating  # type: ignore[attr-defined]
+    evaluation.held_out_batches = evaluating  # type: ignore[attr-defined]
     before(checkpoints.Checkpoints, "save", "saving", seconds=0.05)
     checksums = checkpoints._checksums
 
@@ -103,6 +114,19 @@ def arm() -> None:
     metrics.Recorder._write = cut  # type: ignore[method-assign]
 
 
+def keep_programs() -> None:
+    """Has every process write into the compilation cache."""
+    from jax._src import compiler, distributed
+
+    write = compiler._cache_write
+
+    def written(*args: Any) -> None:
+        with mock.patch.object(distributed.global_state, "process_id", 0):
+            write(*args)
+
+    compiler._cache_write = written
+
+
 def main() -> None:
     if sys.argv[1] == "--supervise":
         from acco_jax.runner import meeting, supervisor
@@ -117,7 +141,9 @@ def main() -> None:
 
     def connected(*args: Any) -> None:
         connect(*args)
-        arm()
+        keep_programs()
+        if "SOAK_AIMS" in os.environ:
+            arm()
 
     devices.connect = connected
     runpy.run_module("acco_jax.train", run_name="__main__", alter_sys=True)

@@ -3,8 +3,9 @@
     python benchmarks/chaos.py [--minutes=30] [--every=180] [--mbit=8] [--json=FILE]
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Each process is a command of
-acco_jax.train with restarts, in a network namespace of its own; the namespaces meet at
-a bridge. The faults, in turn, each on the next process but process 0:
+acco_jax.train with restarts and a warm compilation cache (see aimed.py), in a network
+namespace of its own; the namespaces meet at a bridge. The faults, in turn, each on the
+next process but process 0:
 
     kill         SIGKILL to the process that trains
     stop         SIGSTOP to it, for good
@@ -50,19 +51,6 @@ from benchmarks import common  # noqa: E402
 PROCESSES = 4
 KINDS = ("kill", "stop", "cut off", "coordinator")
 DETECTION, RESTART, POINTS = 15.0, 40.0, 5.0  # seconds, seconds, per cent: at most
-CONFIG = """
-from acco_jax.runner.config import default_config
-
-def get_config():
-    c = default_config()
-    c.devices, c.steps, c.length, c.microbatch_size = 1, 10**5, 32, 2
-    c.microbatches_per_step, c.log_every = 8, 1
-    c.eval_every, c.eval_batches, c.checkpoint_every = 10**6, 1, {checkpoint_every}
-    c.model.width, c.model.layers, c.model.heads, c.model.window = 64, 2, 2, 16
-    c.model.dtype = c.model.param_dtype = "float32"
-    c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.1
-    return c
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +81,11 @@ class Run:
         self.commands: list[subprocess.Popen | None] = [None] * PROCESSES
 
     def start(self, process: int, *flags: str) -> None:
-        arguments = [
-            sys.executable, "-m", "acco_jax.train",
-            f"--config={self._place / 'config.py'}", f"--workdir={self.workdir}",
-            f"--coordinator={self.net.address(0)}:9911", f"--processes={PROCESSES}",
-            f"--process={process}", "--restarts=1000", "--lost_after=10",
-            *flags,
-        ]  # fmt: skip
+        arguments = common.command(
+            self._place / "config.py", self.workdir, *flags,
+            limits={"lost_after": 10.0, "restarts": 1000}, process=process,
+            processes=PROCESSES, coordinator=f"{self.net.address(0)}:9911",
+        )  # fmt: skip
         environment = common.environment(self._place) | network.ENVIRONMENT
         with open(self.logs[process], "a") as log:
             self.commands[process] = subprocess.Popen(
@@ -226,6 +212,8 @@ def seconds_each(run: Run, faults: list[Fault]) -> float:
     """Returns the mean time of half-rounds that nothing has disturbed."""
     begun = {f.half_round - f.repeated for f in faults}
     rows = [r for r in run.rows() if r["kind"] == "train"]
+    if len(rows) < 2:
+        raise RuntimeError("there are no two half-rounds to time: let it run longer")
     gaps = [
         (b["seconds"] - a["seconds"], b["half_round"] - a["half_round"])
         for a, b in itertools.pairwise(rows)
@@ -271,10 +259,11 @@ def main() -> int:
 def experiment(
     net: network.Network, place: pathlib.Path, args: argparse.Namespace
 ) -> dict[str, Any]:
-    config = CONFIG.format(
-        texts=str(common.texts(place)), checkpoint_every=args.checkpoint_every
-    )
-    (place / "config.py").write_text(config)
+    common.write_config(
+        place / "config.py", common.texts(place), devices=1, steps=10**5,
+        microbatches_per_step=8, checkpoint_every=args.checkpoint_every,
+        eval_every=10**6, eval_batches=1, data={"held_out": 0.1}, model={"width": 64},
+    )  # fmt: skip
     print("| fault | process | after half-round | detection, s | restart, s | "
           "half-rounds repeated |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
     with started(net, place, "disturbed") as run:

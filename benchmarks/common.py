@@ -1,12 +1,27 @@
 """What the benchmarks of disturbed runs share: texts, an environment, a run's bits."""
 
+import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+CONFIG = """
+from acco_jax.runner.config import default_config
+
+def get_config():
+    c = default_config()
+    c.update({fields!r})
+    c.length, c.microbatch_size, c.log_every = 32, 2, 1
+    c.model.layers, c.model.heads, c.model.window = 2, 2, 16
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.data.name, c.data.path = "text_folder", {texts!r}
+    return c
+"""
 
 # In a process of its own; as NumPy arrays, whatever devices have saved them.
 _HASH = """
@@ -33,6 +48,14 @@ def texts(place: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def write_config(path: pathlib.Path, texts: pathlib.Path, **fields: Any) -> None:
+    """Writes an experiment of a small model, with these fields, on a folder of texts.
+
+    `fields` have the forms of a config's: {"model": {"width": 16}} is model.width.
+    """
+    path.write_text(CONFIG.format(fields=fields, texts=str(texts)))
+
+
 def environment(place: pathlib.Path) -> dict[str, str]:
     """Returns that of runs: on CPU, with data and compiled programs in `place`."""
     return os.environ | {
@@ -43,6 +66,30 @@ def environment(place: pathlib.Path) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
+
+
+def command(
+    config: pathlib.Path,
+    workdir: pathlib.Path,
+    *flags: str,
+    limits: dict[str, float],
+    process: int = 0,
+    processes: int = 1,
+    coordinator: str | None = None,
+) -> list[str]:
+    """Returns a command of a run under supervision, with these limits: see aimed.py."""
+    program = [sys.executable, str(ROOT / "benchmarks" / "aimed.py")]
+    job: dict[str, Any] = {"workdir": str(workdir), "limits": limits}
+    trains = [*program, f"--config={config}", f"--workdir={workdir}", *flags]
+    if processes > 1:
+        among = {
+            "process": process,
+            "processes": processes,
+            "coordinator": coordinator,
+        }
+        trains += [f"--{name}={value}" for name, value in among.items()]
+        job |= among
+    return [*program, "--supervise", json.dumps(job | {"command": trains})]
 
 
 def last_checkpoint(workdir: pathlib.Path) -> int:

@@ -40,7 +40,7 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 from acco_jax.methods import METHODS  # noqa: E402
-from acco_jax.models import gpt_neo  # noqa: E402
+from acco_jax.models import transformer  # noqa: E402
 from acco_jax.plan import hlo, programs, schedules, topologies  # noqa: E402
 
 MACHINES = (
@@ -59,11 +59,11 @@ OPTIMIZERS = {
 }
 
 
-def model(quick: bool) -> gpt_neo.GPTNeoConfig:
+def model(quick: bool) -> transformer.Config:
     """GPT-2 small, or a tiny model; layers are a loop, their number costs no time."""
     sizes = (512, 64, 128, 2, 2) if quick else (50304, 1024, 768, 12, 12)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    return gpt_neo.GPTNeoConfig(*sizes, pattern=("global",), **types)
+    return transformer.Config(*sizes, pattern=("global",), **types)
 
 
 def half_round(machine: str, args: argparse.Namespace) -> programs.Program:
@@ -76,13 +76,13 @@ def half_round(machine: str, args: argparse.Namespace) -> programs.Program:
     config = model(args.quick)
     inner = OPTIMIZERS[args.optimizer](1e-3)
     mesh = programs.data_mesh(topologies.parse(machine), domains=1)
-    init = functools.partial(gpt_neo.init_params, config, jax.random.key(0))
+    init = functools.partial(transformer.init_params, config, jax.random.key(0))
     return programs.assemble(
         args.method,
         METHODS[args.method](
             optax.chain(optax.clip_by_global_norm(1.0), inner), mesh=mesh
         ),
-        gpt_neo.loss_fn(config),
+        transformer.loss_fn(config),
         jax.eval_shape(init),
         microbatches=args.microbatches,
         microbatch=(args.rows, config.max_length + 1),

@@ -45,7 +45,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import acco_jax  # noqa: E402
-from acco_jax.models import gpt_neo  # noqa: E402
+from acco_jax.models import transformer  # noqa: E402
 from acco_jax.plan import chips, schedules  # noqa: E402
 from acco_jax.runner import devices  # noqa: E402
 
@@ -111,16 +111,16 @@ def plain(
 
 
 def make_loops(
-    config: gpt_neo.GPTNeoConfig, microbatches: int, rows: int
+    config: transformer.Config, microbatches: int, rows: int
 ) -> dict[str, Callable[[], None]]:
     """Name -> two half-rounds of microbatches of `rows` sequences, waited for."""
-    loss_fn, inner = gpt_neo.loss_fn(config), optax.adamw(1e-4)
+    loss_fn, inner = transformer.loss_fn(config), optax.adamw(1e-4)
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())
     shape = (microbatches * rows, config.max_length + 1)
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=shape)
     batch = jax.device_put({"tokens": tokens.astype(np.int32)}, everywhere)
-    init = functools.partial(gpt_neo.init_params, config, jax.random.key(0))
+    init = functools.partial(transformer.init_params, config, jax.random.key(0))
     params = jax.jit(init, out_shardings=everywhere)
     acco = acco_jax.acco(inner, mesh=mesh)
     fused = acco_jax.make_train_step(
@@ -175,15 +175,15 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def schedule(config: gpt_neo.GPTNeoConfig, microbatches: int, rows: int) -> str:
+def schedule(config: transformer.Config, microbatches: int, rows: int) -> str:
     """What of the fused step's communication all devices together would hide."""
     n = jax.device_count()
     mesh = jax.make_mesh((n,), ("data",), (jax.sharding.AxisType.Auto,))
     tx = acco_jax.acco(optax.adamw(1e-4), mesh=mesh)
     step = acco_jax.make_train_step(
-        gpt_neo.loss_fn(config), tx, microbatches=microbatches, form="fused"
+        transformer.loss_fn(config), tx, microbatches=microbatches, form="fused"
     )
-    init = functools.partial(gpt_neo.init_params, config, jax.random.key(0))
+    init = functools.partial(transformer.init_params, config, jax.random.key(0))
     params = jax.eval_shape(init)
     state = jax.eval_shape(tx.init, params)
 
@@ -238,15 +238,15 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def model(accelerator: bool, quick: bool) -> tuple[gpt_neo.GPTNeoConfig, int]:
+def model(accelerator: bool, quick: bool) -> tuple[transformer.Config, int]:
     """The model and the sequences of a microbatch."""
     if quick:
-        return gpt_neo.GPTNeoConfig(256, 32, 64, 2, 2, window=16, dtype="float32"), 1
+        return transformer.Config(256, 32, 64, 2, 2, window=16, dtype="float32"), 1
     if accelerator:
         types = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
         small = {"vocab_size": 50304, "max_length": 1024, "pattern": ("global",)}
-        return gpt_neo.size("gpt-neo-125m", **small, **types), 16
-    return gpt_neo.GPTNeoConfig(8192, 256, 384, 4, 6, dtype="float32"), 4
+        return transformer.size("gpt-neo-125m", **small, **types), 16
+    return transformer.Config(8192, 256, 384, 4, 6, dtype="float32"), 4
 
 
 def main() -> None:
@@ -267,9 +267,9 @@ def main() -> None:
     report = {
         "command": " ".join(sys.argv),
         "device": f"{device.device_kind}, {os.cpu_count()} cores",
-        "parameters": gpt_neo.count_params(config),
+        "parameters": transformer.count_params(config),
         "tokens": args.microbatches * rows * config.max_length,
-        "flops_per_token": gpt_neo.flops_per_token(config, config.max_length),
+        "flops_per_token": transformer.flops_per_token(config, config.max_length),
         "peak_flops": chip and chip.flops,
         "seconds": seconds,
         "cpu_seconds": cpu,

@@ -114,10 +114,10 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
     import acco_jax
     from acco_jax.methods import METHODS
-    from acco_jax.models import gpt_neo
+    from acco_jax.models import transformer
 
-    model = gpt_neo.GPTNeoConfig(**spec["model"], dtype="float32")
-    loss = gpt_neo.loss_fn(model)
+    model = transformer.Config(**spec["model"], dtype="float32")
+    loss = transformer.loss_fn(model)
     n, N, most = spec["processes"], spec["microbatches"], spec["most"]
     few = max(N // 4, 1)
     mesh = jax.make_mesh((n,), ("data",), (jax.sharding.AxisType.Auto,))
@@ -135,7 +135,7 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     none = split(np.zeros(n, np.int32))
 
     def params() -> Any:
-        init = functools.partial(gpt_neo.init_params, model, jax.random.key(0))
+        init = functools.partial(transformer.init_params, model, jax.random.key(0))
         return jax.jit(init, out_shardings=NamedSharding(mesh, P()))()
 
     def stepper(

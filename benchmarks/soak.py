@@ -45,19 +45,6 @@ PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
           "training on", "renamed", "summed", "removing")  # fmt: skip
 QUICK = ("compiling", "evaluating", "renamed", "saving")
 CLOCKS = ("seconds", "tokens_per_second", "goodput")
-CONFIG = """
-from acco_jax.runner.config import default_config
-
-def get_config():
-    c = default_config()
-    c.devices, c.steps, c.length, c.microbatch_size = {devices}, {steps}, 32, 2
-    c.microbatches_per_step, c.log_every = 2 * {workers}, 1
-    c.eval_every, c.eval_batches, c.checkpoint_every = 4, 2, 4
-    c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
-    c.model.dtype = c.model.param_dtype = "float32"
-    c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
-    return c
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,26 +72,18 @@ def run(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = common.environment(place) | {"SOAK_AIMS": str(folder)}
-    program = [sys.executable, str(ROOT / "benchmarks" / "aimed.py")]
-    flags = [f"--config={place / f'{processes}.py'}", f"--workdir={workdir}"]
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         commands = []
         for process in range(processes):
-            job: dict[str, Any] = {
-                "command": [*program, *flags],
-                "workdir": str(workdir),
-                "limits": {"lost_after": 30.0, "restarts": 2 * len(aims)},
-            }
-            if processes > 1:
-                job |= {"process": process, "processes": processes,
-                        "coordinator": f"localhost:{port}"}  # fmt: skip
-                job["command"] += [f"--{k}={job[k]}" for k in
-                                   ("coordinator", "processes", "process")]  # fmt: skip
+            arguments = common.command(
+                place / f"{processes}.py", workdir, process=process,
+                processes=processes, coordinator=f"localhost:{port}",
+                limits={"lost_after": 30.0, "restarts": 2 * len(aims)},
+            )  # fmt: skip
             log = stack.enter_context(open(place / f"{name}-{process}.log", "w"))
             command = subprocess.Popen(
-                [*program, "--supervise", json.dumps(job)],
-                env=environment, stdout=log, stderr=log,
+                arguments, env=environment, stdout=log, stderr=log,
                 preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGKILL),
             )  # fmt: skip
             stack.callback(command.kill)
@@ -171,11 +150,12 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
     text = common.texts(place)
     sizes = (1,) if quick else (1, 3)
     for processes in sizes:
-        config = CONFIG.format(
-            devices=2 if processes == 1 else 1, workers=max(processes, 2),
-            steps=16 if quick else 80, texts=str(text),
+        common.write_config(
+            place / f"{processes}.py", text, devices=2 if processes == 1 else 1,
+            steps=16 if quick else 80, microbatches_per_step=2 * max(processes, 2),
+            eval_every=4, eval_batches=2, checkpoint_every=4,
+            data={"held_out": 0.2}, model={"width": 16},
         )  # fmt: skip
-        (place / f"{processes}.py").write_text(config)
     expected = {}
     for processes in sizes:
         workdir, _, _ = run(place, f"undisturbed-{processes}", processes, [])

@@ -1,10 +1,18 @@
-"""Eight fake CPU devices for every test: set before anything imports jax."""
+"""Eight fake CPU devices for every test: set before anything imports jax.
+
+Where the machine is busy a device may come late to a collective: XLA ends the process
+after 40 s unless it is told to wait longer.
+"""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
-    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8")
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+    )
 ).strip()
 
 import hypothesis

@@ -40,7 +40,7 @@ def test_nothing_is_assumed_of_an_unknown_device():
 def test_a_model_axis_gets_a_place_beside_the_data_axis():
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     assert acco_jax.compiler_options("NVIDIA H200")[limit] == 1
-    assert acco_jax.compiler_options("NVIDIA H200", model_axis=True)[limit] == 4
+    assert acco_jax.compiler_options("NVIDIA H200", model_axis=True)[limit] == 16
     assert acco_jax.compiler_options("cpu", model_axis=True) == OPTIONS["cpu"]
 
 

@@ -163,11 +163,7 @@ def train_iterator(
     rows = _rows(
         corpus, "train", length, lengths, document_mask, workers if skew else 0
     )
-    if len(rows) < batch_size:
-        raise ValueError(
-            f"the training split has {len(rows)} rows of {length} tokens, less than a "
-            f"batch of {batch_size}: lower batch_size or length, or use more text"
-        )
+    check_rows(len(rows), length, batch_size)
     order = Skewed(rows.groups, seed, skew) if skew else Shuffled(len(rows), seed)
     counts = None if counts is None else tuple(counts)
     slots = Slots(workers, steps, microbatches, batch_size // parts, counts)
@@ -182,6 +178,7 @@ def validation_batches(
     process_index: int,
     process_count: int,
     limit: int | None = None,
+    block: int | None = None,
     lengths: Sequence[int] = (),
     document_mask: bool = False,
 ) -> Iterator[Batch]:
@@ -189,12 +186,13 @@ def validation_batches(
 
     Every held-out target appears once with mask 1; the last batch is filled up with
     end-of-text at mask 0. All processes get the same number of batches. With a limit,
-    the batches are spread evenly over the split, whose parts differ.
+    blocks of rows are spread evenly over the split, whose parts differ.
 
     Args:
       corpus, length, batch_size, process_index, process_count, lengths, document_mask:
         as `train_iterator`'s.
-      limit: number of batches; None: all.
+      limit: number of blocks; None: all.
+      block: rows of a block; None: those of a batch.
 
     Returns:
       An iterator over batches of batch_size // process_count rows, with "mask".
@@ -206,16 +204,20 @@ def validation_batches(
             f"no held-out example has room for its answer in {length} tokens: raise "
             "length, or hold out more"
         )
-    batches = math.ceil(len(rows) / batch_size)
-    count = batches if limit is None else min(batches, limit)
+    block = batch_size if block is None else block
+    blocks = math.ceil(len(rows) / block)
+    count = blocks if limit is None else min(blocks, limit)
+    chosen = np.arange(count) * blocks // count
+    numbers = (chosen[:, None] * block + np.arange(block)).ravel()
+    numbers = np.where(numbers < len(rows), numbers, -1)
+    missing = -len(numbers) % batch_size
+    numbers = np.pad(numbers, (0, missing), constant_values=-1)
 
-    def batch(k: int) -> Batch:
-        numbers = k * batch_size + np.arange(batch_size)
-        numbers = np.where(numbers < len(rows), numbers, -1)
+    def batch(numbers: np.ndarray) -> Batch:
         here = numbers[process_index * share : (process_index + 1) * share]
         return rows.read(here, rows.width(numbers))
 
-    return map(batch, (i * batches // count for i in range(count)))
+    return map(batch, numbers.reshape(-1, batch_size))
 
 
 def bits_per_byte(
@@ -236,6 +238,15 @@ def bits_per_byte(
 def rows_per_epoch(corpus: Corpus, length: int, lengths: Sequence[int] = ()) -> int:
     """Return the rows of the training split; arguments are as for `train_iterator`."""
     return len(_rows(corpus, "train", length, lengths, document_mask=False))
+
+
+def check_rows(rows: int, length: int, batch_size: int) -> None:
+    """Refuse a training split that has less than one batch."""
+    if rows < batch_size:
+        raise ValueError(
+            f"the training split has {rows} rows of {length} tokens, less than a "
+            f"batch of {batch_size}: lower batch_size or length, or use more text"
+        )
 
 
 def _rows(
@@ -344,6 +355,28 @@ def _check(config: ml_collections.ConfigDict) -> None:
         )
     if not 0 < config.held_out < 1:
         raise ValueError(f"held_out {config.held_out} must be between 0 and 1")
+
+
+def kept_tokenizer(
+    config: ml_collections.ConfigDict, workdir: str | os.PathLike
+) -> Tokenizer:
+    """Return the tokenizer of a run from its workdir alone.
+
+    Args:
+      config: as for `load_corpus`.
+      workdir: that a corpus was loaded with.
+
+    Raises:
+      ValueError: in one line, its copy is not there, or damaged.
+    """
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    workdir = Path(workdir)
+    if config.tokenizer == "bpe":
+        return BpeTokenizer.load(workdir / "tokenizer.json")
+    if (kept := copied(workdir)) is None:
+        raise ValueError(f"{workdir} has lost its copy of the tokenizer: restore it")
+    return kept
 
 
 def _tokenizer(

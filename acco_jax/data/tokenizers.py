@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -28,11 +31,13 @@ class Tokenizer(abc.ABC):
       vocab_size: ids are 0 .. vocab_size - 1.
       end_of_text: which of them ends a text; no text is encoded to it.
       fingerprint: names the tokenizer; fit for a file name.
+      prefix: what models that were published with it see before a text; often nothing.
     """
 
     vocab_size: int
     end_of_text: int
     fingerprint: str
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int32 (n,), without an end-of-text id."""
@@ -49,6 +54,15 @@ class Tokenizer(abc.ABC):
         Bytes that are not UTF-8 (a text cut in the middle) become U+FFFD.
         """
 
+    @abc.abstractmethod
+    def export(self, folder: Path, max_length: int) -> None:
+        """Write it into a folder as AutoTokenizer of transformers reads it.
+
+        Args:
+          folder: where it is written.
+          max_length: of the model, in tokens.
+        """
+
 
 class ByteTokenizer(Tokenizer):
     """Take every byte of the UTF-8 text as a token; id 256 ends a text."""
@@ -63,6 +77,15 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
         return ids[ids < _BYTES].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def export(self, folder: Path, max_length: int) -> None:
+        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(_BYTES, 2 * _BYTES))
+        vocabulary = {chr(b if b in plain else next(others)): b for b in range(_BYTES)}
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        _export(folder, bpe, max_length)
 
 
 class BpeTokenizer(Tokenizer):
@@ -134,6 +157,9 @@ class BpeTokenizer(Tokenizer):
         ids = np.asarray(ids)
         return self._bpe.decode(ids[ids < self.end_of_text].tolist())
 
+    def export(self, folder: Path, max_length: int) -> None:
+        _export(folder, tokenizers.Tokenizer.from_str(self._bpe.to_str()), max_length)
+
 
 class FileTokenizer(Tokenizer):
     """Take the tokens of any tokenizer.json, with an end of text of its own.
@@ -162,15 +188,31 @@ class FileTokenizer(Tokenizer):
         model.encode_special_tokens = True  # encodes them as text
         self.end_string, self.end_of_text = _end_of_text(path, model, end_of_text)
         self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
+        self.prefix = _prefix(model)
         named = f"{self.end_string}\n{model.to_str()}"
         digest = hashlib.sha256(named.encode()).hexdigest()
         self.fingerprint = f"file-{digest[:16]}"
         self._path = path
 
     def save(self, folder: Path) -> None:
-        """Copy the file into a folder, and name its end of text beside it."""
-        _write(folder / _ASIDE[0], json.dumps({"eos_token": self.end_string}) + "\n")
+        """Copy the file into a folder, and what is said of it beside it.
+
+        That is its tokenizer_config.json, which also names its end of text, and its
+        chat template.
+        """
+        said = _object(self._path.with_name(_ASIDE[0]))
+        said.pop("auto_map", None)  # names code
+        template = self._path.with_name("chat_template.jinja")
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            said["chat_template"] = template.read_text(encoding="utf-8")
+        said["eos_token"] = self.end_string
+        _write(folder / _ASIDE[0], json.dumps(said) + "\n")
         _write(folder / "tokenizer.json", self._path.read_text(encoding="utf-8"))
+
+    def export(self, folder: Path, max_length: int) -> None:
+        self.save(folder)
+        said = _object(folder / _ASIDE[0]) | _as_it_is(max_length)
+        _write(folder / _ASIDE[0], json.dumps(said, indent=2) + "\n")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = self._encode(texts)
@@ -248,6 +290,11 @@ class SentencePieceTokenizer(Tokenizer):
         shutil.copyfile(self._path, partial)
         os.replace(partial, folder / "tokenizer.model")
 
+    def export(self, folder: Path, max_length: int) -> None:
+        self.save(folder)
+        said = _as_it_is(max_length, "LlamaTokenizer") | {"eos_token": self.end_string}
+        _write(folder / _ASIDE[0], json.dumps(said, indent=2) + "\n")
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = [np.asarray(x, np.int32) for x in self._model.encode(list(texts))]
         return [ids[ids != self.end_of_text] for ids in found]
@@ -307,6 +354,34 @@ def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
     return read_tokenizer(path, _eos(folder / _ASIDE[0]))
 
 
+def _export(folder: Path, bpe: tokenizers.Tokenizer, max_length: int) -> None:
+    """Write a BPE whose next id becomes a special token that ends a text."""
+    names = (f"<|endoftext{i or ''}|>" for i in itertools.count())
+    end = next(name for name in names if bpe.token_to_id(name) is None)
+    bpe.add_special_tokens([end])
+    said = _as_it_is(max_length) | {"eos_token": end, "bos_token": end}
+    _write(folder / "tokenizer.json", bpe.to_str())
+    _write(folder / _ASIDE[0], json.dumps(said, indent=2) + "\n")
+
+
+def _as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """What makes transformers take a tokenizer's file as it is."""
+    return {
+        "tokenizer_class": kind,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _end_of_text(
     path: Path, model: tokenizers.Tokenizer, named: str | None
 ) -> tuple[str, int]:
@@ -324,14 +399,21 @@ def _end_of_text(
     )
 
 
+def _prefix(model: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer.json puts before a text."""
+    encoded = model.encode("a")
+    special = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+    return tuple(i for i, _ in itertools.takewhile(lambda pair: pair[1], special))
+
+
 def _eos(path: Path) -> str | None:
     """Return the eos_token that a file beside a tokenizer.json names, if it does."""
+    token = _object(path).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             token.encode()  # refuses half a surrogate
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except UnicodeEncodeError:
         return None
     return token if isinstance(token, str) else None
 

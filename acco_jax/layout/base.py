@@ -226,25 +226,26 @@ class Layout:
         own: Any = NamedSharding(self.mesh, self._own)
         rows: Any = self.sharding(self.axis)
         whole: Any = tuple(self.sharding(self.axis, *s) for s in self._whole_specs)
-        shapes = [leaf.stored for leaf in self.leaves]
-
-        def is_shards(x: Any) -> bool:
-            leaves, treedef = jax.tree.flatten(x)
-            return treedef == self.treedef and list(map(jnp.shape, leaves)) == shapes
 
         def home(x: Any) -> Any:
             if isinstance(x, Pending):
                 return Pending((own,) * len(x.buffers), whole, rows, rows)
             if isinstance(x, LeftOut):
                 return LeftOut((own,) * len(x.buffers))
-            return self.tree(self._home) if is_shards(x) else self.sharding()
+            return self.tree(self._home) if self.holds_shards(x) else self.sharding()
 
         homes = jax.tree.map(
             home,
             state._replace(inner=None),
-            is_leaf=lambda x: isinstance(x, Pending | LeftOut) or is_shards(x),
+            is_leaf=lambda x: isinstance(x, Pending | LeftOut) or self.holds_shards(x),
         )
         return homes._replace(inner=self.inner_shardings(state.inner))
+
+    def holds_shards(self, x: Any) -> bool:
+        """Whether x is a tree of stored shards."""
+        leaves, treedef = jax.tree.flatten(x)
+        shapes = [leaf.stored for leaf in self.leaves]
+        return treedef == self.treedef and list(map(jnp.shape, leaves)) == shapes
 
     def row_shardings(self, rows: PyTree) -> PyTree:
         """Return NamedShardings of rows (n, ...), split as their parameters are."""

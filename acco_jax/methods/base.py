@@ -46,6 +46,12 @@ class State(Protocol):
     def committed(self, params: PyTree) -> PyTree:
         """Returns the parameters to evaluate; see `committed_params`."""
 
+    def theta(self, params: PyTree) -> PyTree:
+        """Returns what `committed` does, in jax.jit, on devices other than the mesh's.
+
+        Of states whose mesh is not there: the arrays may lie anyhow.
+        """
+
 
 @runtime_checkable
 class Method(Protocol):
@@ -181,6 +187,11 @@ def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def gather_exact(layout: Layout, master: PyTree) -> PyTree:
     return layout.gather_exact(master)
+
+
+def assembled(layout: Layout, master: PyTree) -> PyTree:
+    """What `gather_exact` returns, as operations on whole arrays: on any devices."""
+    return layout.map(lambda leaf, x: x.astype(leaf.dtype), layout.view(master))
 
 
 def committed_params(state: PyTree, params: PyTree) -> PyTree:

@@ -54,6 +54,7 @@ def with_shards(state_type: StateType) -> StateType:
     made: Any = state_type
     made.shardings = lambda self: self.layout.state_shardings(self)
     made.committed = lambda self, params: base.gather_exact(self.layout, self.master)
+    made.theta = lambda self, params: base.assembled(self.layout, self.master)
     return state_type
 
 

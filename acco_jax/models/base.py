@@ -30,6 +30,9 @@ class Model:
         for the utilization that metrics and plan show; None: they leave it out.
       stacked: parameters -> which leaves stack layers on axis 0, so that an optimizer
         acts on each by itself (`acco_jax.per_layer`); None: none does.
+      tensor: (parameters, size) -> how a mesh axis "tensor" of this size splits each, a
+        tree of PartitionSpecs; raises a ValueError for a size that cannot be. None: it
+        has no such axis.
       draws: whether `loss` draws random numbers in training (dropout).
       dtype: of the products, a floating dtype's name; plan times bfloat16's.
     """
@@ -38,6 +41,7 @@ class Model:
     loss: Callable[[PyTree, Batch, Any], tuple[jax.Array, jax.Array, PyTree]]
     flops_per_token: Callable[[int], float] | None = None
     stacked: Stacked | None = None
+    tensor: Callable[[PyTree, int], PyTree] | None = None
     draws: bool = False
     dtype: str = "bfloat16"
 

@@ -11,7 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.plan import topologies
+from acco_jax.plan import arguments, topologies
 from acco_jax.runner import commands, exits
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
@@ -36,7 +36,8 @@ _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text
 _REQUIRE_HIDDEN = flags.DEFINE_bool(
     "require-hidden",
     False,
-    "Exit with 3 if --method (or the config's) exposes a collective over 1 MiB.",
+    "Exit with 3 if --method (or the config's) exposes communication of the data axis "
+    "for more than a hundredth of its time, or has none.",
 )
 
 
@@ -47,13 +48,13 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.INFO)
     try:
         topology = topologies.parse(str(_TOPOLOGY.value), _SLICES.value)
-        changes = dict(map(_number, _SET.value))
+        changes = dict(map(arguments.number, _SET.value))
         if _GBPS.value is not None:
             changes["slow_bandwidth"] = _GBPS.value * 1e9 / 8
         folder = Path(_OUT.value).expanduser()
-        json, programs = _path(_JSON), _path(_DUMP_HLO)
+        json, programs = map(arguments.path, (_JSON, _DUMP_HLO))
         for path in filter(None, (folder, json and json.parent, programs)):
-            _check_writable(path)  # before anything is compiled
+            arguments.check_writable(path)  # before anything is compiled
         from acco_jax.plan import planner, report  # slow: after the flags' check
 
         devices = tuple(_whole(text) for text in _DEVICES.value)
@@ -65,31 +66,10 @@ def main(argv: list[str]) -> None:
     print(report.text(plan))
     for line in report.write(plan, folder, json, programs):
         print(line)
-    if _REQUIRE_HIDDEN.value and plan.exposed:
-        names = (f"{c.kind} {c.name} of {method}" for method, c in plan.exposed)
-        print(f"--require-hidden: exposed: {', '.join(names)}", file=sys.stderr)
+    if _REQUIRE_HIDDEN.value and plan.objections:
+        reasons = "; ".join(f"{m}: {why}" for m, why in plan.objections.items())
+        print(f"--require-hidden: {reasons}", file=sys.stderr)
         sys.exit(exits.EXPOSED)
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuses a folder that is none, or could not be made; makes none."""
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"{folder} cannot be written to: name another folder.")
-
-
-def _path(flag: flags.FlagHolder) -> Path | None:
-    return None if flag.value is None else Path(flag.value).expanduser()
-
-
-def _number(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise ValueError(
-            f"--set={text}: give NAME=NUMBER, for example slow_bandwidth=50e9."
-        ) from None
 
 
 def _whole(text: str) -> int:

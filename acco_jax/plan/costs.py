@@ -14,9 +14,10 @@ at once, between slices a second stage over the data-centre network
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from acco_jax.plan.chips import Chip
 from acco_jax.plan.schedules import Collective, Operation, Schedule
@@ -81,6 +82,11 @@ def figures(
         check_name("the name of a figure", name, table)
         if not 0 < value < math.inf:
             raise ValueError(f"the figure {name} is {value:g}: it must be positive.")
+        if name.endswith("_efficiency") and value > 1:
+            raise ValueError(
+                f"the figure {name} is {value:g}: it is a share of the peak, at most 1 "
+                "(0.4 for 40 %)."
+            )
         table[name] = Figure(value, table[name].unit, "given on the command line")
     return table
 
@@ -161,15 +167,23 @@ class Span:
     end: float
 
 
+class Spent(NamedTuple):
+    """What one collective takes in all its executions, in seconds."""
+
+    seconds: float
+    exposed: float  # of them waited for
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One half-round, in seconds."""
+    """One execution of the program, in seconds."""
 
     spans: tuple[Span, ...]  # for a timeline
     matrix: float  # loops and operations that hold matrix products
     computation: float  # all of it, without waiting
     communication: float  # all collectives, hidden or not
     exposed: float  # waiting for them
+    each: tuple[Spent, ...]  # of every collective of the schedule, in its order
 
     @property
     def total(self) -> float:
@@ -192,33 +206,37 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
       devices: how many to predict for; where it is not the topology's own number, the
         data axis's collectives grow (or shrink) to it and nothing else changes.
     """
-    timeline = _Timeline(schedule, machine, devices)
-    # (position, order there, method, argument); a collective that ends in an operation
-    # (a TPU's loop) ends after it, the others before
-    before, during, launch, after = range(4)
-    events: list[tuple[int, int, Any, Any]] = [
-        (o.position, during, timeline.compute, o) for o in schedule.operations
-    ]
-    working = {o.position for o in schedule.operations if o.flops}
-    for c in schedule.collectives:
-        if c.where == "ENTRY":
-            done = c.done if c.asynchronous and c.done is not None else c.start
-            late = done in working or done == c.start
-            events.append((c.start, launch, timeline.begin, c))
-            events.append((done, after if late else before, timeline.end, c))
-    for _, _, method, argument in sorted(events, key=lambda event: event[:2]):
-        method(argument)
-    for c in schedule.collectives:
-        if c.where != "ENTRY":
-            timeline.repeat(c)
-    computation = (s.end - s.start for s in timeline.spans if s.track == "computation")
+    each = [Spent(0.0, 0.0)] * len(schedule.collectives)
+    places: dict[str, list[int]] = {"ENTRY": []}
+    for i, c in enumerate(schedule.collectives):
+        places.setdefault(c.where, []).append(i)
+    entry = _Timeline(machine, devices)
+    for where, own in places.items():
+        timeline = entry if where == "ENTRY" else _Timeline(machine, devices)
+        operations = schedule.operations if where == "ENTRY" else schedule.bodies[where]
+        found = [schedule.collectives[i] for i in own]
+        for i, spent in zip(own, timeline.run(operations, found), strict=True):
+            each[i] = Spent(*(x * schedule.collectives[i].times for x in spent))
+    for where, own in places.items():
+        if where != "ENTRY":  # what a loop's body waits for, after all else
+            for i in own:
+                entry.wait(schedule.collectives[i].kind, each[i].exposed)
+    computation = (s.end - s.start for s in entry.spans if s.track == "computation")
     return Prediction(
-        tuple(timeline.spans),
-        timeline.matrix,
+        tuple(entry.spans),
+        entry.matrix,
         sum(computation),
-        timeline.communication,
-        timeline.exposed,
+        sum(spent.seconds for spent in each),
+        sum(spent.exposed for spent in each),
+        tuple(each),
     )
+
+
+def operation_seconds(o: Operation, machine: Machine) -> float:
+    """Predicts the time of an operation without the collectives in it, in seconds."""
+    memory = machine.value("memory_bandwidth") * machine.value("memory_efficiency")
+    products = machine.value("flops") * machine.value("compute_efficiency")
+    return o.flops / products + o.bytes / memory
 
 
 def synchronous(prediction: Prediction, half_rounds: int) -> float:
@@ -274,38 +292,71 @@ def in_few_bits(
 
 
 class _Timeline:
-    """A walk through a schedule, in seconds: when computation and network are busy."""
+    """A walk through one computation: when it and the network are busy, in seconds."""
 
-    def __init__(self, schedule: Schedule, machine: Machine, devices: int) -> None:
+    def __init__(self, machine: Machine, devices: int) -> None:
         self._machine, self._devices = machine, devices
-        self._launches = {c.start for c in schedule.collectives if c.where == "ENTRY"}
         self._clock = self._network_free = 0.0
-        self._starts: dict[str, float] = {}
-        self.matrix = self.communication = self.exposed = 0.0
+        self._starts: dict[int, float] = {}
+        self.matrix = 0.0
         self.spans: list[Span] = []
 
-    def compute(self, o: Operation) -> None:
+    def run(
+        self, operations: Sequence[Operation], collectives: Sequence[Collective]
+    ) -> list[Spent]:
+        """Runs one execution; returns what each collective takes of it."""
+        # (position, order there, what happens); a collective that ends in an operation
+        # (a TPU's loop) ends after it, the others before
+        before, during, launch, after = range(4)
+        launches = {c.start for c in collectives}
+        working = {o.position for o in operations if o.flops}
+        spent = [Spent(0.0, 0.0)] * len(collectives)
+        events: list[tuple[int, int, Callable[[], None]]] = []
+
+        def end(i: int) -> None:
+            spent[i] = self._end(i, collectives[i])
+
+        for o in operations:
+            if o.position not in launches or o.flops:
+                compute = functools.partial(self._compute, o)
+                events.append((o.position, during, compute))
+        for i, c in enumerate(collectives):
+            done = c.done if c.asynchronous and c.done is not None else c.start
+            late = done in working or done == c.start
+            events += [
+                (c.start, launch, functools.partial(self._begin, i, c)),
+                (done, after if late else before, functools.partial(end, i)),
+            ]
+        for _, _, happen in sorted(events, key=lambda event: event[:2]):
+            happen()
+        return spent
+
+    def wait(self, name: str, seconds: float) -> None:
+        """Passes time that nothing is computed in."""
+        self._add("waiting", name, self._clock, self._clock + seconds)
+        self._clock += seconds
+
+    def _compute(self, o: Operation) -> None:
         """Adds an operation, unless it is part of a collective."""
-        if o.kind.endswith(("-start", "-update", "-done")) or (
-            o.position in self._launches and not o.flops
-        ):
+        if o.kind.endswith(("-start", "-update", "-done")):
             return
-        memory = self._machine.value("memory_bandwidth")
-        memory *= self._machine.value("memory_efficiency")
-        seconds = self._product_seconds(o.flops) + o.bytes / memory
+        seconds = operation_seconds(o, self._machine)
         self.matrix += seconds if o.flops else 0.0
         name = PRODUCTS if o.flops else OTHER
         self._add("computation", name, self._clock, self._clock + seconds)
         self._clock += seconds
 
-    def begin(self, c: Collective) -> None:
-        """Launches a collective, which goes on when the network is free."""
-        self._starts[c.name] = max(self._clock, self._network_free)
-        self._network_free = self._starts[c.name] + self._seconds(c)
+    def _begin(self, i: int, c: Collective) -> None:
+        """Launches collective number i, which goes on when the network is free."""
+        self._starts[i] = max(self._clock, self._network_free)
+        self._network_free = self._starts[i] + collective_seconds(
+            c, self._machine, self._devices
+        )
 
-    def end(self, c: Collective) -> None:
-        """Waits for a collective."""
-        seconds, start = self._seconds(c), self._starts[c.name]
+    def _end(self, i: int, c: Collective) -> Spent:
+        """Waits for collective number i."""
+        seconds = collective_seconds(c, self._machine, self._devices)
+        start = self._starts[i]
         # woven into the fusions of a TPU v5e it goes on inside these alone
         share = 1.0
         if c.flops_carried is not None:
@@ -316,44 +367,10 @@ class _Timeline:
         else:
             finish = max(start, self._clock) + seconds - passed * share
         self._add("communication", c.kind, start, finish)
-        if finish > self._clock:
-            self._wait(c.kind, finish - self._clock)
-            self._clock = finish
-        self.communication += seconds
+        exposed = max(0.0, finish - self._clock)
+        self.wait(c.kind, exposed)
         self._network_free = max(finish, self._network_free)
-
-    def repeat(self, c: Collective) -> None:
-        """Adds a collective of a loop's body: what outlasts the products, each trip."""
-        seconds = self._seconds(c)
-        beside = self._product_seconds(c.flops_between) if c.hidden else 0.0
-        wait = c.times * max(0.0, seconds - beside)
-        self.communication += c.times * seconds
-        self._wait(c.kind, wait)
-        self._clock += wait
-
-    def _product_seconds(self, flops: int) -> float:
-        value = self._machine.value
-        return flops / (value("flops") * value("compute_efficiency"))
-
-    def _seconds(self, c: Collective) -> float:
-        machine, topology = self._machine, self._machine.topology
-        if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
-            seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
-            slices = max(1, self._devices * topology.slices // topology.devices)
-            return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))
-        if (c.group_size or topology.devices) == topology.devices:  # everyone
-            domain = machine.domain(self._devices)
-            return machine.seconds(c.kind, c.bytes, self._devices, domain)
-        size, domains = len(c.groups[0]), machine.domains(c)
-        total = topology.devices // topology.fast_domain
-        if total > 1 and domains == total:  # across all of them, however many there are
-            domains = max(1, self._devices // topology.fast_domain)
-            size = size // total * domains
-        return machine.seconds(c.kind, c.bytes, size, size // domains)
-
-    def _wait(self, name: str, seconds: float) -> None:
-        self._add("waiting", name, self._clock, self._clock + seconds)
-        self.exposed += seconds
+        return Spent(seconds, exposed)
 
     def _add(self, track: str, name: str, start: float, end: float) -> None:
         last = self.spans[-1] if self.spans else None
@@ -361,3 +378,26 @@ class _Timeline:
             self.spans[-1] = dataclasses.replace(last, end=end)
         elif end > start:
             self.spans.append(Span(track, name, start, end))
+
+
+def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
+    """Predicts one execution of a collective, in seconds.
+
+    Args:
+      c: of a schedule compiled for the machine's topology.
+      machine: figures and network.
+      devices: as for `predict`.
+    """
+    topology = machine.topology
+    if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
+        seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
+        slices = max(1, devices * topology.slices // topology.devices)
+        return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))
+    if (c.group_size or topology.devices) == topology.devices:  # everyone
+        return machine.seconds(c.kind, c.bytes, devices, machine.domain(devices))
+    size, domains = len(c.groups[0]), machine.domains(c)
+    total = topology.devices // topology.fast_domain
+    if total > 1 and domains == total:  # across all of them, however many there are
+        domains = max(1, devices // topology.fast_domain)
+        size = size // total * domains
+    return machine.seconds(c.kind, c.bytes, size, size // domains)

@@ -18,6 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.mlir import ir
+from jax.sharding import Mesh
+
+from acco_jax.groups import ROWS, TENSOR, members
 
 PyTree = Any
 
@@ -69,29 +72,34 @@ def bytes_held(tree: PyTree) -> int:
     )
 
 
-def bytes_sent(*lowered: Any) -> int:
+def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
     """Returns the bytes that each worker sends when each of these programs runs once.
 
     All-reduces below 1 kB are left out.
 
     Args:
       *lowered: what `jax.jit(f).lower(...)` or `TrainStep.lowered` return.
+      mesh: of the workers. Where they are groups of devices, it is what each device
+        sends to other groups; None: every device is a worker.
 
     Raises:
       ValueError: a collective runs in a loop whose length the program does not say.
     """
-    every = (c for program in lowered for c in collectives(program))
+    every = (c for program in lowered for c in collectives(program, mesh))
     large = (c for c in every if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE)
     return round(sum(c.sent for c in large))
 
 
-def collectives(lowered: Any) -> list[Collective]:
+def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
     """Returns a program's collectives in order; of a conditional the costliest branch.
+
+    Those within the groups of devices of a mesh are left out.
 
     Raises:
       ValueError: as `bytes_sent`.
     """
     module = lowered.compiler_ir("stablehlo")
+    size = 1 if mesh is None else members(mesh).shape[1]
     with module.context:
         functions = {
             ir.StringAttr(f.attributes["sym_name"]).value: f
@@ -100,21 +108,26 @@ def collectives(lowered: Any) -> list[Collective]:
 
         @functools.cache
         def called(name: str) -> list[Collective]:
-            return _of(functions[name], called)
+            return _of(functions[name], called, size)
 
         return called("main")
 
 
-def _of(op: Any, called: Callable[[str], list[Collective]]) -> list[Collective]:
-    """Returns the collectives in an operation and in what it holds or calls."""
+def _of(
+    op: Any, called: Callable[[str], list[Collective]], size: int
+) -> list[Collective]:
+    """Returns the collectives in an operation and in what it holds or calls.
+
+    `size` devices, one after the other, are a worker.
+    """
     op = op.operation
     dialect, _, kind = op.name.partition(".")
     if kind in RING and dialect == "stablehlo":
-        return _collective(op, kind)
+        return [] if _within(op, kind, size) else _collective(op, kind)
     if op.name == "func.call":
         return called(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
     inside = [
-        [c for block in region for o in block.operations for c in _of(o, called)]
+        [c for block in region for o in block.operations for c in _of(o, called, size)]
         for region in op.regions
     ]
     if op.name in ("stablehlo.case", "stablehlo.if"):
@@ -124,6 +137,16 @@ def _of(op: Any, called: Callable[[str], list[Collective]]) -> list[Collective]:
         trips = _trip_count(op)
         return [dataclasses.replace(c, times=trips * c.times) for c in collectives]
     return collectives
+
+
+def _within(op: Any, kind: str, size: int) -> bool:
+    """Whether a collective's devices are all of one worker's group of so many."""
+    if size == 1:
+        return False
+    if kind != "collective_permute" and (axes := _named_axes(op)):
+        return not axes[0] - {ROWS, TENSOR}
+    name = "source_target_pairs" if kind == "collective_permute" else "replica_groups"
+    return all(len({i // size for i in row}) == 1 for row in _rows(op.attributes[name]))
 
 
 def _collective(op: Any, kind: str) -> list[Collective]:
@@ -139,19 +162,30 @@ def _collective(op: Any, kind: str) -> list[Collective]:
 
 
 def _group_size(op: Any) -> int:
-    """Counts the devices that take part together; newer jax names a mesh's axes."""
-    groups = op.attributes["replica_groups"]
-    if "replica_group_mesh_axes" not in str(groups):
-        return len(_rows(groups)[0])
-    name = re.findall(r"mesh = @([\w.]+)", str(groups))[0]
-    axes = re.findall(r'axis_ref<name = "([^"]+)"', str(groups))
+    """Counts the devices that take part together."""
+    if named := _named_axes(op):
+        axes, sizes = named
+        return math.prod(sizes[axis] for axis in axes)
+    return len(_rows(op.attributes["replica_groups"])[0])
+
+
+def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
+    """A mesh's axes that a collective is over, and the sizes of all: newer jax's form.
+
+    None where the devices are numbered instead.
+    """
+    groups = str(op.attributes["replica_groups"])
+    if "replica_group_mesh_axes" not in groups:
+        return None
+    name = re.findall(r"mesh = @([\w.]+)", groups)[0]
+    axes = re.findall(r'axis_ref<name = "([^"]+)"', groups)
     module = op.operation
     while module.name != "builtin.module":
         module = module.parent.operation
     operations = module.regions[0].blocks[0].operations
     mesh = next(o for o in operations if str(o.attributes["sym_name"]) == f'"{name}"')
-    sizes = dict(re.findall(r'"([^"]+)"=(\d+)', str(mesh.attributes["mesh"])))
-    return math.prod(int(sizes[axis]) for axis in axes)
+    sizes = re.findall(r'"([^"]+)"=(\d+)', str(mesh.attributes["mesh"]))
+    return set(axes), {axis: int(size) for axis, size in sizes}
 
 
 def _rows(attribute: Any) -> list[list[int]]:

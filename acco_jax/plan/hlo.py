@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -49,6 +49,13 @@ class Instruction:
     arguments: str  # the text between the parentheses
     attributes: str  # the text after them, without metadata
     is_root: bool
+    metadata: str = ""  # what caused it: see `op_name` and plan/sources.py
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """The scopes and the operation in JAX, "" if the text does not say."""
+        match = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.metadata)
+        return match[1] if match else ""
 
     @functools.cached_property
     def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -108,7 +115,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     """Returns all computations by name, and the name of ENTRY."""
     computations: dict[str, Computation] = {}
     current, entry = None, ""
-    for line in text.splitlines():
+    for line in _lines(text):
         head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
         if head and not line.startswith("HloModule"):
             current = computations[head[2]] = Computation(head[2])
@@ -120,6 +127,18 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     if not entry:
         raise ValueError("the module's text has no ENTRY computation")
     return computations, entry
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yields lines; an attribute that is printed over several comes in one."""
+    started = ""
+    for line in text.splitlines():
+        if started or line.endswith("={"):
+            started += line
+            if not line.lstrip().startswith("}}"):
+                continue
+            line, started = started, ""
+        yield line
 
 
 def _add_instruction(computation: Computation, line: str) -> None:
@@ -135,7 +154,8 @@ def _add_instruction(computation: Computation, line: str) -> None:
     closed = _closing(line, opened)
     arguments = line[opened + 1 : closed - 1]
     names = () if opcode[1] == "constant" else re.findall(r"%([\w.\-]+)", arguments)
-    metadata = r', metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}'
+    metadata = r', metadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*")*)\}'
+    found = re.search(metadata, line[closed:])
     x = Instruction(
         computation=computation,
         position=len(computation.instructions),
@@ -146,6 +166,7 @@ def _add_instruction(computation: Computation, line: str) -> None:
         arguments=arguments,
         attributes=re.sub(metadata, "", line[closed:]),
         is_root=head[1] is not None,
+        metadata=found[1] if found else "",
     )
     computation.instructions.append(x)
     computation.by_name[x.name] = x
@@ -204,16 +225,58 @@ def device_groups(x: Instruction, devices: int) -> Groups:
         shape, dims, axes = map(_integers, match.groups())
         iota = np.arange(math.prod(dims)).reshape(dims)
         return _rows(iota.transpose(axes or None).reshape(-1, shape[-1]))
-    pattern = r"replica_groups=mesh\[([^\]]*)\](, device_ids=\(.*?\))? \{([^}]*)\}"
-    if match := re.search(pattern, text):
-        sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        parts = re.findall(r"'([^']+)'(:)?", match[3])
-        if match[2] or any(colon for _, colon in parts):
-            return ()  # another order of the devices, or a part of an axis
-        return axis_groups(sizes, *(axis for axis, _ in parts))
+    if "replica_groups=mesh[" in text:
+        return _mesh_groups(text)
     if match := re.search(r"source_target_pairs=\{\{([\d,{} ]*)\}\}", text):
         return _connected(re.findall(r"(\d+), ?(\d+)", match[1]))
     return ()
+
+
+def _mesh_groups(text: str) -> Groups:
+    """Reads mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
+
+    The devices 0, 1, ... are in the order that device_ids gives, else in their own;
+    'b':(1)2 are groups of 2 along b, each of neighbours 4 / (1 x 2) apart. () for a
+    form that is not known.
+    """
+    form = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}"
+    match = re.search(form, text)
+    if match is None:
+        return ()
+    sizes = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
+    order = _device_order(match[2], math.prod(sizes.values()))
+    parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?(:)?", match[3])
+    names = [axis for axis, *_ in parts]
+    if order is None or len(set(names)) < len(names) or not set(names) <= set(sizes):
+        return ()
+    shape: list[int] = []
+    own: list[int] = []  # the dimensions that a group varies
+    chosen = {axis: (before, size) for axis, before, size, _ in parts}
+    for axis, n in sizes.items():
+        before, size = chosen.get(axis, ("", ""))
+        pieces = [int(before), int(size)] if size else [1, n]
+        if axis in chosen:
+            own.append(len(shape) + 1)
+        shape += [*pieces, n // math.prod(pieces)]
+    if any(colon for *_, colon in parts) or math.prod(shape) != order.size:
+        return ()
+    last = np.moveaxis(order.reshape(shape), own, range(-len(own), 0))
+    return _rows(last.reshape(-1, math.prod(shape[i] for i in own)))
+
+
+def _device_order(text: str | None, devices: int) -> np.ndarray | None:
+    """Reads device_ids: "" (their own order), [4,2]T(1,0) or a list; None: unknown."""
+    if not text:
+        return np.arange(devices)
+    if re.fullmatch(r"[\d, ]+", text):
+        order = np.array(_integers(text))
+    elif match := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        dims, axes = map(_integers, match.groups())
+        iota = np.arange(math.prod(dims)).reshape(dims)
+        order = iota.transpose(axes or None).reshape(-1)
+    else:
+        return None
+    return order if sorted(order.tolist()) == list(range(devices)) else None
 
 
 def _connected(pairs: Sequence[tuple[str, str]]) -> Groups:
@@ -249,10 +312,37 @@ def product_flops(x: Instruction) -> int:
         contracted = _integers(x.attribute(pattern))
     elif x.opcode == "custom-call" and "__cudnn$fmha" in x.attributes:
         return _attention_flops(x)
+    elif x.opcode == "custom-call":
+        return _kernel_flops(x)
     else:
         return 0
     depth = math.prod(x.operands[0].dims[i] for i in contracted)
     return 2 * math.prod(x.dims) * depth
+
+
+# Matrix products of the size of the scores in each kernel of attention, by names in the
+# path of its operation: those of models/flash.py, and splash attention's.
+_PRODUCTS = {
+    r"/attention_forward/|splash_m[hq]a_fwd": 2,
+    r"/attention_queries/|splash_m[hq]a_dq": 3,
+    r"/attention_keys/|splash_m[hq]a_dkv": 4,
+}
+
+
+def _kernel_flops(x: Instruction) -> int:
+    """Counts those of a kernel of attention, of the scores that it computes.
+
+    The scope in which models/attention.py calls kernels says of which queries and keys.
+    """
+    scope = re.search(r"\battention_(\d+)x(\d+)\b", x.op_name)
+    products = (n for name, n in _PRODUCTS.items() if re.search(name, x.op_name))
+    if scope is None or (count := next(products, None)) is None:
+        return 0
+    length, window = int(scope[1]), int(scope[2])
+    seen = window * (window + 1) // 2 + (length - window) * window
+    arrays = (array for operand in x.operands for array in operand.arrays)
+    queries = next(dims for kind, dims in arrays if "f" in kind and len(dims) > 2)
+    return 2 * count * seen * math.prod(queries) // length
 
 
 def _attention_flops(x: Instruction) -> int:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from acco_jax.plan.hlo import Computation, Instruction, parse, product_flops
+from acco_jax.plan.sources import Sources
 
 # The kind of a collective, by opcode.
 KINDS = {
@@ -16,9 +17,17 @@ KINDS = {
     "all-to-all": "all-to-all",
     "ragged-all-to-all": "all-to-all",
     "collective-permute": "collective-permute",
+    "collective-broadcast": "collective-broadcast",
     "send": "send-recv",
     "recv": "send-recv",
 }
+# What else may communicate: operations that may be collectives of a newer compiler, and
+# targets and settings of custom calls that are.
+_LIKE = r"(all|collective|reduce-scatter|ragged|send|recv)\b"
+_CALLS = (
+    r'custom_call_target="[^"]*(nccl|nvshmem|rccl|AllGather|AllReduce|ReduceScatter)'
+)
+_KERNELS = r'"has_communication": ?true'
 FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
 FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
 MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
@@ -34,6 +43,7 @@ class Module:
         self.devices = math.prod(map(int, counts))
         self.computations, entry = parse(text)
         self.entry = self.computations[entry]
+        self.sources = Sources(text)
         self._trip_counts = trip_counts
         # of a computation, each found once
         self.flops_in = functools.cache(lambda c: sum(map(self.flops, c.instructions)))
@@ -154,6 +164,24 @@ class Module:
     def collectives_of(self, x: Instruction) -> list[Instruction]:
         """Returns the collectives in the computations that an instruction runs."""
         return list(itertools.chain(*map(self.collectives_in, self.called(x))))
+
+    def communicates(self, x: Instruction) -> bool:
+        """Whether an instruction is a collective, or starts one that it holds."""
+        kind = x.opcode.removesuffix("-start")
+        holds = kind != x.opcode or kind == "fusion"
+        return kind in KINDS or (holds and bool(self.collectives_of(x)))
+
+    def unknown(self) -> list[Instruction]:
+        """Returns what seems to communicate in a form that is not known."""
+
+        def is_unknown(x: Instruction) -> bool:
+            if x.opcode == "custom-call":
+                return bool(re.search(f"{_CALLS}|{_KERNELS}", x.attributes))
+            kind = re.sub("-(start|update|done)$", "", x.opcode)
+            return bool(re.match(_LIKE, kind)) and kind not in KINDS
+
+        lines = itertools.chain(*(c.instructions for c in self.computations.values()))
+        return [x for x in lines if is_unknown(x) and not x.opcode.endswith("-done")]
 
     def holds(self, x: Instruction, target: str) -> bool:
         """Whether a fusion contains a custom call to `target`."""

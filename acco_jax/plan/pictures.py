@@ -24,8 +24,20 @@ _ROWS = {"communication": 0, "computation": 1}
 _METHOD_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d")
 
 
-def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> None:
-    """Draws one half-round of each method as a PNG: computation above communication."""
+def timeline(
+    predictions: Mapping[str, Prediction],
+    path: Path,
+    title: str,
+    what: str = "a half-round",
+) -> None:
+    """Draws programs as a PNG: computation above communication.
+
+    Args:
+      predictions: of each program, by its name.
+      path: where the picture is written.
+      title: above it.
+      what: that a program is one execution of.
+    """
     rows = len(predictions)
     figure, all_axes = subplots(10, 1.3 + 1.25 * rows, rows, sharex=True)
     longest = max(p.total for p in predictions.values())
@@ -54,7 +66,7 @@ def timeline(predictions: Mapping[str, Prediction], path: Path, title: str) -> N
         )  # fmt: skip
         ax.axvline(prediction.total * scale, color="0.3", lw=0.8, ls=":")
     all_axes[-1].set_xlim(0, longest * scale * 1.01)
-    all_axes[-1].set_xlabel(f"predicted time of a half-round ({unit})")
+    all_axes[-1].set_xlabel(f"predicted time of {what} ({unit})")
     order = [name for name in (*_COLORS, "waiting") if name in seen]
     figure.legend(
         [seen[name] for name in order], order,

@@ -14,10 +14,11 @@ from ml_collections import ConfigDict
 
 from acco_jax.methods import METHODS
 from acco_jax.models.base import Model
-from acco_jax.plan import costs, optimizers, programs
+from acco_jax.plan import costs, optimizers, programs, verdict
 from acco_jax.plan.programs import Compiled, DoesNotFit, Program
 from acco_jax.plan.schedules import Collective
 from acco_jax.plan.topologies import Topology
+from acco_jax.plan.verdict import Verdict
 from acco_jax.runner import models
 from acco_jax.runner.names import check_name
 from acco_jax.runner.optimizers import method as of_config
@@ -51,6 +52,8 @@ class Outcome:
     program: Program
     compiled: Compiled
     prediction: costs.Prediction
+    verdict: Verdict  # on the data axis's collectives, of whatever size
+    in_groups: Verdict  # on those among the devices of one worker
     largest: LargestMicrobatch | None  # None: not looked for, or nothing fits
     own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
 
@@ -66,12 +69,8 @@ class Outcome:
 
     @property
     def collectives(self) -> list[Collective]:
-        """The data axis's collectives of at least 1 MiB."""
+        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
         return self.compiled.schedule.select(groups=self.program.groups)
-
-    @property
-    def exposed(self) -> list[Collective]:
-        return [c for c in self.collectives if not c.hidden]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +90,10 @@ class Plan:
         return self.machine.topology
 
     @property
-    def exposed(self) -> list[tuple[str, Collective]]:
-        """Methods and collectives that --require-hidden objects to."""
-        outcomes = (o for o in self.outcomes if o.method in self.checked)
-        return [(o.method, c) for o in outcomes for c in o.exposed]
+    def objections(self) -> dict[str, str]:
+        """Methods, and why --require-hidden refuses them."""
+        found = {o.method: o.verdict.objection() for o in self.outcomes}
+        return {m: why for m, why in found.items() if why and m in self.checked}
 
     def row(self, method: str) -> dict[str, Any]:
         """Returns the predictions for the topology itself."""
@@ -119,7 +118,7 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
     for n in numbers:
         _check_devices(n, machine)
     model = models.model(config, programs.vocab_size(config))
-    mesh = programs.data_mesh(topology, config.domains)
+    mesh = programs.data_mesh(topology, config.domains, config.mesh)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
     outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
     checked = request.methods or (config.method,)
@@ -168,9 +167,28 @@ def _outcome(
     largest = None
     if fit:
         largest = _largest_microbatch(config, program, machine, size, compiled)
-    prediction = costs.predict(compiled.schedule, machine, machine.topology.devices)
-    own = optimizers_own(program, compiled, machine.topology)
-    return Outcome(program, compiled, prediction, largest, own)
+    schedule = compiled.schedule
+    prediction = costs.predict(schedule, machine, machine.topology.devices)
+    data = {id(c) for c in schedule.select(0, groups=program.groups)}
+    own = {id(c) for c in schedule.collectives if program.in_group(c)}
+    on_data, in_groups = (
+        verdict.judge(
+            schedule,
+            prediction,
+            machine,
+            [i for i, c in enumerate(schedule.collectives) if id(c) in chosen],
+        )
+        for chosen in (data, own)
+    )
+    return Outcome(
+        program,
+        compiled,
+        prediction,
+        on_data,
+        in_groups,
+        largest,
+        optimizers_own(program, compiled, machine.topology),
+    )
 
 
 def optimizers_own(
@@ -182,7 +200,7 @@ def optimizers_own(
     None where they cannot be told: the step's own are not known, or one data axis is
     over slices, for which the compiler splits every collective.
     """
-    split = topology.slices > 1 and program.mesh.devices.ndim == 1
+    split = topology.slices > 1 and len(program.tx.axis) == 1
     if compiled.source_collectives is None or split:
         return None
     collectives = compiled.schedule.select(1, groups=program.groups)

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import time
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax.gradients import piece, with_arrays
+from acco_jax.groups import data_axes, members
 from acco_jax.plan import footprint, hlo, schedules, topologies
 from acco_jax.plan.footprint import bytes_held
 from acco_jax.plan.topologies import Topology
@@ -29,7 +31,6 @@ from acco_jax.runner import config as configs
 from acco_jax.runner import models, optimizers
 
 PyTree = Any
-BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
 
 # Fields of the methods' states.
 _NAMES = {
@@ -135,6 +136,12 @@ class Program:
         alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
         return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
 
+    def in_group(self, c: schedules.Collective) -> bool:
+        """Whether a collective is of devices that are one worker."""
+        size = members(self.mesh).shape[1]
+        within = (len({i // size for i in group}) == 1 for group in c.groups)
+        return size > 1 and bool(c.groups) and all(within)
+
     def compile(self) -> Compiled:
         """Compiles ahead of time and reads the schedule.
 
@@ -156,7 +163,7 @@ class Program:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
         with contextlib.suppress(ValueError):
-            source = tuple(footprint.collectives(lowered))
+            source = tuple(footprint.collectives(lowered, self.mesh))
         memory = self._memory(compiled)
         return Compiled(text, schedule, memory, seconds, accessed, source)
 
@@ -199,11 +206,16 @@ class Program:
         return Memory(parts, total, shards)
 
 
-def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
+def data_mesh(
+    topology: Topology,
+    domains: int | None = None,
+    group: Mapping[str, int] = types.MappingProxyType({}),
+) -> Mesh:
     """Returns all devices of a topology along the data axes, as training has them.
 
     With `domains` 1 there is one data axis, with the number of hosts or slices there
-    are two; None means two for several slices, else one.
+    are two; None means two for several slices, else one. `group` is as for the
+    runner's `data_mesh`.
 
     Raises:
       RuntimeError: the compiler is not installed; says how to install it.
@@ -217,9 +229,18 @@ def data_mesh(topology: Topology, domains: int | None = None) -> Mesh:
             f"{topology.domain_name}s: give that or 1."
         )
     devices = topologies.mesh(topology).devices.reshape(domains, -1)
-    if domains == 1:
-        return Mesh(devices[0], ("data",))
-    return Mesh(devices, ("domain", "data"))
+    group = {axis: size for axis, size in group.items() if size > 1}
+    workers, rest = divmod(devices.shape[1], math.prod(group.values()))
+    if rest:
+        raise ValueError(
+            f"mesh.fsdp times mesh.tensor is {math.prod(group.values())}, which does "
+            f"not divide {devices.shape[1]} devices: use sizes whose product does."
+        )
+    names = ("data", *group)
+    if domains > 1 and workers > 1:
+        names = ("domain", *names)
+        return Mesh(devices.reshape(domains, workers, *group.values()), names)
+    return Mesh(devices.reshape(domains * workers, *group.values()), names)
 
 
 def vocab_size(config: ConfigDict) -> int:
@@ -229,7 +250,9 @@ def vocab_size(config: ConfigDict) -> int:
       ValueError: it cannot be told from the config.
     """
     if config.data.tokenizer == "bytes":
-        return BYTE_TOKENS
+        return models.BYTE_TOKENS
+    if config.init_from is not None:
+        return models.transformer_config(config, 1).vocab_size
     size = config.data.vocab_size or config.model.vocab_size
     if not size:
         raise ValueError(
@@ -247,9 +270,21 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
       ValueError: in one line, what cannot work.
     """
     model = models.model(config, vocab_size(config))
-    tx = optimizers.method(config, config.method, mesh, mesh.axis_names, model.stacked)
-    data = config.data
-    microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
+
+    def freeze(make: Callable[[], PyTree]) -> PyTree:
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(
+            lambda x, spec: x.update(sharding=NamedSharding(mesh, spec)),
+            shapes,
+            models.specs(model, shapes, mesh),
+        )
+
+    loss_fn, init = models.trained(config, model, freeze)
+    params, axes = jax.eval_shape(init), data_axes(mesh)
+    specs = models.specs(model, params, mesh)
+    tx = optimizers.method(config, config.method, mesh, axes, model.stacked, specs)
+    data, workers = config.data, len(members(mesh))
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, workers)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
     if config.microbatches != "fixed":
@@ -257,18 +292,11 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
             f"microbatches is {config.microbatches!r}, but their number is not known "
             "before a run: plan needs 'fixed'."
         )
-    replicated = NamedSharding(mesh, P())
-
-    def freeze(make: Callable[[], PyTree]) -> PyTree:
-        shapes = jax.eval_shape(make)
-        return jax.tree.map(lambda x: x.update(sharding=replicated), shapes)
-
-    loss_fn, init = models.trained(config, model, freeze)
     return assemble(
         config.method,
         tx,
         loss_fn,
-        jax.eval_shape(init),
+        params,
         microbatches=microbatches,
         counts=tuple(config.counts),
         microbatch=(config.microbatch_size, max(data.lengths or [config.length]) + 1),

@@ -2,24 +2,32 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from acco_jax.plan import pictures
-from acco_jax.plan.costs import Figure
+from acco_jax.plan.causes import explained
 from acco_jax.plan.footprint import NEGLIGIBLE
 from acco_jax.plan.planner import Outcome, Plan
-from acco_jax.plan.schedules import Collective, hidden_share
+from acco_jax.plan.schedules import Collective
+from acco_jax.plan.tables import (
+    Columns,
+    aligned,
+    in_bytes,
+    many,
+    paragraph,
+    quantity,
+    seconds,
+    table,
+)
+from acco_jax.plan.verdict import HIDDEN, Reading, Verdict
 
 GIB = 2**30
-_LARGE = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
-_SMALL = {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
+LISTED = 1 << 20  # bytes of a collective that has a line of its own, or an objection
 
-# A table's columns: a heading, and how a row of predictions fills it.
-Columns = Mapping[str, Callable[[Any], str]]
 _SPEED: Columns = {
     "step": lambda r: seconds(r["step"]),
     "tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}",
@@ -59,7 +67,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "methods": {o.method: _method_dict(plan, o) for o in plan.outcomes},
         "predicted": plan.growth,
         "few_bits": plan.few_bits,
-        "exposed": [{"method": m, "name": c.name} for m, c in plan.exposed],
+        "exposed": [
+            {"method": o.method, "name": r.collective.name}
+            for o in plan.outcomes
+            if o.method in plan.checked
+            for r in o.verdict.objections
+        ],
     }
 
 
@@ -97,9 +110,12 @@ def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
         "microbatches": o.program.microbatches,
         "compile_seconds": o.compiled.seconds,
         "flops": o.compiled.schedule.flops,
-        "hidden_bytes_fraction": hidden_share(o.collectives),
+        "hidden_bytes_fraction": hidden_bytes(o.verdict),
+        "hidden_or_negligible": o.verdict.share,
         "optimizers_own": o.own and _own_dict(o.own),
-        "collectives": [_collective_dict(c) for c in o.collectives],
+        "collectives": [_collective_dict(r) for r in o.verdict.readings],
+        "collectives_in_groups": [_collective_dict(r) for r in o.in_groups.readings],
+        "hidden_bytes_fraction_in_groups": hidden_bytes(o.in_groups),
         "memory": {
             **memory.parts,
             "temporaries": memory.temporaries,
@@ -110,18 +126,33 @@ def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
     }
 
 
-def _collective_dict(c: Collective) -> dict[str, Any]:
+def hidden_bytes(verdict: Verdict) -> float | None:
+    """Returns the share of the bytes that is hidden, None if nothing is sent."""
+    return verdict.hidden_bytes / verdict.bytes if verdict.bytes else None
+
+
+def _collective_dict(r: Reading) -> dict[str, Any]:
+    c = r.collective
     names = ("name", "kind", "bytes", "dtype", "times", "start", "done", "where",
              "flops_between", "flops_carried", "hidden")  # fmt: skip
     values = {name: getattr(c, name) for name in names}
-    return values | {"loops_between": list(c.whiles_between)}
+    return values | {
+        "loops_between": list(c.whiles_between),
+        "seconds": r.spent.seconds,
+        "exposed_seconds": r.spent.exposed,
+        "cause": r.cause.text,
+        "advice": r.cause.advice,
+    }
 
 
 def _head(plan: Plan) -> str:
     program, config = plan.outcomes[0].program, plan.config
     counts = f", computed: {list(config.counts)}" if config.counts else ""
-    sizes = " x ".join(map(str, program.mesh.devices.shape))
-    axes = f"; two data axes, {sizes}" if program.mesh.devices.ndim > 1 else ""
+    shape = program.mesh.shape
+    sizes = " x ".join(str(shape[a]) for a in program.tx.axis)
+    axes = f"; two data axes, {sizes}" if len(program.tx.axis) > 1 else ""
+    if group := [f"{a} {k}" for a, k in shape.items() if a not in program.tx.axis]:
+        axes += f"; {program.workers} workers, each a group of {' x '.join(group)}"
     return (
         f"{plan.topology}: {plan.topology.devices} x {plan.topology.chip.title}, "
         f"none of them here{axes}\n{program.parameters / 1e6:,.1f}M parameters in "
@@ -136,19 +167,25 @@ def _head(plan: Plan) -> str:
 def _figures(plan: Plan) -> str:
     rows = [(name, quantity(f), f.source) for name, f in plan.machine.figures.items()]
     block = "figures (per device; --set=NAME=VALUE changes one)\n"
-    block += _aligned(rows, "lrl")
+    block += aligned(rows, "lrl")
     if plan.model.dtype != "bfloat16":
         block += (
             f"\nnote: model.dtype is {plan.model.dtype}, but products are timed "
             "at the peak above: set flops to what this dtype reaches"
+        )
+    ours = "/attention_forward/" in plan.outcomes[0].compiled.text
+    if ours and plan.config.model.attention is None:
+        block += (
+            "\nnote: attention is compiled as this library's own kernel, because cuDNN "
+            "is not installed here; on the machine it is cuDNN's"
         )
     return block
 
 
 def _method(plan: Plan, o: Outcome) -> str:
     p, row = o.prediction, plan.row(o.method)
-    tx, microbatches = o.program.tx, _many(o.program.microbatches, "microbatch", "es")
-    calls = f"{_many(tx.half_rounds, 'half-round')} per step"
+    tx, microbatches = o.program.tx, many(o.program.microbatches, "microbatch", "es")
+    calls = f"{many(tx.half_rounds, 'half-round')} per step"
     if tx.steps_per_call > 1:
         calls = f"{tx.steps_per_call} inner steps per half-round"
     share = row["model_flops_utilization"]
@@ -156,15 +193,14 @@ def _method(plan: Plan, o: Outcome) -> str:
     lines = [
         f"{o.method}: {calls}, {microbatches} in each",
         f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s), "
-        "collectives of the data axis of at least 1 MiB:",
-        _aligned([_collective(c) for c in o.collectives], "lrlll", indent=4)
-        or "    none",
+        "collectives of the data axis:",
+        *_collectives(o.verdict),
         *(f"    {note}" for note in _notes(plan, o)),
-        f"    hidden: {hidden_share(o.collectives):.0%} of the bytes",
         *_own(o),
+        *_in_groups(o),
         f"  READ from the memory analysis, GiB per device of "
         f"{plan.machine.value('memory_bytes') / GIB:.1f}:",
-        _aligned(_memory(o), "lr", indent=4),
+        aligned(_memory(o), "lr", indent=4),
     ]
     if o.largest is not None:
         line = f"    largest microbatch that fits: about {o.largest.rows} rows"
@@ -182,11 +218,66 @@ def _method(plan: Plan, o: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _many(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number} {noun}{ending if number != 1 else ''}"
+def _collectives(verdict: Verdict) -> list[str]:
+    """Describes large and exposed collectives one by one, the others together."""
+    if not verdict.readings:
+        return ["    none: nothing is communicated, so nothing is hidden"]
+    against = verdict.objections
+    own = [r for r in verdict.readings if r.collective.bytes >= LISTED or r in against]
+    rest = [r for r in verdict.readings if r not in own]
+    lines = [aligned([_collective(r) for r in own], "lrllll", indent=4)] if own else []
+    for r in own:
+        if r.cause.text and (r in against or r.status == HIDDEN):
+            lines.append(paragraph(f"{r.collective.name}: {explained(r.cause)}", 4))
+    if rest:
+        times = sum(r.collective.times for r in rest)
+        waited = seconds(sum(r.spent.exposed for r in rest))
+        sent = in_bytes(sum(r.bytes for r in rest))
+        lines.append(
+            f"    {many(times, 'smaller one')}: {sent}, predicted to wait {waited}"
+        )
+    return [
+        *lines,
+        f"    hidden: {hidden_bytes(verdict):.0%} of the bytes{_but(verdict)}",
+    ]
 
 
-def _collective(c: Collective) -> tuple[str, ...]:
+def _but(verdict: Verdict) -> str:
+    """Says what a share of bytes does not."""
+    exposed = [r for r in verdict.readings if r.status != HIDDEN]
+    if not exposed:
+        return ""
+    waited = sum(r.spent.exposed for r in exposed)
+    share = f"{waited / verdict.total:.1%} of the time" if verdict.total else ""
+    held = "negligible: " if not verdict.objections else ""
+    return f"; the rest is waited for {seconds(waited)} ({held}{share})"
+
+
+def _in_groups(o: Outcome) -> list[str]:
+    """Describes the collectives among the devices of one worker, by kind."""
+    kinds: dict[str, list[Reading]] = {}
+    for r in o.in_groups.readings:
+        kinds.setdefault(f"{r.collective.kind} {r.collective.dtype}", []).append(r)
+    if not kinds:
+        return []
+    rows = [
+        (
+            f"{sum(r.collective.times for r in found)} x {kind}",
+            f"{sum(r.bytes for r in found) / 2**20:,.1f} MiB",
+            f"{sum(r.bytes for r in found if r.status == HIDDEN) / total:.0%} hidden",
+        )
+        for kind, found in kinds.items()
+        if (total := sum(r.bytes for r in found))
+    ]
+    return [
+        "  READ likewise, collectives within a group of devices:",
+        aligned(rows, "lrr", indent=4),
+        f"    hidden: {hidden_bytes(o.in_groups):.0%} of these bytes",
+    ]
+
+
+def _collective(r: Reading) -> tuple[str, ...]:
+    c = r.collective
     times = f" x {c.times}" if c.times > 1 else ""
     place = "" if c.where == "ENTRY" else f" of {c.where}"
     between = "nothing to hide behind"
@@ -200,9 +291,10 @@ def _collective(c: Collective) -> tuple[str, ...]:
         between += f" ({loops})" if loops else ""
     return (
         c.kind + times,
-        f"{c.bytes / 2**20:,.1f} MiB {c.dtype}",
+        f"{in_bytes(c.bytes)} {c.dtype}",
         f"lines {c.start}-{'?' if c.done is None else c.done}{place}",
-        "hidden" if c.hidden else "EXPOSED",
+        r.status,
+        c.name,
         between,
     )
 
@@ -224,19 +316,13 @@ def _own(o: Outcome) -> list[str]:
         return []
     rows = _own_dict(o.own)
     kinds = (
-        f"{_many(row['number'], kind)}, {_bytes(row['bytes'])}"
+        f"{many(row['number'], kind)}, {in_bytes(row['bytes'])}"
         for kind, row in rows.items()
     )
     total = sum(row["bytes"] for row in rows.values())
     hidden = sum(row["hidden_bytes"] for row in rows.values())
     line = f"    the optimizer's own, of any size: {'; '.join(kinds)}"
     return [f"{line}; {hidden / total:.0%} of these bytes hidden"]
-
-
-def _bytes(size: int) -> str:
-    if size < 1000:
-        return f"{size} bytes"
-    return f"{size / 2**20:,.1f} MiB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def _notes(plan: Plan, o: Outcome) -> list[str]:
@@ -270,17 +356,18 @@ def _memory(o: Outcome) -> list[tuple[str, str]]:
 
 
 def _comparison(plan: Plan) -> str:
-    hidden = {o.method: hidden_share(o.collectives) for o in plan.outcomes}
+    read = {o.method: hidden_bytes(o.verdict) for o in plan.outcomes}
+    hidden = {m: "-" if share is None else f"{share:.0%}" for m, share in read.items()}
     columns: Columns = {
         "method": lambda r: r["method"],
         **_SPEED,
-        "hidden (read)": lambda r: f"{hidden[r['method']]:.0%}",
+        "hidden (read)": lambda r: hidden[r["method"]],
         **_GAIN,
     }
     compiled = plan.growth[0]["zero1_compiled"]
     how = "as compiled" if compiled else "by formula: it was not among the methods"
     rows = [plan.row(o.method) for o in plan.outcomes]
-    return f"PREDICTED side by side (zero1 {how})\n" + _table(columns, rows, "lrrrrr")
+    return f"PREDICTED side by side (zero1 {how})\n" + table(columns, rows, "lrrrrr")
 
 
 def _few_bits(plan: Plan) -> str:
@@ -298,9 +385,9 @@ def _few_bits(plan: Plan) -> str:
     block = (
         "PREDICTED with method_options.gather_bits and reduce_bits (the same schedule, "
         "its collectives\nscaled; packing not counted)\n"
-        + _table(columns, plan.few_bits, "lllrrrrrr")
+        + table(columns, plan.few_bits, "lllrrrrrr")
     )
-    topology, flat = plan.topology, plan.outcomes[0].program.mesh.devices.ndim == 1
+    topology, flat = plan.topology, len(plan.outcomes[0].program.tx.axis) == 1
     hosts = topology.devices // topology.fast_domain
     if topology.platform == "gpu" and flat and 1 < hosts < topology.devices:
         block += (
@@ -321,36 +408,5 @@ def _growth(plan: Plan) -> str:
     return (
         f"PREDICTED as devices grow (compiled for {plan.topology.devices}; for others "
         "the collectives by formula, the same work per device)\n"
-        + _table(columns, plan.growth, "rlrrrrr")
+        + table(columns, plan.growth, "rlrrrrr")
     )
-
-
-def _table(columns: Columns, rows: Iterable[Mapping[str, Any]], align: str) -> str:
-    cells = ([cell(row) for cell in columns.values()] for row in rows)
-    return _aligned([list(columns), *cells], align)
-
-
-def _aligned(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (
-            f"{cell:>{w}}" if a == "r" else f"{cell:<{w}}"
-            for cell, w, a in zip(row, widths, align, strict=True)
-        )
-        lines.append((" " * indent + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
-
-
-def seconds(value: float) -> str:
-    return quantity(Figure(value, "s", ""))
-
-
-def quantity(figure: Figure) -> str:
-    """Formats a figure with a prefix: 989.4 TFLOP/s."""
-    if not figure.unit:
-        return f"{figure.value:g}"
-    for prefix, scale in (_SMALL if figure.unit == "s" else _LARGE).items():
-        if figure.value >= scale:
-            return f"{figure.value / scale:.4g} {prefix}{figure.unit}"
-    return f"{figure.value:.4g} {figure.unit}"

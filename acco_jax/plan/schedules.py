@@ -51,6 +51,8 @@ class Collective:
     # into fusions (TPU v5e): it is taken to go on inside these alone. Else None.
     flops_carried: int | None
     whiles_between: tuple[str, ...]  # loops with matrix products that lie there whole
+    op_name: str = ""  # the scopes and the operation in JAX that caused it
+    source: str = ""  # "file:line (function)" of that, "" if the text does not say
 
     @property
     def hidden(self) -> bool:
@@ -71,11 +73,12 @@ class Loop:
     where: str
     trips: int | None
     flops_per_trip: int
+    body: str = ""  # the computation that it runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of ENTRY: FLOPs of matrix products, bytes read and written."""
+    """One operation: FLOPs of matrix products, bytes read and written."""
 
     position: int
     kind: str
@@ -92,6 +95,10 @@ class Schedule:
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
     loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
     flops: int  # of all matrix products
+    # The operations, as above, of every computation that holds collectives, by `where`.
+    bodies: Mapping[str, tuple[Operation, ...]]
+    devices: int  # that it runs on
+    unknown: tuple[str, ...] = ()  # what seems to communicate in a form not known here
 
     def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
         """Returns the collectives of at least `min_bytes` over the given groups.
@@ -196,23 +203,37 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
                 f"trip count are {unknown}"
             )
     sections = [_Section(module, c, times) for c, times in runs]
+    collectives = tuple(c for section in sections for c in section.collectives())
+    members = (max(map(max, c.groups)) for c in collectives if c.groups)
     return Schedule(
-        collectives=tuple(c for section in sections for c in section.collectives()),
-        operations=tuple(
-            Operation(x.position, x.opcode, x.name, module.flops(x), module.bytes(x))
-            for x in module.entry.instructions
-            if x.opcode not in FREE
-        ),
+        collectives=collectives,
+        operations=_operations(module, module.entry),
         loops=tuple(
             Loop(
                 x.name,
                 _place(module, x.computation),
                 module.trips(x),
                 sum(map(module.flops_in, module.called(x))),
+                module.body(x).name,
             )
             for x in loops
         ),
         flops=module.flops_in(module.entry),
+        bodies={
+            _place(module, c): _operations(module, c)
+            for c, _ in runs
+            if any(map(module.communicates, c.instructions))
+        },
+        devices=max(module.devices, 1 + max(members, default=0)),
+        unknown=tuple(f"{x.name}: {x.opcode}" for x in module.unknown()),
+    )
+
+
+def _operations(module: Module, c: Computation) -> tuple[Operation, ...]:
+    return tuple(
+        Operation(x.position, x.opcode, x.name, module.flops(x), module.bytes(x))
+        for x in c.instructions
+        if x.opcode not in FREE
     )
 
 
@@ -257,7 +278,7 @@ class _Section:
 
     def _pair(self, x: Instruction, inner: Instruction, starts: bool) -> Collective:
         """Describes a collective that starts and ends in one computation."""
-        if not starts or any('"is_sync":true' in y.attributes for y in (x, inner)):
+        if not starts or any(map(_synchronous, (x, inner))):
             return self._describe(x, inner, x, x, asynchronous=False)
         launch, done = x, None
         for y in self._lines[x.position + 1 :]:
@@ -360,7 +381,23 @@ class _Section:
             whiles_between=tuple(
                 y.name for y, f in flops.items() if f and y.opcode == "while"
             ),
+            op_name=(cause := _cause(inner, x)).op_name,
+            source=self._module.sources.line(cause.metadata),
         )
+
+
+def _cause(inner: Instruction, x: Instruction) -> Instruction:
+    """Returns the instruction whose metadata say what caused a collective.
+
+    One that the compiler made of several has none: then it is the nearest of what
+    computes its operands.
+    """
+    queue = [inner, x]
+    for y in queue:
+        if y.op_name:
+            return y
+        queue += [z for z in y.operands if z not in queue]
+    return inner
 
 
 def _buffer(
@@ -376,6 +413,11 @@ def _buffer(
     elif x is launch and done is not None:
         arrays = done.arrays
     return max(bytes_of(arrays), operand_bytes), arrays[0][0] if arrays else ""
+
+
+def _synchronous(x: Instruction) -> bool:
+    """Whether the compiler says that a start waits for its end."""
+    return x.attribute(r'\bis_sync"?(?:: ?|=)"?(true|1)\b') is not None
 
 
 def _chain(x: Instruction) -> str | None:

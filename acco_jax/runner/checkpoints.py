@@ -7,8 +7,9 @@ import json
 import logging as levels
 import math
 import os
+import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,9 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
-from jax.experimental import multihost_utils
 
-from acco_jax.runner import shards
+from acco_jax.runner import processes, shards
 from acco_jax.runner.files import is_number, is_remote, read_object, write_whole
 
 PyTree = Any
@@ -77,6 +77,11 @@ class Checkpoints:
             self._discard_unfinished()
         self._steps = self._sound()  # finished, oldest first
         self._checkpointer = _checkpointer(fence)
+
+    @property
+    def half_rounds(self) -> list[int]:
+        """Those of all finished checkpoints, ascending; the newest is sound."""
+        return sorted(self._steps)
 
     def latest(self) -> int | None:
         """Returns the half-rounds of the newest sound checkpoint, None without any.
@@ -185,8 +190,13 @@ class Checkpoints:
         loss = self._losses[half_round]
         return float(loss) if is_number(loss) else math.inf
 
-    def restore_newest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+    def restore_newest(
+        self, like: PyTree | Callable[[int], PyTree]
+    ) -> tuple[int, PyTree, dict[str, Any]] | None:
         """Restores the newest checkpoint that is sound, and sets damaged ones aside.
+
+        Args:
+          like: as for `restore`, or what makes it of the checkpoint's half-round.
 
         Returns:
           Its half-rounds and what `restore` returns; None if there is none.
@@ -196,7 +206,7 @@ class Checkpoints:
         """
         while (step := self.latest()) is not None:
             try:
-                return step, *self.restore(step, like)
+                return step, *self.restore(step, like(step) if callable(like) else like)
             except Damaged as error:
                 if not self._repair:
                     raise
@@ -216,11 +226,31 @@ class Checkpoints:
           Damaged: on all processes, it cannot be read, or a restored shard is not the
             one that was saved.
         """
-        path = self._folder / str(half_round)
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _named(like))
+        leaves, treedef = jax.tree.flatten(like)
+        found = self.restore_some(half_round, like, range(len(leaves)))
+        arrays = jax.tree.unflatten(treedef, list(found.values()))
+        return arrays, self.host(half_round)
+
+    def restore_some(
+        self, half_round: int, like: PyTree, which: Sequence[int]
+    ) -> dict[int, jax.Array]:
+        """Returns some of a checkpoint's arrays, of which alone anything is read.
+
+        Args:
+          half_round: as in `save`.
+          like: the whole tree, as for `restore`.
+          which: numbers of its leaves, ascending.
+
+        Raises:
+          Damaged: as `restore`.
+        """
+        path, leaves = self._folder / str(half_round), jax.tree.leaves(like)
+        names = list(_named(like))
+        some = {names[i]: _data(leaves[i]) for i in which}
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, some)
         found, problem = {}, None
         try:
-            host = self.host(half_round)
+            self.host(half_round)
             found = self._checkpointer.restore(
                 path,
                 args=ocp.args.Composite(
@@ -229,6 +259,7 @@ class Checkpoints:
                         restore_args=ocp.checkpoint_utils.construct_restore_args(
                             abstract
                         ),
+                        partial_restore=len(some) < len(names),
                     )
                 ),
             ).arrays
@@ -236,12 +267,11 @@ class Checkpoints:
             problem = " ".join(str(error).split())[:500]
         with jax.transfer_guard_device_to_host("allow"):
             _verify(path, found, problem)
-        leaves, treedef = jax.tree.flatten(like)
-        arrays = [
-            jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
-            for x, a in zip(leaves, found.values(), strict=True)
-        ]
-        return jax.tree.unflatten(treedef, arrays), host
+
+        def back(x: Any, a: jax.Array) -> jax.Array:
+            return jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
+
+        return {i: back(leaves[i], found[names[i]]) for i in which}
 
     def host(self, half_round: int) -> dict[str, Any]:
         """Returns the host data of a checkpoint, without its arrays."""
@@ -366,19 +396,31 @@ def _checkpointer(fence: Callable[[], None]) -> ocp.AsyncCheckpointer:
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Leaves what fails in orbax's threads to the one line that `wait` raises."""
+    """Leaves what fails in orbax's threads and tasks to the one line that is raised."""
     ours = lambda record: "/orbax/" not in record.pathname  # noqa: E731
     logging.get_absl_logger().addFilter(
         lambda record: record.levelno < levels.ERROR or ours(record)
     )
     levels.getLogger("asyncio").setLevel(levels.CRITICAL)  # orbax's tasks, no others
+    sys.unraisablehook = _but_for_orbax(sys.unraisablehook)
+
+
+def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Leaves out orbax's tasks, which end aloud when another one's read has failed."""
+
+    def heard(unraisable: Any) -> None:
+        task = getattr(unraisable.object, "cr_code", None)
+        if task is None or "/orbax/" not in task.co_filename:
+            hook(unraisable)
+
+    return heard
 
 
 def _from_process_0(steps: list[int] | None) -> list[int] | None:
     """Returns what process 0 gives, None or numbers, on all processes."""
     if jax.process_count() == 1:
         return steps
-    share = multihost_utils.broadcast_one_to_all
+    share = processes.from_process_0
     size = int(share(np.int32(-1 if steps is None else len(steps))))
     if size < 1:
         return None if size < 0 else []
@@ -399,10 +441,7 @@ def _verify(
         problem = problem or shards.problem(arrays, shards.read(path))
     except (ValueError, IndexError) as error:
         problem = str(error)
-    found = np.bool_(problem is not None)
-    if jax.process_count() > 1:
-        found = np.any(multihost_utils.process_allgather(found))
-    if found:
+    if processes.gathered(np.bool_(problem is not None)).any():
         raise Damaged(problem or "a shard on another process differs")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from acco_jax.runner import config as configs
 from acco_jax.runner import exits
 
 
@@ -23,13 +24,51 @@ def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any
     )
 
 
-def parser(config: Any) -> Callable[[list[str]], list[str]]:
-    """Returns what absl.app parses flags with: it also loads the config of a flag."""
+class ModelFlags:
+    """The flags that name a model: a run's workdir, or a Hugging Face folder."""
+
+    def __init__(self) -> None:
+        """Defines them."""
+        self._workdir = flags.DEFINE_string("workdir", None, "Workdir of a run.")
+        self._model = flags.DEFINE_string("model", None, "A Hugging Face folder.")
+        self._dtype = flags.DEFINE_string(
+            "dtype", None, "Of --model, such as bfloat16; its own if unset."
+        )
+
+    @property
+    def workdir(self) -> str | None:
+        """The run's; None: it is a folder.
+
+        Raises:
+          ValueError: in one line, not one of them is given.
+        """
+        workdir, model, dtype = (
+            flag.value for flag in (self._workdir, self._model, self._dtype)
+        )
+        if bool(workdir) == bool(model):
+            given = f"--workdir={workdir} and --model={model}" if model else "neither"
+            raise ValueError(f"{given}: give --workdir of a run, or --model, a folder.")
+        if workdir and dtype:
+            raise ValueError(f"--dtype={dtype} is for --model: a run has its own.")
+        return workdir or None
+
+    @property
+    def folder(self) -> tuple[str, str | None]:
+        """The Hugging Face folder, and the dtype that is asked for."""
+        return str(self._model.value), self._dtype.value
+
+
+def parser(config: Any = None) -> Callable[[list[str]], list[str]]:
+    """Returns what absl.app parses flags with: it also loads the config of a flag.
+
+    A command without that flag has no `config`.
+    """
 
     def parse(argv: list[str]) -> list[str]:
         try:
             rest = flags.FLAGS(argv)
-            if not isinstance(config.value, ConfigDict):  # ml_collections' stand-in
+            if config is not None and not isinstance(config.value, ConfigDict):
+                # ml_collections' stand-in
                 problem = f"get_config() returned {config.value!r}, no ConfigDict"
                 raise ValueError(getattr(config.value, "_error", problem))
             if len(rest) > 1:
@@ -38,6 +77,11 @@ def parser(config: Any) -> Callable[[list[str]], list[str]]:
             exits.end(exits.REFUSED, _line(error))
         except Exception as error:  # a config file is a program: it may raise anything
             exits.end(exits.REFUSED, f"the config cannot be loaded: {_line(error)}")
+        try:
+            if config is not None:
+                _scale(flags.FLAGS[config.name])
+        except ValueError as error:
+            exits.end(exits.REFUSED, error)
         return rest
 
     return parse
@@ -64,9 +108,15 @@ def config_of(arguments: list[str]) -> ConfigDict:
     holder = config_flag(values, argv)
     try:
         values(argv)
+        _scale(values[holder.name])
         return holder.value
     except Exception as error:
         raise ValueError(_line(error)) from error
+
+
+def _scale(flag: flags.Flag) -> None:
+    """Applies the config's scale; a field with a flag of its own keeps its value."""
+    flag.value = configs.scaled(flag.value, config_flags.get_override_values(flag))
 
 
 def _line(error: BaseException) -> str:

@@ -22,8 +22,8 @@ from acco_jax.runner import (
     results,
     signals,
 )
-from acco_jax.runner import config as configs
 from acco_jax.runner.files import read_object
+from acco_jax.runner.identity import differing_field
 
 
 class RunFailed(Exception):
@@ -193,7 +193,7 @@ def _check_folders(request: Request) -> None:
             if not (folder / "config.json").exists():
                 continue
             old = read_object(folder / "config.json")
-            if field := configs.differing_field(old, config | {"seed": seed}):
+            if field := differing_field(old, config | {"seed": seed}):
                 raise ValueError(
                     f"workdir {folder} belongs to a run with {field}: use another "
                     "workdir, or the same config."

@@ -1,54 +1,16 @@
-"""The fields of an experiment, and what their values must be."""
+"""The fields of an experiment, and what follows from them."""
 
 import math
-import operator
-import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict, config_dict
 
-from acco_jax import methods
-from acco_jax.methods import METHODS
-from acco_jax.runner.names import check_name, named, suggestion
-from acco_jax.step import FORMS
+from acco_jax.runner.names import check_name
 
 PLACEHOLDER = config_dict.placeholder
-
-# Arguments of a method that are not method_options: the config has fields for them.
-ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype")
-
-# The smallest value of numeric fields, and what to say of a smaller one.
-MINIMA = {
-    **dict.fromkeys(
-        ("steps", "microbatch_size", "microbatches_per_step", "length", "log_every",
-         "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-         "most_dropped_in_a_row"),
-        (1, "it must be at least 1."),
-    ),
-    "optimizer.clip": (0, "give 0 for none."),
-    "optimizer.final_fraction": (0, "give 0 for none."),
-    "optimizer.ema": (0, "give 0 for none."),
-    "spike.threshold": (0, "give nats."),
-    "compare_replicas_every": (0, "give 0 for never."),
-    "optimizer.warmup_steps": (0, "give 0 for none."),
-    "lora.rank": (0, "give 0 for no adapters."),
-}  # fmt: skip
-# The largest: of counters that are 32 bits wide, and of CPU devices in one process.
-MAXIMA = {"steps": 2**30, "devices": 1024, "data.vocab_size": 2**24}
-# Optional fields that must be at least 1 where they are given.
-POSITIVE = ("devices", "domains", "data.vocab_size", "model.vocab_size")
-DECAYS = ("b1", "b2", "b3", "momentum")  # options of optimizers, from 0 to below 1
-
-# A run may continue in its workdir with other values of these.
-HARMLESS = frozenset(
-    {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-     "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
-     "spike.policy", "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row"}
-)  # fmt: skip
-# Their fields have names that others choose.
-OPEN = ("options", "method_options", "schedule_options")
 
 
 def default_config() -> ConfigDict:
@@ -58,10 +20,20 @@ def default_config() -> ConfigDict:
     `validate` refuses fields that are not here.
     """
     c = ConfigDict()
+    # A name in `scales`, which has the fields that differ at that scale of the
+    # experiment, in dicts like this config's own: {"smoke": {"model": {"width": 32}}}.
+    # Where flags are read, `scaled` makes one config of it all; None: as written.
+    c.scale = PLACEHOLDER(str)
+    c.scales = ConfigDict(type_safe=False)
     c.seed = 0  # of the initialization and of the data's order
-    # Workdir of a finished run of this model, on as many devices, from whose parameters
-    # this one starts, or which its adapters adapt; None: from the initialization.
+    # Workdir of a run of this model, on any devices, from whose parameters this one
+    # starts, or which its adapters adapt; None: from the initialization.
     c.base = PLACEHOLDER(str)
+    # A Hugging Face folder whose model is trained, or adapted, from its weights on: of
+    # `model` the dtypes, remat and attention count, its other fields are without
+    # effect. `length` is at most the positions that the model knows. The folder may
+    # move; a run goes on with the same model in it alone.
+    c.init_from = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     # Instead of steps, which then follow: as many as take so many targets, or pass so
     # often over the training documents.
@@ -74,6 +46,12 @@ def default_config() -> ConfigDict:
     # None: the slices that TPUs are in, otherwise one.
     c.domains = PLACEHOLDER(int)
 
+    # A worker is a group of so many devices, neighbours in a domain. Over fsdp they
+    # split a microbatch's rows and the parameters, which are gathered layer by layer;
+    # over tensor also attention's heads and the MLP's hidden units. The number of
+    # workers is what remains of the devices.
+    c.mesh = ConfigDict({"fsdp": 1, "tensor": 1})
+
     c.method = "acco"  # a key of acco_jax.methods.METHODS
     c.method_options = ConfigDict(type_safe=False)  # further arguments of the method
     c.comm_dtype = PLACEHOLDER(str)  # None: each parameter's own
@@ -84,6 +62,10 @@ def default_config() -> ConfigDict:
     # step. acco takes half of them in each of a step's two half-rounds.
     c.microbatch_size = 8
     c.microbatches_per_step = 2
+    # A run may go on with other workers than it began with. 'kept': they compute the
+    # same microbatches for a step, dealt out anew; 'per_worker': each as many as
+    # before, so that the batch is larger or smaller.
+    c.batch = "kept"
     # 'fixed', or 'adaptive': each process keeps adding microbatches until its
     # communication is done, from those of a half-round up to most_microbatches; or
     # 'replay:FILE', a run's counts.jsonl: as that run did. Both in the split form.
@@ -103,6 +85,11 @@ def default_config() -> ConfigDict:
     c.log_every = 10
     c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
+    # Texts that the model writes at each evaluation, which logs and metrics.jsonl have:
+    # so many go on with the prompt, up to so many tokens, drawn at temperature 1.
+    c.samples = 0
+    c.sample_prompt = ""
+    c.sample_tokens = 64  # together with the prompt's at most `length`
     c.checkpoint_every = 500
     c.checkpoints = ""  # their folder, also gs://bucket/run; empty: in the workdir
     c.compare_replicas_every = 100  # workers' copies (runner/replicas.py); 0: never
@@ -177,8 +164,9 @@ def _data_fields() -> ConfigDict:
     c.validation_split = "validation"
     c.held_out = 0.05  # of the documents, where there is no validation split
     c.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
-    # 'bytes', 'bpe', trained on the training split, or the path of a tokenizer.json or
-    # of a SentencePiece .model.
+    # 'bytes', 'bpe', trained on the training split, 'init_from', that of the folder
+    # that the run starts from, or the path of a tokenizer.json or of a SentencePiece
+    # .model.
     c.tokenizer = "bytes"
     c.vocab_size = PLACEHOLDER(int)  # of 'bpe'
     # Of a file the token that ends a text; None: the one that is named beside it
@@ -194,19 +182,28 @@ def _model_fields() -> ConfigDict:
     c = ConfigDict()
     # 'package.module:function', called with vocab_size, length and the options, which
     # returns an acco_jax.models.base.Model; the fields below vocab_size are then
-    # without effect. None: GPT-Neo.
+    # without effect. None: a transformer.
     c.factory = PLACEHOLDER(str)
     c.options = ConfigDict(type_safe=False)
     c.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
-    c.size = PLACEHOLDER(str)  # a name of acco_jax.models.gpt_neo.size
+    # A name of acco_jax.models.sizes.SIZES; None: of a family, with the sizes below it.
+    c.size = PLACEHOLDER(str)
+    c.family = "gpt-neo"  # 'gpt2', 'llama', 'qwen3'
     c.width = 128
     c.layers = 4
     c.heads = 4
+    c.kv_heads = PLACEHOLDER(int)  # heads of keys and values; None: heads
+    c.mlp_width = PLACEHOLDER(int)  # None: 4 * width, of llama and qwen3 3 * width
     c.window = 256  # of the local layers
     c.dtype = "bfloat16"  # of the computation
     c.param_dtype = "bfloat16"  # the master copy is float32 all the same
-    c.remat = False
-    c.attention = PLACEHOLDER(str)  # 'xla', 'cudnn'; None: what JAX chooses
+    # What the backward pass computes again: 'none', norms and the MLP's activation;
+    # 'elementwise', all but products and attention; 'block', everything. None: nothing
+    # on CPU, elsewhere what is elementwise.
+    c.remat = PLACEHOLDER(str)
+    # 'xla' (scores in memory), 'cudnn' or 'pallas' (GPU), 'splash' (TPU); None: the
+    # kernel of the platform where there is one for this dtype.
+    c.attention = PLACEHOLDER(str)
     return c
 
 
@@ -220,65 +217,66 @@ def _lora_fields() -> ConfigDict:
     return c
 
 
-def check(config: ConfigDict) -> None:
-    """Refuses fields and values that no experiment can have; builds nothing.
+def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
+    """Returns a config with the fields of its `scale`, and then no scales any more.
+
+    Args:
+      config: of the experiment.
+      kept: dotted names of fields that keep their values: those of the command line.
 
     Raises:
-      ValueError: in one line, naming the field, its value and the remedy.
+      ValueError: in one line, there is no such scale, or it does not fit the config.
     """
-    _check_fields(config, default_config())
-    check_name("method", config.method, METHODS)
-    names = [x for x in methods.options(config.method) if x not in ARGUMENTS]
-    for field in config.method_options:
-        check_name(f"method_options of {config.method}", field, names)
-    check_name("form", config.form, FORMS)
-    check_name("spike.policy", config.spike.policy, ("stop", "rollback", "off"))
-    dtype("comm_dtype", config.comm_dtype)
-    dtype("accumulate_dtype", config.accumulate_dtype)
-    for field, (least, remedy) in MINIMA.items():
-        value = operator.attrgetter(field)(config)
-        if not value >= least:
-            raise ValueError(f"{field} is {value}: {remedy}")
-    for field, most in MAXIMA.items():
-        if (value := operator.attrgetter(field)(config)) is not None and value > most:
-            raise ValueError(f"{field} is {value}: it must be at most {most}.")
-    for field in POSITIVE:
-        if (value := operator.attrgetter(field)(config)) is not None and value < 1:
-            raise ValueError(f"{field} is {value}: it must be at least 1, or None.")
-    _check_length(config)
-    _check_microbatches(config)
-    _check_optimizer(config.optimizer)
-    given = config.tokens is None and config.epochs is None
-    if given and (warmup := config.optimizer.warmup_steps) > config.steps:
+    name, scales = config.get("scale"), config.get("scales")
+    if not isinstance(scales, ConfigDict):
+        return config  # `validate` says what it lacks
+    if name is not None and not scales:
         raise ValueError(
-            f"optimizer.warmup_steps is {warmup}, more than the "
-            f"{config.steps} steps of the run: lower it."
+            f"scale is {name!r}, but the config has no scales: leave it out."
         )
-    _check_ranks(config.lora)
-    _check_data(config)
-    named("metrics_hook", config.metrics_hook)
+    if name is not None:
+        check_name("scale", name, scales)
+    config = config.copy_and_resolve_references()
+    config.scale, config.scales = None, ConfigDict(type_safe=False)
+    for field, value in _flat(scales[name].to_dict() if name else {}):
+        if any(f"{field}.".startswith(f"{known}.") for known in kept):
+            continue
+        try:
+            config.update_from_flattened_dict({field: value})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"scales.{name} has {field}={value!r}, which does not fit the field of "
+                f"that name: {' '.join(str(error).split())}"
+            ) from error
+    return config
 
 
-def _check_length(config: ConfigDict) -> None:
-    """Refuses a length of the run that is said twice, or cannot be counted in steps."""
-    given = [f for f in ("tokens", "epochs") if config[f] is not None]
-    for field in given:
-        if not 0 < config[field] < math.inf:
-            raise ValueError(f"{field} is {config[field]}: it must be more than 0.")
-    if len(given) > 1:
-        raise ValueError(
-            f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
-        )
-    if config.tokens is not None and config.data.task == "instruct":
-        raise ValueError(
-            f"tokens is {config.tokens}, but answers differ in length: give epochs or "
-            "steps."
-        )
-    if given and config.microbatches != "fixed":
-        raise ValueError(
-            f"{given[0]} is {config[given[0]]}, but microbatches="
-            f"{config.microbatches!r} decides what a step takes: give steps."
-        )
+def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted names and values."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def from_json(fields: Mapping[str, Any]) -> ConfigDict:
+    """Returns the config that a run's config.json describes.
+
+    Fields that it lacks, as one of an earlier version does, have their defaults.
+
+    Raises:
+      TypeError: a field has a value of another type.
+    """
+
+    def frozen(value: Any) -> Any:  # JSON makes lists of tuples
+        if isinstance(value, dict):
+            return {k: frozen(v) for k, v in value.items()}
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    config = default_config()
+    config.update({k: frozen(v) for k, v in fields.items() if k in config})
+    return config
 
 
 def with_steps(
@@ -302,85 +300,6 @@ def with_steps(
     config = config.copy_and_resolve_references()
     config.steps = max(calls, 1) * steps_per_call
     return config
-
-
-def _check_optimizer(c: ConfigDict) -> None:
-    """Refuses fractions beyond 1, patterns that are none, and groups that are none."""
-    for field in ("final_fraction", "decay_fraction", "ema"):
-        if not 0 <= c[field] <= 1 or (field == "ema" and c.ema == 1):
-            most = "below 1" if field == "ema" else "at most 1"
-            raise ValueError(
-                f"optimizer.{field} is {c[field]}: it must be at least 0 and {most}."
-            )
-    if not 0 < c.learning_rate < math.inf:
-        raise ValueError(
-            f"optimizer.learning_rate is {c.learning_rate}: it must be more than 0 and "
-            "finite."
-        )
-    for name in DECAYS:
-        value = c.options.get(name)
-        if isinstance(value, int | float) and not 0 <= value < 1:
-            raise ValueError(
-                f"optimizer.options.{name} is {value}: it must be at least 0 and "
-                "below 1."
-            )
-    for group in c.groups:
-        if not _is_a(tuple, group) or list(map(type, group)) != [str, dict]:
-            raise ValueError(
-                f"optimizer.groups has {group!r}: give pairs of a pattern and fields, "
-                "such as (('wte', {'learning_rate': 1e-4}),)."
-            )
-    for pattern in (c.no_decay, *(pattern for pattern, _ in c.groups)):
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(
-                f"optimizer has the pattern {pattern!r}, which is no regular "
-                f"expression: {error}."
-            ) from error
-
-
-def _check_microbatches(config: ConfigDict) -> None:
-    """Refuses `microbatches` and `counts` that exclude each other."""
-    if config.microbatches not in ("fixed", "adaptive") and not replayed(config):
-        raise ValueError(
-            f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive' or "
-            "'replay:FILE'."
-        )
-    if config.microbatches != "fixed" and len(config.counts):
-        raise ValueError(
-            f"counts is {tuple(config.counts)}, but microbatches="
-            f"{config.microbatches!r} determines them: leave one out."
-        )
-    if len(config.counts) and not any(config.counts):
-        raise ValueError(
-            "counts is 0 for every worker, so nothing would ever be computed: give at "
-            "least one worker a microbatch."
-        )
-
-
-def _check_data(config: ConfigDict) -> None:
-    """Refuses fields of `data` that exclude each other or are out of range."""
-    c, lengths = config.data, tuple(config.data.lengths)
-    check_name("data.task", c.task, ("pretrain", "instruct"))
-    if not 0 <= c.skew <= 1:
-        raise ValueError(f"data.skew is {c.skew}: it must lie from 0 to 1.")
-    if c.document_mask and c.task != "pretrain":
-        raise ValueError(
-            f"data.document_mask is of task='pretrain': of {c.task!r} every row is one "
-            "document; leave it out."
-        )
-    if lengths and c.task != "instruct":
-        raise ValueError(
-            f"data.lengths is {lengths}, but rows of {c.task!r} have one length: set "
-            "`length`."
-        )
-    within = all(type(x) is int and 1 <= x <= config.length for x in lengths)
-    if not within or list(lengths) != sorted(set(lengths)):
-        raise ValueError(
-            f"data.lengths is {lengths}: give ascending integers from 1 to length, "
-            f"{config.length}."
-        )
 
 
 def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) -> int:
@@ -412,22 +331,6 @@ def replayed(config: ConfigDict) -> str:
     return file if kind == "replay" else ""
 
 
-def _check_ranks(c: ConfigDict) -> None:
-    """Refuses lora.ranks that are no pairs, or that stand beside lora.rank."""
-    if not math.isfinite(c.scale):
-        raise ValueError(f"lora.scale is {c.scale}: it must be finite.")
-    for pair in c.ranks:
-        if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
-            raise ValueError(
-                f"lora.ranks has {pair!r}: give pairs of a pattern and a rank, such as "
-                "(('q_proj/kernel', 8), ('mlp/.*kernel', 4))."
-            )
-    if c.ranks and c.rank:
-        raise ValueError(
-            f"lora.ranks is {tuple(c.ranks)} and lora.rank {c.rank}: give one of them."
-        )
-
-
 def dtype(field: str, name: str | None) -> Any:
     """Returns a floating dtype by name, None for None; an error names the field."""
     if name is None:
@@ -444,46 +347,3 @@ def dtype(field: str, name: str | None) -> Any:
             "or give float32."
         )
     return value
-
-
-def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """Names the first field in which two configs differ; '' if none matters."""
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            if difference := differing_field(a, b, f"{prefix}{key}."):
-                return difference
-        elif a != b and prefix + key not in HARMLESS:
-            name = repr(prefix + key)[1:-1]  # of a file that may hold anything
-            return f"{name}={a!r}, not {b!r}"
-    return ""
-
-
-def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> None:
-    """Refuses fields that do not exist, lack, or have a value of another type."""
-    for field in config:
-        if field not in default:
-            name = repr(f"{prefix}{field}")[1:-1]
-            close = suggestion(name, [prefix + known for known in default])
-            raise ValueError(
-                f"config has no field {name}" + (f":{close}" if close else ".")
-            )
-        kind, value = default.get_type(field), config.get(field)
-        if not _is_a(kind, value) and not (value is None and default[field] is None):
-            shown = value.to_dict() if isinstance(value, ConfigDict) else value
-            raise ValueError(
-                f"{prefix}{field} is {shown!r}: give a value of type {kind.__name__}."
-            )
-        if kind is ConfigDict and field not in OPEN:
-            _check_fields(value, default[field], f"{prefix}{field}.")
-    missing = next((f for f in default if f not in config), None)
-    if missing is not None:
-        raise ValueError(
-            f"config lacks the field {prefix}{missing}: build it from "
-            "acco_jax.runner.config.default_config()."
-        )
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    wider = {float: (float, int), tuple: (tuple, list)}
-    return isinstance(value, wider.get(kind, kind))

@@ -1,7 +1,10 @@
 """Chooses a program's devices, before JAX starts a backend."""
 
+import functools
 import glob
+import importlib.util
 import os
+import urllib.request
 
 import jax
 from absl import logging
@@ -32,13 +35,40 @@ def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None
 
 def launched_by_a_cluster() -> bool:
     """Whether a launcher that JAX detects started several of these processes."""
-    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
     kubernetes = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
     return (
         any(int(os.environ.get(name, "1")) > 1 for name in counts)
         or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
         or all(name in os.environ for name in kubernetes)
+        or _tpu_hosts() > 1
     )
+
+
+def has_tpu() -> bool:
+    """Whether JAX can use this machine's TPU."""
+    files = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+    installed = importlib.util.find_spec("libtpu") is not None
+    return installed and any(glob.glob(pattern) for pattern in files)
+
+
+@functools.cache
+def _tpu_hosts() -> int:
+    """Returns the hosts of the slice that this Cloud TPU VM is of; 1 if it is none.
+
+    Its environment does not say; its metadata, at the address that JAX asks too, does.
+    """
+    if not has_tpu() or "TPU_SKIP_MDS_QUERY" in os.environ:
+        return 1
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    name = "instance/attributes/worker-network-endpoints"
+    url = f"http://{server}/computeMetadata/v1/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return len(answer.read().decode().split(","))
+    except OSError:  # no such server, or no TPU of its cloud
+        return 1
 
 
 def _is_address(text: str) -> bool:

@@ -9,6 +9,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from acco_jax.data.batches import Position
+from acco_jax.groups import members
 
 
 class Drops:
@@ -33,18 +34,20 @@ class Drops:
 
         Args:
           dropping: whether the train step looks for bad numbers.
-          mesh: its devices are the workers.
+          mesh: of the workers, each a device or a group of them.
           most: so many half-rounds of a worker in a row end the run.
           first_row: (where a batch begins, worker) -> the number of its first row.
           state: of a checkpoint.
         """
-        state = state or {"in_a_row": [0] * mesh.size, "nobody": 0, "since": 0}
+        groups = members(mesh)
+        state = state or {"in_a_row": [], "nobody": 0, "since": 0}
         self.dropping, self.nobody = dropping, state["nobody"]
-        self._in_a_row = np.array(state["in_a_row"])
+        same = len(state["in_a_row"]) == len(groups)  # else these are other workers
+        self._in_a_row = np.array(state["in_a_row"] if same else [0] * len(groups))
         self._since = state["since"]  # the last row of metrics
         self._most, self._first_row = most, first_row
         here = jax.process_index()
-        self._here = [d.process_index == here for d in mesh.devices.flat]
+        self._here = [group[0].process_index == here for group in groups]
         self._unread: list[tuple[int, Position, tuple[jax.Array, jax.Array]]] = []
 
     def add(self, half_round: int, start: Position, metrics: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ Exit codes:
   {FINISHED:2}  finished
   {FAILED:2}  something else went wrong
   {REFUSED:2}  refused: a flag, the config, a file or the machine
-  {EXPOSED:2}  plan --require-hidden: communication is not hidden
+  {EXPOSED:2}  plan, audit --require-hidden: communication is not hidden
   {DIVERGED:2}  diverged: the loss or a parameter is not finite
   {LOST:2}  lost a process of the run, or one never came
   {STOPPED:2}  stopped and saved: the same command continues

@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import Partial
 from orbax.checkpoint import multihost
 
 import acco_jax
@@ -29,17 +27,20 @@ from acco_jax.runner import (
     optimizers,
     replicas,
     reports,
+    samples,
     signals,
     timing,
+    worlds,
 )
 from acco_jax.runner.counts import CountsLog
 from acco_jax.runner.drops import Drops
+from acco_jax.runner.evaluation import Evaluator
 from acco_jax.runner.preparation import (
     Experiment,
-    abstract,
+    as_saved,
     batches,
     counts_of,
-    held_out_batches,
+    here,
     initial,
     to_devices,
 )
@@ -47,51 +48,6 @@ from acco_jax.runner.preparation import (
 PyTree = Any
 ROLLBACKS = 3  # of one run, after spikes of the loss
 COMPILE_SECONDS = 1800  # that a process may compile longer than another
-
-
-class Evaluator:
-    """Loss of the committed parameters on held-out documents."""
-
-    def __init__(
-        self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Prepares evaluations that `stopped`, asked before each batch, ends."""
-        self._experiment, self._stopped = experiment, stopped
-        e = experiment
-        self._loss_fn, rows = with_arrays(e.loss_fn), P(e.mesh.axis_names)
-
-        @functools.partial(jax.jit, donate_argnums=3)
-        @functools.partial(
-            jax.shard_map, mesh=e.mesh, in_specs=(P(), P(), rows, rows),
-            out_specs=rows, check_vma=False,
-        )  # fmt: skip
-        def add(
-            loss_fn: Partial, params: PyTree, batch: PyTree, sums: jax.Array
-        ) -> jax.Array:
-            # sums: (1, 2) nats and targets of this worker's rows so far
-            return sums + jnp.stack(loss_fn(params, batch, None)[:2])
-
-        self._add = add
-        replicated = NamedSharding(e.mesh, P())
-        self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
-
-    def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
-        """Returns nats per token and bits per byte over `limit` batches, or all.
-
-        Raises:
-          Stopped: the run has been told to stop.
-        """
-        e = self._experiment
-        zeros = np.zeros((e.workers // jax.process_count(), 2), np.float32)
-        sums = to_devices(zeros, e.mesh)
-        for batch in held_out_batches(e, limit):
-            if self._stopped():
-                raise exits.Stopped
-            rows = to_devices(batch, e.mesh)
-            sums = self._add(self._loss_fn, params, rows, sums)
-        nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
-        bits = data.bits_per_byte(nats, e.corpus, targets=targets)
-        return float(nats / targets), float(bits)
 
 
 class _Run:
@@ -128,6 +84,8 @@ class _Run:
             seconds = host["seconds"]
             where = f"half-round {self.done} of {e.half_rounds}"
             logging.info("continuing after %s", where)
+        if jax.process_index() == 0:
+            worlds.record(e.workdir, self.done, e.world)
         heartbeat.reached(self.done)
         self._hooks = hooks.of(e.config, e.workdir)
         self._open_records(seconds)
@@ -151,9 +109,11 @@ class _Run:
         None where there is no checkpoint.
         """
         e = self._experiment
-        if (found := e.checkpoints.restore_newest(abstract(e))) is None:
+        like = functools.partial(as_saved, e)
+        if (found := e.checkpoints.restore_newest(like)) is None:
             return None
-        self.done, (self.params, self.state), host = found
+        self.done, arrays, host = found
+        self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
         self._dropped = host.get("dropped")
         return host
@@ -270,6 +230,8 @@ class _Run:
                 "loss": loss,
                 "bits_per_byte": bits,
             }
+            if e.config.samples:
+                row["samples"] = samples.written(e, params)
             if decay := e.config.optimizer.ema:
                 average = optimizers.averaged(self.state, decay)
                 params = acco_jax.committed_params(average, self.params)
@@ -304,6 +266,7 @@ class _Run:
             self._replicas.check(self.done, self._arrays())
             seconds, position = self._recorder.seconds, self._batches.get_state()
             host = {"batches": position, "seconds": seconds, "identity": e.identity,
+                    "axes": dict(e.mesh.shape),
                     "held_out_loss": self._held_out,
                     "dropped": self._drops.state()}  # fmt: skip
             e.checkpoints.save(self.done, (self.params, self.state), host)
@@ -328,6 +291,7 @@ def run(
     *,
     stop_after: int | None = None,
     time_gradients: bool = False,
+    replay: worlds.Replay | None = None,
 ) -> dict[str, Any] | None:
     """Trains, or continues a run, to its end.
 
@@ -336,6 +300,8 @@ def run(
       stop_after: stop after so many half-rounds in all, with a checkpoint, as an
         interrupted run does.
       time_gradients: at the end also time the gradients by themselves.
+      replay: the record of the run that this one repeats: it stops, with a checkpoint,
+        where other devices went on.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -347,6 +313,9 @@ def run(
     """
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
+    if replay is not None:
+        done = experiment.checkpoints.latest() or 0
+        last = min(last, replay.end(done) or last)
     _announce(experiment)
     row = None
     with (
@@ -421,16 +390,23 @@ def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
     chip = chips.of_kind(e.mesh.devices.flat[0].device_kind)
     if chip is None or e.model.flops_per_token is None:
         return None
-    return e.model.flops_per_token(e.config.length), e.workers * chip.flops
+    return e.model.flops_per_token(e.config.length), e.mesh.size * chip.flops
+
+
+def _devices(experiment: Experiment) -> str:
+    """Returns, as text, how many devices there are, and groups of them."""
+    devices, workers = experiment.mesh.devices, experiment.workers
+    text = f"{devices.size} {devices.flat[0].platform} devices"
+    return text if devices.size == workers else f"{text} in {workers} groups"
 
 
 def _announce(experiment: Experiment) -> None:
     e, documents = experiment, experiment.corpus.train_documents
     per_step = e.tokens * e.tx.half_rounds // e.tx.steps_per_call
     logging.info(
-        "%s on %d %s devices: %s parameters, %s tokens a step; %s: %s documents, %s "
+        "%s on %s: %s parameters, %s tokens a step; %s: %s documents, %s "
         "bytes to train on",
-        e.config.method, e.workers, e.mesh.devices.flat[0].platform,
+        e.config.method, _devices(e),
         f"{e.model.parameters():,}", f"{per_step:,}",
         e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
     )  # fmt: skip
@@ -445,8 +421,9 @@ def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, 
     turns, sent = e.step.turns(), None
     try:
         period_bytes = sum(
-            times * footprint.bytes_sent(*e.step.lowered(*arrays, half_round=k))
+            times * footprint.bytes_sent(*programs, mesh=e.mesh)
             for k, times in turns.items()
+            for programs in [e.step.lowered(*arrays, half_round=k)]
         )
         sent = round(e.half_rounds * period_bytes / sum(turns.values()))
     except ValueError as error:  # a finished run is not lost for it
@@ -482,16 +459,21 @@ def _finish(
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,
-        "devices": experiment.workers,
+        "devices": experiment.mesh.size,
+        "workers": experiment.workers,
         "parameters": experiment.model.parameters(),
         "steps": config.steps,
-        **{k: v for k, v in row.items() if k not in ("kind", "half_round", "step")},
+        **{
+            k: v
+            for k, v in row.items()
+            if k not in ("kind", "half_round", "step", "samples")
+        },
         **measured,
     }
     if jax.process_index() == 0:
         bigram = data.bigram_bits_per_byte(experiment.corpus)
         summary["bigram_bits_per_byte"] = bigram
-        title = f"{config.method}, {config.data.name}, {experiment.workers} devices"
+        title = f"{config.method}, {config.data.name}, {_devices(experiment)}"
         reports.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
         logging.info("finished\n%s", reports.summarize(summary, workdir))
     return summary

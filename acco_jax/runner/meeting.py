@@ -79,6 +79,7 @@ class Member:
     host: str
     heard: float  # when the command last spoke, in seconds of time.monotonic
     writer: asyncio.StreamWriter | None = None
+    command: str = ""  # a name that no other command has
     gone: bool = False  # whether its connection has ended
     idle: bool = True  # whether it has no process
     half_round: int | None = None
@@ -207,21 +208,25 @@ class Meeting:
 
     def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> Member | None:
         process, host = int(hello["process"]), str(hello["host"])
+        command, now = str(hello["command"]), time.monotonic()
         other = self._members.get(process)
+        # The same command comes again when its link was cut; old words may have arrived
+        # just now.
+        another = None if other and other.command == command else other
         if hello["processes"] != self._processes or process >= self._processes:
             reason = (
                 f"--processes is {hello['processes']} here and {self._processes} on "
                 f"{socket.gethostname()}: give all the same."
             )
-        elif other and other.writer and other.quiet(time.monotonic()) < QUIET:
-            reason = f"{other} is there already: give each its own --process."
+        elif another and another.writer and another.quiet(now) < QUIET:
+            reason = f"{another} is there already: give each its own --process."
         else:
-            member = Member(process, host, time.monotonic(), writer)
+            member = Member(process, host, now, writer, command)
             self._attempt = max(self._attempt, int(hello["attempt"]))
             if self._running and other and not other.end:
                 self._end(_lost(other, "it came again", self._limits, self._attempt))
             if other and other.writer:
-                other.writer.close()
+                other.writer.transport.abort()
             self._members[process] = member
             _say(member, welcome=socket.gethostname())
             return member

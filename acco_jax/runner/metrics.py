@@ -177,6 +177,8 @@ class Recorder:
                 "step %d: held-out loss %s%.4f, %.4f bits per byte",
                 row["step"], which, row["loss"], row["bits_per_byte"],
             )  # fmt: skip
+            for text in row.get("samples", ()):
+                logging.info("sample: %r", text)
 
     def close(self) -> None:
         """Closes the files; pending metrics are lost."""

@@ -1,30 +1,42 @@
-"""The model of an experiment: GPT-Neo, or what a factory of the user's makes."""
+"""The model of an experiment: a transformer, or what a factory of the user's makes."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from acco_jax.models import gpt_neo, lora
-from acco_jax.models.base import Model
+from acco_jax.groups import TENSOR, group_specs
+from acco_jax.models import lora, transformer
+from acco_jax.models.base import Batch, Model
+from acco_jax.models.placement import split_rows
+from acco_jax.runner import pretrained
 from acco_jax.runner.config import dtype
-from acco_jax.runner.names import named
+from acco_jax.runner.names import check_name, named
 
 PyTree = Any
+Described = Mapping[str, Any]  # the content of a config.json
+BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
 
 
-def model(config: ConfigDict, vocab_size: int) -> Model:
+def model(
+    config: ConfigDict, vocab_size: int, described: Described | None = None
+) -> Model:
     """Returns the model for a tokenizer of so many tokens.
+
+    Args:
+      config: of the experiment.
+      vocab_size: of the tokenizer.
+      described: config.json of init_from's model, where it is known; None: it is read.
 
     Raises:
       ValueError: sizes that do not fit together, too small a vocabulary, or a factory
         that is not there or does not make a `Model`.
     """
     if config.model.factory is None:
-        return gpt_neo.model(gpt_neo_config(config, vocab_size))
+        return transformer.model(transformer_config(config, vocab_size, described))
     factory = named("model.factory", config.model.factory)
     rows, options = _rows(config, vocab_size), config.model.options.to_dict()
     try:
@@ -42,27 +54,69 @@ def model(config: ConfigDict, vocab_size: int) -> Model:
     return made
 
 
-def gpt_neo_config(config: ConfigDict, vocab_size: int) -> gpt_neo.GPTNeoConfig:
-    """Returns the sizes of the GPT-Neo for a tokenizer of so many tokens.
+def transformer_config(
+    config: ConfigDict, vocab_size: int, described: Described | None = None
+) -> transformer.Config:
+    """Returns the configuration of the transformer for a tokenizer of so many tokens.
+
+    Arguments are as for `model`.
 
     Raises:
-      ValueError: sizes that do not fit together, or too small a vocabulary.
+      ValueError: an unknown family or size, fields beside a published size that it has
+        itself, sizes that do not fit together, or too small a vocabulary.
     """
     c = config.model
-    sizes = {} if c.size else {k: c[k] for k in ("width", "layers", "heads")}
-    make: Callable[..., gpt_neo.GPTNeoConfig] = gpt_neo.GPTNeoConfig
-    if c.size:
-        make = functools.partial(gpt_neo.size, c.size)
-    return make(
-        **sizes,
-        vocab_size=_rows(config, vocab_size),
-        max_length=config.length,
-        window=c.window,
-        dtype=dtype("model.dtype", c.dtype),
-        param_dtype=dtype("model.param_dtype", c.param_dtype),
-        remat=c.remat,
-        attention=c.attention,
-    )
+    how = {
+        "dtype": dtype("model.dtype", c.dtype),
+        "param_dtype": dtype("model.param_dtype", c.param_dtype),
+        "remat": c.remat,
+        "attention": c.attention,
+    }
+    if config.init_from is not None:
+        said = described or pretrained.folder_of(config.init_from).config_json
+        return _pretrained(config, vocab_size, said, how)
+    fields = how | {
+        "vocab_size": _rows(config, vocab_size),
+        "max_length": config.length,
+        "window": c.window,
+    }
+    check_name("model.family", c.family, transformer.FAMILIES)
+    if not c.size:
+        by_hand = ("width", "layers", "heads", "kv_heads", "mlp_width")
+        parts = transformer.FAMILIES[c.family] | {k: c[k] for k in by_hand}
+        return transformer.Config(**(parts | fields))
+    for field in ("kv_heads", "mlp_width"):
+        if c[field] is not None:
+            raise ValueError(
+                f"model.{field} is {c[field]}, but model.size {c.size!r} has its own: "
+                "give one of them."
+            )
+    return transformer.size(c.size, **fields)
+
+
+def _pretrained(
+    config: ConfigDict, vocab_size: int, said: Described, how: dict[str, Any]
+) -> transformer.Config:
+    """Returns the configuration of init_from's model; raises as for any."""
+    found = pretrained.model_config(config.init_from, said, **how)
+    if config.length > found.max_length:
+        raise ValueError(
+            f"length is {config.length}, but the model of init_from="
+            f"{config.init_from!r} has {found.max_length} positions: lower it."
+        )
+    if vocab_size > found.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens, but the model of init_from="
+            f"{config.init_from!r} knows {found.vocab_size}: set "
+            "data.tokenizer='init_from'."
+        )
+    if config.data.tokenizer == "bytes" and found.vocab_size != BYTE_TOKENS:
+        raise ValueError(
+            f"data.tokenizer is 'bytes', but the model of init_from="
+            f"{config.init_from!r} knows {found.vocab_size} tokens: set "
+            "data.tokenizer='init_from'."
+        )
+    return found
 
 
 def _rows(config: ConfigDict, vocab_size: int) -> int:
@@ -82,14 +136,32 @@ def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> No
     if c.factory or not c.size:
         return
     count = made.parameters()
-    published = gpt_neo.size(c.size)
-    if gpt_neo.count_params(published) != count:
+    published = transformer.size(c.size)
+    if transformer.count_params(published) != count:
         logging.warning(
             "model.size is %s, but with the tokenizer's %s tokens and rows of %s it "
             "has %s parameters instead of %s: its own tokenizer has %s tokens",
             c.size, f"{vocab_size:,}", f"{config.length:,}", f"{count:,}",
-            f"{gpt_neo.count_params(published):,}", f"{published.vocab_size:,}",
+            f"{transformer.count_params(published):,}", f"{published.vocab_size:,}",
         )  # fmt: skip
+
+
+def specs(model: Model, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns how a group's devices split parameters, or adapters of them.
+
+    Raises:
+      ValueError: the model cannot be split over the mesh's axis "tensor".
+    """
+    size, tensor = dict(mesh.shape).get(TENSOR, 1), None
+    if size > 1:
+        if model.tensor is None:
+            raise ValueError(
+                f"mesh.tensor is {size}, but the model does not say how it is split: "
+                "set mesh.tensor to 1, or give the Model its `tensor`."
+            )
+        tensor = model.tensor(params, size)
+    stacked = model.stacked and model.stacked(params)
+    return group_specs(params, mesh, specs=tensor, stacked=stacked)
 
 
 def trained(
@@ -117,7 +189,10 @@ def trained(
             return lora.init(shapes, key, dict(c.ranks))
         return lora.init(shapes, key, c.rank, c.pattern)
 
+    def loss(params: PyTree, batch: Batch, rng: Any) -> Any:
+        return model.loss(params, split_rows(batch), rng)
+
     if not c.rank and not c.ranks:
-        return model.loss, whole
+        return loss, whole
     jax.eval_shape(adapters)  # says what is wrong before there is a model
-    return lora.loss_fn(model.loss, freeze(whole), c.scale), adapters
+    return lora.loss_fn(loss, freeze(whole), c.scale), adapters

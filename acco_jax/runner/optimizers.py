@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from acco_jax import methods
@@ -238,9 +238,10 @@ def averaged(state: Any, decay: float) -> Any:
 def method(
     config: ConfigDict,
     name: str,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: str | tuple[str, ...],
     stacked: Stacked | None = None,
+    specs: PyTree | None = None,
 ) -> Any:
     """Builds a method around the config's optimizer.
 
@@ -253,6 +254,7 @@ def method(
       mesh: the devices.
       axis_name: the mesh's data axis or axes.
       stacked: as for `optimizer`.
+      specs: `param_specs` of the method; needed where the mesh has other axes.
 
     Raises:
       ValueError: what the method refuses.
@@ -264,6 +266,7 @@ def method(
         optimizer(config, stacked),
         mesh=mesh,
         axis_name=axis_name,
+        param_specs=specs,
         comm_dtype=dtype("comm_dtype", config.comm_dtype),
         accumulate_dtype=dtype("accumulate_dtype", config.accumulate_dtype),
         **options,

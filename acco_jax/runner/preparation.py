@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ import jax
 import numpy as np
 import optax
 from etils import epath
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 from ml_collections import ConfigDict
@@ -21,12 +21,23 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax import data
 from acco_jax.gradients import with_arrays
+from acco_jax.groups import data_axes, members
+from acco_jax.methods.reshard import moved
 from acco_jax.models.base import Model
 from acco_jax.runner import config as configs
-from acco_jax.runner import models, optimizers
+from acco_jax.runner import (
+    meshes,
+    models,
+    optimizers,
+    pretrained,
+    processes,
+    runs,
+    worlds,
+)  # fmt: skip
 from acco_jax.runner.checkpoints import Checkpoints
 from acco_jax.runner.counts import check_log, kept
 from acco_jax.runner.files import is_number, read_object, write_whole
+from acco_jax.runner.identity import differing_field
 from acco_jax.runner.validation import validate
 from acco_jax.runner.workdir import check_held, check_whole
 
@@ -51,6 +62,8 @@ class Experiment:
     repairs: bool  # whether what killed processes left in the workdir is tidied up
     loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
     init: Callable[[], PyTree]  # makes what is trained; jit-compatible
+    start: Callable[[], PyTree]  # makes what it starts from, where it belongs
+    specs: PyTree  # how a group of devices splits it
     began: float  # when its process or its preparation began, in seconds since 1970
 
     @functools.cached_property
@@ -63,13 +76,27 @@ class Experiment:
     @property
     def checkpoint_folder(self) -> epath.Path:
         """Where the checkpoints are: in the workdir, or where the config says."""
-        if folder := self.config.checkpoints:
-            return epath.Path(folder).expanduser()
-        return epath.Path(self.workdir) / "checkpoints"
+        return runs.checkpoint_folder(self.config, self.workdir)
 
     @property
     def workers(self) -> int:
-        return self.mesh.size
+        return len(members(self.mesh))
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """This process's place among those with workers of their own, and their number.
+
+        Processes that share a worker, a group of their devices, share a place.
+        """
+        number = min(self.workers, jax.process_count())
+        return jax.process_index() * number // jax.process_count(), number
+
+    @property
+    def world(self) -> worlds.World:
+        """What computes here, as the run's record has it."""
+        counts = self.config.counts or [self.microbatches] * self.workers
+        adaptive = self.config.microbatches != "fixed"
+        return worlds.World.of(self.mesh, () if adaptive else counts, self.step.form)
 
     @property
     def half_rounds(self) -> int:
@@ -88,41 +115,6 @@ class Experiment:
         computed = self.config.counts or [self.microbatches] * self.workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
         return rows * self.config.length
-
-
-def data_mesh(devices: Sequence[jax.Device], domains: int | None) -> Mesh:
-    """Returns the devices along a data axis, or two where they form several domains.
-
-    Args:
-      devices: domain after domain.
-      domains: how many of equal size share a fast network (hosts of GPUs, slices of
-        TPUs); None: the slices that TPUs are in, else one.
-
-    Raises:
-      ValueError: the devices do not divide into so many, or a domain spans slices.
-    """
-    slices = [getattr(d, "slice_index", 0) for d in devices]
-    domains = len(set(slices)) if domains is None else domains
-    if domains < 1 or len(devices) % domains:
-        raise ValueError(
-            f"domains is {domains}, but there are {len(devices)} devices: give a "
-            "number that divides them."
-        )
-    size = len(devices) // domains
-    starts = range(0, len(devices), size)
-    if domains > 1 and any(len(set(slices[i : i + size])) > 1 for i in starts):
-        raise ValueError(
-            f"domains is {domains}, but the devices are in {len(set(slices))} slices: "
-            "give that number, or a multiple."
-        )
-    auto = (AxisType.Auto,)
-    rows = [
-        jax.make_mesh((size,), ("data",), auto, devices=devices[i : i + size]).devices
-        for i in starts
-    ]
-    if domains == 1:
-        return Mesh(rows[0], ("data",), auto)
-    return Mesh(np.stack(rows), ("domain", "data"), 2 * auto)
 
 
 def prepare(
@@ -148,36 +140,54 @@ def prepare(
     began = time.time() if began is None else began
     validate(config)
     devices = jax.devices() if devices is None else list(devices)
-    identity = json.loads(config.to_json_best_effort()) | {"workers": len(devices)}
+    mesh = meshes.data_mesh(devices, config.domains, config.mesh)
+    workers = len(members(mesh))
+    began_with = _first_workers(config, workdir, workers)
+    identity = json.loads(config.to_json_best_effort()) | {"workers": began_with}
+    if config.init_from is not None:
+        identity["pretrained"] = pretrained.identity(config.init_from)
     _check_workdir(workdir, identity)
-    mesh = data_mesh(devices, config.domains)
+    _check_processes(workers)
     # Says what is wrong before there is a corpus; which gives the length and the model.
-    tx = optimizers.method(config, config.method, mesh, mesh.axis_names)
+    tx = optimizers.method(config, config.method, mesh, data_axes(mesh))
     half_rounds = tx.calls(config.steps)
-    microbatches = configs.half_round_microbatches(config, tx.half_rounds, mesh.size)
-    counted = _adaptive(config, microbatches, half_rounds, mesh.size)
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, began_with)
+    rows_per_step = sum(config.counts or [microbatches] * began_with)
+    rows_per_step *= tx.half_rounds * config.microbatch_size
+    if workers != began_with:
+        config, microbatches = _dealt(config, microbatches, began_with, workers)
+    counted = _adaptive(config, microbatches, half_rounds, workers)
     capacity = counted.most if counted else microbatches
-    corpus = data.load_corpus(config.data, workdir=workdir)
+    corpus = data.load_corpus(pretrained.data_fields(config), workdir=workdir)
+    pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
     if jax.process_count() > 1:
         _check_same_text(corpus.checksum)
+        _check_same_weights(identity)
     sizes = ("train_bytes", "train_documents", "validation_bytes", "checksum")
     identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
     _check_workdir(workdir, identity)
-    rows_per_step = sum(config.counts or [microbatches] * mesh.size)
-    rows_per_step *= tx.half_rounds * config.microbatch_size
     lengths = tuple(config.data.lengths)
     rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
+    most = workers * capacity * tx.steps_per_call * config.microbatch_size
+    data.check_rows(rows_per_epoch, config.length, most)
     config = configs.with_steps(
         config, rows_per_step, rows_per_epoch, tx.steps_per_call
     )
     model = models.model(config, corpus.tokenizer.vocab_size)
     models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
-    tx = optimizers.method(config, config.method, mesh, mesh.axis_names, model.stacked)
     loss_fn, init = models.trained(
-        config, model, lambda make: _start(config, make, mesh)
+        config, model, lambda make: runs.start(config, make, model, mesh)
     )
-    if config.base and not (config.lora.rank or config.lora.ranks):
-        init = Partial(_identity, _start(config, init, mesh))
+    specs = models.specs(model, jax.eval_shape(init), mesh)
+    tx = optimizers.method(
+        config, config.method, mesh, data_axes(mesh), model.stacked, specs
+    )
+    adapts = config.lora.rank or config.lora.ranks
+    if config.base and not adapts:
+        init = Partial(_identity, runs.start(config, init, model, mesh))
+    start = functools.partial(_made, with_arrays(init), runs.shardings(specs, mesh))
+    if config.init_from and not adapts:  # read when it is needed, and not held
+        start = functools.partial(runs.start, config, init, model, mesh)
     step = acco_jax.make_train_step(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form,
         drop_nonfinite=optimizers.drops_nonfinite(config, tx),
@@ -185,12 +195,12 @@ def prepare(
     schedule = optimizers.learning_rate(config)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        capacity, identity, repair, loss_fn, init, began,
+        capacity, identity, repair, loss_fn, init, start, specs, began,
     )  # fmt: skip
-    first = batches(experiment)  # says now if the corpus is too small
+    first = batches(experiment)  # says now if a worker's documents are too few
     held_out_batches(experiment, None)
     try:
-        tx.check(_replicated(jax.eval_shape(init), mesh))
+        tx.check(abstract_params(experiment))
     except Exception as error:
         raise ValueError(
             f"optimizer {config.optimizer.name} with the options given does not work "
@@ -201,6 +211,58 @@ def prepare(
     if repair and jax.process_index() == 0:
         write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
     return experiment
+
+
+def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
+    """Returns how many workers a run began with; `workers` where none has begun.
+
+    Their microbatches are the batch, whoever computes them later.
+    """
+    begun = (workdir / "config.json").exists() and any(
+        path.name.isdigit()
+        for path in runs.checkpoint_folder(config, workdir).glob("*")
+    )
+    first = read_object(workdir / "config.json").get("workers") if begun else workers
+    return first if type(first) is int and 0 < first <= worlds.MOST else workers
+
+
+def _dealt(
+    config: ConfigDict, microbatches: int, first: int, workers: int
+) -> tuple[ConfigDict, int]:
+    """Returns the config and the room for microbatches of other workers than at first.
+
+    Raises:
+      ValueError: they cannot go on with these data, or these counts.
+    """
+    if config.data.skew:
+        raise ValueError(
+            f"data.skew is {config.data.skew}, so each of the {first} workers has rows "
+            f"of its own, but now there are {workers}: start as many."
+        )
+    if config.microbatches != "fixed":
+        return config, microbatches
+    counts = list(config.counts) or [microbatches] * first
+    if config.batch == "per_worker":
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"batch is 'per_worker', but counts is {tuple(counts)}, of {first} "
+                f"workers, and now there are {workers}: set batch='kept'."
+            )
+        return config, microbatches
+    counts = worlds.dealt(sum(counts), workers)
+    config = config.copy_and_resolve_references()
+    config.counts = tuple(counts) if len(set(counts)) > 1 else ()
+    return config, max(counts)
+
+
+def _check_processes(workers: int) -> None:
+    """Refuses groups of devices that begin or end within a process's share."""
+    count = jax.process_count()
+    if workers % count and count % workers:
+        raise ValueError(
+            f"there are {workers} workers for {count} processes: use sizes of mesh "
+            "with which either number divides the other."
+        )
 
 
 def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
@@ -214,22 +276,25 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
         raise ValueError(
             f"{path} does not say which run it is of: use another workdir."
         )
-    if field := configs.differing_field(old, old | identity):
+    if field := differing_field(old, old | identity):
         raise ValueError(
             f"{path} is of a run with {field}: use another workdir, or the same config."
         )
     if experiment.config.microbatches != "fixed":
         kept(experiment.workdir, latest)
-    if not _continues(checkpoints.host(latest), first, experiment.workers):
+    if not _continues(checkpoints.host(latest), first):
         raise ValueError(
             f"{path / 'host'} is damaged, or of another version: restore it, or use "
             "another workdir."
         )
 
 
-def _continues(host: dict[str, Any], first: data.Batches, workers: int) -> bool:
+def _continues(host: dict[str, Any], first: data.Batches) -> bool:
     """Whether a run of these batches can go on from the host data of a checkpoint."""
     loss = host.get("held_out_loss", "")
+    if not worlds.is_axes(axes := host.get("axes")):
+        return False
+    workers = worlds.workers_of(axes)
     dropped = host.get("dropped") or {
         "in_a_row": [0] * workers,
         "nobody": 0,
@@ -266,34 +331,8 @@ def _adaptive(
     return acco_jax.Adaptive(microbatches, capacity)
 
 
-def _start(config: ConfigDict, make: Callable[[], PyTree], mesh: Mesh) -> PyTree:
-    """Returns the parameters of the finished run `base`, or without one `make`'s.
-
-    Raises:
-      ValueError: `base` holds no finished run of this model.
-    """
-    if config.base is None:
-        return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
-    folder = Path(config.base).expanduser()
-    try:
-        old = read_object(folder / "config.json")
-        fields = ConfigDict({k: old[k] for k in configs.default_config()})
-        base = prepare(fields, folder, list(mesh.devices.flat), repair=False)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"base is {folder}, which holds no run: {error}") from error
-    if (latest := base.checkpoints.latest()) is None:
-        raise ValueError(f"base is {folder}, which has no checkpoint: train it.")
-    if problem := base.checkpoints.problem(latest):
-        raise ValueError(
-            f"base is {folder}, whose checkpoint {latest} is damaged ({problem})."
-        )
-    if jax.eval_shape(base.init) != jax.eval_shape(make):
-        raise ValueError(
-            f"base is {folder}, which holds another model: set the same model.*, "
-            "length and tokenizer."
-        )
-    (params, state), _ = base.checkpoints.restore(latest, abstract(base))
-    return acco_jax.committed_params(state, params)
+def _made(init: Partial, shardings: PyTree) -> PyTree:
+    return jax.jit(lambda init: init(), out_shardings=shardings)(init)
 
 
 def _identity(params: PyTree) -> PyTree:
@@ -306,7 +345,7 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
     if not path.exists():
         return
     old = read_object(path)
-    if field := configs.differing_field(old, old | identity):
+    if field := differing_field(old, old | identity):
         raise ValueError(
             f"workdir {workdir} belongs to a run with {field}: use another workdir, "
             "or the same config."
@@ -315,12 +354,22 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
 
 def _check_same_text(checksum: int) -> None:
     """Refuses processes that read different text, each in the same line."""
-    checksums = multihost_utils.process_allgather(np.uint32(checksum)).tolist()
+    checksums = processes.gathered(np.uint32(checksum)).tolist()
     other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
     if other is not None:
         raise ValueError(
             f"process {other} has other text than process 0 (data set and tokenizer "
             "make other tokens): give all of them the same files and versions."
+        )
+
+
+def _check_same_weights(identity: dict[str, Any]) -> None:
+    """Refuses processes whose init_from is another model, each in the same line."""
+    said = json.dumps(identity.get("pretrained"), sort_keys=True)
+    if len(set(processes.gathered(np.uint32(zlib.crc32(said.encode()))).tolist())) > 1:
+        raise ValueError(
+            f"init_from={identity['init_from']!r} is not the same model for all "
+            "processes: give all of them the same files."
         )
 
 
@@ -333,8 +382,8 @@ def batches(experiment: Experiment) -> data.Batches:
         length=e.config.length,
         batch_size=e.rows,
         seed=e.config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=e.places[0],
+        process_count=e.places[1],
         workers=e.workers,
         steps=e.tx.steps_per_call,
         microbatches=e.capacity,
@@ -354,9 +403,10 @@ def held_out_batches(
         e.corpus,
         length=e.config.length,
         batch_size=e.workers * e.config.microbatch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-        limit=limit,
+        process_index=e.places[0],
+        process_count=e.places[1],
+        limit=limit,  # of what were batches when the run began
+        block=e.identity["workers"] * e.config.microbatch_size,
         lengths=c.lengths,
         document_mask=c.document_mask,
     )
@@ -367,13 +417,13 @@ def counts_of(experiment: Experiment) -> jax.Array | None:
     if not experiment.config.counts:
         return None
     counts = np.asarray(experiment.config.counts, np.int32)
-    local = np.split(counts, jax.process_count())[jax.process_index()]
-    return to_devices(local, experiment.mesh)
+    place, places = experiment.places
+    return to_devices(np.split(counts, places)[place], experiment.mesh)
 
 
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
     """Makes global arrays, split over the data axes, of this process's rows."""
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    sharding = NamedSharding(mesh, P(data_axes(mesh)))
     with jax.transfer_guard_host_to_device("allow"):  # here it is meant
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x), batch
@@ -382,19 +432,17 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
 
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
     """Makes parameters as the train step takes them, and sharded optimizer state."""
-    replicated = NamedSharding(experiment.mesh, P())
-    make = jax.jit(lambda init: init(), out_shardings=replicated)
-    return acco_jax.start(experiment.tx, make(with_arrays(experiment.init)))
+    return acco_jax.start(experiment.tx, experiment.start())
 
 
 def abstract_params(experiment: Experiment) -> PyTree:
     """Returns shapes, dtypes and shardings of the parameters that are trained."""
-    return _replicated(jax.eval_shape(experiment.init), experiment.mesh)
-
-
-def _replicated(shapes: PyTree, mesh: Mesh) -> PyTree:
-    sharding = NamedSharding(mesh, P())
-    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
+    shardings = runs.shardings(experiment.specs, experiment.mesh)
+    return jax.tree.map(
+        lambda x, sharding: x.update(sharding=sharding),
+        jax.eval_shape(experiment.init),
+        shardings,
+    )
 
 
 def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
@@ -405,3 +453,26 @@ def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
         jax.eval_shape(functools.partial(acco_jax.start, tx), params),
         acco_jax.start_shardings(tx, params),
     )
+
+
+def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
+    """Returns what `abstract` does, for a checkpoint and the world that it is of.
+
+    Where that is another than now, arrays have the shapes that they had then, and lie
+    on the devices that there are now.
+    """
+    e, axes = experiment, experiment.checkpoints.host(half_round)["axes"]
+    if axes == dict(e.mesh.shape):
+        return abstract(e)
+    was = meshes.described(axes)
+    return runs.as_stored(e.config, e.model, jax.eval_shape(e.init), was, e.mesh)
+
+
+def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
+    """Returns what was restored `as_saved` as today's workers hold it."""
+    like = abstract(experiment)
+    same: bool = jax.tree.structure(arrays) == jax.tree.structure(like)  # type: ignore[operator]
+    if same:
+        return arrays
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(functools.partial(moved, new=like), out_shardings=shardings)(arrays)

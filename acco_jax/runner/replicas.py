@@ -3,8 +3,9 @@
 A device that computes or stores a wrong bit raises no error. What is replicated over
 the data axes shows it: the parameters of sharded methods, small arrays of the state,
 counters and a frozen model. Each device computes a checksum of its own copy of every
-such array, and the checksums are compared on the host. What differs from worker to
-worker is not compared: shards, and the rows of local methods, whose workers have
+such array, and the checksums are compared on the host; where a worker is a group of
+devices, each device's part with those parts in other groups. What differs from worker
+to worker is not compared: shards, and the rows of local methods, whose workers have
 parameters of their own. Nor is a wrong bit seen that was overwritten before the
 comparison, as gathered parameters are in every half-round.
 """
@@ -20,9 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from acco_jax.groups import data_axes, members
+from acco_jax.layout.leaves import axes_in
+from acco_jax.runner import processes
 
 PyTree = Any
 NAMED = 8  # workers that an error names, at most
@@ -46,7 +50,8 @@ class Comparison:
             comparison may be judged at once.
         """
         self._mesh, self._late = mesh, late
-        self._enabled = enabled and mesh.size > 1
+        self._groups = members(mesh)
+        self._enabled = enabled and len(self._groups) > 1
         self._pending: tuple[int, list[str], jax.Array] | None = None
         self._hosts = _hosts() if self._enabled else []
 
@@ -55,7 +60,7 @@ class Comparison:
 
         Args:
           half_round: after which the arrays are as they are.
-          tree: of arrays; those that are not replicated over the mesh are left out.
+          tree: of arrays; those that are split over workers are left out.
 
         Raises:
           ReplicasDiffer: as `judge`.
@@ -63,7 +68,8 @@ class Comparison:
         self.judge()
         arrays = replicated(tree, self._mesh) if self._enabled else {}
         if arrays:
-            sums = _checksums(self._mesh)(list(arrays.values()))
+            specs = tuple(map(_spec, arrays.values()))
+            sums = _checksums(self._mesh, specs)(list(arrays.values()))
             self._pending = half_round, list(arrays), sums
         if not self._late:
             self.judge()
@@ -77,15 +83,16 @@ class Comparison:
         if self._pending is None:
             return
         (half_round, names, sums), self._pending = self._pending, None
-        found = jax.device_get(sums)
+        found = jax.device_get(sums).reshape(len(self._groups), -1)
         workers, majority = differing(found)
         if not workers:
             return
         columns = np.flatnonzero((found != found[0]).any(0))
-        what = names[columns[0]]
-        if len(columns) > 1:
-            what += f" and {len(columns) - 1} other arrays"
-        where = self._where(workers)
+        member, array = divmod(int(columns[0]), len(names))
+        what = names[array]
+        if others := len(set(columns % len(names))) - 1:
+            what += f" and {others} other arrays"
+        where = self._where(workers, member)
         if majority:
             verb = "holds" if len(workers) == 1 else "hold"
             what = f"{where} {verb} other bits of {what} than most workers"
@@ -106,9 +113,9 @@ class Comparison:
             self.send(half_round, tree)
         self.judge()
 
-    def _where(self, workers: Sequence[int]) -> str:
-        """Says worker, process, host and device of each."""
-        devices, hosts = self._mesh.devices.flat, self._hosts
+    def _where(self, workers: Sequence[int], member: int) -> str:
+        """Says worker, process, host and device of each: of a group, this member."""
+        devices, hosts = self._groups[:, member], self._hosts
         places = [
             f"worker {i} (process {d.process_index} on {hosts[d.process_index]}, {d})"
             for i, d in ((i, devices[i]) for i in workers[:NAMED])
@@ -119,16 +126,18 @@ class Comparison:
 
 
 @functools.cache
-def _checksums(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
-    """Returns what makes of replicated arrays (n, arrays) checksums, on every device.
+def _checksums(
+    mesh: Mesh, specs: tuple[P, ...]
+) -> Callable[[list[jax.Array]], jax.Array]:
+    """Returns what makes of arrays (devices, arrays) checksums, on every device.
 
     Each device reads its own copies; gathering the sums is the only communication.
     """
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names),
-        check_vma=False,
+        jax.shard_map, mesh=mesh, in_specs=(list(specs),), check_vma=False,
+        out_specs=P(mesh.axis_names),
     )  # fmt: skip
     def checksums(arrays: list[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(x) for x in arrays])[None]
@@ -169,15 +178,23 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def replicated(tree: PyTree, mesh: Mesh) -> dict[str, jax.Array]:
-    """Returns by their paths the arrays that every device of a mesh holds whole."""
-    devices = set(mesh.devices.flat)
+    """Returns by their paths the arrays that every worker of a mesh holds whole."""
+    devices, workers = set(mesh.devices.flat), set(data_axes(mesh))
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): x
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if isinstance(x, jax.Array)
-        and x.sharding.is_fully_replicated
         and x.sharding.device_set == devices
+        and (spec := _spec(x)) is not None
+        and not workers & {a for entry in spec for a in axes_in(entry)}
     }
+
+
+def _spec(x: jax.Array) -> P | None:
+    """Returns how an array is split, None if it is not known."""
+    if x.sharding.is_fully_replicated:
+        return P()
+    return x.sharding.spec if isinstance(x.sharding, NamedSharding) else None
 
 
 def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
@@ -197,8 +214,6 @@ def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
 def _hosts() -> list[str]:
     """Returns the name of every process's host."""
     name = socket.gethostname().encode()[:HOST_BYTES]
-    if jax.process_count() == 1:
-        return [name.decode()]
     padded = np.frombuffer(name.ljust(HOST_BYTES, b"\0"), np.uint8)
-    names = multihost_utils.process_allgather(padded)
+    names = processes.gathered(padded)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in names]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -175,6 +176,7 @@ class _Command:
         self._attempt = 0
         self._child: _Child | None = None
         self._told = 0  # signals received
+        self._name = secrets.token_hex(8)
 
     async def run(self) -> int:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -229,6 +231,7 @@ class _Command:
             processes=job.processes,
             host=socket.gethostname(),
             attempt=self._attempt,
+            command=self._name,
         )
         return link
 

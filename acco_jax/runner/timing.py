@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from acco_jax.gradients import Accumulator
+from acco_jax.groups import data_axes
+from acco_jax.runner import processes
 
 PyTree = Any
 
@@ -33,8 +34,8 @@ def gradient_seconds(
 
     Args:
       loss_fn: as for `acco_jax.local_gradients`.
-      mesh: n devices, all of them on data axes.
-      params: as `loss_fn` takes them, replicated.
+      mesh: of n workers, each a device or a group of them.
+      params: as `loss_fn` takes them, the same on all workers.
       batch: leaves (n * microbatches * b, ...), split over the workers.
       counts: (n,) of the microbatches to compute, or None for all.
       microbatches: of each worker.
@@ -42,7 +43,7 @@ def gradient_seconds(
       times: how many to time.
     """
     accumulator = Accumulator(
-        loss_fn, mesh, mesh.axis_names, microbatches, accumulate_dtype
+        loss_fn, mesh, data_axes(mesh), microbatches, accumulate_dtype
     ).placed()
 
     @jax.jit
@@ -58,6 +59,4 @@ def gradient_seconds(
         return time.perf_counter() - start
 
     median = np.float32(statistics.median([seconds() for _ in range(1 + times)][1:]))
-    if jax.process_count() == 1:
-        return float(median)
-    return float(np.max(multihost_utils.process_allgather(median)))
+    return float(processes.gathered(median).max())

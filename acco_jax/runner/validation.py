@@ -3,8 +3,7 @@
 from etils import epath
 from ml_collections import ConfigDict
 
-from acco_jax.runner import config as configs
-from acco_jax.runner import models, optimizers
+from acco_jax.runner import checks, models, optimizers
 from acco_jax.runner.files import is_remote
 from acco_jax.runner.names import named
 
@@ -15,10 +14,10 @@ def validate(config: ConfigDict) -> None:
     Raises:
       ValueError: in one line, naming the field, its value and the remedy.
     """
-    configs.check(config)
+    checks.check(config)
     optimizers.optimizer(config)
     if config.model.factory is None:  # the tokenizer's tokens come with the corpus
-        models.gpt_neo_config(config, vocab_size=1)
+        models.transformer_config(config, vocab_size=1)
     else:
         named("model.factory", config.model.factory)
     if is_remote(config.checkpoints):

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
-from jax.experimental import multihost_utils
 
-from acco_jax.runner import goodput, metrics
+from acco_jax.runner import goodput, metrics, processes
 from acco_jax.runner.files import is_remote, read_object
 
 LOCK = "lock.json"
@@ -45,10 +44,8 @@ def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         refusal = _take(path, mine, time.monotonic() + patience)
-    if jax.process_count() > 1:
-        refused = multihost_utils.broadcast_one_to_all(np.bool_(refusal))
-        if refused and jax.process_index():
-            refusal = f"process 0 refuses workdir {workdir}: see its line."
+    if processes.from_process_0(np.bool_(refusal)) and jax.process_index():
+        refusal = f"process 0 refuses workdir {workdir}: see its line."
     if refusal:
         raise ValueError(refusal)
     if jax.process_index():
@@ -178,18 +175,18 @@ def check_shared(workdir: Path) -> None:
         )
     if jax.process_count() == 1:
         return
-    name = multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32)))
+    name = processes.from_process_0(np.uint32(secrets.randbits(32)))
     path = workdir / f"probe-{int(name):08x}"
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         path.touch()
-    multihost_utils.sync_global_devices("probe written")
+    processes.meet("probe written")
     limit = time.monotonic() + PROBE_SECONDS
     while not (seen := path.exists()) and time.monotonic() < limit:
         with contextlib.suppress(OSError):  # makes network file systems look again
             os.listdir(workdir)
         time.sleep(0.5)
-    everyone = multihost_utils.process_allgather(np.bool_(seen)).tolist()
+    everyone = processes.gathered(np.bool_(seen)).tolist()
     if jax.process_index() == 0:
         path.unlink(missing_ok=True)
     blind = [i for i, found in enumerate(everyone) if not found]

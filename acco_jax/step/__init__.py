@@ -83,15 +83,20 @@ def make_train_step(
             "Adaptive(least, most) or Replay(log, most)."
         )
     device = tx.mesh.devices.flat[0]
+    model_axes = set(tx.mesh.axis_names) - set(tx.axis)
+    model_axis = any(tx.mesh.shape[a] > 1 for a in model_axes)
     if form == "auto":
         several = len({d.process_index for d in tx.mesh.devices.flat}) > 1
-        form = "split" if device.platform == "cpu" and several else "fused"
-    if compiler_options is None:
-        model_axes = set(tx.mesh.axis_names) - set(tx.axis)
-        compiler_options = default_options(
-            device.device_kind,
-            model_axis=any(tx.mesh.shape[a] > 1 for a in model_axes),
+        split = device.platform == "cpu" and several and not model_axis
+        form = "split" if split else "fused"
+    if form == "split" and model_axis:
+        raise ValueError(
+            f"form='split' sends from a thread beside the gradients, but here they "
+            f"communicate, too, over {', '.join(sorted(model_axes))}, and devices "
+            "might take the two in different orders: use form='fused'."
         )
+    if compiler_options is None:
+        compiler_options = default_options(device.device_kind, model_axis=model_axis)
     gradients = Accumulator(
         loss_fn, tx.mesh, tx.axis, most, tx.accumulate_dtype, drop_nonfinite
     ).placed()

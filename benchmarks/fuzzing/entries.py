@@ -30,6 +30,7 @@ from acco_jax.runner import counts as logs
 from acco_jax.runner import goodput as record
 from acco_jax.runner import metrics as rows
 from acco_jax.runner import workdir as workdirs
+from acco_jax.runner import worlds as record_of_worlds
 from acco_jax.runner.drops import Drops
 from acco_jax.runner.validation import validate
 from acco_jax.step.adaptive import read_counts
@@ -189,6 +190,17 @@ def counts(case: Case) -> None:
     made.close()
     logs.check_log(path, 4, 1, 16)
     acco_jax.Replay(str(path), 16)
+
+
+def worlds(case: Case) -> None:
+    """Reads, continues and replays worlds.jsonl."""
+    found = record_of_worlds.recorded(Path())
+    replay = record_of_worlds.Replay(Path())
+    identity = json.loads(Path("config.json").read_text())
+    for half_round, world in found[:9]:
+        replay.check(identity, half_round, world)
+        replay.end(half_round)
+        record_of_worlds.record(Path("."), half_round, world)
 
 
 def workdir(case: Case) -> None:

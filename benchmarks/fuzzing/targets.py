@@ -233,6 +233,7 @@ TARGETS: dict[str, Any] = {
     "metrics": Files(entries.metrics, _WORKDIR, ["metrics.jsonl"]),
     "goodput": Files(entries.goodput, _WORKDIR, ["goodput.jsonl"]),
     "counts": Files(entries.counts, _WORKDIR, ["counts.jsonl"]),
+    "worlds": Files(entries.worlds, _WORKDIR, ["worlds.jsonl"]),
     "workdir": Files(entries.workdir, _WORKDIR, _SMALL, {"here": (True, False)}),
     "checkpoints": Files(entries.checkpoints, _WORKDIR, _CHECKPOINTS, _SUMS),
     "tokenizers": Files(entries.tokenizer, _VOCABULARIES, options=_PLACES),

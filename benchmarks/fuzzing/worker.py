@@ -141,6 +141,21 @@ def run(
     }
 
 
+def messages_since(path: Path, size: int) -> tuple[str, int]:
+    """Returns what was printed, and how many tracebacks of the product's are in it.
+
+    Others are of tensorstore's threads, which print on after one read has failed: the
+    last line of theirs may be late.
+    """
+    for _ in range(20):
+        said = path.read_bytes()[size:].decode(errors="replace")
+        traces = said.count("Traceback") + said.count("panicked at")
+        if (left := traces - said.count("Event loop is closed")) <= 0:
+            break
+        time.sleep(0.05)
+    return said, left
+
+
 def main() -> None:
     scratch = Path(os.environ["ACCO_FUZZ"])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -162,11 +177,7 @@ def main() -> None:
         noticed = watch if name in targets.DATA else None
         size = (scratch / "messages.txt").stat().st_size
         outcome = run(targets.TARGETS[name], case, noticed, scratch / "case")
-        with open(scratch / "messages.txt", "rb") as file:
-            file.seek(size)
-            said = file.read().decode(errors="replace")
-        aside = said.count("Event loop is closed")  # tensorstore's, whose read failed
-        traces = said.count("Traceback") + said.count("panicked at") - aside
+        said, traces = messages_since(scratch / "messages.txt", size)
         if outcome["problem"] is None and traces > 0:
             outcome |= {"problem": "it printed a traceback", "trace": said[-4000:]}
         answers.write(json.dumps(outcome) + "\n")

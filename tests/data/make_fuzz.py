@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 
 import jax
@@ -18,9 +19,10 @@ from pyarrow import parquet
 
 from acco_jax import data
 from acco_jax.data import corpora
-from acco_jax.runner import commands, goodput, preparation
+from acco_jax.runner import commands, goodput, preparation, worlds
 from acco_jax.runner import config as configs
 
+ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).parent / "fuzz" / "seeds"
 RECORDS = [
     {
@@ -143,12 +145,15 @@ def run():
         "batches": preparation.batches(experiment).get_state(),
         "seconds": 1.5,
         "identity": experiment.identity,
+        "axes": dict(experiment.mesh.shape),
         "held_out_loss": 5.25,
         "dropped": {"in_a_row": [0], "nobody": 0, "since": 0},
     }
     for half_round in (2, 4):
         experiment.checkpoints.save(half_round, preparation.initial(experiment), host)
     experiment.checkpoints.close()
+    for half_round in (2, 4):
+        nameless(workdir / "checkpoints", str(half_round))
     at = {"half_round": 2, "tokens": 16, "seconds": 1.5}
     rows = [{"kind": "train", "loss": 5.5, "tokens_per_second": 10.5, **at},
             {"kind": "train", "loss": 5.4, "tokens_per_second": 11.5, **at},
@@ -159,6 +164,8 @@ def run():
              for i, cause in enumerate(goodput.CAUSES)]  # fmt: skip
     write(workdir / "goodput.jsonl", spent)
     write(workdir / "counts.jsonl", [[2], [1], [2], [3]])
+    for half_round, axes in ((0, {"data": 2}), (3, {"data": 1})):
+        worlds.record(workdir, half_round, worlds.World(axes, 1, [2], "fused"))
     summary = {"loss": 5.2, "tokens": 16, "steps": 1, "seconds": 1.5,
                "bytes_sent_per_worker": 100, "state_bytes_per_device": 200,
                "gradient_seconds_per_token": 1e-3}  # fmt: skip
@@ -166,6 +173,16 @@ def run():
     lock = {"host": "elsewhere", "pid": 4000000, "started": "123"}
     (workdir / "lock.json").write_text(json.dumps(lock))
     shutil.rmtree(OUT / "data")
+
+
+def nameless(checkpoints, name):
+    """Takes the place where it was written out of what a checkpoint says of itself."""
+    path = checkpoints / f"{name}.checksums"
+    sums = json.loads(path.read_text())
+    for file in (checkpoints / name).rglob("commit_success.txt"):
+        file.write_text(file.read_text().replace(f"{ROOT}/", ""))
+        sums[str(file.relative_to(checkpoints / name))] = zlib.crc32(file.read_bytes())
+    path.write_text(json.dumps(sums))
 
 
 def tokens():

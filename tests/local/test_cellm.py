@@ -12,7 +12,7 @@ import acco_jax
 from acco_jax.gradients import Sums
 from acco_jax.methods.local.base import Work
 from acco_jax.methods.local.cellm import _entries
-from acco_jax.models import gpt_neo, lora
+from acco_jax.models import lora, transformer
 from acco_jax.plan import footprint
 from tests.local import problem
 from tests.local.test_rounds import HELD, run
@@ -227,13 +227,13 @@ def test_16_bit_parameters_keep_an_exact_point_and_what_rounding_left():
 # What it sends. "Plainly sparsified" is a top 10 % as it is usually sent: a float32
 # value and an int32 place for each, gathered from all workers.
 
-MODEL = gpt_neo.GPTNeoConfig(
+MODEL = transformer.Config(
     vocab_size=64, max_length=8, width=64, layers=2, heads=2, window=4
 )
 
 
 def adapters(dtype):
-    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))
     ranks = {"attn/(q|v)_proj/kernel": 4, "mlp/.*kernel": 8}
     made = jax.eval_shape(lambda: lora.init(params, jax.random.key(1), ranks))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), made)
@@ -241,10 +241,10 @@ def adapters(dtype):
 
 def lowered(make, dtype, n=8):
     """The program of one round on adapters, with few inner steps."""
-    base = gpt_neo.init_params(MODEL, jax.random.key(0))
+    base = transformer.init_params(MODEL, jax.random.key(0))
     tx = make(optax.adamw(1e-3), mesh=make_mesh(n), local_steps=2)
     step = acco_jax.make_train_step(
-        lora.loss_fn(gpt_neo.loss_fn(MODEL), base, 1.0),
+        lora.loss_fn(transformer.loss_fn(MODEL), base, 1.0),
         tx,
         microbatches=1,
     )

@@ -11,7 +11,7 @@ import pytest
 
 import acco_jax
 from acco_jax.methods import METHODS
-from acco_jax.models import gpt_neo, lora
+from acco_jax.models import lora, transformer
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -239,32 +239,30 @@ def test_adapters_of_another_model_are_not_merged():
 
 @functools.cache
 def small_gpt():
-    config = gpt_neo.GPTNeoConfig(
+    config = transformer.Config(
         vocab_size=31, max_length=8, width=16, layers=4, heads=2, window=4,
         dtype="float32",
     )  # fmt: skip
-    return config, gpt_neo.init_params(config, jax.random.key(0))
+    return config, transformer.init_params(config, jax.random.key(0))
 
 
 def test_gpt_neos_stacked_kernels_get_an_adapter_for_each_layer():
     config, params = small_gpt()
     made = lora.init(params, jax.random.key(1), 3, "attn/(q|v)_proj/kernel")
     assert sorted(made) == sorted(
-        f"h/{block}/attn/{name}_proj/kernel"
-        for block in config.positions
-        for name in "qv"
+        f"h/{block}/attn/{name}_proj/kernel" for block in config.blocks for name in "qv"
     )
     assert {ab["a"].shape for ab in made.values()} == {(2, 16, 3)}
     rng = np.random.default_rng(0)
     made = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), made)
     tokens = np.arange(18).reshape(2, 9) % 31
     merged = lora.merge(params, made, 0.1)
-    logits = gpt_neo.apply(config, merged, tokens[:, :-1])
+    logits = transformer.apply(config, merged, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    loss = lora.loss_fn(gpt_neo.loss_fn(config), params, 0.1)
+    loss = lora.loss_fn(transformer.loss_fn(config), params, 0.1)
     got = loss(made, {"tokens": tokens}, None)[0]
     np.testing.assert_allclose(got, losses.sum(), rtol=1e-6)
-    plain = gpt_neo.apply(config, params, tokens[:, :-1])
+    plain = transformer.apply(config, params, tokens[:, :-1])
     assert not np.allclose(plain, logits, atol=1e-3)
     by_hand = np.asarray(params["h"]["1_local"]["attn"]["q_proj"]["kernel"], np.float64)
     ab = made["h/1_local/attn/q_proj/kernel"]

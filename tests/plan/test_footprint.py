@@ -86,16 +86,16 @@ def test_the_wire_dtype_counts_not_what_the_cpu_makes_of_it():
 
 
 def test_a_collective_inside_the_layers_loop_counts_for_every_layer():
-    from acco_jax.models import gpt_neo
+    from acco_jax.models import transformer
 
-    model = gpt_neo.GPTNeoConfig(
+    model = transformer.Config(
         vocab_size=64, max_length=8, width=32, layers=6, heads=2, window=4
     )
     mesh = make_mesh(4)
     tx = acco_jax.fused_zero1(optax.sgd(1e-3), mesh=mesh)
-    params = jax.eval_shape(lambda: gpt_neo.init_params(model, jax.random.key(0)))
+    params = jax.eval_shape(lambda: transformer.init_params(model, jax.random.key(0)))
     state = jax.eval_shape(tx.init, params)
-    step = acco_jax.make_train_step(gpt_neo.loss_fn(model), tx, microbatches=2)
+    step = acco_jax.make_train_step(transformer.loss_fn(model), tx, microbatches=2)
     tokens = jax.ShapeDtypeStruct((8, 9), jnp.int32)
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
         lowered = step.lower(params, state, {"tokens": tokens})
@@ -104,7 +104,7 @@ def test_a_collective_inside_the_layers_loop_counts_for_every_layer():
     assert times[3] >= 1  # 6 layers in 3 repetitions of (global, local)
     reduced = sum(c.times * c.whole for c in found if c.kind == "reduce_scatter")
     gathered = sum(c.times * c.whole for c in found if c.kind == "all_gather")
-    assert reduced >= gathered >= 4 * gpt_neo.count_params(model)
+    assert reduced >= gathered >= 4 * transformer.count_params(model)
 
 
 def lowered(local, n=4):

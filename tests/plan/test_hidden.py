@@ -4,7 +4,7 @@ The model has GPT-2-small's sizes (width 768, 12 heads, 12 layers, vocabulary 50
 sequences of 1024 tokens); its layers are a loop, so that their number costs no compile
 time. Every machine's program is compiled once and all that must hold of it is asserted
 together. A chip that the installed compiler does not know is skipped. The fast suite
-holds one GPU and one TPU machine, `make test-slow` the rest.
+holds one GPU and one TPU machine, `make test-slow` and `make test-long` the rest.
 """
 
 import dataclasses
@@ -17,10 +17,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.methods import METHODS
-from acco_jax.models import gpt_neo
+from acco_jax.models import transformer
 from acco_jax.plan import programs, topologies
+from acco_jax.plan.footprint import bytes_held
+from acco_jax.runner.config import default_config
 
-MODEL = gpt_neo.GPTNeoConfig(
+MODEL = transformer.Config(
     vocab_size=50304,
     max_length=1024,
     width=768,
@@ -31,13 +33,13 @@ MODEL = gpt_neo.GPTNeoConfig(
     param_dtype=jnp.bfloat16,
 )
 ROWS = 2  # of a microbatch
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 
 # A method's hidden fraction of the data axis's bytes: lowest and highest.
 HIDDEN = {"acco": (1.0, 1.0), "zero1": (0.0, 0.01)}
 
 
-def case(method, machine, microbatches, *, model=1, dynamic=False, fast=False):
+def case(method, machine, microbatches, *, model=1, dynamic=False, marks=slow):
     name = f"{method}-{machine}-{microbatches}"
     name += ("-dynamic" if dynamic else "") + (f"-model{model}" if model > 1 else "")
     return pytest.param(
@@ -47,12 +49,12 @@ def case(method, machine, microbatches, *, model=1, dynamic=False, fast=False):
         model,
         dynamic,
         id=name,
-        marks=() if fast else slow,
+        marks=marks,
     )
 
 
 CASES = [
-    case("acco", "gpu:h200:2x8", 4, fast=True),
+    case("acco", "gpu:h200:2x8", 4, marks=()),
     case("zero1", "gpu:h200:2x8", 4),
     case("acco", "gpu:h200:2x8", 1),
     case("acco", "gpu:h200:2x8", 2),
@@ -61,13 +63,13 @@ CASES = [
     case("acco", "gpu:h200:16x8", 4),
     case("acco", "gpu:h200:2x8", 4, model=2),
     case("acco", "tpu:v6e:4x4", 4),
-    case("zero1", "tpu:v6e:4x4", 4),
+    case("zero1", "tpu:v6e:4x4", 4, marks=long),
     case("acco", "tpu:v6e:4x4", 1),
-    case("acco", "tpu:v6e:4x4", 3, dynamic=True),
+    case("acco", "tpu:v6e:4x4", 3, dynamic=True, marks=long),
     case("acco", "tpu:v5e:4x4", 4),
-    case("zero1", "tpu:v5e:4x4", 4),
-    case("acco", "tpu:v5e:4x4", 3, dynamic=True),
-    case("acco", "tpu:v5p:2x2x2", 4, fast=True),  # the quickest of the TPUs
+    case("zero1", "tpu:v5e:4x4", 4, marks=long),
+    case("acco", "tpu:v5e:4x4", 3, dynamic=True, marks=long),
+    case("acco", "tpu:v5p:2x2x2", 4, marks=()),  # the quickest of the TPUs
     case("acco", "tpu:tpu7x:2x2x2", 4),
 ]
 
@@ -100,7 +102,7 @@ def described(method, machine, microbatches, model, dynamic):
         mesh = topologies.mesh(topology, model=model)
     except ValueError as error:  # this libtpu does not know the chip
         pytest.skip(str(error))
-    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))
     options = {"param_specs": specs(params)}
     if model == 1:
         mesh, options = programs.data_mesh(topology), {}
@@ -109,7 +111,7 @@ def described(method, machine, microbatches, model, dynamic):
     return programs.assemble(
         method,
         METHODS[method](inner, mesh=mesh, **options),
-        gpt_neo.loss_fn(MODEL),
+        transformer.loss_fn(MODEL),
         params,
         microbatches=microbatches,
         microbatch=(ROWS, MODEL.max_length + 1),
@@ -151,8 +153,34 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     # What the trip counts come to: the busiest worker's microbatches, counted whole.
     one = schedule.flops / microbatches
     tokens = ROWS * MODEL.max_length
-    want = gpt_neo.flops_per_token(MODEL, MODEL.max_length) * tokens / model
+    want = transformer.flops_per_token(MODEL, MODEL.max_length) * tokens / model
     assert one == pytest.approx(want, rel=0.1)
+
+
+GROUPS = [
+    ("gpu:h100:8x8", {"mesh.fsdp": 8}, {"all-gather", "reduce-scatter"}),
+    ("gpu:h100:2x8", {"mesh.tensor": 2}, {"all-reduce"}),
+]
+
+
+@slow
+@pytest.mark.parametrize(("machine", "group", "kinds"), GROUPS)
+def test_groups(machine, group, kinds):
+    """The data axis's bytes are hidden while each group's collectives run in loops."""
+    c = default_config()
+    c.model.size, c.model.vocab_size = "gpt-neo-125m", 50264
+    c.microbatch_size, c.microbatches_per_step, c.length = 16, 8, 512
+    c.update_from_flattened_dict(group)
+    mesh = programs.data_mesh(topologies.parse(machine), None, c.mesh)
+    program = programs.describe(c, mesh)
+    schedule = program.compile().schedule
+    assert schedule.hidden_fraction(groups=program.groups) == 1.0
+    own = [x for x in schedule.select() if program.in_group(x)]
+    assert {x.kind for x in own} >= kinds and any(x.times > 1 for x in own)
+    data = schedule.select(groups=program.groups)
+    assert [x.kind for x in data] == ["reduce-scatter", "all-gather"]
+    split = bytes_held(program.arguments[0])  # what a device has of the parameters
+    assert all(split <= x.bytes <= 1.02 * split for x in data)
 
 
 FEW = {"gather_bits": 8, "reduce_bits": 8}
@@ -195,13 +223,13 @@ def test_two_data_axes(name):
     machine, slices, options, kinds, parts = DOMAINS[name]
     topology = topologies.parse(machine, slices=slices)
     mesh = programs.data_mesh(topology, domains=2)
-    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))
     program = programs.assemble(
         "acco",
         METHODS["acco"](
             optax.adamw(1e-3), mesh=mesh, axis_name=mesh.axis_names, **options
         ),
-        gpt_neo.loss_fn(MODEL),
+        transformer.loss_fn(MODEL),
         params,
         microbatches=8,
         microbatch=(ROWS, MODEL.max_length + 1),
@@ -235,7 +263,7 @@ def test_memory(microbatches):
     one = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens.sharding)}
 
     def gradients(params, batch):  # each worker's own
-        loss = lambda params: gpt_neo.loss_fn(MODEL)(params, batch, None)[0]  # noqa: E731
+        loss = lambda params: transformer.loss_fn(MODEL)(params, batch, None)[0]  # noqa: E731
         return jax.tree.map(lambda g: g[None], jax.value_and_grad(loss)(params))
 
     alone = jax.shard_map(
@@ -280,11 +308,11 @@ LOCAL = {
 @pytest.mark.parametrize("method", LOCAL)
 def test_exchanges_hide_behind_inner_steps(method):
     (options, kinds), machine = LOCAL[method], topologies.parse("gpu:h200:2x8")
-    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))
     program = programs.assemble(
         method,
         METHODS[method](optax.adamw(1e-3), mesh=programs.data_mesh(machine), **options),
-        gpt_neo.loss_fn(MODEL),
+        transformer.loss_fn(MODEL),
         params,
         microbatches=2,
         microbatch=(ROWS, MODEL.max_length + 1),
@@ -297,7 +325,7 @@ def test_exchanges_hide_behind_inner_steps(method):
         ["u32"] if "bits" in options else []
     )
     assert schedule.hidden_fraction(groups=program.groups) == 1
-    assert program.parameters == gpt_neo.count_params(MODEL)
+    assert program.parameters == transformer.count_params(MODEL)
 
 
 @slow
@@ -309,5 +337,5 @@ def test_what_does_not_fit_says_so():
     )
     arguments = (*program.arguments[:2], {"tokens": huge}, None)
     program = dataclasses.replace(program, arguments=arguments)
-    with pytest.raises(programs.DoesNotFit, match=r"it needs .*T of 31.25G of memory"):
+    with pytest.raises(programs.DoesNotFit, match=r"needs .*[GT] of 31.25G of memory"):
         program.compile()

@@ -6,8 +6,9 @@ import jax
 import optax
 import pytest
 
+import acco_jax
 from acco_jax.methods import METHODS
-from acco_jax.models import gpt_neo
+from acco_jax.models import transformer
 from acco_jax.plan import footprint, optimizers, planner, programs, report, topologies
 from acco_jax.plan.schedules import Collective
 
@@ -113,7 +114,7 @@ def test_own(wanted, compiled, own):
     assert optimizers.own(compiled, wanted) == [(compiled[i], size) for i, size in own]
 
 
-MODEL = gpt_neo.GPTNeoConfig(512, 64, 256, 1, 4, pattern=("global",), dtype="bfloat16")
+MODEL = transformer.Config(512, 64, 256, 1, 4, pattern=("global",), dtype="bfloat16")
 OPTIMIZERS = {
     "adamw": optax.adamw,
     "lamb": optax.lamb,
@@ -126,12 +127,12 @@ def own_of(name, machine="gpu:h200:1x8", slices=1):
     """Of acco around a clipped optimizer: kind -> number, bytes, hidden bytes."""
     topology = topologies.parse(machine, slices)
     mesh = programs.data_mesh(topology)
-    params = jax.eval_shape(lambda: gpt_neo.init_params(MODEL, jax.random.key(0)))
+    params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))
     inner = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](1e-3))
     program = programs.assemble(
         "acco",
         METHODS["acco"](inner, mesh=mesh, axis_name=mesh.axis_names),
-        gpt_neo.loss_fn(MODEL),
+        transformer.loss_fn(MODEL),
         params,
         microbatches=2,
         microbatch=(2, MODEL.max_length + 1),
@@ -173,6 +174,7 @@ def test_adafactor_reduces_rows_or_columns():
 def test_one_axis_over_slices_is_not_told():
     topology = topologies.parse("tpu:v6e:2x2", 2)
     mesh = programs.data_mesh(topology, domains=1)
-    program = dataclasses.make_dataclass("Program", ["mesh"])(mesh)
+    tx = acco_jax.zero1(optax.sgd(1.0), mesh=mesh)
+    program = dataclasses.make_dataclass("Program", ["tx"])(tx)
     compiled = programs.Compiled("", None, None, 0.0, None, ())
     assert planner.optimizers_own(program, compiled, topology) is None

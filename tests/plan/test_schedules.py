@@ -335,6 +335,26 @@ def between(lines: str, computations: str = "") -> schedules.Collective:
             '"BF16","dimensions":["2","4","64","64"],"tuple_shapes":[]}}}',
             5 * 2 * 2 * 4 * 64 * 64 * 32,
         ),
+        # kernels of attention, of which the scope says how much they compute
+        (
+            "%x = (bf16[2,64,128]{2,1,0}, f32[2,4,64]{2,1,0}) custom-call(%a, %a, %a), "
+            'custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/'
+            'attention_64x64/attention_forward/pallas_call" source_line=3}',
+            2 * 2 * (2 * 4 * 32) * (64 * 65 // 2),
+        ),
+        (
+            "%x = (f32[16,64]{1,0}, bf16[2,4,64,32]{3,2,1,0}) custom-call(%s, %a, %a), "
+            'custom_call_target="tpu_custom_call", frontend_attributes={meta={\n'
+            '"blocks":"{16}"\n}}, metadata={op_name="attention_64x10/vmap(splash)/'
+            'splash_mha_dkv_no_residuals/pallas_call"}',
+            2 * 4 * (2 * 4 * 32) * (sum(range(10)) + 55 * 10),
+        ),
+        (
+            "%x = bf16[2,64,4,32]{3,2,1,0} custom-call(%a, %a), "
+            'custom_call_target="__gpu$xla.gpu.triton", '
+            'metadata={op_name="jit(f)/another_kernel/pallas_call"}',
+            0,
+        ),
         # an image convolution with padding: a 3x3 window over 8x8, 1 pixel around
         (
             "%x = f32[1,8,8,4]{3,2,1,0} convolution(%i, %k), "
@@ -352,6 +372,7 @@ def test_products(lines, flops):
     operands = """
         %r = bf16[64,16]{1,0} parameter(2)
         %a = bf16[2,64,4,32]{3,2,1,0} parameter(3)
+        %s = s8[1,2,2]{2,1,0} parameter(6)
         %i = f32[1,8,8,2]{3,2,1,0} parameter(4)
         %k = f32[3,3,2,4]{3,2,1,0} parameter(5)
     """
@@ -581,7 +602,17 @@ def test_end_inside_a_loop_counts_what_runs_before_it():
         ("replica_groups=[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
         ("replica_groups=mesh['data'=2,'m.1'=4] {'m.1'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
-        ("replica_groups=mesh['a'=8] {'a':(1)2}", ()),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        (
+            "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}",
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ),
+        (
+            "replica_groups=mesh['a'=4], device_ids=(3,2,1,0) {'a':(2)2}",
+            ((3, 2), (1, 0)),
+        ),
+        ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}", ()),
+        ("replica_groups=mesh['a'=8], device_ids=(@x) {'a'}", ()),
         ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", ((0, 1), (2, 3))),
     ],
 )

@@ -3,8 +3,10 @@
 import random
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import acco_jax
 from acco_jax.runner import config as configs
 from acco_jax.runner import loop, preparation
 
@@ -49,3 +51,28 @@ def train(tiny):
         return experiment, summary
 
     return run
+
+
+@pytest.fixture(scope="session")
+def saved(tiny):
+    """saved(workdir, devices, **changes): a run's checkpoint, and its parameters."""
+
+    def save(workdir, devices, half_rounds=(9,), **changes):
+        config = tiny(**changes)
+        e = preparation.prepare(config, workdir, jax.devices()[:devices])
+        params, state = jax.tree.map(_trained, loop.initial(e))
+        with e.checkpoints as checkpoints:
+            for half_round in half_rounds:
+                host = {"identity": e.identity, "axes": dict(e.mesh.shape)}
+                checkpoints.save(half_round, (params, state), host)
+        return e, jax.device_get(acco_jax.committed_params(state, params))
+
+    return save
+
+
+def _trained(x):
+    """Numbers that differ from worker to worker, and have more bits than bfloat16."""
+    if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    change = 0.01 * jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+    return jax.device_put(x + change, x.sharding)

@@ -1,6 +1,8 @@
 """Checkpoints: bitwise there and back, and damage seen before it is trained on."""
 
+import asyncio
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.runner import checkpoints as checkpoints_module
 from acco_jax.runner.checkpoints import Checkpoints
 
 
@@ -195,6 +198,30 @@ def test_refuses_to_start_again_where_all_is_damaged(folder):
         with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged") as e:
             Checkpoints(folder, keep=2)
         assert "\n" not in str(e.value) and "use another workdir" in str(e.value)
+
+
+@pytest.mark.parametrize("folder", ["orbax", "others"])
+def test_tasks_that_orbax_leaves_end_in_silence(folder, monkeypatch):
+    """It reads many arrays at once; the first failure alone is raised."""
+    source = """
+async def read():
+    try:
+        await asyncio.Future()
+    except BaseException:
+        raise OSError("read")
+"""
+    scope, heard = {"asyncio": asyncio}, []
+    exec(compile(source, f"/site-packages/{folder}/read.py", "exec"), scope)
+    hook = checkpoints_module._but_for_orbax(lambda said: heard.append(said.exc_type))
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    task = scope["read"]()
+    task.send(None)  # it waits, and then nobody waits for it
+    del task
+    loop.close()
+    asyncio.set_event_loop(None)
+    assert heard == ([] if folder == "orbax" else [OSError])
 
 
 def test_what_a_killed_process_left_is_no_checkpoint(folder):

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from acco_jax.runner import config as configs
-from acco_jax.runner import models, optimizers
+from acco_jax.runner import identity, models, optimizers
 from acco_jax.runner.validation import validate
 
 
@@ -104,6 +104,74 @@ def test_refuses_a_value_of_another_type_and_a_missing_field():
         validate(config)
 
 
+def with_scales():
+    config = configs.default_config()
+    config.scales.smoke = {
+        "steps": 3,
+        "tokens": None,
+        "model": {"width": 16, "size": None},
+        "optimizer": {"options": {"b2": 0.9}},
+    }
+    config.scales.large = {"steps": 5000}
+    return config
+
+
+def test_a_scale_changes_its_fields_but_those_of_the_command_line():
+    config = with_scales()
+    config.scale, config.model.size, config.model.layers = "smoke", "gpt2", 6
+    small = configs.scaled(config)
+    validate(small)
+    assert (small.steps, small.model.width, small.model.layers) == (3, 16, 6)
+    assert small.model.size is None and small.optimizer.options.b2 == 0.9
+    assert small.scale is None and not small.scales
+    assert config.steps == 1000 and "smoke" in config.scales
+    kept = configs.scaled(config, ["steps", "optimizer.options"])
+    assert kept.steps == 1000 and not kept.optimizer.options
+    plain = configs.scaled(with_scales())
+    assert plain.to_dict() == configs.default_config().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("scale", "changes", "message"),
+    [
+        ("smok", {}, r"scale is 'smok': did you mean 'smoke'\? Known: large, smoke\."),
+        (
+            "smoke",
+            {"steps": "few"},
+            r"scales.smoke has steps='few', which does not fit",
+        ),
+        (
+            "smoke",
+            {"modle": {"width": 8}},
+            r"scales.smoke has modle.width=8, which does",
+        ),
+        ("smoke", {"stpes": 8}, r"config has no field stpes: did you mean 'steps'\?"),
+    ],
+)
+def test_a_scale_that_cannot_be_is_refused_in_one_line(scale, changes, message):
+    config = with_scales()
+    config.scales.smoke = changes
+    config.scale = scale
+    with pytest.raises(ValueError, match=message) as error:
+        validate(configs.scaled(config))
+    assert "\n" not in str(error.value)
+
+
+def test_a_scale_that_was_not_applied_is_refused():
+    config = with_scales()
+    validate(config)
+    config.scale = "smoke"
+    with pytest.raises(ValueError, match="scale is 'smoke', but it was not applied"):
+        validate(config)
+
+
+def test_a_config_without_scales_says_so():
+    config = configs.default_config()
+    config.scale = "smoke"
+    with pytest.raises(ValueError, match=r"scale is 'smoke', but the config has no"):
+        configs.scaled(config)
+
+
 @pytest.mark.parametrize("field", ["clip", "warmup_steps"])
 def test_refuses_a_negative_field_of_the_optimizer(field):
     config = configs.default_config()
@@ -184,32 +252,57 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 
 def test_model_sizes_and_vocabulary():
     config = configs.default_config()
-    model = models.gpt_neo_config(config, 257)
+    model = models.transformer_config(config, 257)
     assert (model.width, model.layers, model.vocab_size) == (128, 4, 257)
     assert model.max_length == config.length and model.dtype == jnp.bfloat16
     config.model.size = "gpt-neo-125m"
-    assert models.gpt_neo_config(config, 257).width == 768
+    assert models.transformer_config(config, 257).width == 768
     config.model.size = "gpt-neo-1m"
     with pytest.raises(ValueError, match="'gpt-neo-1m' is unknown: use one of gpt-neo"):
-        models.gpt_neo_config(config, 257)
+        models.transformer_config(config, 257)
     config.model.size, config.model.vocab_size = None, 100
     with pytest.raises(
         ValueError, match="vocab_size is 100, but the tokenizer has 257"
     ):
-        models.gpt_neo_config(config, 257)
+        models.transformer_config(config, 257)
     config.model.vocab_size = 512
-    assert models.gpt_neo_config(config, 257).vocab_size == 512
+    assert models.transformer_config(config, 257).vocab_size == 512
     config.model.heads = 3
     with pytest.raises(ValueError, match="not divisible by heads=3"):
-        models.gpt_neo_config(config, 257)
+        models.transformer_config(config, 257)
+
+
+def test_families_of_models():
+    config = configs.default_config()
+    neo = models.transformer_config(config, 257)
+    assert (neo.norm, neo.positions, neo.mlp, neo.scale) == (
+        "layer", "learned", "gelu", 1.0
+    )  # fmt: skip
+    config.model.update(family="qwen3", kv_heads=2, mlp_width=300)
+    qwen = models.transformer_config(config, 257)
+    assert (qwen.norm, qwen.positions, qwen.mlp, qwen.qk_norm) == (
+        "rms", "rope", "swiglu", True
+    )  # fmt: skip
+    assert (qwen.heads, qwen.kv_heads, qwen.mlp_width) == (4, 2, 300)
+    config.model.update(kv_heads=3)
+    with pytest.raises(ValueError, match="not divisible by kv_heads=3"):
+        models.transformer_config(config, 257)
+    config.model.update(size="llama-3-8b", kv_heads=None)
+    with pytest.raises(ValueError, match=r"mlp_width is 300, but model\.size 'llama"):
+        models.transformer_config(config, 257)
+    config.model.update(mlp_width=None)
+    assert models.transformer_config(config, 257).kv_heads == 8
+    config.model.update(size=None, family="llama3")
+    with pytest.raises(ValueError, match="did you mean 'llama'"):
+        models.transformer_config(config, 257)
 
 
 def test_differing_field_names_what_matters():
     old = {"steps": 3, "log_every": 1, "model": {"width": 8}}
-    assert configs.differing_field(old, old | {"log_every": 7}) == ""
+    assert identity.differing_field(old, old | {"log_every": 7}) == ""
     new = old | {"model": {"width": 16}}
-    assert configs.differing_field(old, new) == "model.width=8, not 16"
-    assert configs.differing_field(old, {**old, "seed": 1}) == "seed=None, not 1"
+    assert identity.differing_field(old, new) == "model.width=8, not 16"
+    assert identity.differing_field(old, {**old, "seed": 1}) == "seed=None, not 1"
 
 
 def test_dtype_names_the_field():

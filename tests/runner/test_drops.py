@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from acco_jax.models.base import Model
-from acco_jax.runner import loop, metrics, optimizers, preparation
+from acco_jax.runner import loop, meshes, metrics, optimizers
 from acco_jax.runner.checkpoints import Checkpoints
 from tests.runner.own_models import linen_model
 from tests.runner.test_loop import arrays_of
@@ -116,6 +116,6 @@ def test_too_many_in_a_row_stop_the_run(train, tmp_path, marked):
 def test_whether_it_is_asked_for(tiny, method, asked, drops):
     config = tiny(method=method)
     config.drop_nonfinite = asked
-    mesh = preparation.data_mesh(jax.devices()[:2], None)
+    mesh = meshes.data_mesh(jax.devices()[:2], None)
     tx = optimizers.method(config, method, mesh, mesh.axis_names)
     assert optimizers.drops_nonfinite(config, tx) == drops

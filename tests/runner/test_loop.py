@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 import acco_jax
 from acco_jax import data
-from acco_jax.models import gpt_neo
-from acco_jax.runner import loop, metrics, models, preparation
+from acco_jax.models import transformer
+from acco_jax.runner import loop, meshes, metrics, models, preparation, processes
 
 RUNS = {
     "acco": {},
@@ -220,8 +220,8 @@ def manual_loss(experiment, params):
     for row, start in zip(rows, starts, strict=True):
         cut = tokens[start : start + length + 1]
         row[: len(cut)] = cut
-    sizes = models.gpt_neo_config(experiment.config, 257)
-    logits = jax.jit(lambda p, x: gpt_neo.apply(sizes, p, x))(params, rows[:, :-1])
+    sizes = models.transformer_config(experiment.config, 257)
+    logits = jax.jit(lambda p, x: transformer.apply(sizes, p, x))(params, rows[:, :-1])
     nats = -jax.nn.log_softmax(logits)[
         np.arange(len(rows))[:, None], np.arange(length), rows[:, 1:]
     ]
@@ -399,10 +399,7 @@ def test_refuses_the_workdir_of_another_run(acco_run, tiny, changes, message):
     assert str(workdir) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_refuses_the_workdir_of_other_workers_or_text(acco_run, tiny, texts, tmp_path):
-    _, _, workdir, _ = acco_run
-    with pytest.raises(ValueError, match="workers=2, not 1"):
-        preparation.prepare(tiny(), workdir, jax.devices()[:1])
+def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
     moved = shutil.copytree(texts, tmp_path / "texts")
     first = tmp_path / "work"
     config = tiny(**{"data.path": str(moved)})
@@ -422,7 +419,7 @@ def test_what_does_not_change_a_run_may_change(acco_run, tiny):
 
 def test_processes_with_other_text_are_refused(monkeypatch):
     gathered = lambda x: np.uint32([7, 7, 9, 7])  # noqa: E731
-    monkeypatch.setattr(preparation.multihost_utils, "process_allgather", gathered)
+    monkeypatch.setattr(processes, "gathered", gathered)
     with pytest.raises(ValueError, match="process 2 has other text than process 0"):
         preparation._check_same_text(7)
 
@@ -442,9 +439,10 @@ def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
         {"optimizer.name": "lion"},
         {"optimizer.name": "sgd", "options": {"momentum": 0.9}},
         {"optimizer.name": "adafactor", "options": {"min_dim_size_to_factor": 16}},
-        {"data.tokenizer": "bpe", "data.vocab_size": 280, "model.remat": True},
+        {"data.tokenizer": "bpe", "data.vocab_size": 280, "model.remat": "block"},
+        {"model.family": "qwen3", "model.kv_heads": 1, "data.document_mask": True},
     ],
-    ids=["lion", "sgd", "adafactor", "bpe"],
+    ids=["lion", "sgd", "adafactor", "bpe", "qwen3"],
 )
 def test_trains_and_continues_with(train, tiny, tmp_path, changes, monkeypatch):
     """What was not stopped and what was give the same last loss, below the first."""
@@ -540,7 +538,7 @@ def test_domains_make_two_data_axes(tiny, tmp_path):
         ([0] * 4, 2, (2, 2)),
         ([0, 0, 1, 1], None, (2, 2)),
         ([0, 0, 1, 1], 1, (4,)),
-        ([0, 0, 1, 1], 4, (4, 1)),
+        ([0, 0, 1, 1], 4, (4,)),  # no network within them
         ([0] * 4, 3, "domains is 3, but there are 4 devices: give a number that"),
         ([0] * 4, 0, "domains is 0, but there are 4 devices"),
         ([0, 1, 0, 1], 2, "domains is 2, but the devices are in 2 slices"),
@@ -551,15 +549,15 @@ def test_which_devices_are_a_domain(slices, domains, shape, monkeypatch):
         assert len(shape) == len(names) == len(types) == 1
         return mock.Mock(devices=np.array(devices).reshape(shape))
 
-    monkeypatch.setattr(preparation.jax, "make_mesh", make_mesh)
-    monkeypatch.setattr(preparation, "Mesh", lambda devices, names, types: devices)
+    monkeypatch.setattr(meshes.jax, "make_mesh", make_mesh)
+    monkeypatch.setattr(meshes, "Mesh", lambda devices, names, types: devices)
     devices = [mock.Mock(slice_index=i) for i in slices]
     if isinstance(shape, str):
         with pytest.raises(ValueError, match=shape) as error:
-            preparation.data_mesh(devices, domains)
+            meshes.data_mesh(devices, domains)
         assert "\n" not in str(error.value)
         return
-    found = preparation.data_mesh(devices, domains)
+    found = meshes.data_mesh(devices, domains)
     assert found.shape == shape and found.ravel().tolist() == devices
 
 

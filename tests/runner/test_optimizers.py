@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 
 import acco_jax
-from acco_jax.models import gpt_neo
+from acco_jax.models import transformer
 from acco_jax.runner import config as configs
 from acco_jax.runner import optimizers
 from acco_jax.runner.validation import validate
@@ -149,8 +149,8 @@ def test_what_does_not_decay_can_be_named():
 
 
 def test_the_gpt_neo_decays_its_matrices_alone():
-    sizes = gpt_neo.GPTNeoConfig(13, 8, width=6, layers=2, heads=2)
-    params = jax.eval_shape(lambda: gpt_neo.init_params(sizes, jax.random.key(0)))
+    sizes = transformer.Config(13, 8, width=6, layers=2, heads=2)
+    params = jax.eval_shape(lambda: transformer.init_params(sizes, jax.random.key(0)))
     kept = {
         "/".join(k.key for k in path): decayed
         for path, decayed in jax.tree_util.tree_leaves_with_path(

@@ -214,6 +214,31 @@ def test_commands_that_do_not_fit(jobs, capfd):
     assert any("is there already" in line for line in errors(capfd))
 
 
+def test_a_command_comes_again_while_its_old_words_arrive():
+    """When a cut link is whole, what was said before it was cut is heard at once."""
+    lines = []
+
+    async def say(port, command, *more):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        hello = {"process": 1, "processes": 2, "host": "a", "attempt": 0}
+        for message in (hello | {"command": command}, *more):
+            writer.write((json.dumps(message) + "\n").encode())
+        lines.append(next(iter(json.loads(await reader.readline()))))
+        return writer
+
+    async def commands():
+        async with meeting.Meeting(2, Limits()).at("127.0.0.1", 0) as here:
+            beat = {"beat": {"half_round": 1, "started": True, "silent": 0.0}}
+            commands = "one", "one", "other"
+            writers = [await say(here.port, name, beat) for name in commands]
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(commands(), 20))
+    assert lines == ["welcome", "welcome", "refused"]
+
+
 def test_a_connection_that_falls_silent_is_left(jobs):
     """A cut link ends no connection: when it is whole again, old words arrive."""
     (_, job), connections = jobs(GOOD, ("stay", 3), restarts=1), []

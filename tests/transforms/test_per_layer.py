@@ -15,7 +15,7 @@ from jax import lax
 
 import acco_jax
 from acco_jax.methods.dependence import dependence
-from acco_jax.models import gpt_neo, lora
+from acco_jax.models import lora, transformer
 from acco_jax.runner import config as configs
 from acco_jax.runner import optimizers
 from tests.reference import Unsharded, draw, make_mesh, parameters
@@ -428,10 +428,10 @@ RUNNER = {
 
 
 def shapes_of_model():
-    sizes = gpt_neo.GPTNeoConfig(
+    sizes = transformer.Config(
         13, 8, width=6, layers=2, heads=2, mlp_width=10, pattern=("global",)
     )
-    return jax.eval_shape(lambda: gpt_neo.init_params(sizes, jax.random.key(0)))
+    return jax.eval_shape(lambda: transformer.init_params(sizes, jax.random.key(0)))
 
 
 def in_blocks(params):
@@ -455,11 +455,13 @@ def test_the_runners_optimizer_is_that_of_unstacked_layers(name, adapters):
         optax.clip_by_global_norm(0.5),
         make(optimizers.learning_rate(config), **RUNNER[name]),
     )
-    check(optimizers.optimizer(config, gpt_neo.stacked), unstacked, in_blocks, params)
+    check(
+        optimizers.optimizer(config, transformer.stacked), unstacked, in_blocks, params
+    )
 
 
 def test_noise_of_the_runners_optimizer_differs_between_layers():
-    tx = optimizers.optimizer(settings_of("noisy_sgd", key=0), gpt_neo.stacked)
+    tx = optimizers.optimizer(settings_of("noisy_sgd", key=0), transformer.stacked)
     params = {"h": {"w": jnp.ones((2, 3))}}
     updates, _ = tx.update(params, tx.init(params), params)
     first, second = updates["h"]["w"]

@@ -65,6 +65,10 @@ class CellmState(NamedTuple):
         del params  # x(t), rounded
         return _committed(self.layout, self.master)
 
+    def theta(self, params: PyTree) -> PyTree:
+        del params
+        return base.narrowed(self.layout, self.master)
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _committed(layout: Layout, master: PyTree) -> PyTree:

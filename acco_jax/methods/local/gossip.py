@@ -67,15 +67,17 @@ class GossipState(NamedTuple):
 
     def committed(self, params: PyTree) -> PyTree:
         """The mean over the workers, replicated."""
+        return _committed(self, params)
+
+    def theta(self, params: PyTree) -> PyTree:
         rows = params if self.master is None else self.master
-        return _mean(self.layout, rows)
+        mean = jax.tree.map(lambda x: x.mean(0), base.widened(self.layout, rows))
+        return base.narrowed(self.layout, mean)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _mean(layout: Layout, rows: PyTree) -> PyTree:
-    mean = jax.tree.map(lambda x: x.mean(0), base.widened(layout, rows))
-    mean = base.narrowed(layout, mean)
-    return pinned(mean, layout.params_shardings)
+@jax.jit
+def _committed(state: GossipState, params: PyTree) -> PyTree:
+    return pinned(state.theta(params), state.layout.params_shardings)
 
 
 def matchings(n: int) -> list[np.ndarray]:

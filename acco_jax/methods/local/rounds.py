@@ -26,6 +26,7 @@ from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.layout import Layout, Pending, PyTree
 from acco_jax.methods.base import (
     CommonOptions,
+    assembled,
     common_attributes,
     gather_exact,
     placed_state,
@@ -53,6 +54,10 @@ class RoundState(NamedTuple):
     def committed(self, params: PyTree) -> PyTree:
         del params  # the point they started from, rounded to the wire's dtype
         return gather_exact(self.layout, self.outer.master)
+
+    def theta(self, params: PyTree) -> PyTree:
+        del params
+        return assembled(self.layout, self.outer.master)
 
 
 def differences(

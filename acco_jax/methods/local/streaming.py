@@ -18,7 +18,7 @@ steps: it ends with fragment p sent, and the next call starts with its arrival.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, Unpack
 
 import jax
@@ -31,6 +31,7 @@ from acco_jax.codec import Codec
 from acco_jax.exchange import Delivery, Exchange, ExchangeRound
 from acco_jax.layout import Layout, Leaf, Pending, PyTree
 from acco_jax.methods.base import (
+    assembled,
     common_attributes,
     gather_exact,
     layout_of,
@@ -69,9 +70,16 @@ class StreamingState(NamedTuple):
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # theta_i
+        return self._joined(gather_exact)
+
+    def theta(self, params: PyTree) -> PyTree:
+        del params
+        return self._joined(assembled)
+
+    def _joined(self, gather: Callable[[Layout, PyTree], Fragment]) -> PyTree:
         leaves: Fragment = {}
         for state in self.outer:
-            leaves |= gather_exact(state.layout, state.master)
+            leaves |= gather(state.layout, state.master)
         return self.layout.tree(lambda leaf: leaves[leaf.name])
 
 

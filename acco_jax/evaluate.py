@@ -1,0 +1,111 @@
+"""Say what texts cost a model: loss, perplexities and bits per byte.
+
+python -m acco_jax.evaluate --workdir=runs/quickstart
+python -m acco_jax.evaluate --model=FOLDER --file=book.txt --stride=512
+python -m acco_jax.evaluate --model=FOLDER --lambada=lambada_test.jsonl --json
+
+The model is what a run has trained (its newest checkpoint), or a Hugging Face folder
+(config.json, *.safetensors, tokenizer.json).
+
+--split is of a run's own data, and cut into rows as the run cuts it: the held-out loss
+is the run's. Ends of texts count as tokens there.
+--file is one text, all of whose tokens count once, the first as what follows the end
+of another text. Each is predicted from what stands before it in a window of as many
+tokens as the model has positions; windows begin --stride tokens after each other.
+--lambada is a file with a JSON object {"text": ...} a line: how often the model
+foresees a text's last word, all of its tokens the likeliest, and that word's
+perplexity; and the figures of the texts as a whole.
+
+Perplexity is e to the power of the loss, in nats per token; per word it is e to the
+power of the nats per word, and words are what spaces separate.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
+
+from absl import app, flags
+
+from acco_jax.runner import commands, devices, exits
+
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
+
+_MODEL = commands.ModelFlags()
+_SPLIT = flags.DEFINE_enum(
+    "split", None, ["train", "validation"], "Of the run's data; validation if no text."
+)
+_FILE = flags.DEFINE_string("file", None, "A text in UTF-8.")
+_LAMBADA = flags.DEFINE_string("lambada", None, 'A file of {"text": ...} a line.')
+_STRIDE = flags.DEFINE_integer(
+    "stride", None, "Tokens from window to window of --file; all positions if unset.", 1
+)
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    try:
+        devices.choose_platform(None, several_processes=False)
+        figures = _figures()
+    except FloatingPointError as error:
+        exits.end(exits.DIVERGED, error)
+    except KeyboardInterrupt:
+        exits.end(exits.FAILED, "interrupted")
+    except (ValueError, OSError) as error:
+        exits.end(exits.REFUSED, error)
+    print(json.dumps(figures) if _JSON.value else "\n".join(_lines(figures)))
+
+
+def _figures() -> dict[str, Any]:
+    """Returns what is asked for.
+
+    Raises:
+      ValueError: in one line, what cannot be evaluated, or flags exclude each other.
+      FloatingPointError: a loss is not finite.
+    """
+    asked = [f for f in (_SPLIT, _FILE, _LAMBADA) if f.value is not None]
+    workdir, file, lambada = _MODEL.workdir, _FILE.value, _LAMBADA.value
+    if len(asked) > 1:
+        first, second = (f"--{f.name}={f.value}" for f in asked[:2])
+        raise ValueError(f"{first} and {second}: give one of them.")
+    if _STRIDE.value is not None and file is None:
+        raise ValueError(f"--stride={_STRIDE.value} is for --file: give both.")
+    own = file is None and lambada is None
+    if own and workdir is None:
+        raise ValueError("a folder has no data of its own: give --file or --lambada.")
+    # slow, and only now may anything touch devices
+    from acco_jax.runner import language, perplexity, splits
+    from acco_jax.runner.files import read_text
+
+    if own:
+        return splits.of_split(str(workdir), _SPLIT.value or "validation")
+    if file is not None:
+        text = read_text(Path(file).expanduser())
+        return perplexity.of_text(language.opened(_MODEL), text, _STRIDE.value)
+    path = Path(str(lambada)).expanduser()
+    return perplexity.of_lambada(language.opened(_MODEL), path)
+
+
+def _lines(figures: dict[str, Any], indent: str = "") -> list[str]:
+    """Returns a line for each figure."""
+    lines = []
+    for name, value in figures.items():
+        label = name.replace("_", " ")
+        if isinstance(value, dict):
+            lines += [f"{indent}{label}", *_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{label:<{22 - len(indent)}}{_shown(value)}")
+    return lines
+
+
+def _shown(value: float | int | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=commands.parser())

@@ -1,0 +1,55 @@
+"""Export what a run has trained as a Hugging Face folder.
+
+python -m acco_jax.export --workdir=runs/quickstart --out=FOLDER
+
+The folder holds config.json, generation_config.json, the weights in safetensors files
+and a tokenizer, which AutoModelForCausalLM and AutoTokenizer of transformers read. The
+weights are the committed parameters of the newest checkpoint, or of --half_round; the
+adapters of a LoRA run are merged into the model that they adapt. Of a tokenizer of
+bytes, or of a 'bpe', the end of text becomes the special token <|endoftext|>. The
+folder is there whole or not at all.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
+
+from absl import app, flags, logging
+
+from acco_jax.runner import commands, devices, exits
+
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write: new, or empty.")
+_DTYPE = flags.DEFINE_string(
+    "dtype", None, "float32, bfloat16 or float16; unless given, model.param_dtype."
+)
+_HALF_ROUND = flags.DEFINE_integer(
+    "half_round", None, "Of the checkpoint; unless given, of the newest.", 0
+)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    try:
+        devices.choose_platform(None, several_processes=False)
+        # slow, and only now may anything touch devices
+        from acco_jax.runner import exporting
+
+        line = exporting.export(
+            Path(str(_WORKDIR.value)).expanduser(),
+            Path(str(_OUT.value)).expanduser(),
+            _DTYPE.value,
+            _HALF_ROUND.value,
+        )
+    except (ValueError, OSError) as error:
+        exits.end(exits.REFUSED, error)
+    print(line)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["workdir", "out"])
+    app.run(main, flags_parser=commands.parser())

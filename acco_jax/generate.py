@@ -1,0 +1,76 @@
+"""Let a model go on with a prompt.
+
+python -m acco_jax.generate --workdir=runs/quickstart --prompt='def mean(' --tokens=100
+python -m acco_jax.generate --model=FOLDER --prompt='Once' --temperature=0.8 --samples=3
+
+The model is what a run has trained (its newest checkpoint), or a Hugging Face folder
+(config.json, *.safetensors, tokenizer.json). Each sample is the prompt and what follows
+it, shown as it is written, up to the end of the text or so many tokens.
+"""
+
+import itertools
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
+
+from absl import app, flags
+
+from acco_jax.runner import commands, devices, exits
+
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
+
+_MODEL = commands.ModelFlags()
+_PROMPT = flags.DEFINE_string(
+    "prompt", "", "What the model goes on with; nothing: a text's beginning."
+)
+_TOKENS = flags.DEFINE_integer("tokens", 64, "How many follow at most.", 1)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "Divides the logits of tokens to draw; 0: the likeliest token."
+)
+_TOP_K = flags.DEFINE_integer(
+    "top_k", None, "Draw of so many of the likeliest tokens only."
+)
+_TOP_P = flags.DEFINE_float(
+    "top_p", None, "Draw of the fewest likeliest tokens that are together so probable."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of what is drawn.")
+_SAMPLES = flags.DEFINE_integer("samples", 1, "How many texts.", 1)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    try:
+        devices.choose_platform(None, several_processes=False)
+        # slow, and only now may anything touch devices
+        from acco_jax.runner import language
+        from acco_jax.runner.language import Sampling
+
+        how = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+        model = language.opened(_MODEL)
+        keys = language.keys_of(_SEED.value, _SAMPLES.value)
+        prompt = [model.tokens(_PROMPT.value)]
+        for number, key in enumerate(keys):
+            if number:
+                _show(f"--- {number + 1} of {len(keys)}\n")
+            texts = model.write(prompt, _TOKENS.value, how, key[None], chunk=1)
+            first = next(texts)  # refuses before anything is shown
+            _show(_PROMPT.value)
+            shown = 0
+            for (text,) in itertools.chain([first], texts):
+                _show(text[shown:])
+                shown = len(text)
+            _show("\n")
+    except KeyboardInterrupt:
+        exits.end(exits.FAILED, "interrupted")
+    except (ValueError, OSError) as error:
+        exits.end(exits.REFUSED, error)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=commands.parser())

@@ -1,0 +1,88 @@
+"""Groups of devices that are one worker each, and how they divide its parameters."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+PyTree = Any
+
+# Axes of a mesh along which the devices of a group divide one worker's computation.
+ROWS = "fsdp"  # splits a microbatch's rows, and parameters, which are gathered for use
+TENSOR = "tensor"  # splits heads and hidden units
+
+
+def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the axes along which the workers are: those that are not of a group."""
+    return tuple(name for name in mesh.axis_names if name not in (ROWS, TENSOR))
+
+
+def members(mesh: Mesh) -> np.ndarray:
+    """Return the devices as rows, one for each worker; a group's axes are the last."""
+    n = math.prod(mesh.shape[a] for a in data_axes(mesh))
+    return mesh.devices.reshape(n, -1)
+
+
+def group_specs(
+    params: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    specs: PyTree | None = None,
+    stacked: PyTree | None = None,
+) -> PyTree:
+    """Return `param_specs` that split parameters over the mesh's axis "fsdp", too.
+
+    Each array of at least two dimensions is split along the largest one that is free
+    and that the axis divides; vectors, and what no axis divides, are whole on every
+    device of a group.
+
+    Args:
+      params: arrays or ShapeDtypeStructs.
+      mesh: the devices.
+      specs: a PartitionSpec of each over axes such as "tensor"; None: over none.
+      stacked: a bool of each, whether axis 0 is over layers, which is not split; None:
+        it is of none.
+
+    Returns:
+      The tree of `params` with a PartitionSpec for each array.
+    """
+    every = lambda value: jax.tree.map(lambda _: value, params)  # noqa: E731
+    specs = every(P()) if specs is None else specs
+    stacked = every(False) if stacked is None else stacked
+    return jax.tree.map(
+        lambda x, spec, layers: fitted(x.shape, spec, dict(mesh.shape), int(layers)),
+        params,
+        specs,
+        stacked,
+    )
+
+
+def fitted(
+    shape: tuple[int, ...], spec: P, sizes: Mapping[str, int], first: int = 0
+) -> P:
+    """Return the axes of a spec that divide an array, and with them "fsdp".
+
+    Args:
+      shape: of the array.
+      spec: an axis, or None, for each dimension, over other axes than "fsdp".
+      sizes: of the axes that there are.
+      first: "fsdp" splits no dimension before this one.
+    """
+    entries = [
+        axis if axis in sizes and length % sizes[axis] == 0 else None
+        for axis, length in itertools.zip_longest(spec, shape)
+    ]
+    size = sizes.get(ROWS, 1)
+    free = [
+        d
+        for d in range(first, len(shape))
+        if entries[d] is None and shape[d] and shape[d] % size == 0
+    ]
+    if size > 1 and len(shape) - first > 1 and free:
+        entries[max(free, key=lambda d: shape[d])] = ROWS
+    return P(*entries)

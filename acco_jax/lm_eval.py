@@ -1,0 +1,132 @@
+"""A model for EleutherAI's lm-evaluation-harness, which must be installed.
+
+    import acco_jax.lm_eval
+    model = acco_jax.lm_eval.AccoLM(workdir="runs/quickstart")  # or model=FOLDER
+    lm_eval.simple_evaluate(model=model, tasks=["lambada_openai"])
+
+It answers the three requests of `lm_eval.api.model.LM`, as "acco_jax" in its registry.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from acco_jax.runner import language
+from acco_jax.runner.language import Sampling
+
+TOKENS = 256  # of an answer, where a request does not say
+CHUNK = 16  # tokens of an answer between looks for what ends it
+
+
+@register_model("acco_jax")
+class AccoLM(LM):
+    """A run's model, or that of a Hugging Face folder."""
+
+    def __init__(
+        self,
+        workdir: str | None = None,
+        model: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str = 8,
+        **unused: Any,
+    ) -> None:
+        """Opens a model.
+
+        Args:
+          workdir: of a run.
+          model: a Hugging Face folder, instead.
+          dtype: of the folder's model; None: its own.
+          batch_size: texts that are written together.
+          **unused: what the harness gives every model, such as a device.
+
+        Raises:
+          ValueError: in one line, what cannot be opened.
+        """
+        super().__init__()
+        if (workdir is None) == (model is None):
+            raise ValueError(
+                f"workdir is {workdir!r} and model {model!r}: give one of them."
+            )
+        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
+        if workdir is not None:
+            self._language = language.from_run(workdir)
+        else:
+            self._language = language.from_folder(str(model), dtype)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._language.tokenizer.fingerprint
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Returns of (context, continuation): log-probability, and if it is greedy."""
+        rows = [self._language.pair(*request.args) for request in requests]
+        return [(-s.nats, s.likeliest) for s in self._language.score(rows)]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns of (text,): its log-probability, in windows that do not overlap."""
+        stride = self._language.config.max_length
+        parts = [self._language.rows(r.args[0], stride) for r in requests]
+        scores = iter(self._language.score([row for part in parts for row in part]))
+        return [-sum(next(scores).nats for _ in part) for part in parts]
+
+    def generate_until(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
+        """Returns of (context, options) what follows, before the first stop string.
+
+        Options are the harness's: until, max_gen_toks, do_sample, temperature, top_k
+        and top_p. Of a context that is too long the end is kept.
+        """
+        found = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in groups.values():
+            for start in range(0, len(numbers), self.batch_size):
+                part = numbers[start : start + self.batch_size]
+                contexts = [requests[i].args[0] for i in part]
+                options = requests[part[0]].args[1]
+                for i, text in zip(part, self._until(contexts, options), strict=True):
+                    found[i] = text
+        return found
+
+    def _until(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+        """Returns what follows contexts, with the same options."""
+        until = options.get("until") or []
+        stops = [
+            stop for stop in ([until] if isinstance(until, str) else until) if stop
+        ]
+        most = self._language.config.max_length
+        room = most - len(self._language.before)
+        tokens = min(int(options.get("max_gen_toks", TOKENS)), room)
+        prompts = [
+            self._language.tokens(context, most - tokens) for context in contexts
+        ]
+        keys = language.keys_of(0, len(prompts))
+        texts = [""] * len(contexts)
+        for texts in self._language.write(
+            prompts, tokens, _sampling(options), keys, CHUNK
+        ):
+            if stops and all(any(s in text for s in stops) for text in texts):
+                break
+        return [_before(text, stops) for text in texts]
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """Returns how the harness's options choose tokens: greedily but where they draw."""
+    temperature = options.get("temperature")
+    if not options.get("do_sample", bool(temperature)) or temperature == 0:
+        return Sampling()
+    top_k = options.get("top_k") or None  # 0 is transformers' word for all
+    return Sampling(temperature or 1.0, top_k, options.get("top_p"))
+
+
+def _before(text: str, stops: list[str]) -> str:
+    """Returns a text up to the first of these strings in it."""
+    return text[: min((text.find(s) for s in stops if s in text), default=None)]

@@ -1,0 +1,265 @@
+"""A method's state on other devices: more workers or fewer, or in other groups.
+
+What belongs to the whole run is the same afterwards: the committed parameters, the
+optimizer's state, what the workers' pending gradients add up to. How it is split,
+padded and packed follows the new devices. What each of n workers has for itself goes to
+m so:
+
+    gradients and what rounding left out of them   worker i's are added to those of
+    (sums G, W over the workers)                   worker floor(i m / n); others have 0
+    rows of local methods (parameters, states of   worker j has the mean over the i
+    inner optimizers: means over the workers)      with floor(i m / n) = j, or a copy
+                                                   of worker floor(j n / m)'s
+
+So G / W, and with m a divisor or a multiple of n the mean of rows, are what they were.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.layout import Arrays, Layout, Leaf, LeftOut, Pending, PyTree, wide
+from acco_jax.layout.leaves import axes_in
+from acco_jax.methods import base
+
+
+def reshard(old: Any, tx: base.Method) -> Any:
+    """Return a state, and the parameters beside it, for the workers of another mesh.
+
+    Args:
+      old: a method's state, or (params, state) as `start` returned and steps went on
+        with them; of a local method the latter. Arrays may lie on any devices that
+        this process can move them from, or in host memory. What another world has
+        saved is restored in `saved`'s form, on the devices that there are.
+      tx: the same method with the same options and inner optimizer, on the new mesh.
+
+    Returns:
+      The form of `old`, on the devices of tx: `make_train_step(loss_fn, tx)` goes on
+      with it. See the module for what becomes of each worker's own.
+
+    Raises:
+      ValueError: the state is another method's, or of other parameters.
+    """
+    pair = type(old) is tuple
+    state = old[1] if pair else old
+    if not base.is_state(state):
+        raise ValueError(
+            f"what is resharded is a {type(state).__name__}: give a method's state, or "
+            "(params, state)."
+        )
+    if tx.local and not pair:
+        raise ValueError(
+            "the workers of a local method have parameters of their own: give "
+            "(params, state)."
+        )
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+    params = state.layout.tree(shape)
+    like = jax.eval_shape(functools.partial(base.start, tx), params)
+    shardings = base.start_shardings(tx, params)
+    if type(like[1]) is not type(state):
+        raise ValueError(
+            f"the state is {type(state).__name__}, of another method than tx: give the "
+            "same method on another mesh."
+        )
+    if not pair:
+        like, shardings = like[1], shardings[1]
+    old = jax.tree.map(lambda x: jax.device_put(x, anywhere(x.shape, tx.mesh)), old)
+    return jax.jit(functools.partial(moved, new=like), out_shardings=shardings)(old)
+
+
+def saved(tx: base.Method, params: PyTree, mesh: Mesh) -> tuple[PyTree, Any]:
+    """Return what a checkpoint of tx's workers is restored as, before `reshard`.
+
+    Args:
+      tx: the method as it was, on a `jax.sharding.AbstractMesh` of its axes and sizes.
+      params: arrays or ShapeDtypeStructs, without rows.
+      mesh: the devices that there are.
+
+    Returns:
+      (params, state), abstract: shapes as they were, shardings over `mesh`.
+    """
+    found = jax.eval_shape(functools.partial(base.start, tx), params)
+    return jax.tree.map(lambda x: x.update(sharding=anywhere(x.shape, mesh)), found)
+
+
+def anywhere(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Of an array that any split will do for: the first dimension that all divide."""
+    free = [d for d, size in enumerate(shape) if size and size % mesh.size == 0]
+    return NamedSharding(mesh, P(*[None] * free[0], mesh.axis_names) if free else P())
+
+
+def moved(old: Any, new: Any) -> Any:
+    """Return a state, or (params, state), as other workers store it.
+
+    All arrays are global ones: run it inside jax.jit, with the new one's shardings.
+
+    Args:
+      old: arrays.
+      new: the same, abstract, of the same method and parameters.
+
+    Raises:
+      ValueError: an array is of another shape for another reason.
+    """
+    if type(old) is tuple:
+        rows = functools.partial(_as, old[1].layout, new[1].layout)
+        return jax.tree.map(rows, old[0], new[0]), moved(old[1], new[1])
+    source, target = old.layout, new.layout
+
+    def is_unit(x: Any) -> bool:
+        return (
+            isinstance(x, Pending | LeftOut | Layout)
+            or base.is_state(x)
+            or source.holds_shards(x)
+        )
+
+    def convert(a: Any, b: Any) -> Any:
+        if isinstance(a, Layout):
+            return b
+        if base.is_state(a):
+            return moved(a, b)
+        if isinstance(a, Pending):
+
+            def own(a: Pending) -> PyTree:
+                rows = _rows(source, a.buffers, a.whole)
+                return _summed((rows, a.weight, a.loss), target)
+
+            return target.pack(*_placed(target, own, a))
+        if isinstance(a, LeftOut):
+            return LeftOut(_left_out(source, target, a.buffers))
+        if source.holds_shards(a) and target.holds_shards(b):
+            return target.store(source.view(a))
+        return jax.tree.map(functools.partial(_as, source, target), a, b)
+
+    fields, over_shards = {}, "residue" in old._fields  # of sharding methods' states
+    for name, a, b in zip(old._fields, old, new, strict=True):
+        if name == "inner" and over_shards:
+            fields[name] = target.store_state(source.view_state(a))
+        else:
+            fields[name] = jax.tree.map(convert, a, b, is_leaf=is_unit)
+    return type(old)(**fields)
+
+
+def _as(source: Layout, target: Layout, a: jax.Array, b: Any) -> jax.Array:
+    """An array that all have, as it is; rows of n workers as those of m."""
+    if a.shape == b.shape:
+        return a
+    n, m = source.workers, target.workers
+    if (a.shape[:1], b.shape[:1]) != ((n,), (m,)) or a.shape[1:] != b.shape[1:]:
+        raise ValueError(f"an array of shape {a.shape} should have {b.shape}.")
+    if m > n:
+        return _placed(target, lambda a: a[np.arange(m) * n // m], a)
+    owner = np.arange(n) * m // n
+    if not jnp.issubdtype(a.dtype, jnp.inexact):  # counts and keys: the first's
+        first = np.unique(owner, return_index=True)[1]
+        return _placed(target, lambda a: a[first], a)
+    sizes = np.bincount(owner).reshape(-1, *[1] * (a.ndim - 1))
+
+    def mean(a: jax.Array) -> jax.Array:
+        total = jax.ops.segment_sum(wide(a), owner, m)
+        return (total / sizes.astype(total.dtype)).astype(a.dtype)
+
+    return _placed(target, mean, a)
+
+
+def _placed(target: Layout, fn: Callable[[Any], PyTree], x: Any) -> PyTree:
+    """The rows fn(x) of the target's workers; inside fn the compiler places arrays."""
+    mesh = target.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return fn(x)
+    rows = P(tuple(a for a in target.axis if a in explicit) or None)
+    out = NamedSharding(mesh, rows)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)(x)
+
+
+def _summed(rows: PyTree, target: Layout) -> PyTree:
+    """Each worker's own (k, ...), of any k, added up to (n, ...) of the target's."""
+
+    def summed(x: jax.Array) -> jax.Array:
+        n, k = target.workers, x.shape[0]
+        if n == k:
+            return x
+        return jax.ops.segment_sum(wide(x), np.arange(k) * n // k, n).astype(x.dtype)
+
+    return jax.tree.map(summed, rows)
+
+
+def _left_out(source: Layout, target: Layout, buffers: Arrays) -> Arrays:
+    """What rounding left out, where it is rounded: on the way over the slowest axis."""
+
+    def own(buffers: Arrays) -> PyTree:
+        return _summed(_rows(source, buffers, scattered=True), target)
+
+    rows = _placed(target, own, buffers)
+    found = target.pack(rows, jnp.ones(target.workers)).buffers
+    for axis in target.reduce_order[:-1]:
+        found = target.reduce_scatter(found, axis)
+    return found
+
+
+def _rows(
+    layout: Layout,
+    buffers: Arrays,
+    whole: Arrays | None = None,
+    *,
+    scattered: bool = False,
+) -> PyTree:
+    """Every worker's gradients, leaves (n, *shape), out of packed buffers.
+
+    Those that stay whole are zeros if `whole` is None. What is `scattered` was summed
+    over all data axes but the slowest, whose rows it gives.
+    """
+    data = [layout.mesh.shape[a] for a in layout.reduce_order]
+    models = [layout.mesh.shape[a] for a in layout.model_axes]
+    fast = math.prod(data[:-1]) if scattered else 1
+    data = data[-1:] if scattered else data
+    devices = (*data, math.prod(models))
+    found: dict[int, jax.Array] = {}
+    for group, buffer in zip(layout.groups, buffers, strict=True):
+        shares = buffer.reshape(fast, *devices, -1, group.width)
+        pieces = jnp.moveaxis(shares, 0, -3)  # a device's shares, one after the other
+        pieces = pieces.reshape(math.prod(devices), -1, group.width)
+        parts = jax.vmap(group.take)(pieces)  # of every device: (n, *part)
+        for i, x in zip(group.leaves, parts, strict=True):
+            local = jax.vmap(layout.leaves[i].assemble)(x)
+            found[i] = _joined(layout, layout.leaves[i], local, data, models)
+    rest, n = iter(whole or ()), math.prod(data)
+
+    def row(i: int, leaf: Leaf) -> jax.Array:
+        if not leaf.whole:
+            return found[i]
+        if whole is None:
+            return jnp.zeros((n, *leaf.shape), leaf.wire)
+        return next(rest)
+
+    rows = [row(i, leaf) for i, leaf in enumerate(layout.leaves)]
+    return layout.treedef.unflatten(rows)
+
+
+def _joined(
+    layout: Layout, leaf: Leaf, x: jax.Array, data: list[int], models: list[int]
+) -> jax.Array:
+    """Devices' pieces (devices, *local) -> rows (n, *shape), worker after worker."""
+    k, n = len(data), math.prod(data)
+    x = x.reshape(*data, *models, *leaf.local)
+    x = x.transpose(*reversed(range(k)), *range(k, x.ndim))
+    x = x.reshape(n, *x.shape[k:])
+    axes = list(layout.model_axes)
+    for axis in [a for a in axes if a not in leaf.axes]:
+        x = x.take(0, axis=1 + axes.index(axis))  # all devices along it have the same
+        axes.remove(axis)
+    # (n, *axes, *local) -> each dimension after the axes that split it
+    order, shape = [0], [n]
+    entries = [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
+    for d, entry in enumerate(entries):
+        order += [1 + axes.index(a) for a in axes_in(entry)] + [1 + len(axes) + d]
+        shape.append(leaf.shape[d])
+    return x.transpose(order).reshape(shape)

@@ -1,0 +1,142 @@
+"""A table of the vocabulary in a group of devices: its split, and looking up in it.
+
+Shapes: B batch, T length, D width, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.groups import ROWS, TENSOR
+from acco_jax.models.placement import automatic_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a group's devices divide rows (B, T, ...) and a table (V, D)."""
+
+    axes: frozenset[str]  # of the group
+    rows: str | None  # the one that splits B; None: none does
+    vocabulary: str | None  # the one that splits V
+    groups: int  # into how many parts B is split
+    parts: int  # and V
+    wide: bool  # whether the axis over rows splits D of the table's gradient
+
+    @property
+    def rows_spec(self) -> P:
+        return P(self.rows)
+
+    @property
+    def table_spec(self) -> P:
+        return P(self.vocabulary)
+
+    @property
+    def gradient_spec(self) -> P:
+        return P(self.vocabulary, self.rows if self.wide else None)
+
+    def run(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
+        """fn on each device's own part; compilers would split it otherwise."""
+        if not self.axes:
+            return fn
+        return jax.shard_map(
+            fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes),
+            check_vma=False,
+        )  # fmt: skip
+
+    def over_rows(self, x: jax.Array) -> jax.Array:
+        """Sum over the devices that have other rows."""
+        return x if self.rows is None else lax.psum(x, self.rows)
+
+    def over_vocabulary(self, x: jax.Array) -> jax.Array:
+        """Sum over the devices that have other parts of the table."""
+        return x if self.vocabulary is None else lax.psum(x, self.vocabulary)
+
+    def first(self, table: jax.Array) -> Any:
+        """The number of the first row of this device's part of the table."""
+        if self.vocabulary is None:
+            return 0
+        return lax.axis_index(self.vocabulary) * table.shape[0]
+
+    def reduced(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of the table by all rows, as `gradient_spec` says."""
+        if self.rows is None or not self.wide:
+            return self.over_rows(gradient)
+        return lax.psum_scatter(gradient, self.rows, scatter_dimension=1, tiled=True)
+
+
+def split_of(rows: int, table: tuple[int, ...]) -> Split:
+    """Return how the group that this is traced for divides so many rows and a table."""
+    sizes = {a: k for a, k in automatic_axes().items() if a in (ROWS, TENSOR)}
+    groups, parts = sizes.get(ROWS, 1), sizes.get(TENSOR, 1)
+    groups = groups if rows % groups == 0 else 1
+    parts = parts if table[0] % parts == 0 else 1
+    return Split(
+        frozenset(sizes),
+        ROWS if groups > 1 else None,
+        TENSOR if parts > 1 else None,
+        groups,
+        parts,
+        table[1] % groups == 0,
+    )
+
+
+def lookup(table_VxD: jax.Array, numbers_BxT: jax.Array) -> jax.Array:
+    """Return rows (B, T, D) of a table, in at least float32.
+
+    Its gradient sums over a row's occurrences, in at least float32.
+
+    Args:
+      table_VxD: floating.
+      numbers_BxT: int32, from 0 to V - 1.
+    """
+    split = split_of(numbers_BxT.shape[0], table_VxD.shape)
+    wide = jnp.promote_types(table_VxD.dtype, jnp.float32)
+    if not split.axes:
+        return jnp.take(table_VxD.astype(wide), numbers_BxT, axis=0)
+    return _lookup(table_VxD, numbers_BxT, split)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _lookup(table: jax.Array, numbers: jax.Array, split: Split) -> jax.Array:
+    def local(table: jax.Array, numbers: jax.Array) -> jax.Array:
+        own, here = _own(table, numbers, split)
+        x = jnp.take(table, own, axis=0)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return split.over_vocabulary(jnp.where(here[..., None], x, 0))
+
+    rows = split.rows_spec
+    return split.run(local, (split.table_spec, rows), rows)(table, numbers)
+
+
+def _own(table: jax.Array, numbers: jax.Array, split: Split) -> tuple[Any, Any]:
+    """Numbers in this device's part of the table, and which of them are in it."""
+    own = numbers - split.first(table)
+    return jnp.clip(own, 0, table.shape[0] - 1), (own >= 0) & (own < table.shape[0])
+
+
+def _lookup_forward(table: Any, numbers: Any, split: Split) -> Any:
+    return _lookup(table, numbers, split), (table, numbers)
+
+
+def _lookup_backward(split: Split, saved: Any, g: jax.Array) -> Any:
+    def local(table: Any, numbers: Any, g: Any) -> jax.Array:
+        own, here = _own(table, numbers, split)
+        gradient = jnp.zeros(table.shape, g.dtype)
+        gradient = gradient.at[own].add(jnp.where(here[..., None], g, 0))
+        return split.reduced(gradient).astype(table.dtype)
+
+    table, numbers = saved
+    rows = split.rows_spec
+    in_specs = (split.table_spec, rows, rows)
+    gradient = split.run(local, in_specs, split.gradient_spec)(table, numbers, g)
+    return gradient, np.zeros(numbers.shape, jax.dtypes.float0)
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)

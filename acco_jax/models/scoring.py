@@ -1,0 +1,87 @@
+"""How likely a transformer finds texts that are there already.
+
+Shapes: B rows, T targets of a row.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from acco_jax.models import head
+from acco_jax.models.sampling import room
+from acco_jax.models.sizes import Config
+from acco_jax.models.transformer import Params, bound
+
+ROWS = 8  # that are computed at once
+
+
+class Row(NamedTuple):
+    """Tokens, of which the last ones are to be scored."""
+
+    tokens: np.ndarray  # (n,) of integers; n is at most 1 + the model's positions
+    targets: int  # how many of the last ones: at least 1, less than n
+
+
+class Score(NamedTuple):
+    """What a row's targets cost."""
+
+    nats: float  # the sum of their cross-entropies
+    likeliest: bool  # whether each is the likeliest token after those before it
+
+
+def windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Row]:
+    """Yield rows that have all but the first of the tokens as a target exactly once.
+
+    Each row has `length` targets, fewer only if there are not so many, and each but the
+    first row begins at most `stride` tokens after the one before: of its targets those
+    are scored that no earlier row has.
+
+    Args:
+      tokens: (n,) of integers.
+      length: at least 1.
+      stride: from 1 to `length`.
+    """
+    last, done = len(tokens) - 1, 0
+    while done < last:
+        end = min(max(done + stride, length), last)
+        yield Row(tokens[max(end - length, 0) : end + 1], end - done)
+        done = end
+
+
+def score(config: Config, params: Params, rows: Sequence[Row]) -> list[Score]:
+    """Return what the targets of each row cost.
+
+    Rows of like length are computed together, padded.
+
+    Args:
+      config: of the model.
+      params: in the tree of `transformer.init_params`.
+      rows: any number.
+    """
+    order = np.argsort([-len(row.tokens) for row in rows], kind="stable")
+    found: dict[int, Score] = {}
+    for start in range(0, len(rows), ROWS):
+        numbers = order[start : start + ROWS]
+        longest = len(rows[numbers[0]].tokens) - 1
+        T = min(room(longest), config.max_length)
+        tokens, mask = np.zeros((ROWS, T + 1), np.int32), np.zeros((ROWS, T), bool)
+        for i, number in enumerate(numbers):
+            row = rows[number]
+            n = len(row.tokens)
+            tokens[i, :n], mask[i, n - 1 - row.targets : n - 1] = row.tokens, True
+        nats, likeliest = jax.device_get(_scores(config, params, tokens, mask))
+        for i, number in enumerate(numbers):
+            found[number] = Score(float(nats[i]), bool(likeliest[i]))
+    return [found[number] for number in range(len(rows))]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scores(config: Config, params: Params, tokens: Any, mask: Any) -> Any:
+    """Of tokens (B, T + 1), with a mask (B, T) over targets: nats and bool, (B,)."""
+    x_BxTxD, w_VxD = bound(config, params)(tokens[:, :-1])
+    nats_BxT, likeliest_BxT = head.each(x_BxTxD, w_VxD, tokens[:, 1:])
+    return jnp.where(mask, nats_BxT, 0).sum(1), (likeliest_BxT | ~mask).all(1)

@@ -1,0 +1,459 @@
+"""A decoder-only transformer: GPT-Neo, GPT-2, Llama 3, Qwen 3, by a choice of parts.
+
+`sizes.py` says which parts there are. Each family computes what Hugging Face
+transformers implements for its model_type (gpt_neo, gpt2, llama, qwen3). Modules have
+GPT-Neo's names in all of them, and Llama's where GPT-Neo has no such module.
+
+Shapes are spelled in suffixes: B batch, T length, D width, N heads of queries, K heads
+of keys and values, H width of a head, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import checkpoint_policies as policies
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.groups import TENSOR
+from acco_jax.layout import path_names
+from acco_jax.models import rope
+from acco_jax.models.attention import attention
+from acco_jax.models.base import Batch, Model
+from acco_jax.models.embedding import lookup
+from acco_jax.models.flash import SAVED
+from acco_jax.models.head import cross_entropy
+from acco_jax.models.placement import gathered, platform, split_rows
+from acco_jax.models.rope import RopeScaling as RopeScaling
+from acco_jax.models.sizes import FAMILIES as FAMILIES
+from acco_jax.models.sizes import PROJECTIONS
+from acco_jax.models.sizes import REMAT as REMAT
+from acco_jax.models.sizes import SIZES as SIZES
+from acco_jax.models.sizes import Config as Config
+from acco_jax.models.sizes import size as size
+
+Params = dict[str, Any]
+# (q, k, v, *, scale, window) -> (B, T, N H): `attention`, or with what it is to keep
+Attend = Callable[..., jax.Array]
+Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, jax.Array, Params]]
+
+_PRODUCT = "product"  # name, for policies of jax.checkpoint, of what a product made
+# Of what is cheap to compute, only its inputs are saved for the backward pass.
+_gelu = jax.checkpoint(
+    functools.partial(jax.nn.gelu, approximate=True), prevent_cse=False
+)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _bind(module: Any, config: Config, rngs: nnx.Rngs, **options: Any) -> Any:
+    """Bind a layer to the configuration's types and the given options."""
+    types = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+    return functools.partial(module, **{**types, **options}, rngs=rngs)
+
+
+def _normalized(layer: Any, x: jax.Array) -> jax.Array:
+    return layer(x)
+
+
+_norm: Any = nnx.remat(_normalized, prevent_cse=False)
+
+
+def _linear(config: Config, rngs: nnx.Rngs) -> Callable[[str, int, int], nnx.Linear]:
+    """Return what makes the projection of a name, from a width to another."""
+    init = nnx.initializers.normal(config.init_std)
+    bound = _bind(nnx.Linear, config, rngs, kernel_init=init)
+
+    def make(name: str, inputs: int, outputs: int) -> nnx.Linear:
+        return bound(inputs, outputs, use_bias=name in config.biases)
+
+    return make
+
+
+def _norm_layer(config: Config, width: int, rngs: nnx.Rngs) -> Any:
+    kind = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[config.norm]
+    return _bind(kind, config, rngs, epsilon=config.eps)(width)
+
+
+class Attention(nnx.Module):
+    """Attend causally, to all of the past or to a window.
+
+    Heads of queries may share heads of keys and values, and each head of queries and
+    keys may be normalized before it is turned by its position.
+    """
+
+    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+        linear = _linear(config, rngs)
+        N, K, H = config.heads, config.key_heads, config.head_size
+        self.head_width = H
+        self.scale = H**-0.5 if config.scale is None else config.scale
+        self.window = config.window if kind == "local" else None
+        self.q_proj = linear("q_proj", config.width, N * H)
+        self.k_proj = linear("k_proj", config.width, K * H)
+        self.v_proj = linear("v_proj", config.width, K * H)
+        self.out_proj = linear("out_proj", N * H, config.width)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = _norm_layer(config, H, rngs)
+            self.k_norm = _norm_layer(config, H, rngs)
+
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        turns: rope.Turns | None = None,
+        attend: Attend = attention,
+    ) -> jax.Array:
+        B, T, _ = x_BxTxD.shape
+        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = (
+            checkpoint_name(projection(x_BxTxD), _PRODUCT).reshape(
+                B, T, -1, self.head_width
+            )
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.qk_norm:
+            q_BxTxNxH = _norm(self.q_norm, q_BxTxNxH)
+            k_BxTxKxH = _norm(self.k_norm, k_BxTxKxH)
+        if turns is not None:
+            q_BxTxNxH = rope.rotate(q_BxTxNxH, turns)
+            k_BxTxKxH = rope.rotate(k_BxTxKxH, turns)
+        y_BxTxNH = attend(
+            q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, scale=self.scale, window=self.window
+        )
+        return self.out_proj(y_BxTxNH)
+
+
+class MLP(nnx.Module):
+    """Widen, apply the tanh approximation of GELU ("gelu_new"), narrow."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        linear = _linear(config, rngs)
+        self.c_fc = linear("c_fc", config.width, config.hidden)
+        self.c_proj = linear("c_proj", config.hidden, config.width)
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        return self.c_proj(_gelu(checkpoint_name(self.c_fc(x_BxTxD), _PRODUCT)))
+
+
+class SwiGLU(nnx.Module):
+    """Widen twice, multiply one by the SiLU of the other, narrow.
+
+    Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        linear = _linear(config, rngs)
+        self.gate_proj = linear("gate_proj", config.width, config.hidden)
+        self.up_proj = linear("up_proj", config.width, config.hidden)
+        self.down_proj = linear("down_proj", config.hidden, config.width)
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        gate = checkpoint_name(self.gate_proj(x_BxTxD), _PRODUCT)
+        up = checkpoint_name(self.up_proj(x_BxTxD), _PRODUCT)
+        return self.down_proj(_swiglu(gate, up))
+
+
+def _step_back(layers: Any, x_BxTxD: jax.Array) -> Any:
+    """Return both as they are used, gathered; their gradients wait for each other.
+
+    Left to themselves, compilers put off the products that make gradients of weights,
+    and hold what those need of all the layers that a loop's body has.
+    """
+    graphdef, state = nnx.split(layers)
+    state, x_BxTxD = _together((state, split_rows(x_BxTxD)))
+    state = jax.tree_util.tree_map_with_path(
+        lambda path, w: gathered(w, _tensor_spec(path, w.ndim)), state
+    )
+    return nnx.merge(graphdef, state), x_BxTxD
+
+
+@jax.custom_vjp
+def _together(values: Any) -> Any:
+    return values
+
+
+_together.defvjp(
+    lambda values: (values, None),
+    lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
+)
+
+
+class Block(nnx.Module):
+    """Add attention, then the MLP, each of a normalized input."""
+
+    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+        self.ln_1 = _norm_layer(config, config.width, rngs)
+        self.attn = Attention(config, kind, rngs)
+        self.ln_2 = _norm_layer(config, config.width, rngs)
+        self.mlp = {"gelu": MLP, "swiglu": SwiGLU}[config.mlp](config, rngs)
+
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        turns: rope.Turns | None = None,
+        attend: Attend = attention,
+    ) -> jax.Array:
+        (ln_1, attn), z_BxTxD = _step_back((self.ln_1, self.attn), x_BxTxD)
+        x_BxTxD = x_BxTxD + attn(_norm(ln_1, z_BxTxD), turns, attend)
+        x_BxTxD = checkpoint_name(x_BxTxD, _PRODUCT)
+        (ln_2, mlp), z_BxTxD = _step_back((self.ln_2, self.mlp), x_BxTxD)
+        return x_BxTxD + mlp(_norm(ln_2, z_BxTxD))
+
+
+class Transformer(nnx.Module):
+    """Map tokens (B, T) int32 to what their next tokens' logits are products of.
+
+    That is (B, T, D) in `dtype`, and the output embedding (V, D). Where segments (B, T)
+    int32, ascending, number the documents of each row, attention stays within a
+    document, and positions count from its beginning in the row.
+
+    Every leaf of `h` has a leading axis over the repetitions of the pattern, which
+    the forward pass scans. Raises ValueError when T exceeds `max_length`.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=config.layers // len(config.pattern))
+        @nnx.vmap
+        def stacked_blocks(rngs: nnx.Rngs) -> nnx.Dict:
+            kinds = zip(config.blocks, config.pattern, strict=True)
+            return nnx.Dict({name: Block(config, kind, rngs) for name, kind in kinds})
+
+        embed = _bind(
+            nnx.Embed,
+            config,
+            rngs,
+            embedding_init=nnx.initializers.normal(config.init_std),
+        )
+        self.config = config
+        self.wte = embed(config.vocab_size, config.width)
+        if config.positions == "learned":
+            self.wpe = embed(config.max_length, config.width)
+        self.h = stacked_blocks(rngs)
+        self.ln_f = _norm_layer(config, config.width, rngs)
+        if not config.tied:
+            self.lm_head = embed(config.vocab_size, config.width)
+
+    def __call__(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        config, (_, T) = self.config, tokens_BxT.shape
+        if config.max_length < T:
+            raise ValueError(
+                f"{T} tokens exceed max_length={config.max_length}: shorten the "
+                "sequences or raise max_length"
+            )
+        positions = jnp.arange(T)[None]
+        if segments_BxT is not None:
+            positions = _places(segments_BxT)
+        x_BxTxD, turns = self.begin(tokens_BxT, positions)
+        attend = functools.partial(
+            attention, segments=segments_BxT, implementation=config.attention
+        )
+        call = _rematerialized(config.remat, attend)
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> jax.Array:
+            for name in config.blocks:
+                x_BxTxD = call(blocks[name], x_BxTxD, turns)
+            return x_BxTxD
+
+        return self.end(repeat(self.h, x_BxTxD))
+
+    def begin(
+        self, tokens_BxT: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, rope.Turns | None]:
+        """Return what the first block takes: embeddings (B, T, D), and RoPE's turns.
+
+        Positions are int32, (B, T) or (1, T); learned ones lie below `max_length`.
+        """
+        config = self.config
+        x_BxTxD, turns = lookup(self.wte.embedding[...], tokens_BxT), None
+        if config.positions == "learned":
+            x_BxTxD += lookup(self.wpe.embedding[...], positions)
+        else:
+            radians = rope.frequencies(
+                config.head_size, config.rope_theta, config.rope_scaling
+            )
+            turns = rope.turns(positions, radians)
+        return x_BxTxD.astype(config.dtype), turns
+
+    def end(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the two factors of logits, of what the last block returns."""
+        output = self.wte if self.config.tied else self.lm_head
+        embedding_VxD = output.embedding[...].astype(self.config.dtype)
+        return _norm(self.ln_f, x_BxTxD), embedding_VxD
+
+
+def _rematerialized(remat: str | None, attend: Attend) -> Callable[..., jax.Array]:
+    """Return Block's forward pass, which saves for its backward pass what it is to."""
+    if remat is None:
+        remat = "none" if platform() == "cpu" else "elementwise"
+
+    def forward(block: Block, x_BxTxD: jax.Array, turns: Any) -> jax.Array:
+        return block(x_BxTxD, turns, attend)
+
+    if remat == "none":
+        return forward
+    policy = policies.save_only_these_names(_PRODUCT, SAVED)
+    policy = policies.save_from_both_policies(policy, _is_cudnn)
+    policy = policies.nothing_saveable if remat == "block" else policy
+    # the scan's two loops already prevent CSE
+    return nnx.remat(forward, policy=policy, prevent_cse=False)
+
+
+def _is_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    return "dot_product_attention_fwd" in primitive.name
+
+
+def _places(segments_BxT: jax.Array) -> jax.Array:
+    """Return each token's position in its document, (B, T)."""
+    places = jnp.arange(segments_BxT.shape[1])
+    begins_BxT = jnp.diff(segments_BxT, prepend=-1, axis=1) != 0
+    return places - jax.lax.cummax(jnp.where(begins_BxT, places, 0), axis=1)
+
+
+def init_params(config: Config, rng: jax.Array) -> Params:
+    """Draw parameters as a nested dict of arrays of `param_dtype`; jit-compatible.
+
+    Kernels and embeddings are normal with `init_std`.
+    """
+    return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(rng))))
+
+
+@functools.lru_cache
+def _graphdef(config: Config) -> Any:
+    """Trace the module's structure, without values."""
+    return nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+
+
+def apply(
+    config: Config,
+    params: Params,
+    tokens_BxT: jax.Array,
+    segments_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """Return the logits (B, T, V) float32 of int32 tokens under `params`.
+
+    Segments are as of `Transformer`.
+    """
+    x_BxTxD, w_VxD = bound(config, params)(tokens_BxT, segments_BxT)
+    return jnp.einsum("BTD,VD->BTV", x_BxTxD, w_VxD, preferred_element_type=jnp.float32)
+
+
+def bound(config: Config, params: Params) -> Transformer:
+    """Return the module with these parameters."""
+    return nnx.merge(_graphdef(config), params)
+
+
+def shapes_of(config: Config) -> Params:
+    """Return shapes and dtypes of what `init_params` draws."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def loss_fn(config: Config) -> Loss:
+    """Return `loss(params, batch, rng) -> (loss_sum, weight, aux)` of next tokens.
+
+    The batch holds "tokens", int32 (B, T + 1), and may hold "mask", (B, T) of 0 and 1
+    over the targets, and "segments", (B, T) int32, of the inputs: see `Transformer`.
+    `loss_sum` is the float32 sum of the cross-entropies in nats, `weight` the float32
+    number of targets, `aux` is empty, `rng` is unused.
+    """
+
+    def loss(params: Params, batch: Batch, rng: Any) -> tuple[Any, Any, Params]:
+        del rng
+        targets_BxT = batch["tokens"][:, 1:]
+        x_BxTxD, w_VxD = bound(config, params)(
+            batch["tokens"][:, :-1], batch.get("segments")
+        )
+        mask_BxT = batch.get("mask", jnp.ones_like(targets_BxT)).astype(jnp.float32)
+        losses = cross_entropy(x_BxTxD, w_VxD, targets_BxT, mask_BxT)
+        return losses, jnp.sum(mask_BxT), {}
+
+    return loss
+
+
+def model(config: Config) -> Model:
+    """Return the transformer of this configuration as the runner trains it."""
+    return Model(
+        init=functools.partial(init_params, config),
+        loss=loss_fn(config),
+        flops_per_token=functools.partial(flops_per_token, config),
+        stacked=stacked,
+        tensor=functools.partial(tensor_specs, config),
+        dtype=jnp.dtype(config.dtype).name,
+    )
+
+
+def tensor_specs(config: Config, params: Params, size: int) -> Params:
+    """Return how a mesh axis "tensor" splits the parameters: heads and hidden units.
+
+    Of a product followed by another one the columns, of the next one the rows; of the
+    embedding the vocabulary. For `acco_jax.group_specs`.
+
+    Raises:
+      ValueError: the heads do not divide by the axis's size.
+    """
+    if config.heads % size:
+        raise ValueError(
+            f"mesh.tensor is {size}, which does not divide the model's {config.heads} "
+            "heads: use a number that does."
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _tensor_spec(path, x.ndim), params
+    )
+
+
+def _tensor_spec(path: Any, rank: int) -> P:
+    """How "tensor" splits a parameter with this path, stacked or not."""
+    names = [name for name in path_names(path) if name != "value"]  # an nnx State's
+    *_, module, leaf = ("", *names)
+    lead = [None] * (rank - 1)
+    if module in ("wte", "lm_head"):
+        return P(TENSOR)
+    if module in ("q_proj", "k_proj", "v_proj", "c_fc", "gate_proj", "up_proj"):
+        return P(*lead, TENSOR)
+    if module in ("out_proj", "c_proj", "down_proj") and leaf == "kernel":
+        return P(*lead[1:], TENSOR)
+    return P()
+
+
+def stacked(params: Params) -> Params:
+    """Return which leaves have a leading axis over layers: True for those of `h`.
+
+    `params` is a model's tree, or that of its adapters (`acco_jax.models.lora`), whose
+    keys are the paths of kernels. For `acco_jax.per_layer`.
+    """
+
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "/".join(path_names(path)).startswith("h/"), params
+    )
+
+
+def count_params(config: Config) -> int:
+    """Return the number of parameters; a tied embedding counts once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes_of(config)))
+
+
+def flops_per_token(config: Config, length: int) -> float:
+    """Return the forward and backward model FLOPs per token at a sequence length.
+
+    6 P + 12 N H (K_1 + ... + K_L): 2 FLOPs forward and 4 backward for each of the P
+    weights in a matrix product (output embedding included, lookups, biases and norms
+    not), and for each layer's scores and mixture over K_l keys. K_l is `length`, or at
+    most `window` in a local layer; the causal half is not subtracted and recomputation
+    is not counted. Source: PaLM (arXiv 2204.02311), appendix B.
+    """
+    D, N, K, H = config.width, config.heads, config.key_heads, config.head_size
+    mlp = len(PROJECTIONS[config.mlp]) * D * config.hidden
+    layer = 2 * D * (N + K) * H + mlp
+    weights = config.layers * layer + config.vocab_size * D
+    keys = {"global": length, "local": min(length, config.window)}
+    seen = config.layers // len(config.pattern) * sum(keys[k] for k in config.pattern)
+    return 6.0 * weights + 12.0 * N * H * seen

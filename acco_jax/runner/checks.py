@@ -1,0 +1,285 @@
+"""What the values of an experiment's fields must be."""
+
+import math
+import operator
+import re
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from acco_jax import methods
+from acco_jax.methods import METHODS
+from acco_jax.runner.config import default_config, dtype, replayed
+from acco_jax.runner.names import check_name, named, suggestion
+from acco_jax.step import FORMS
+
+# Arguments of a method that are not method_options: the config has fields for them.
+ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype")
+
+# The smallest value of numeric fields, and what to say of a smaller one.
+MINIMA = {
+    **dict.fromkeys(
+        ("steps", "microbatch_size", "microbatches_per_step", "length", "log_every",
+         "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+         "most_dropped_in_a_row", "mesh.fsdp", "mesh.tensor"),
+        (1, "it must be at least 1."),
+    ),
+    "optimizer.clip": (0, "give 0 for none."),
+    "optimizer.final_fraction": (0, "give 0 for none."),
+    "optimizer.ema": (0, "give 0 for none."),
+    "spike.threshold": (0, "give nats."),
+    "compare_replicas_every": (0, "give 0 for never."),
+    "samples": (0, "give 0 for none."),
+    "sample_tokens": (1, "it must be at least 1."),
+    "optimizer.warmup_steps": (0, "give 0 for none."),
+    "lora.rank": (0, "give 0 for no adapters."),
+}  # fmt: skip
+# The largest: of counters that are 32 bits wide, and of CPU devices in one process.
+MAXIMA = {"steps": 2**30, "devices": 1024, "data.vocab_size": 2**24}
+# Optional fields that must be at least 1 where they are given.
+POSITIVE = ("devices", "domains", "data.vocab_size", "model.vocab_size")
+DECAYS = ("b1", "b2", "b3", "momentum")  # options of optimizers, from 0 to below 1
+
+# Their fields have names that others choose.
+OPEN = ("options", "method_options", "schedule_options", "scales")
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses fields and values that no experiment can have; builds nothing.
+
+    Raises:
+      ValueError: in one line, naming the field, its value and the remedy.
+    """
+    _check_fields(config, default_config())
+    if config.scale is not None:
+        raise ValueError(
+            f"scale is {config.scale!r}, but it was not applied: call "
+            "acco_jax.runner.config.scaled, as commands do."
+        )
+    check_name("method", config.method, METHODS)
+    names = [x for x in methods.options(config.method) if x not in ARGUMENTS]
+    for field in config.method_options:
+        check_name(f"method_options of {config.method}", field, names)
+    check_name("form", config.form, FORMS)
+    check_name("batch", config.batch, ("kept", "per_worker"))
+    check_name("spike.policy", config.spike.policy, ("stop", "rollback", "off"))
+    dtype("comm_dtype", config.comm_dtype)
+    dtype("accumulate_dtype", config.accumulate_dtype)
+    for field, (least, remedy) in MINIMA.items():
+        value = operator.attrgetter(field)(config)
+        if not value >= least:
+            raise ValueError(f"{field} is {value}: {remedy}")
+    for field, most in MAXIMA.items():
+        if (value := operator.attrgetter(field)(config)) is not None and value > most:
+            raise ValueError(f"{field} is {value}: it must be at most {most}.")
+    for field in POSITIVE:
+        if (value := operator.attrgetter(field)(config)) is not None and value < 1:
+            raise ValueError(f"{field} is {value}: it must be at least 1, or None.")
+    _check_length(config)
+    _check_microbatches(config)
+    _check_optimizer(config.optimizer)
+    given = config.tokens is None and config.epochs is None
+    if given and (warmup := config.optimizer.warmup_steps) > config.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps is {warmup}, more than the "
+            f"{config.steps} steps of the run: lower it."
+        )
+    _check_ranks(config.lora)
+    _check_data(config)
+    _check_init_from(config)
+    _check_samples(config)
+    named("metrics_hook", config.metrics_hook)
+
+
+def _check_length(config: ConfigDict) -> None:
+    """Refuses a length of the run that is said twice, or cannot be counted in steps."""
+    given = [f for f in ("tokens", "epochs") if config[f] is not None]
+    for field in given:
+        if not 0 < config[field] < math.inf:
+            raise ValueError(f"{field} is {config[field]}: it must be more than 0.")
+    if len(given) > 1:
+        raise ValueError(
+            f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
+        )
+    if config.tokens is not None and config.data.task == "instruct":
+        raise ValueError(
+            f"tokens is {config.tokens}, but answers differ in length: give epochs or "
+            "steps."
+        )
+    if given and config.microbatches != "fixed":
+        raise ValueError(
+            f"{given[0]} is {config[given[0]]}, but microbatches="
+            f"{config.microbatches!r} decides what a step takes: give steps."
+        )
+
+
+def _check_optimizer(c: ConfigDict) -> None:
+    """Refuses fractions beyond 1, patterns that are none, and groups that are none."""
+    for field in ("final_fraction", "decay_fraction", "ema"):
+        if not 0 <= c[field] <= 1 or (field == "ema" and c.ema == 1):
+            most = "below 1" if field == "ema" else "at most 1"
+            raise ValueError(
+                f"optimizer.{field} is {c[field]}: it must be at least 0 and {most}."
+            )
+    if not 0 < c.learning_rate < math.inf:
+        raise ValueError(
+            f"optimizer.learning_rate is {c.learning_rate}: it must be more than 0 and "
+            "finite."
+        )
+    for name in DECAYS:
+        value = c.options.get(name)
+        if isinstance(value, int | float) and not 0 <= value < 1:
+            raise ValueError(
+                f"optimizer.options.{name} is {value}: it must be at least 0 and "
+                "below 1."
+            )
+    for group in c.groups:
+        if not _is_a(tuple, group) or list(map(type, group)) != [str, dict]:
+            raise ValueError(
+                f"optimizer.groups has {group!r}: give pairs of a pattern and fields, "
+                "such as (('wte', {'learning_rate': 1e-4}),)."
+            )
+    for pattern in (c.no_decay, *(pattern for pattern, _ in c.groups)):
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(
+                f"optimizer has the pattern {pattern!r}, which is no regular "
+                f"expression: {error}."
+            ) from error
+
+
+def _check_microbatches(config: ConfigDict) -> None:
+    """Refuses `microbatches`, `counts` and groups that exclude each other."""
+    if config.microbatch_size % config.mesh.fsdp:
+        raise ValueError(
+            f"microbatch_size is {config.microbatch_size}, which mesh.fsdp="
+            f"{config.mesh.fsdp} does not divide: use a multiple."
+        )
+    if config.microbatches not in ("fixed", "adaptive") and not replayed(config):
+        raise ValueError(
+            f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive' or "
+            "'replay:FILE'."
+        )
+    if config.microbatches != "fixed" and len(config.counts):
+        raise ValueError(
+            f"counts is {tuple(config.counts)}, but microbatches="
+            f"{config.microbatches!r} determines them: leave one out."
+        )
+    if len(config.counts) and not any(config.counts):
+        raise ValueError(
+            "counts is 0 for every worker, so nothing would ever be computed: give at "
+            "least one worker a microbatch."
+        )
+
+
+def _check_data(config: ConfigDict) -> None:
+    """Refuses fields of `data` that exclude each other or are out of range."""
+    c, lengths = config.data, tuple(config.data.lengths)
+    check_name("data.task", c.task, ("pretrain", "instruct"))
+    if not 0 <= c.skew <= 1:
+        raise ValueError(f"data.skew is {c.skew}: it must lie from 0 to 1.")
+    if c.document_mask and c.task != "pretrain":
+        raise ValueError(
+            f"data.document_mask is of task='pretrain': of {c.task!r} every row is one "
+            "document; leave it out."
+        )
+    if lengths and c.task != "instruct":
+        raise ValueError(
+            f"data.lengths is {lengths}, but rows of {c.task!r} have one length: set "
+            "`length`."
+        )
+    within = all(type(x) is int and 1 <= x <= config.length for x in lengths)
+    if not within or list(lengths) != sorted(set(lengths)):
+        raise ValueError(
+            f"data.lengths is {lengths}: give ascending integers from 1 to length, "
+            f"{config.length}."
+        )
+
+
+def _check_samples(config: ConfigDict) -> None:
+    """Refuses texts that the model cannot write."""
+    if not config.samples:
+        return
+    if (factory := config.model.factory) is not None:
+        raise ValueError(
+            f"samples is {config.samples}, but only the loss of model.factory "
+            f"{factory} is known: give 0."
+        )
+    if config.sample_tokens >= config.length:
+        raise ValueError(
+            f"sample_tokens is {config.sample_tokens}, but with a prompt there is only "
+            f"room for length={config.length}: lower it."
+        )
+
+
+def _check_init_from(config: ConfigDict) -> None:
+    """Refuses what says another model, or other tokens, than init_from's folder."""
+    folder, tokenizer = config.init_from, config.data.tokenizer
+    if folder is None:
+        if tokenizer == "init_from":
+            raise ValueError(
+                "data.tokenizer is 'init_from', but init_from is not set: give both."
+            )
+        return
+    others = {"base": config.base} | {
+        f"model.{name}": config.model[name]
+        for name in ("factory", "size", "vocab_size", "kv_heads", "mlp_width")
+    }
+    for field, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{field} is {value!r}, but init_from={folder!r} has its own model: "
+                "give one of them."
+            )
+    if tokenizer == "bpe":
+        raise ValueError(
+            "data.tokenizer is 'bpe', which makes other tokens than those that "
+            f"init_from={folder!r} knows: set data.tokenizer='init_from'."
+        )
+
+
+def _check_ranks(c: ConfigDict) -> None:
+    """Refuses lora.ranks that are no pairs, or that stand beside lora.rank."""
+    if not math.isfinite(c.scale):
+        raise ValueError(f"lora.scale is {c.scale}: it must be finite.")
+    for pair in c.ranks:
+        if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
+            raise ValueError(
+                f"lora.ranks has {pair!r}: give pairs of a pattern and a rank, such as "
+                "(('q_proj/kernel', 8), ('mlp/.*kernel', 4))."
+            )
+    if c.ranks and c.rank:
+        raise ValueError(
+            f"lora.ranks is {tuple(c.ranks)} and lora.rank {c.rank}: give one of them."
+        )
+
+
+def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> None:
+    """Refuses fields that do not exist, lack, or have a value of another type."""
+    for field in config:
+        if field not in default:
+            name = repr(f"{prefix}{field}")[1:-1]
+            close = suggestion(name, [prefix + known for known in default])
+            raise ValueError(
+                f"config has no field {name}" + (f":{close}" if close else ".")
+            )
+        kind, value = default.get_type(field), config.get(field)
+        if not _is_a(kind, value) and not (value is None and default[field] is None):
+            shown = value.to_dict() if isinstance(value, ConfigDict) else value
+            raise ValueError(
+                f"{prefix}{field} is {shown!r}: give a value of type {kind.__name__}."
+            )
+        if kind is ConfigDict and field not in OPEN:
+            _check_fields(value, default[field], f"{prefix}{field}.")
+    missing = next((f for f in default if f not in config), None)
+    if missing is not None:
+        raise ValueError(
+            f"config lacks the field {prefix}{missing}: build it from "
+            "acco_jax.runner.config.default_config()."
+        )
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    wider = {float: (float, int), tuple: (tuple, list)}
+    return isinstance(value, wider.get(kind, kind))

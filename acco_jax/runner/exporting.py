@@ -1,0 +1,113 @@
+"""What a run has trained, as a Hugging Face folder."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from acco_jax.models import huggingface, transformer
+from acco_jax.runner import folders
+from acco_jax.runner.runs import Run, load_run
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export(
+    workdir: Path,
+    out: Path,
+    dtype: str | None = None,
+    half_round: int | None = None,
+    limit: int = folders.SHARD_BYTES,
+) -> str:
+    """Writes the committed parameters of a run, its tokenizer and what describes both.
+
+    Args:
+      workdir: of the run.
+      out: the folder, which is there whole when this returns, or not at all.
+      dtype: of the weights, one of DTYPES; None: that of the run's parameters.
+      half_round: of the checkpoint; None: the newest.
+      limit: bytes of one file of weights.
+
+    Returns:
+      A line that says what was written.
+
+    Raises:
+      ValueError: in one line, there is no such run, it is none that Hugging Face has,
+        or `out` is not empty.
+      OSError: the folder cannot be written.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"--dtype is {dtype!r}: choose one of {', '.join(DTYPES)}.")
+    _check_empty(out)
+    run = load_run(workdir, half_round=half_round)
+    if run.architecture is None:
+        raise ValueError(
+            f"{workdir} has a model of model.factory={run.config.model.factory!r}, of "
+            "which Hugging Face knows nothing: save its load_run(...).params yourself."
+        )
+    architecture = dataclasses.replace(
+        run.architecture, param_dtype=dtype or run.architecture.param_dtype
+    )
+    described = huggingface.config_json(architecture)  # says now if there is no such
+    with _whole(out) as folder:
+        ends = dict.fromkeys(
+            ("bos_token_id", "eos_token_id"), run.tokenizer.end_of_text
+        )
+        _write(folder / folders.CONFIG, described | ends)
+        _write(folder / "generation_config.json", ends)
+        run.tokenizer.export(folder, architecture.max_length)
+        folders.write_weights(folder, _weights(run, architecture), limit)
+        files = len(list(folder.glob("*.safetensors")))
+    return (
+        f"{out} has {run.model.parameters():,} parameters of half-round "
+        f"{run.half_round} in {jnp.dtype(architecture.param_dtype).name}, {files} "
+        f"file{'s' if files > 1 else ''} of weights"
+    )
+
+
+def _weights(
+    run: Run, architecture: transformer.Config
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the state dict in the dtype that is asked for, an array at a time.
+
+    Raises:
+      ValueError: a weight is larger than float16 can hold.
+    """
+    if run.architecture is None:
+        return
+    for name, x in huggingface.to_state(run.architecture, run.params):
+        with np.errstate(over="ignore"):  # it is said below
+            cast = x.astype(jnp.dtype(architecture.param_dtype))
+        if cast.dtype == np.float16 and not np.isfinite(cast).all():
+            raise ValueError(
+                f"{name} has a value beyond float16's 65504: give --dtype=bfloat16."
+            )
+        yield name, cast
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out is {out}, which is there already: name a new folder.")
+
+
+@contextlib.contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """Gives a folder beside `out` to write into, which then takes its name."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(out)  # also onto an empty folder
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,29 @@
+"""What makes a run another one: every field of its config but those named here."""
+
+from typing import Any
+
+# A run may continue in its workdir with other values of these.
+HARMLESS = frozenset(
+    {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
+     "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
+     "spike.policy", "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row",
+     "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
+     "devices", "form", "workers"}
+)  # fmt: skip
+# Nor where these lie; what is in them is in an identity by itself.
+PLACES = frozenset({"init_from"})
+
+
+def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """Names the first field in which two configs differ; '' if none matters."""
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            if difference := differing_field(a, b, f"{prefix}{key}."):
+                return difference
+        elif a and b and prefix + key in PLACES:
+            continue
+        elif a != b and prefix + key not in HARMLESS:
+            name = repr(prefix + key)[1:-1]  # of a file that may hold anything
+            return f"{name}={a!r}, not {b!r}"
+    return ""

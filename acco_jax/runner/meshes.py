@@ -1,0 +1,67 @@
+"""The mesh that a run's devices form: domains, workers, and groups that are workers."""
+
+import math
+import types
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+
+def described(axes: Mapping[str, int]) -> AbstractMesh:
+    """Returns the mesh of a run whose devices are not there, by its axes' sizes."""
+    auto = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=auto)
+
+
+def data_mesh(
+    devices: Sequence[jax.Device],
+    domains: int | None,
+    group: Mapping[str, int] = types.MappingProxyType({}),
+) -> Mesh:
+    """Returns the devices along a data axis, or two where they form several domains.
+
+    Args:
+      devices: domain after domain.
+      domains: how many of equal size share a fast network (hosts of GPUs, slices of
+        TPUs); None: the slices that TPUs are in, else one.
+      group: sizes of the axes "fsdp" and "tensor", along which neighbouring devices of
+        a domain are one worker; their axes are the last, where they are larger than 1.
+
+    Raises:
+      ValueError: the devices do not divide into so many, or a domain spans slices.
+    """
+    group = {axis: size for axis, size in group.items() if size > 1}
+    slices = [getattr(d, "slice_index", 0) for d in devices]
+    domains = len(set(slices)) if domains is None else domains
+    if domains < 1 or len(devices) % domains:
+        raise ValueError(
+            f"domains is {domains}, but there are {len(devices)} devices: give a "
+            "number that divides them."
+        )
+    size = len(devices) // domains
+    workers, rest = divmod(size, math.prod(group.values()))
+    if rest:
+        each = "" if domains == 1 else f" in each of {domains} domains"
+        raise ValueError(
+            f"mesh.fsdp times mesh.tensor is {math.prod(group.values())}, but there "
+            f"are {size} devices{each}: use sizes whose product divides that."
+        )
+    starts = range(0, len(devices), size)
+    if domains > 1 and any(len(set(slices[i : i + size])) > 1 for i in starts):
+        raise ValueError(
+            f"domains is {domains}, but the devices are in {len(set(slices))} slices: "
+            "give that number, or a multiple."
+        )
+    names, shape = ("data", *group), (workers, *group.values())
+    auto = (AxisType.Auto,) * len(names)
+    rows = [
+        jax.make_mesh(shape, names, auto, devices=devices[i : i + size]).devices
+        for i in starts
+    ]
+    if domains == 1:
+        return Mesh(rows[0], names, auto)
+    if workers == 1:  # of each domain: there is but the slow network between workers
+        return Mesh(np.concatenate(rows), names, auto)
+    return Mesh(np.stack(rows), ("domain", *names), (*auto, AxisType.Auto))

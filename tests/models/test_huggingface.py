@@ -1,0 +1,254 @@
+"""Names of Hugging Face: configurations and weights, there and back."""
+
+import dataclasses
+import json
+import pathlib
+
+import chex
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from acco_jax.models import huggingface, transformer
+from acco_jax.models.transformer import RopeScaling
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+NAMES = ("gpt_neo", "gpt2", "llama", "llama_tied", "qwen3", "qwen3_tied")
+# What is in the config.json of EleutherAI/gpt-neo-125m, as far as the model goes.
+GPT_NEO = {
+    "activation_function": "gelu_new",
+    "attention_layers": ["global", "local"] * 6,
+    "attention_types": [[["global", "local"], 6]],
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": None,
+    "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neo",
+    "num_heads": 12,
+    "num_layers": 12,
+    "vocab_size": 50257,
+    "window_size": 256,
+}
+TINY = {
+    "vocab_size": 97, "max_position_embeddings": 24, "hidden_size": 32, "num_heads": 2,
+    "num_layers": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]],
+    "attention_layers": ["global", "local"] * 2,
+}  # fmt: skip
+LLAMA = {  # meta-llama/Llama-3.2-1B
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3 = {  # Qwen/Qwen3-8B
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GPT2 = {  # openai-community/gpt2
+    "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+
+
+def recorded(name, **overrides):
+    """The configuration and the state dict of a recorded model."""
+    with np.load(DATA / f"{name}_reference.npz") as arrays:
+        fields = (
+            GPT_NEO | TINY if name == "gpt_neo" else json.loads(str(arrays["config"]))
+        )
+        weights = (k for k in arrays if k.startswith("weight:"))
+        state = {k.removeprefix("weight:"): arrays[k] for k in weights}
+    return huggingface.config_of(fields, **overrides), state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_dict_comes_back_to_the_bit(name):
+    config, state = recorded(name)
+    params = huggingface.from_state(config, state.__getitem__)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, transformer.shapes_of(config))
+    back = dict(huggingface.to_state(config, params))
+    assert back.keys() == state.keys()
+    for key, value in back.items():
+        assert value.flags.c_contiguous and value.dtype == state[key].dtype
+        np.testing.assert_array_equal(value, state[key])
+
+
+def test_one_leaf_asks_for_its_own_weights():
+    config, state = recorded("gpt2")
+    asked = []
+
+    def get(name):
+        asked.append(name)
+        return state[name]
+
+    key = huggingface.leaf(config, "h/0_global/attn/k_proj/kernel", get)
+    assert asked == [f"transformer.h.{i}.attn.c_attn.weight" for i in range(2)]
+    np.testing.assert_array_equal(key[1], state[asked[1]][:, 30:60])
+    with pytest.raises(
+        ValueError, match=r"no parameter h/0/wte: use a path such as h/"
+    ):
+        huggingface.leaf(config, "h/0/wte", get)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_names_of_a_model_without_its_head(name):
+    config, state = recorded(name)
+    bare = {
+        k.removeprefix("model.").removeprefix("transformer."): v
+        for k, v in state.items()
+    }
+    chex.assert_trees_all_equal(
+        huggingface.from_state(config, bare.__getitem__),
+        huggingface.from_state(config, state.__getitem__),
+    )
+
+
+def test_sixteen_bits_stay_what_they_are():
+    config, state = recorded("qwen3_tied", param_dtype=jnp.bfloat16)
+    state = {k: v.astype(ml_dtypes.bfloat16) for k, v in state.items()}
+    params = huggingface.from_state(config, state.__getitem__)
+    arrays = huggingface.to_state(config, params)
+    assert all(np.array_equal(value, state[key]) for key, value in arrays)
+    assert huggingface.config_json(config)["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        (GPT_NEO, "gpt-neo-125m"),
+        (GPT2, "gpt2"),
+        (LLAMA, "llama-3.2-1b"),
+        (QWEN3, "qwen3-8b"),
+    ],
+)
+def test_published_configurations(fields, size):
+    config = huggingface.config_of(fields, remat="block")
+    assert config == transformer.size(size, remat="block")
+    said = huggingface.config_json(config)
+    again = huggingface.config_of(json.loads(json.dumps(said)), remat="block")
+    # widths that follow from others are said
+    assert again == dataclasses.replace(config, mlp_width=config.hidden)
+    filled = {k: v for k, v in fields.items() if k in said and v is not None}
+    filled.pop("torch_dtype", None)
+    assert {k: said[k] for k in filled} == filled
+
+
+def test_both_forms_of_rope():
+    rope = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
+    config = huggingface.config_of({**newer, "rope_parameters": rope})
+    assert config == huggingface.config_of(LLAMA)
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert huggingface.config_of(newer).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "match"),
+    [
+        (
+            GPT2,
+            {"model_type": "bert"},
+            "model_type='bert'.*gpt_neo, gpt2, llama, qwen3",
+        ),
+        (GPT2, {"activation_function": "relu"}, "activation_function='relu'.*gelu_new"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True"),
+        (GPT_NEO, {"num_layers": 24}, "num_layers=24, but 12 kinds of attention"),
+        (LLAMA, {"attention_bias": True}, "attention_bias=True"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'.*llama3"),
+        (LLAMA, {"rope_scaling": {"type": "llama3"}}, "but no factor"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config="),
+        (LLAMA, {"num_key_value_heads": 5}, "kv_heads=5"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
+        (QWEN3, {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(fields, change, match):
+    with pytest.raises(ValueError, match=match) as error:
+        huggingface.config_of({**fields, **change})
+    assert "\n" not in str(error.value)
+
+
+def test_other_errors_are_one_line():
+    config, state = recorded("gpt_neo")
+    get = state.__getitem__
+    wide = dataclasses.replace(config, vocab_size=128)
+    deep = dataclasses.replace(config, layers=6)
+    untied = dataclasses.replace(config, tied=False)
+    params = huggingface.from_state(config, get)
+    gpt2, llama = recorded("gpt2")[0], recorded("llama")[0]
+    missing = {k: v for k, v in LLAMA.items() if k != "hidden_size"}
+    calls = {
+        r"wte\.weight has shape \(97, 32\) in the state dict, not \(128, 32\)": (
+            lambda: huggingface.from_state(wide, get)
+        ),
+        r"transformer\.h\.4.* is not in": lambda: huggingface.from_state(deep, get),
+        "lm_head.weight is not in": lambda: huggingface.from_state(untied, get),
+        r"wte/embedding has shape \(97, 32\), not \(128, 32\)": (
+            lambda: dict(huggingface.to_state(wide, params))
+        ),
+        "hidden_size=None: it must be a number": lambda: huggingface.config_of(missing),
+        "no family.*'rms'": lambda: huggingface.config_json(
+            dataclasses.replace(config, norm="rms")
+        ),
+        "kv_heads=1.*gpt2": lambda: huggingface.config_json(
+            dataclasses.replace(gpt2, kv_heads=1)
+        ),
+        "pattern=.*llama": lambda: huggingface.config_json(
+            dataclasses.replace(llama, pattern=("local",))
+        ),
+    }
+    for match, call in calls.items():
+        with pytest.raises(ValueError, match=match) as error:
+            call()
+        assert "\n" not in str(error.value)

@@ -1,0 +1,189 @@
+"""A run goes on with other devices, and its record repeats it."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import acco_jax
+from acco_jax.runner import loop, metrics, preparation, worlds
+
+pytestmark = pytest.mark.usefixtures("x64")
+FLOAT64 = {"model.dtype": "float64", "model.param_dtype": "float64"}
+WORLDS = [(4, 3), (2, 6), (3, 8), (1, 10), (4, None)]  # devices, up to a half-round
+
+
+@pytest.fixture(scope="module")
+def world(tiny):
+    """world(workdir, devices, stop_after, replay, **changes): a run goes on."""
+
+    def run(workdir, devices, stop_after=None, replay=None, **changes):
+        changes = FLOAT64 | {"optimizer.options": {"eps": 1e-3}} | changes
+        config = tiny(**changes)
+        found = preparation.prepare(config, workdir, jax.devices()[:devices])
+        if replay is not None:
+            replay = worlds.Replay(replay)
+            done = found.checkpoints.latest() or 0
+            replay.check(found.identity, done, found.world)
+        return found, loop.run(found, stop_after=stop_after, replay=replay)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """The rows of a run whose four devices never change."""
+    workdir = tmp_path_factory.mktemp("whole")
+    world(workdir, 4)
+    return metrics.read(workdir)
+
+
+@pytest.fixture(scope="module")
+def changed(world, tmp_path_factory):
+    """The workdir of a run on 4, 2, 3, 1 and 4 devices, and its last experiment."""
+    workdir = tmp_path_factory.mktemp("changed")
+    for devices, end in WORLDS:
+        experiment, summary = world(workdir, devices, end)
+    assert summary is not None
+    return workdir, experiment
+
+
+def series(rows, *fields):
+    return {(r["kind"], r["half_round"]): [r[f] for f in fields] for r in rows}
+
+
+def test_it_learns_what_it_would_have_learnt(whole, changed):
+    """In float64 to 1e-9: the same rows in the same half-rounds, whoever computes."""
+    found, expected = (
+        series(r, "loss", "tokens") for r in (metrics.read(changed[0]), whole)
+    )
+    assert found.keys() == expected.keys() and len(found) > 8
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-9)
+
+
+def test_the_record_says_who_did_what(changed):
+    said = worlds.recorded(changed[0])
+    assert [(h, w.axes["data"], w.counts) for h, w in said] == [
+        (0, 4, [2, 2, 2, 2]),
+        (3, 2, [4, 4]),
+        (6, 3, [3, 3, 2]),
+        (8, 1, [8]),
+        (10, 4, [2, 2, 2, 2]),
+    ]
+
+
+def test_a_replay_is_the_run_to_the_bit(world, changed, tmp_path):
+    workdir, experiment = changed
+    stops = [end for _, end in WORLDS]
+    for (devices, _), end in zip(WORLDS, stops, strict=True):
+        again, summary = world(tmp_path, devices, replay=workdir)
+        assert (summary is None) == (end is not None)
+        assert again.checkpoints.latest() == (end or again.half_rounds)
+    fields = "loss", "tokens"
+    rows = [series(metrics.read(w), *fields) for w in (tmp_path, workdir)]
+    assert rows[0] == rows[1]
+    ends = [theta(e) for e in (again, experiment)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def theta(experiment):
+    latest = experiment.checkpoints.latest()
+    like = preparation.as_saved(experiment, latest)
+    arrays, _ = experiment.checkpoints.restore(latest, like)
+    params, state = preparation.here(experiment, arrays)
+    return jax.device_get(acco_jax.committed_params(state, params))
+
+
+def test_a_replay_of_another_world_or_run_is_refused(world, changed, tmp_path):
+    with pytest.raises(ValueError, match="after half-round 0 with 4 workers in 1 pro"):
+        world(tmp_path / "a", 2, replay=changed[0])
+    with pytest.raises(ValueError, match="is of a run with seed=0, not 3"):
+        world(tmp_path / "b", 4, replay=changed[0], seed=3)
+    with pytest.raises(ValueError, match="cannot be read"):
+        world(tmp_path / "c", 4, replay=tmp_path / "none")
+
+
+METHODS = {
+    "zero1": {},
+    "diloco": {"method_options": {"local_steps": 2}},
+    "few bits": {"method_options": {"gather_bits": 8, "reduce_bits": 8}},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero1",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("diloco", "few bits")),
+    ],
+)
+def test_other_methods_go_on(world, name, tmp_path):
+    """zero1 exactly, the others to half a per cent of the undisturbed run's loss."""
+    changes = METHODS[name] | {"method": name if name in METHODS else "acco"}
+    if name == "few bits":
+        changes["method"] = "acco"
+    world(tmp_path / "whole", 4, **changes)
+    experiment, _ = world(tmp_path / "changed", 4, 1, **changes)
+    ends = range(2, 1 + experiment.half_rounds)
+    for devices, end in zip(itertools.cycle([2, 3, 1, 4]), ends, strict=False):
+        world(tmp_path / "changed", devices, end, **changes)
+        if end >= 5:
+            break
+    world(tmp_path / "changed", 2, **changes)
+    rows = [
+        series(metrics.read(tmp_path / w), "loss", "tokens")
+        for w in ("whole", "changed")
+    ]
+    assert rows[0].keys() == rows[1].keys()
+    exact = name == "zero1"
+    for key, value in rows[0].items():
+        np.testing.assert_allclose(rows[1][key], value, rtol=1e-9 if exact else 5e-3)
+        assert rows[1][key][1] == value[1]
+
+
+def test_a_batch_may_follow_the_workers(world, tmp_path):
+    world(tmp_path, 2, 2, batch="per_worker")
+    experiment, _ = world(tmp_path, 4, 3, batch="per_worker")
+    assert experiment.tokens == 4 * 2 * 2 * 32
+    with pytest.raises(ValueError, match="batch='per_worker', not 'kept'"):
+        world(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data.skew": 0.5}, "data.skew is 0.5, so each of the 2 workers has rows of"),
+        (
+            {"counts": (1, 2), "batch": "per_worker"},
+            r"batch is 'per_worker', but counts is \(1, 2\), of 2 workers",
+        ),
+    ],
+)
+def test_what_cannot_follow_is_refused(world, changes, said, tmp_path):
+    world(tmp_path, 2, 1, **changes)
+    with pytest.raises(ValueError, match=said):
+        world(tmp_path, 1, **changes)
+
+
+def test_a_damaged_record_is_said(tmp_path):
+    row = {
+        "half_round": 0,
+        "axes": {"data": 2},
+        "processes": 1,
+        "counts": [],
+        "form": "",
+    }
+    for wrong in ({"axes": {"data": 0}}, {"axes": []}, {"half_round": "a"},
+                  {"axes": {"tensor": 2, "data": 2}}):  # fmt: skip
+        (tmp_path / worlds.FILE).write_text(json.dumps(row | wrong) + "\n")
+        with pytest.raises(ValueError, match="is damaged"):
+            worlds.recorded(tmp_path)
+
+
+@pytest.mark.parametrize(("total", "n"), [(8, 3), (2, 4), (8, 8), (7, 2)])
+def test_microbatches_are_dealt_out_evenly(total, n):
+    found = worlds.dealt(total, n)
+    assert (len(found), sum(found)) == (n, total) and max(found) - min(found) <= 1

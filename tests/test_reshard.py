@@ -1,0 +1,197 @@
+"""More workers or fewer: what the run has computed so far is the same afterwards."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import acco_jax
+from acco_jax.methods import reshard
+from tests.reference import make_mesh
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+SHAPES = {"a": (6, 4), "b": (5,), "c": (), "d": (3, 7), "e": (300, 260)}
+WORLDS = (4,), (2,), (3,), (1,), (2, 2)
+FEW = (4,), (3,), (2, 2)
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def params():
+    draw = np.random.default_rng(0)
+    return {k: jnp.asarray(draw.normal(size=s)) for k, s in SHAPES.items()}
+
+
+def mesh_of(sizes):
+    return make_mesh(*sizes, names=("data",) if len(sizes) == 1 else ("host", "chip"))
+
+
+def method(name, sizes, mesh=None, **options):
+    mesh = mesh_of(sizes) if mesh is None else mesh
+    return getattr(acco_jax, name)(
+        INNER, mesh=mesh, axis_name=mesh.axis_names, **options
+    )
+
+
+def rows(h, n):
+    """What n workers have computed in a half-round: sums that do not depend on n."""
+    draw = np.random.default_rng(h)
+    total = {k: draw.normal(size=s) for k, s in SHAPES.items()}
+    shares = np.random.default_rng((h, n)).dirichlet(np.ones(n))
+    weights = np.random.default_rng((h, n, 1)).dirichlet(np.ones(n)) * (1 + h % 3)
+    grads = {k: np.multiply.outer(shares, x) for k, x in total.items()}
+    return grads, weights
+
+
+def run(name, worlds, calls, **options):
+    """(parameters, committed ones) after so many calls in each of the worlds."""
+    theta, state, h, points = params(), None, 0, []
+    for sizes in worlds:
+        tx = method(name, sizes, **options)
+        n = int(np.prod(sizes))
+        if state is None:
+            theta, state = acco_jax.start(tx, theta)
+        else:
+            theta, state = acco_jax.reshard((theta, state), tx)
+        for _ in range(calls):
+            grads, weights = rows(h, n)
+            updates, state = tx.update(grads, state, theta, weight=jnp.asarray(weights))
+            theta = optax.apply_updates(theta, updates)
+            h += 1
+        held = acco_jax.committed_params(state, theta)
+        points.append(jax.tree.map(np.asarray, (theta, held)))
+    return points, state
+
+
+@pytest.mark.parametrize(
+    ("name", "worlds"),
+    [
+        ("acco", WORLDS),
+        ("zero1", FEW),
+        ("dpu", FEW),
+        pytest.param("wp", FEW, marks=pytest.mark.long),  # dpu's state
+    ],
+)
+def test_sums_are_what_counts(name, worlds):
+    """Each world's end, in the middle of acco's step too, is one worker's alone."""
+    found, _ = run(name, worlds, 3)
+    alone, _ = run(name, [(1,)] * len(worlds), 3)
+    chex.assert_trees_all_close(found, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_few_bits_lose_nothing():
+    """Sums of gradients and of what rounding left out; replicas are copied."""
+    kinds = {"gather_bits": 8, "reduce_bits": 8}
+    _, state = run("acco", [(4,)], 5, **kinds)
+    before = sums(state)
+    for sizes in [(2, 2), (3,), (2, 2)]:
+        tx = method("acco", sizes, **kinds)
+        state = acco_jax.reshard(state, tx)
+        chex.assert_trees_all_close(sums(state), before, rtol=1e-6, atol=1e-9)
+        chex.assert_trees_all_equal_shapes(state, jax.eval_shape(tx.init, params()))
+
+
+def sums(state):
+    """What the workers hold, added up, and what all hold alike."""
+    layout = state.layout
+    pending = reshard._rows(layout, state.pending.buffers, state.pending.whole)
+    error = reshard._rows(layout, state.residue.error.buffers, scattered=True)
+    total = jax.tree.map(lambda x: np.asarray(x).sum(0), (pending, error))
+    replica = jax.tree.map(np.asarray, layout.view(state.residue.replica))
+    return total, state.pending.weight.sum(), replica
+
+
+def loss_fn(params, batch, rng):
+    flat = sum(jnp.sum(x) for x in jax.tree.leaves(params))
+    loss = (jnp.sin(flat) * batch["x"] + flat**2 * 1e-4).sum()
+    return loss, len(batch["x"])
+
+
+LOCAL = {
+    "diloco": {"local_steps": 2},
+    "slowmo": {"local_steps": 2},
+    "co2": {"local_steps": 2},
+    "gossip": {"local_steps": 2},
+    "streaming_diloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
+    "cellm": {"local_steps": 2},
+}
+
+
+ALIKE = ("slowmo", "co2")  # whose states are diloco's
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.long] * (x in ALIKE)) for x in LOCAL],
+)
+def test_workers_of_local_methods_are_averaged(name):
+    """The mean over workers stays, and training goes on from it."""
+    theta, state, mean = params(), None, None
+    for sizes in [(4,), (2,), (4,)]:
+        tx = method(name, sizes, **LOCAL[name])
+        step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+        if state is None:
+            theta, state = acco_jax.start(tx, theta)
+        else:
+            theta, state = acco_jax.reshard((theta, state), tx)
+            chex.assert_trees_all_close(means(theta, state), mean, rtol=1e-12)
+        batch = {"x": np.random.default_rng(1).normal(size=8 * tx.steps_per_call)}
+        theta, state, metrics = step(theta, state, batch)
+        assert np.isfinite(metrics["loss"])
+        mean = means(theta, state)
+
+
+def means(theta, state):
+    inner = [x for x in jax.tree.leaves(state.inner) if x.dtype == float]
+    rows = jax.tree.map(lambda x: np.asarray(x).mean(0), (theta, inner))
+    return rows, acco_jax.committed_params(state, theta)
+
+
+def test_a_world_that_is_gone():
+    """What four workers saved is restored on two, by shapes alone."""
+    _, state = run("acco", [(4,)], 3)
+    host = jax.tree.map(np.asarray, state)
+    gone = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of((2,))
+    _, like = acco_jax.saved(method("acco", (4,), gone), params(), mesh)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.tree.leaves(like), jax.tree.leaves(host)
+    )
+    there = jax.tree.structure(like).unflatten(
+        jax.device_put(x, y.sharding)
+        for x, y in zip(jax.tree.leaves(host), jax.tree.leaves(like), strict=True)
+    )
+    tx = method("acco", (2,))
+    found = acco_jax.reshard(there, tx)
+    chex.assert_trees_all_equal(found, acco_jax.reshard(state, tx))
+
+
+def test_refusals():
+    _, state = run("zero1", [(2,)], 1)
+    with pytest.raises(ValueError, match="a dict: give a method's state"):
+        acco_jax.reshard({}, method("zero1", (1,)))
+    with pytest.raises(ValueError, match="the state is Zero1State, of another method"):
+        acco_jax.reshard(state, method("acco", (1,)))
+    with pytest.raises(ValueError, match=r"of their own: give \(params, s"):
+        acco_jax.reshard(state, method("diloco", (1,), local_steps=2))
+
+
+@pytest.mark.parametrize("name", ["acco", "diloco"])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_axes_of_explicit_type_are_resharded_alike(name, sizes):
+    def resharded(types):
+        before, after = (make_mesh(n, names=("data",), types=types) for n in sizes)
+        made = acco_jax.start(method(name, sizes[:1], before), params())
+        if name == "acco":  # something is pending
+            tx, (theta, state) = method(name, sizes[:1], before), made
+            grads, weights = rows(0, sizes[0])
+            _, state = tx.update(grads, state, theta, weight=jnp.asarray(weights))
+            made = theta, state
+        return acco_jax.reshard(made, method(name, sizes[1:], after))
+
+    found = (resharded(types) for types in (AxisType.Auto, AxisType.Explicit))
+    auto, explicit = (jax.tree.map(np.asarray, jax.tree.leaves(x)) for x in found)
+    chex.assert_trees_all_equal(auto, explicit)
