@@ -1,0 +1,15 @@
+"""What of a JAX program's communication is hidden, whoever wrote the program.
+
+    result = audit(step, *abstract_arguments, topology="gpu:h100:8x8")
+    print(result)
+    assert_hidden(step, abstract_arguments, "gpu:h100:8x8", "data")
+
+It proves something of the schedule that the compiler made: what stands between the
+launch of a collective and its end. It does not prove that the network keeps up, nor how
+much a collective and the computation beside it slow each other down.
+"""
+
+from acco_jax.audit.auditing import Audit as Audit
+from acco_jax.audit.auditing import assert_hidden as assert_hidden
+from acco_jax.audit.auditing import audit as audit
+from acco_jax.audit.auditing import devices as devices

@@ -1,0 +1,168 @@
+"""Audit a JAX program without its machine: what of its communication is hidden.
+
+python -m acco_jax.audit step.hlo --topology=gpu:h100:4x8 --mesh=data:4,fsdp:8
+python -m acco_jax.audit --factory=package.module:function --topology=gpu:h100:4x8
+
+FILE holds compiled.as_text(), which may be compressed (.gz). A factory takes devices,
+as jax.devices() gives them, and returns a jitted step and the tuple of its abstract
+arguments, on a mesh of these devices.
+"""
+
+import gzip
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up messages
+
+from absl import flags
+
+from acco_jax.audit import auditing, axes
+from acco_jax.plan import arguments, topologies
+from acco_jax.plan.topologies import Topology
+from acco_jax.runner import exits
+from acco_jax.runner.names import named
+
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
+
+# of its own: plan has flags of the same names
+_FLAGS = flags.FlagValues()
+_FACTORY = flags.DEFINE_string(
+    "factory",
+    None,
+    "package.module:function that makes a step to compile.",
+    flag_values=_FLAGS,
+)
+_TOPOLOGY = flags.DEFINE_string(
+    "topology",
+    None,
+    "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE.",
+    flag_values=_FLAGS,
+)
+_SLICES = flags.DEFINE_integer(
+    "slices", 1, "TPU slices of that shape.", flag_values=_FLAGS
+)
+_MESH = flags.DEFINE_string(
+    "mesh",
+    None,
+    "AXIS:SIZE,..., outermost first, where the program does not say.",
+    flag_values=_FLAGS,
+)
+_AXIS = flags.DEFINE_string(
+    "axis", None, "The axis that --require-hidden is about.", flag_values=_FLAGS
+)
+_TRIPS = flags.DEFINE_integer(
+    "trips",
+    None,
+    "Trips of loops that the compiler does not know.",
+    flag_values=_FLAGS,
+)
+_SET = flags.DEFINE_list(
+    "set", [], "NAME=VALUE,...: other figures, in SI units.", flag_values=_FLAGS
+)
+_JSON = flags.DEFINE_string(
+    "json", None, "File for the same as JSON.", flag_values=_FLAGS
+)
+_PICTURE = flags.DEFINE_string(
+    "picture", None, "File for a timeline, a PNG.", flag_values=_FLAGS
+)
+_REQUIRE_HIDDEN = flags.DEFINE_float(
+    "require-hidden",
+    None,
+    "Exit with 3 if less than this fraction (0.95) of the bytes, or of the time that "
+    "they take, is hidden, or nothing is communicated.",
+    flag_values=_FLAGS,
+)
+
+
+def main(argv: list[str]) -> None:
+    topologies.use_cpu()
+    try:
+        files = argv[1:]
+        if len(files) + (_FACTORY.value is not None) != 1:
+            raise ValueError("give one file, or --factory=package.module:function.")
+        topology, mesh = _place()
+        changes = dict(map(arguments.number, _SET.value))
+        if (fraction := _REQUIRE_HIDDEN.value) is not None:
+            auditing.check_fraction(fraction)
+        if _TRIPS.value is not None and _TRIPS.value < 0:
+            raise ValueError(f"--trips is {_TRIPS.value}: it must be at least 0.")
+        written = [arguments.path(flag) for flag in (_JSON, _PICTURE)]
+        for file in filter(None, written):
+            arguments.check_writable(file.parent)
+        program = _read(Path(files[0])) if files else _make(topology)
+        result = auditing.audit(
+            *program, topology=topology, mesh=mesh, trip_counts=_TRIPS.value,
+            figures=changes,
+        )  # fmt: skip
+        verdict = result.verdict(_AXIS.value)
+    except (ValueError, RuntimeError, OSError) as error:
+        exits.end(exits.REFUSED, error)
+    print(result)
+    for file in filter(None, written):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if json := written[0]:
+        json.write_text(result.to_json() + "\n")
+    if picture := written[1]:
+        result.picture(picture)
+    if fraction is not None and (why := verdict.objection(fraction)):
+        over = _AXIS.value or "all axes"
+        print(f"--require-hidden={fraction:g}: {over}: {why}", file=sys.stderr)
+        sys.exit(exits.EXPOSED)
+
+
+def _place() -> tuple[Topology, dict[str, int] | None]:
+    if _TOPOLOGY.value is None:
+        raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
+    topology = topologies.parse(_TOPOLOGY.value, _SLICES.value)
+    mesh = None if _MESH.value is None else axes.parse_mesh(_MESH.value)
+    if mesh:
+        auditing.check_mesh(mesh, topology)
+        if _AXIS.value is not None and _AXIS.value not in mesh:
+            raise ValueError(
+                f"--axis is {_AXIS.value!r}, but --mesh has {', '.join(mesh)}: give "
+                "one of these."
+            )
+    return topology, mesh
+
+
+def _read(file: Path) -> tuple[str]:
+    data = file.expanduser().read_bytes()
+    try:
+        if file.suffix == ".gz":
+            data = gzip.decompress(data)
+        return (data.decode(),)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} cannot be read: {error}. Give the text of compiled.as_text()."
+        ) from error
+
+
+def _make(topology: Topology) -> tuple[Any, ...]:
+    factory, devices = named("--factory", _FACTORY.value), auditing.devices(topology)
+    try:
+        step, step_arguments = factory(devices)
+        return step, *step_arguments
+    except Exception as error:  # another's program: it may raise anything
+        raise ValueError(
+            f"--factory={_FACTORY.value} raised {type(error).__name__}: {error}. It is "
+            "called with a list of devices, and returns a jitted step and a tuple of "
+            "its arguments."
+        ) from error
+
+
+def parse(argv: list[str]) -> list[str]:
+    """Reads the command line; returns it without flags."""
+    if {"--help", "-h"} & set(argv):
+        print(f"{__doc__}\n{_FLAGS.get_help()}")
+        sys.exit(exits.FINISHED)
+    try:
+        return _FLAGS(argv)
+    except flags.Error as error:
+        exits.end(exits.REFUSED, error)
+
+
+if __name__ == "__main__":
+    main(parse(sys.argv))

@@ -1,0 +1,247 @@
+"""Audits a program: compiles it if need be, reads its schedule, judges each axis."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from acco_jax.audit import axes, report
+from acco_jax.plan import costs, schedules, topologies, verdict
+from acco_jax.plan.topologies import Topology
+from acco_jax.plan.verdict import Verdict
+from acco_jax.runner.names import suggestion
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What a program's schedule says, and what it may cost."""
+
+    schedule: schedules.Schedule
+    machine: costs.Machine
+    prediction: costs.Prediction
+    mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: not known
+    axes: Mapping[str, Verdict]  # by what the collectives are over, most bytes first
+
+    @property
+    def topology(self) -> Topology:
+        return self.machine.topology
+
+    def verdict(self, axis: str | None = None) -> Verdict:
+        """Judges the collectives over an axis, alone or with others; None: all.
+
+        One that the text does not give the devices of may be of any axis, and counts.
+
+        Raises:
+          ValueError: in one line, that there is no such axis.
+        """
+        if axis is None:
+            chosen = list(self.axes.values())
+        else:
+            names = list(self.mesh) or list(self.axes)
+            if axis not in (*names, *self.axes):
+                known = ", ".join(names) or "none; give the mesh"
+                raise ValueError(
+                    f"there is no axis {axis!r}:{suggestion(axis, names)} Known: "
+                    f"{known}."
+                )
+            chosen = [
+                found
+                for name, found in self.axes.items()
+                if axis in (name, *name.split("+")) or name == axes.UNKNOWN
+            ]
+        readings = (r for found in chosen for r in found.readings)
+        return Verdict(tuple(readings), self.prediction.total, self.schedule.unknown)
+
+    def to_json(self) -> str:
+        """Returns everything as JSON, in SI units."""
+        return json.dumps(report.as_dict(self), indent=2)
+
+    def picture(self, path: str | Path) -> None:
+        """Draws the program's predicted timeline as a PNG; needs matplotlib."""
+        from acco_jax.plan import pictures
+
+        title = f"{self.topology}: prediction from the schedule"
+        predictions = {"the program": self.prediction}
+        pictures.timeline(predictions, Path(path), title, "one execution")
+
+    def __str__(self) -> str:
+        return report.text(self)
+
+
+def devices(topology: str | Topology) -> list[Any]:
+    """Returns devices that are not here, to make a mesh of and compile for.
+
+    Args:
+      topology: as `python -m acco_jax.plan` takes it ("gpu:h100:4x8", "tpu:v5e:4x4").
+
+    Raises:
+      RuntimeError: the compiler is not installed; says how to install it.
+      ValueError: in one line, what topology cannot be.
+    """
+    return list(_topology(topology).description().devices)
+
+
+def audit(
+    program: Any,
+    *arguments: Any,
+    topology: str | Topology,
+    mesh: Mapping[str, int] | Mesh | None = None,
+    trip_counts: Mapping[str, int] | int | None = None,
+    figures: Mapping[str, float] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Audit:
+    """Reads what of a program's communication is hidden.
+
+    Args:
+      program: a jitted function, what it compiled to, or that one's text.
+      *arguments: of a jitted function, abstract or not, on a mesh of `devices`.
+      topology: the machine that it is compiled for.
+      mesh: its axes and their sizes, outermost first; by default the arguments' mesh.
+      trip_counts: trips of loops that the compiler does not know, by the loop's name
+        or one number for all; None counts one trip.
+      figures: of the machine, to use instead, as plan's --set.
+      compiler_options: for the compiler, if a jitted function is given.
+
+    Raises:
+      ValueError: in one line, what cannot be read or compiled so.
+    """
+    place = _topology(topology)
+    machine = costs.Machine(place, costs.figures(place.chip, figures))
+    if not isinstance(program, str | jax.stages.Compiled) and not hasattr(
+        program, "as_text"
+    ):
+        program = _compile(program, arguments, place, compiler_options)
+        mesh = mesh or axes.mesh_of(arguments)
+    elif arguments or compiler_options:
+        raise ValueError(
+            "the program is compiled already: arguments and compiler_options are for a "
+            "jitted function."
+        )
+    if mesh is None and hasattr(program, "input_shardings"):
+        mesh = axes.mesh_of(program.input_shardings)
+    text = program if isinstance(program, str) else program.as_text()
+    schedule = schedules.read(text, trip_counts=trip_counts)
+    _check_devices(schedule, place)
+    sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
+    check_mesh(sizes, place)
+    prediction = costs.predict(schedule, machine, place.devices)
+    return Audit(
+        schedule,
+        machine,
+        prediction,
+        sizes,
+        _axes(schedule, prediction, machine, sizes),
+    )
+
+
+def assert_hidden(
+    step: Any,
+    args: Sequence[Any],
+    topology: str | Topology,
+    axis: str | None = None,
+    fraction: float = 1.0,
+    **options: Any,
+) -> Audit:
+    """Asserts that a program's communication is hidden, for a test suite.
+
+    Args:
+      step: a jitted function, what it compiled to, or that one's text.
+      args: its arguments, as for `audit`; () for what is compiled.
+      topology: the machine that it is compiled for.
+      axis: of the mesh; None for all that is communicated.
+      fraction: of the bytes, and of the time they take, that must be hidden; what takes
+        less than a hundredth of the program's time does not count against it.
+      **options: of `audit`.
+
+    Raises:
+      AssertionError: less is hidden, or nothing is communicated; with the whole table.
+      ValueError: as `audit`, and a fraction that is not from 0 to 1.
+    """
+    check_fraction(fraction)
+    result = audit(step, *args, topology=topology, **options)
+    if why := result.verdict(axis).objection(fraction):
+        raise AssertionError(f"{axis or 'all axes'}: {why}\n{result}")
+    return result
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuses what is not from 0 to 1.
+
+    Raises:
+      ValueError: in one line.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"the fraction {fraction:g} must be from 0 to 1.")
+
+
+def _topology(topology: str | Topology) -> Topology:
+    return topologies.parse(topology) if isinstance(topology, str) else topology
+
+
+def _compile(
+    step: Any,
+    arguments: Sequence[Any],
+    topology: Topology,
+    options: Mapping[str, Any] | None,
+) -> Any:
+    if not hasattr(step, "lower"):
+        raise ValueError(
+            f"cannot audit a {type(step).__name__}: give a jitted function with its "
+            "arguments, what it compiled to, or the text of that."
+        )
+    mesh = axes.mesh_of(arguments)
+    places = set() if mesh is None else {d.platform for d in mesh.devices.flat}
+    wanted = {"gpu": {"gpu", "cuda"}, "tpu": {"tpu"}}[topology.platform]
+    if not places <= wanted or not places:
+        found = f"on {min(places)} devices" if places else "on no mesh"
+        raise ValueError(
+            f"the arguments lie {found}: make their mesh of "
+            f"acco_jax.audit.devices('{topology}')."
+        )
+    lowered = step.lower(*arguments)
+    return lowered.compile(compiler_options=dict(options) if options else None)
+
+
+def _check_devices(schedule: schedules.Schedule, topology: Topology) -> None:
+    if schedule.devices != topology.devices:
+        raise ValueError(
+            f"the program is for {schedule.devices} devices, {topology} has "
+            f"{topology.devices}: give the topology that it was compiled for."
+        )
+
+
+def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
+    """Refuses a mesh of another number of devices.
+
+    Raises:
+      ValueError: in one line.
+    """
+    total = math.prod(sizes.values())
+    if sizes and total != topology.devices:
+        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"the mesh {shape} has {total} devices, {topology} has "
+            f"{topology.devices}: give the mesh that the program was compiled for."
+        )
+
+
+def _axes(
+    schedule: schedules.Schedule,
+    prediction: costs.Prediction,
+    machine: costs.Machine,
+    sizes: Mapping[str, int],
+) -> dict[str, Verdict]:
+    chosen: dict[str, list[int]] = {}
+    for i, c in enumerate(schedule.collectives):
+        name = axes.label(c.groups, sizes, schedule.devices)
+        chosen.setdefault(name, []).append(i)
+    judged = {
+        name: verdict.judge(schedule, prediction, machine, own)
+        for name, own in chosen.items()
+    }
+    return dict(sorted(judged.items(), key=lambda item: -item[1].bytes))

@@ -1,0 +1,216 @@
+"""What is hidden in train steps of others and of this library, on machines not here.
+
+    python benchmarks/audit_matrix.py --texts=DIR [--programs=plain_dp,fsdp,acco]
+        [--machines=gpu:h100:4x8,tpu:v5e:4x4] [--seconds=300] [--out=FILE.md]
+
+Compiles each program of benchmarks/foreign.py and this library's acco, zero1 and
+fused_zero1 (the same sizes: a decoder of 8 layers of width 2,048, 4 rows of 2,048
+tokens, 4 microbatches an optimizer step) for each machine, one process at a time, and
+audits the texts, which it keeps in DIR: what is there already is not compiled again.
+peft_trainer needs google-tunix; call the script from an environment that has it with
+the same DIR. --seconds=0 compiles nothing more. Nothing is run; it needs the compilers,
+`pip install 'acco-jax[plan]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
+from acco_jax import audit  # noqa: E402
+from acco_jax.methods import METHODS  # noqa: E402
+from acco_jax.models import transformer  # noqa: E402
+from acco_jax.plan import programs, schedules, topologies  # noqa: E402
+from benchmarks import foreign  # noqa: E402
+
+FOREIGN = {
+    "plain_dp": "benchmarks.foreign",
+    "dp_accumulation": "benchmarks.foreign",
+    "fsdp": "benchmarks.foreign",
+    "fsdp_accumulation": "benchmarks.foreign",
+    "fsdp_fine_remat": "benchmarks.foreign",
+    "peft_trainer": "benchmarks.foreign_tunix",
+}
+OWN = ("acco", "zero1", "fused_zero1")
+MACHINES = ("gpu:h100:4x8", "gpu:h200:4x8", "tpu:v5e:4x4", "tpu:v6e:4x4")
+MODEL = transformer.Config(
+    vocab_size=foreign.VOCABULARY,
+    max_length=foreign.LENGTH,
+    width=foreign.WIDTH,
+    layers=foreign.LAYERS,
+    heads=foreign.WIDTH // foreign.HEAD,
+    pattern=("global",),
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+
+
+HEAD = """# What is hidden in train steps of others, and in this library's
+
+    python benchmarks/audit_matrix.py --texts=DIR --out=experiments/results/audit.md
+
+Nothing here was run: every row is a program compiled for machines that are not here,
+jax {version}. `MiB` are the bytes of the full buffers, all collectives and all
+executions; `hidden bytes` are READ from the schedule (asynchronous, with matrix
+products between launch and end); the seconds are PREDICTED from the chips' figures in
+`acco_jax/plan/chips.py`, of one execution: an optimizer step, of acco one of the two
+half-rounds that make one. It proves the schedule; that the network keeps up beside
+computation it does not.
+
+The programs are those of benchmarks/foreign.py (a decoder of 470M parameters in
+bfloat16, 8 scanned layers, 4 rows of 2,048 tokens a device; the accumulating ones, and
+this library's methods, 4 microbatches of them an optimizer step),
+benchmarks/foreign_tunix.py (google-tunix's PeftTrainer, unmodified, on two layers of
+Llama 3.2 1B), and a model of the same sizes with this library's methods. Others' are
+compiled with the compiler's own settings, this library's with
+`acco_jax.compiler_options`.
+
+"""
+NOTES = """
+Two known issues, from the schedules alone:
+
+- Fine-grained rematerialization exposes collectives (openxla/xla#14397):
+  `fsdp_fine_remat` sends the same bytes as `fsdp` and hides fewer of them; its
+  reductions over "data" have nothing beside them any more, and one of the backward
+  pass's all-gathers.
+- Gradients are reduced in every microbatch (AI-Hypercomputer/maxtext#5099): the
+  accumulating programs send about four times the bytes of the others. This library
+  reduces once an optimizer step, acco once a half-round, whatever the number of
+  microbatches.
+"""
+
+
+def own(method: str, devices: Sequence[Any]) -> programs.Program:
+    """Describes a half-round of a method; every step has the same tokens."""
+    tx = METHODS[method](optax.adamw(3e-4), mesh=Mesh(np.array(devices), ("data",)))
+    return programs.assemble(
+        method,
+        tx,
+        transformer.loss_fn(MODEL),
+        jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0))),
+        microbatches=foreign.MICROBATCHES // tx.half_rounds,
+        microbatch=(foreign.ROWS, foreign.LENGTH + 1),
+    )
+
+
+def compile_cell(program: str, machine: str, file: pathlib.Path) -> None:
+    """Compiles a program and writes its text, its mesh and its loops' trips."""
+    devices = audit.devices(machine)
+    start, trips = time.perf_counter(), {}
+    if program in OWN:
+        described = own(program, devices)
+        compiled = described.compile()
+        text, mesh = compiled.text, described.mesh
+        known = {x.name: x.trips for x in compiled.schedule.loops}
+        open_ends = (x for x in schedules.read(text).loops if x.trips is None)
+        trips = {x.name: known[x.name] for x in open_ends}
+    else:
+        module = importlib.import_module(FOREIGN[program])
+        step, arguments = getattr(module, program)(devices)
+        text = step.lower(*arguments).compile().as_text()
+        mesh = audit.axes.mesh_of(arguments)
+    seconds = time.perf_counter() - start
+    facts = {"mesh": dict(mesh.shape), "trips": trips, "seconds": seconds}
+    file.with_suffix(".json").write_text(json.dumps(facts))
+    file.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
+
+
+def read_cell(machine: str, file: pathlib.Path) -> tuple[audit.Audit, float]:
+    facts = json.loads(file.with_suffix(".json").read_text())
+    text = gzip.decompress(file.read_bytes()).decode()
+    found = audit.audit(
+        text, topology=machine, mesh=facts["mesh"], trip_counts=facts["trips"] or None
+    )
+    return found, facts["seconds"]
+
+
+def row(program: str, machine: str, file: pathlib.Path) -> str:
+    if not file.exists():
+        why = file.with_suffix(".error")
+        return f"| {program} | {machine} | {why.read_text().strip()} | | | | | | |"
+    result, seconds = read_cell(machine, file)
+    whole, p = result.verdict(), result.prediction
+    share = whole.hidden_bytes / whole.bytes
+    worst = whole.objections[:1]
+    cause = f"{worst[0].collective.kind}: {worst[0].cause.text}" if worst else ""
+    return (
+        f"| {program} | {machine} | {whole.bytes / 2**20:,.0f} | {share:.0%} | "
+        f"{p.total * 1e3:,.1f} | {whole.seconds * 1e3:,.1f} | "
+        f"{whole.exposed * 1e3:,.1f} | {seconds:.0f} | {cause} |"
+    )
+
+
+def table(cells: Sequence[tuple[str, str, pathlib.Path]]) -> str:
+    head = (
+        "| program | machine | MiB | hidden bytes | step, ms | communication, ms | "
+        "waited for, ms | compiled in, s | likely cause of the dearest |\n"
+        "|---|---|---|---|---|---|---|---|---|"
+    )
+    return "\n".join([head, *(row(*cell) for cell in cells)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--texts", type=pathlib.Path, required=True)
+    parser.add_argument("--programs", default=",".join([*FOREIGN, *OWN]))
+    parser.add_argument("--machines", default=",".join(MACHINES))
+    parser.add_argument("--seconds", type=int, default=300)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--cell", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    topologies.use_cpu()
+    options.texts.mkdir(parents=True, exist_ok=True)
+    cells = [
+        (program, machine, options.texts / f"{program}@{machine.replace(':', '_')}.gz")
+        for machine in options.machines.split(",")
+        for program in options.programs.split(",")
+    ]
+    if options.cell:
+        compile_cell(*cells[0])
+        return
+    for program, machine, file in cells:
+        tried = file.exists() or file.with_suffix(".error").exists()
+        if tried or not options.seconds:
+            continue
+        arguments = [f"--programs={program}", f"--machines={machine}", "--cell"]
+        print(f"compiling {program} for {machine}", flush=True)
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, f"--texts={options.texts}", *arguments],
+                timeout=options.seconds, capture_output=True, text=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            reason = f"not compiled in {options.seconds} s"
+            file.with_suffix(".error").write_text(reason)
+            continue
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            file.with_suffix(".error").write_text(programs.what_it_needs(lines[-1]))
+    text = table(
+        [c for c in cells if c[2].exists() or c[2].with_suffix(".error").exists()]
+    )
+    print(text)
+    if options.out:
+        head = HEAD.format(version=jax.__version__)
+        options.out.write_text(f"{head}{text}\n{NOTES}")
+
+
+if __name__ == "__main__":
+    main()
