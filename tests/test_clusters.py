@@ -1,0 +1,262 @@
+"""experiments/clusters: the scripts run with stubs, the manifests against schemas."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from acco_jax.runner import commands, exits
+from acco_jax.runner.validation import validate
+
+ROOT = Path(__file__).resolve().parent.parent
+CLUSTERS = ROOT / "experiments" / "clusters"
+MANIFESTS = sorted(CLUSTERS.glob("*.yaml"))
+
+pytestmark = pytest.mark.filterwarnings(  # how ml_collections 1.1.0 loads a file
+    r"ignore:the load_module\(\) method:DeprecationWarning"
+)
+
+# srun: starts two tasks as SLURM does, and returns the highest of their codes.
+SRUN = """#!/bin/bash
+echo "$@" >>"$STUBS/srun.log"
+if [ -e "$STUBS/codes" ]; then
+    code=$(head -n 1 "$STUBS/codes")
+    sed -i 1d "$STUBS/codes"
+    exit "$code"
+fi
+while [[ $1 == --* ]]; do shift; done
+pids=()
+for i in 0 1; do
+    SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=1 \\
+        SLURM_STEP_NODELIST=localhost SLURM_STEP_ID=0 "$@" &
+    pids+=($!)
+done
+echo "${pids[@]}" >"$STUBS/pids"
+highest=0
+for pid in "${pids[@]}"; do
+    wait "$pid"
+    code=$?
+    [ "$code" -gt "$highest" ] && highest=$code
+done
+exit "$highest"
+"""
+LOG = """#!/bin/bash
+echo "$(basename "$0") $*" >>"$STUBS/log"
+"""
+CONFIG = """
+from acco_jax.runner.config import default_config
+
+def get_config():
+    c = default_config()
+    c.devices, c.steps, c.length, c.microbatch_size = 1, 40, 32, 2
+    c.microbatches_per_step, c.log_every, c.eval_every = 2, 1, 40
+    c.eval_batches, c.checkpoint_every = 2, 40
+    c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
+    c.model.dtype = c.model.param_dtype = "float32"
+    c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
+    return c
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """cluster(script, *arguments): the script started, with stubs of its commands."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    python = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    texts = {"srun": SRUN, "scontrol": LOG, "gcloud": LOG, "python": python}
+    for name, text in texts.items():
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    left_out = ("XLA_FLAGS", "JAX_PLATFORMS")
+    env = {k: v for k, v in os.environ.items() if k not in left_out} | {
+        "PATH": os.pathsep.join((str(stubs), os.environ["PATH"])),
+        "PYTHONPATH": str(ROOT),
+        "STUBS": str(stubs),
+        "ACCO_DATA_DIR": str(tmp_path / "data"),
+        "SLURM_JOB_ID": job_id(),
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
+
+    def start(script, *arguments, **variables):
+        return subprocess.Popen(
+            ["bash", CLUSTERS / script, *arguments],
+            cwd=tmp_path, env=env | variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    return start
+
+
+def job_id():
+    """A job whose number makes a port that is free: JAX takes it from there."""
+    while True:
+        number = random.randrange(2**12)
+        with socket.socket() as free:
+            if free.connect_ex(("localhost", number + 65536 - 2**12)):
+                return str(number + 2**12)
+
+
+def logged(tmp_path):
+    path = tmp_path / "stubs" / "log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("code", "requeues"),
+    [
+        (exits.FINISHED, 0),
+        (exits.STOPPED, 9),
+        (exits.LOST, 2),
+        (128 + signal.SIGABRT, 2),
+        (exits.REFUSED, 0),
+        (exits.DIVERGED, 0),
+        (exits.FAILED, 0),
+    ],
+)
+def test_slurm_requeues_what_goes_on(cluster, tmp_path, code, requeues):
+    for number in range(1, 10):
+        (tmp_path / "stubs" / "codes").write_text(f"{code}\n")
+        process = cluster("slurm.sh", "--workdir=a b", MOST_LOSSES="2")
+        out, err = process.communicate(timeout=60)
+        assert len(logged(tmp_path)) == min(requeues, number), (out, err)
+        again = number <= requeues
+        assert process.returncode == (0 if again else code), (out, err)
+        lost = code == exits.LOST or code > 128
+        assert ("lost more than 2 times" in err) == (lost and not again)
+    assert len(set(logged(tmp_path))) == (requeues > 0)
+    assert all(re.fullmatch(r"scontrol requeue \d+", x) for x in logged(tmp_path))
+    (said,) = set((tmp_path / "stubs" / "srun.log").read_text().splitlines())
+    assert said.endswith("python -m acco_jax.train --workdir=a b")
+
+
+def test_slurm_does_not_requeue_what_was_cancelled(cluster, tmp_path):
+    (tmp_path / "stubs" / "srun").write_text(
+        '#!/bin/bash\ntouch "$STUBS/there"\nsleep 1\nexit 75\n'
+    )
+    process = cluster("slurm.sh")
+    while not (tmp_path / "stubs" / "there").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == exits.STOPPED and not logged(tmp_path)
+
+
+def test_slurm_asks_for_what_the_text_says():
+    text = (CLUSTERS / "slurm.sh").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.M))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["signal"] == "TERM@300" and "requeue" in options
+    assert f"STOPPED={exits.STOPPED} LOST={exits.LOST} " in text
+
+
+@pytest.mark.long
+def test_slurm_trains_stops_and_goes_on(cluster, tmp_path):
+    texts, workdir = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    for i in range(8):
+        (texts / f"{i}.txt").write_text(f"{i} and {i} is {i + i}, they say. " * 60)
+    (tmp_path / "tiny.py").write_text(CONFIG.format(texts=str(texts)))
+    flags = ("--config=tiny.py", f"--workdir={workdir}")
+    process = cluster("slurm.sh", *flags)
+    rows = workdir / "metrics.jsonl"
+    while not rows.exists() or not rows.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    for pid in (tmp_path / "stubs" / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)  # as SLURM does ahead of the limit
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "stopped after half-round" in err, err
+    assert len(logged(tmp_path)) == 1
+    process = cluster("slurm.sh", *flags)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and len(logged(tmp_path)) == 1, err
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == 40 and summary["workers"] == 2
+
+
+def documents(path):
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
+def test_manifests_are_as_the_schemas_say(path, version):
+    for document in documents(path):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
+def test_the_parts_of_a_manifest_fit_together(path, monkeypatch):
+    by_kind = {document["kind"]: document for document in documents(path)}
+    job, service = by_kind["Job"], by_kind["Service"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    (container,) = pod["containers"]
+    rules = spec["podFailurePolicy"]["rules"]
+    actions = {
+        code: rule["action"]
+        for rule in rules
+        for code in rule.get("onExitCodes", {"values": []})["values"]
+    }
+    assert actions == {
+        exits.REFUSED: "FailJob",
+        exits.DIVERGED: "FailJob",
+        exits.STOPPED: "Ignore",
+    }
+    names = {r["onExitCodes"]["containerName"] for r in rules if "onExitCodes" in r}
+    assert names == {container["name"]}
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    if "ServiceAccount" in by_kind:
+        account = by_kind["ServiceAccount"]["metadata"]["name"]
+        assert pod["serviceAccountName"] == account
+        assert by_kind["RoleBinding"]["subjects"][0]["name"] == account
+        role = by_kind["Role"]["metadata"]["name"]
+        assert by_kind["RoleBinding"]["roleRef"]["name"] == role
+    monkeypatch.chdir(ROOT)
+    *head, config = (x for x in container["command"] if "--workdir" not in x)
+    assert head[:3] == ["python", "-m", "acco_jax.train"] and config
+    flags = [x for x in container["command"] if x.startswith("--config")]
+    validate(commands.config_of(flags))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("setup", "slice"), "git clone -q https://github.com/acco-jax/acco-jax"),
+        (
+            ("train", "slice", "--config=x.py", "--workdir=/mnt/a b"),
+            r"acco_jax.train --config=x.py --workdir=/mnt/a\ b",
+        ),
+        (("stop", "slice"), "pkill -TERM -f '[m] acco_jax.train'"),
+    ],
+)
+def test_a_slice_is_told_on_all_hosts(cluster, tmp_path, arguments, said):
+    process = cluster("tpu_slice.sh", *arguments, ZONE="us-west4-a")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    line = " ".join(logged(tmp_path))
+    head = "gcloud compute tpus tpu-vm ssh slice --zone=us-west4-a --worker=all"
+    assert line.startswith(head) and said in line
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",), ("dance", "slice")])
+def test_a_slice_is_not_told_what_is_unknown(cluster, tmp_path, arguments):
+    process = cluster("tpu_slice.sh", *arguments, ZONE="us-west4-a")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode and "usage: ZONE=ZONE" in err and not logged(tmp_path)
