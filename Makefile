@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest soak chaos lint notebook requirements clean
+.PHONY: help setup train test test-slow test-long test-newest soak chaos lint notebook docs requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -34,9 +34,10 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 # The library's own tests; the rest (runner, models, plan, every optimizer of optax) runs
 # on one interpreter.
 TESTS   ?=
-LIBRARY := $(filter-out %/test_optimizers.py, $(wildcard tests/transforms/test_*.py)) tests/plan/test_footprint.py $(filter-out tests/test_train.py tests/test_notebook.py \
-             tests/test_architecture.py, \
-             $(wildcard tests/test_*.py))
+RUNNERS := $(addprefix tests/test_, $(addsuffix .py, \
+             train notebook architecture docs experiments clusters))
+LIBRARY := $(filter-out %/test_optimizers.py, $(wildcard tests/transforms/test_*.py)) \
+           tests/plan/test_footprint.py $(filter-out $(RUNNERS), $(wildcard tests/test_*.py))
 
 test: $(VENV)/.test ## run the fast tests
 	$(PYTEST) $(TESTS)
@@ -67,6 +68,10 @@ lint: $(VENV)/.test ## check format, lint and types
 notebook: $(VENV)/.test ## execute the Colab notebook here
 	$(VENV)/bin/jupyter-execute colab/*.ipynb
 
+docs: $(VENV)/.docs ## build the site into build/site, warnings are errors
+	$(VENV)/bin/codespell --ignore-words=docs/words.txt *.md docs/*.md docs/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict -f docs/mkdocs.yml
+
 requirements: ## resolve the newest versions into requirements.txt (with uv)
 	$(PYTHON) -m venv .venv-uv && .venv-uv/bin/pip install -qq uv
 	sed '/^[^#]/,$$d' requirements.txt > .venv-uv/requirements.txt
@@ -93,6 +98,11 @@ $(VENV)/.train: pyproject.toml requirements.txt
 $(VENV)/.test: $(VENV)/.train
 	@echo "installing the tests' requirements into $(VENV)"
 	@$(INSTALL) -e '.[train,test,plan]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.train
+	@echo "installing the site's requirements into $(VENV)"
+	@$(INSTALL) -e '.[train,docs]'
 	@touch $@
 
 # The first that runs (a pyenv shim may exist and not), not of a free-threaded build.

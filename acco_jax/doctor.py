@@ -1,0 +1,57 @@
+"""Look at a machine before it trains: python -m acco_jax.doctor [--workdir=DIR]
+
+Versions, devices, the form that a train step would have and why, cores, the bandwidth
+between pairs of devices, the folder and its disk; each problem with its remedy. Several
+processes are started as training is, each with the same flags.
+
+  python -m acco_jax.doctor --devices=4        # CPU devices of this process
+  srun python -m acco_jax.doctor --workdir=RUNS/one
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
+
+import jax
+from absl import app, flags
+
+from acco_jax.runner import commands, devices, exits
+
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
+
+_WORKDIR = flags.DEFINE_string("workdir", ".", "Folder that a run would write to.")
+_DEVICES = flags.DEFINE_integer("devices", None, "CPU devices of this process.", 1)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
+_PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
+_PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    together = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
+    try:
+        devices.check_together(*together)
+        several = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
+        devices.choose_platform(_DEVICES.value, several_processes=several)
+        devices.connect(*together)
+        # slow, and only now may anything touch devices
+        from acco_jax.runner import diagnosis
+
+        workdir = Path(_WORKDIR.value).expanduser().absolute()
+        problems = 0
+        for finding in diagnosis.examined(workdir):
+            problems += bool(finding.remedy)
+            if jax.process_index() == 0:
+                print(finding, flush=True)
+    except (ValueError, OSError) as error:
+        exits.end(exits.REFUSED, error)
+    if problems:
+        number = f"{problems} problems" if problems > 1 else "a problem"
+        exits.end(exits.FAILED, f"{number}: see above")
+    sys.exit(exits.FINISHED)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=commands.parser())

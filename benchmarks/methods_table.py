@@ -1,0 +1,103 @@
+"""What each method sends and holds, in bytes per parameter: read off its program.
+
+    python benchmarks/methods_table.py [--workers=8]
+
+Traces the train step of every method for 16.8M parameters with AdamW and runs nothing.
+Prints a Markdown table, of one worker:
+
+    sent       per optimizer step (an inner step of local methods), in what collectives
+               of at least 1 kB carry, by a ring's costs
+    at once    the most that one call of the train step sends
+    held       between calls: parameters, state, what is pending
+
+Parameters, gradients and collectives are bfloat16, the master copy and the optimizer's
+moments float32.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import acco_jax
+from acco_jax.plan.footprint import bytes_held, bytes_sent
+
+LAYERS, WIDTH = 4, 2048
+PARAMETERS = LAYERS * WIDTH**2
+METHODS = (
+    ("ddp", {}),
+    ("zero1", {}),
+    ("fused_zero1", {}),
+    ("acco", {}),
+    ("acco", {"gather_bits": 8}),
+    ("acco", {"gather_bits": 8, "reduce_bits": 8}),
+    ("dpu", {}),
+    ("wp", {}),
+    ("diloco", {"local_steps": 50}),
+    ("slowmo", {"local_steps": 50}),
+    ("co2", {"local_steps": 50}),
+    ("streaming_diloco", {"local_steps": 100, "fragments": 4}),
+    ("gossip", {}),
+    ("cellm", {"local_steps": 50}),
+)
+HEAD = (
+    "| method | calls per step | sent per step | at once | held |\n" + "|---" * 5 + "|"
+)
+
+
+def loss_fn(params, batch, rng):
+    for w in params.values():
+        batch = jnp.tanh(batch @ w)
+    return jnp.mean(batch.astype(jnp.float32) ** 2)
+
+
+def row(name, options, workers):
+    """One line of the table."""
+    mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
+    tx = getattr(acco_jax, name)(optax.adamw(1e-3), mesh=mesh, **options)
+    one = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    params = {f"layer_{i}": one for i in range(LAYERS)}
+    state = jax.tree.map(
+        lambda x, to: x.update(sharding=to),
+        jax.eval_shape(lambda p: acco_jax.start(tx, p), params),
+        acco_jax.start_shardings(tx, params),
+    )
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=2)
+    shape = (workers * 2 * tx.steps_per_call, WIDTH)
+    rows = NamedSharding(mesh, P("data"))
+    batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows)
+    turns = step.turns()
+    sent = {
+        k: bytes_sent(*step.lowered(*state, batch, half_round=k)) / PARAMETERS
+        for k in turns
+    }
+    mean = sum(sent[k] * times for k, times in turns.items()) / sum(turns.values())
+    calls = tx.half_rounds / tx.steps_per_call
+    label = ", ".join(f"{k}={v}" for k, v in options.items())
+    many = f"{calls:.0f}" if calls >= 1 else f"1 in {1 / calls:.0f}"
+    return (
+        f"| `{name}{f'({label})' if label else ''}` | {many} | {mean * calls:.3g} "
+        f"| {max(sent.values()):.3g} | {bytes_held(state) / PARAMETERS:.3g} |"
+    )
+
+
+def table(workers, methods=METHODS):
+    return "\n".join([HEAD, *(row(*method, workers) for method in methods)])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=8)
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", arguments.workers)
+    print(table(arguments.workers))

@@ -1,0 +1,334 @@
+"""The site's pages: snippets run, flags and files exist, links and tables hold."""
+
+import ast
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from acco_jax.methods import METHODS, options
+from acco_jax.runner.config import default_config
+from acco_jax.runner.exits import TABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "docs" / "site"
+PAGES = sorted(SITE.rglob("*.md"))
+TEXTS = {page: page.read_text() for page in PAGES}
+COMMANDS = (
+    "train",
+    "compare",
+    "plan",
+    "audit",
+    "doctor",
+    "generate",
+    "evaluate",
+    "export",
+)
+CONFIGURED = ("train", "compare", "plan")  # which take --config
+OF_MODELS = ("generate", "evaluate")  # which take acco_jax.runner.commands.ModelFlags
+TITLED = re.compile(r"^#{1,6} (.+)$", re.M)
+
+
+def name(page):
+    return str(page.relative_to(SITE))
+
+
+def source_of(command):
+    folder = ROOT / "acco_jax" / command
+    return folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
+
+
+def defined(*files):
+    """The flags, and their help, that files define with absl."""
+    found = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if called and node.func.attr.startswith("DEFINE_"):
+                says = next(a for a in node.args[2:] if is_text(a))
+                found[node.args[0].value] = says.value
+    return found
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def flags_of(command):
+    files = [source_of(command)]
+    if command in OF_MODELS:
+        files.append(ROOT / "acco_jax" / "runner" / "commands.py")
+    found = defined(*files)
+    if command in CONFIGURED:
+        found["config"] = "A file whose get_config() returns the experiment."
+    else:
+        found.pop("config", None)
+    return found
+
+
+# ------------------------------------------------------------------------- snippets
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXTS[page], re.S | re.M)
+
+
+def test_the_snippets_run():
+    """Page after page, each in names of its own beside those of the front page."""
+    front, ran = {"__name__": "docs"}, 0
+    pages = sorted(PAGES, key=lambda page: page != SITE / "index.md")
+    for page in pages:
+        names = dict(front)
+        if "step" in front:  # what a page leaves is not what the next one finds
+            fresh = names["acco_jax"].start(names["tx"], names["start"]())
+            names["params"], names["state"] = fresh
+        for block in blocks(page, "python"):
+            exec(compile(block, name(page), "exec"), names)
+            ran += 1
+        check = CHECKS.get(name(page))
+        if check is not None:
+            check(names)
+        if page == SITE / "index.md":
+            front = names
+    assert ran > 20
+
+
+def check_index(names):
+    assert names["metrics"]["step"] == 3
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(names["theta"]))
+
+
+def check_numerics(names):
+    assert list(names["metrics"]["dropped"]) == [1] + [0] * (names["n"] - 1)
+
+
+def check_counts(names):
+    assert names["metrics"]["weight"] == 2 * names["n"] - 1
+
+
+def check_devices(names):
+    assert names["metrics"]["weight"] == 2 * names["n"]  # the same batch
+
+
+def check_lora(names):
+    assert names["merged"]["w"].shape == (8, 16)
+    assert not np.allclose(names["merged"]["w"], names["frozen"]["w"])
+
+
+def check_models(names):
+    """The three libraries' loss functions, of their own parameters."""
+    batch = (np.ones((4, 8)), np.ones((4, 1)))
+    for kind in ("dense", "nnx", "equinox"):
+        loss = names["linen_loss" if kind == "dense" else f"{kind}_loss"]
+        assert np.isfinite(loss(names[f"{kind}_weights"], batch, None))
+    model = names["bigram"](16, 4)
+    tokens = {"tokens": np.arange(10).reshape(2, 5)}
+    loss, weight, _ = model.loss(model.init(jax.random.key(0)), tokens, None)
+    np.testing.assert_allclose(loss, weight * np.log(16), rtol=1e-6)
+
+
+CHECKS = {
+    "index.md": check_index,
+    "numerics.md": check_numerics,
+    "microbatches.md": check_counts,
+    "howto/devices.md": check_devices,
+    "howto/lora.md": check_lora,
+    "howto/model.md": check_models,
+}
+
+
+def test_what_does_not_run_is_at_least_python():
+    other = [(p, b) for p in PAGES for b in blocks(p, "py")]
+    assert {name(p) for p, _ in other} == {"migrate/pytorch.md"}
+    for _, block in other:
+        ast.parse(block)
+    languages = {x for t in TEXTS.values() for x in re.findall(r"^```(\w+)$", t, re.M)}
+    assert languages == {"python", "py"}
+
+
+# ------------------------------------------------------------------- shell commands
+
+
+def command_lines():
+    """(page, command, its words) of every python -m acco_jax.COMMAND."""
+    for page, text in TEXTS.items():
+        text = re.sub(r"\\\n\s*", " ", text)
+        # in code spans a command may go over lines
+        spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+        lines = [line for line in text.splitlines() if line.startswith("    ")]
+        for line in [*lines, *(" ".join(span.split()) for span in spans)]:
+            found = re.search(r"python -m acco_jax\.(\w+)(.*)", line)
+            if found:
+                yield page, found[1], found[2]
+
+
+def fields(config, before=""):
+    for key, value in config.items():
+        yield f"{before}{key}"
+        if hasattr(value, "items"):
+            yield from fields(value, f"{before}{key}.")
+
+
+FIELDS = set(fields(default_config()))
+FREE = ("method_options.", "optimizer.options.", "optimizer.schedule_options.",
+        "model.options.")  # fmt: skip
+
+
+def is_field(field):
+    return field in FIELDS or field.startswith(FREE)
+
+
+def test_commands_have_these_flags():
+    seen = 0
+    for page, command, words in command_lines():
+        assert command in COMMANDS, (name(page), command)
+        known = {f: {f, f"no{f}"} for f in flags_of(command)}
+        known = set().union(*known.values())
+        for flag in re.findall(r"--([\w.-]+)", words):
+            seen += 1
+            if flag.startswith("config."):
+                ok = command in CONFIGURED and is_field(flag.removeprefix("config."))
+            else:
+                ok = flag in known | {"help"}
+            assert ok, (name(page), command, flag)
+    assert seen > 80
+
+
+def test_fields_and_options_in_the_text_exist():
+    known = set().union(*(flags_of(c) for c in COMMANDS))
+    of_others = {"zone", "worker", "command", "logdir", "kill-on-bad-exit", "wait",
+                 "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal",
+                 "requeue", "help"}  # fmt: skip
+    of_benchmarks = {"microbatches", "shares", "methods", "texts", "out", "machines",
+                     "sizes", "rows", "repetitions"}  # fmt: skip
+    for page, text in TEXTS.items():
+        for field in re.findall(r"--config\.([a-z_]+(?:\.[a-z_0-9]+)*)", text):
+            assert is_field(field), (name(page), field)
+        for flag in re.findall(r"(?<![\w-])--([a-z][a-z_-]*)(?![\w.-])", text):
+            ok = flag in known | of_others | of_benchmarks
+            assert ok or flag.removeprefix("no") in known, (name(page), flag)
+
+
+def test_method_options_in_the_text_exist():
+    for page, text in TEXTS.items():
+        for method, given in re.findall(r"`(\w+)\((\w+=[^`]*)\)`", text):
+            if method in METHODS:
+                for option in re.findall(r"(\w+)=", given):
+                    assert option in options(method), (name(page), method, option)
+
+
+def test_the_commands_page_has_all_flags():
+    text = TEXTS[SITE / "commands.md"]
+    parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.S | re.M))
+    assert set(parts) == set(COMMANDS)
+    for command in COMMANDS:
+        listed = set(re.findall(r"^\| `--([\w-]+)`", parts[command], re.M))
+        assert listed == set(flags_of(command)), command
+
+
+def test_exit_codes_are_those_of_the_commands():
+    codes = set(re.findall(r"^\s+(\d+)  ", TABLE, re.M))
+    listed = re.findall(r"^\| (\d+) \|", TEXTS[SITE / "faults.md"], re.M)
+    assert set(listed) == codes
+
+
+# --------------------------------------------------------------------- what is named
+
+
+def test_files_that_are_named_exist():
+    for page, text in TEXTS.items():
+        tops = "acco_jax|benchmarks|experiments|tests"
+        for file in re.findall(rf"(?<![\w/.])((?:{tops})/[\w./]+\.\w+)", text):
+            assert (ROOT / file).exists(), (name(page), file)
+
+
+def test_every_figure_of_time_has_a_record():
+    """Each result that is quoted names the file that has it."""
+    for file in ("dynamics", "overlap", "memory", "audit", "hub", "loading", "chaos",
+                 "soak", "fuzz", "overhead"):  # fmt: skip
+        assert any(f"results/{file}.md" in text for text in TEXTS.values()), file
+
+
+def test_the_table_of_methods_is_what_the_program_prints():
+    path = ROOT / "benchmarks" / "methods_table.py"
+    spec = importlib.util.spec_from_file_location("methods_table", path)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    text = TEXTS[SITE / "methods.md"]
+    assert program.HEAD in text
+    few = [m for m in program.METHODS if m[0] in ("zero1", "acco") and not m[1]]
+    for method in few:
+        assert program.row(*method, workers=8) in text
+    assert set(METHODS) == {method for method, _ in program.METHODS}
+    assert all(f"| `{method}" in text for method in METHODS)
+
+
+# --------------------------------------------------------------------------- links
+
+
+def slug(title):
+    """A heading's anchor, as Python-Markdown makes it."""
+    text = re.sub(r"[^\w\s-]", "", re.sub(r"`", "", title)).strip().lower()
+    return re.sub(r"[-\s]+", "-", text)
+
+
+def prose(page):
+    return re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.S | re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in map(slug, TITLED.findall(prose(there))), target
+
+
+def test_every_page_is_in_the_navigation():
+    config = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text())
+
+    def pages(nav):
+        for entry in nav:
+            for value in entry.values():
+                yield from [value] if isinstance(value, str) else pages(value)
+
+    listed = list(pages(config["nav"]))
+    assert sorted(listed) == sorted(map(name, PAGES))
+    assert len(listed) == len(set(listed))
+
+
+QUESTIONS = {
+    "Muon": "howto/optimizers.md", "WSD": "howto/optimizers.md",
+    "Weights & Biases": "howto/metrics.md", "hosts": "howto/clusters.md",
+    "Fewer GPUs": "howto/devices.md", "does not fit": "howto/fsdp.md",
+    "memory": "memory.md", "microbatches": "microbatches.md",
+    "where the time goes": "profiling.md", "Unequal": "microbatches.md",
+    "Perplexity": "howto/evaluate.md", "samples": "howto/evaluate.md",
+    "Which method": "methods.md", "Adapters": "howto/lora.md",
+    "Texts of my own": "howto/data.md",
+}  # fmt: skip
+
+
+def test_fifteen_questions_are_one_click_away():
+    rows = [x for x in TEXTS[SITE / "index.md"].splitlines() if x.startswith("| ")]
+    for question, page in QUESTIONS.items():
+        assert any(question in row and f"]({page})" in row for row in rows), question
+
+
+def test_the_extra_has_what_the_site_is_built_with():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {
+        re.split(r"[\[>=]", x)[0] for x in project["optional-dependencies"]["docs"]
+    }
+    pinned = (ROOT / "requirements.txt").read_text()
+    assert wanted == {"codespell", "mkdocs-material", "mkdocstrings", "ruff"}
+    assert all(f"\n{package}==" in pinned for package in wanted)
