@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest soak chaos lint notebook docs requirements clean
+.PHONY: help setup train test test-slow test-long test-newest soak chaos browser lint notebook docs requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -60,6 +60,12 @@ soak: $(VENV)/.test ## kill runs a hundred times; all must end with the same bit
 chaos: $(VENV)/.test ## half an hour of faults in four processes (root, ip and tc)
 	$(PY) benchmarks/chaos.py
 
+browser: $(VENV)/.browser ## look at a report in headless Chromium, light and dark
+	JAX_PLATFORMS=cpu $(PY) -m acco_jax.compare --config=experiments/quickstart.py \
+	  --methods=acco,zero1 --seeds=1 --workdir=build/browser/runs --config.steps=60 \
+	  --config.eval_every=10 --config.log_every=1
+	$(PY) benchmarks/browser.py --out=build/browser build/browser/runs
+
 lint: $(VENV)/.test ## check format, lint and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -98,6 +104,11 @@ $(VENV)/.train: pyproject.toml requirements.txt
 $(VENV)/.test: $(VENV)/.train
 	@echo "installing the tests' requirements into $(VENV)"
 	@$(INSTALL) -e '.[train,test,plan]'
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.train
+	@echo "installing what drives a browser into $(VENV)"
+	@$(INSTALL) -e '.[train,browser]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.train

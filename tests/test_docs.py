@@ -25,6 +25,7 @@ COMMANDS = (
     "plan",
     "audit",
     "doctor",
+    "report",
     "generate",
     "evaluate",
     "export",

@@ -58,10 +58,13 @@ class ModelFlags:
         return str(self._model.value), self._dtype.value
 
 
-def parser(config: Any = None) -> Callable[[list[str]], list[str]]:
+def parser(
+    config: Any = None, *, names: bool = False
+) -> Callable[[list[str]], list[str]]:
     """Returns what absl.app parses flags with: it also loads the config of a flag.
 
-    A command without that flag has no `config`.
+    A command without that flag has no `config`. One that takes `names` finds them
+    behind its own in the list.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -71,7 +74,7 @@ def parser(config: Any = None) -> Callable[[list[str]], list[str]]:
                 # ml_collections' stand-in
                 problem = f"get_config() returned {config.value!r}, no ConfigDict"
                 raise ValueError(getattr(config.value, "_error", problem))
-            if len(rest) > 1:
+            if len(rest) > 1 and not names:
                 raise flags.Error(f"unexpected argument {rest[1]!r}")
         except flags.Error as error:
             exits.end(exits.REFUSED, _line(error))

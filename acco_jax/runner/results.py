@@ -51,23 +51,18 @@ def read(folder: Path, method: str, seed: int) -> Result:
     Raises:
       ValueError: in one line, which of its files is damaged.
     """
-    summary = _numbers(
+    summary = numbers(
         folder / SUMMARY,
         ("loss", "tokens", "steps", "seconds", "state_bytes_per_device"),
         ("bytes_sent_per_worker", "gradient_seconds_per_token"),
     )
-    config = _numbers(folder / "config.json", ("microbatch_size", "length"))
+    config = numbers(folder / "config.json", ("microbatch_size", "length"))
     rows = metrics.read(folder)
     evaluations = tuple(r for r in rows if r["kind"] == "validation")
-    # the first interval holds the compilation
-    rates = [r["tokens_per_second"] for r in rows if r["kind"] == "train"][1:]
-    rate = statistics.median(rates) if rates else None
+    rate = typical_rate(rows)
     if not evaluations or rate == 0:
         raise ValueError(f"{folder / metrics.FILE} lacks rows of the run: restore it.")
     tokens, steps = summary["tokens"], summary["steps"]
-    alone, exposed = summary.get("gradient_seconds_per_token"), None
-    if rate is not None and alone is not None:
-        exposed = 1000 * (1 / rate - alone) * tokens / steps
     return Result(
         method,
         seed,
@@ -80,15 +75,41 @@ def read(folder: Path, method: str, seed: int) -> Result:
         seconds=summary["seconds"],
         bytes_sent_per_worker=summary["bytes_sent_per_worker"],
         state_bytes_per_device=summary["state_bytes_per_device"],
-        exposed_ms_per_step=exposed,
+        exposed_ms_per_step=exposed_ms(rate, summary),
         evaluations=evaluations,
     )
 
 
-def _numbers(
+def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the median tokens per second of a run's rows; None if it is not known.
+
+    The first interval does not count: it holds the compilation.
+    """
+    rates = [r["tokens_per_second"] for r in rows if r["kind"] == "train"][1:]
+    return statistics.median(rates) if rates else None
+
+
+def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
+    """Returns what an optimizer step takes beyond its gradients, in milliseconds.
+
+    None where the gradients were not timed.
+
+    Args:
+      rate: tokens per second of training.
+      summary: of the run.
+    """
+    alone = summary.get("gradient_seconds_per_token")
+    if not rate or alone is None:
+        return None
+    return 1000 * (1 / rate - alone) * summary["tokens"] / summary["steps"]
+
+
+def numbers(
     path: Path, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns the object in a file, if these of its values are positive numbers.
+
+    Optional ones may be missing, null or 0.
 
     Raises:
       ValueError: in one line, which is none.
@@ -135,8 +156,8 @@ def table(runs: list[Result]) -> str:
         "best loss": lambda rs: _spread([r.best_loss for r in rs]),
         "tokens/s": _mean("tokens_per_second", "{:,.0f}".format),
         "seconds": _mean("seconds", "{:,.1f}".format),
-        "sent per worker": _mean("bytes_sent_per_worker", _bytes),
-        "state per device": _mean("state_bytes_per_device", _bytes),
+        "sent per worker": _mean("bytes_sent_per_worker", bytes_text),
+        "state per device": _mean("state_bytes_per_device", bytes_text),
         "microbatches": _mean("microbatches", "{:,.0f}".format),
         "exposed ms/step": _mean("exposed_ms_per_step", "{:,.1f}".format),
     }
@@ -184,7 +205,8 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.4f} ({max(values) - min(values):.4f})"
 
 
-def _bytes(number: float) -> str:
+def bytes_text(number: float) -> str:
+    """Shows bytes in the largest decimal unit that leaves a whole part."""
     units = ["TB", "GB", "MB", "kB", "B"]  # smallest last
     while number >= 999.95 and len(units) > 1:
         number /= 1000

@@ -1,0 +1,59 @@
+"""Report on runs: python -m acco_jax.report DIR [DIR ...]
+
+Writes one HTML page that needs no network: curves of the training and held-out loss
+against tokens, time and bytes, in which one zooms and points, how the configurations
+differ, throughput, microbatches per worker, communication, memory, where the wall time
+went, faults and restarts. DIR is the workdir of a run, finished or not, of a
+comparison, or a folder of such.
+
+  python -m acco_jax.report runs/quickstart        # writes runs/quickstart/report.html
+  python -m acco_jax.report runs/acco runs/zero1 --out=both.html
+
+It needs Bokeh: pip install 'acco-jax[report]'.
+"""
+
+import datetime
+import importlib.util
+import os
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
+
+from absl import app, flags
+
+from acco_jax.runner import commands, exits
+from acco_jax.runner.files import write_whole
+
+__doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
+
+FILE = "report.html"
+_OUT = flags.DEFINE_string(
+    "out", None, "File to write; unless given, report.html in DIR, of several here."
+)
+
+
+def main(argv: list[str]) -> None:
+    folders = [Path(name).expanduser() for name in argv[1:]]
+    try:
+        if not folders:
+            raise ValueError("no folder: name the workdir of a run, or several.")
+        if importlib.util.find_spec("bokeh") is None:
+            raise ValueError(
+                "the page's curves need Bokeh, which is not installed: pip install "
+                "'acco-jax[report]'."
+            )
+        from acco_jax.runner.pages import page, records  # slow, and bokeh is optional
+
+        runs = records.read(folders)
+        single = folders[0] if len(folders) == 1 else Path()
+        path = Path(_OUT.value).expanduser() if _OUT.value else single / FILE
+        text = page.written(runs, datetime.datetime.now())
+        write_whole(path, text)
+    except (ValueError, OSError) as error:
+        exits.end(exits.REFUSED, error)
+    number = f"{len(runs)} runs" if len(runs) > 1 else "a run"
+    print(f"{path}: {number}, {len(text.encode()) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=commands.parser(names=True))
