@@ -101,7 +101,14 @@ def _train(claim: contextlib.ExitStack) -> None:
             _LOST_AFTER.value,
         )
         # slow, and only now may anything touch devices
-        from acco_jax.runner import checkpoints, loop, preparation, validation, worlds
+        from acco_jax.runner import (
+            checkpoints,
+            loop,
+            preparation,
+            profiling,
+            validation,
+            worlds,
+        )
         from acco_jax.runner import workdir as workdirs
 
         validation.validate(config)
@@ -110,6 +117,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
         claim.enter_context(workdirs.claimed(workdir, patience))
         experiment = preparation.prepare(config, workdir, began=began)
+        profiling.parse(config.profile, experiment.half_rounds)
         replay = None
         if _REPLAY.value is not None:
             replay = worlds.Replay(Path(_REPLAY.value).expanduser())

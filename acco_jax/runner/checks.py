@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from acco_jax import methods
 from acco_jax.methods import METHODS
+from acco_jax.runner import profiling
 from acco_jax.runner.config import default_config, dtype, replayed
 from acco_jax.runner.names import check_name, named, suggestion
 from acco_jax.step import FORMS
@@ -89,6 +90,7 @@ def check(config: ConfigDict) -> None:
     _check_init_from(config)
     _check_samples(config)
     named("metrics_hook", config.metrics_hook)
+    profiling.parse(config.profile)
 
 
 def _check_length(config: ConfigDict) -> None:

@@ -101,6 +101,9 @@ def default_config() -> ConfigDict:
     # the number as `dropped`; so many half-rounds of one worker in a row end the run.
     c.drop_nonfinite = PLACEHOLDER(bool)
     c.most_dropped_in_a_row = 10
+    # START:STOP, half-rounds to trace, both included and counted from 1, such as 20:23,
+    # which WORKDIR/profile then has with a summary (runner/profiling.py); None: none.
+    c.profile = PLACEHOLDER(str)
     # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
     c.metrics_hook = PLACEHOLDER(str)
     c.wandb_project = PLACEHOLDER(str)  # of Weights & Biases, where it is installed

@@ -15,6 +15,7 @@ Every second is of one cause:
   compiling    JAX traces, lowers or compiles, or loads what it has compiled before.
   evaluation   of held-out documents; half-rounds still under way may end in it.
   checkpoints  checks that what is saved is sound, and writes it.
+  profiling    starts traces of config.profile, ends them and sums them up.
   waiting      for other processes at the start; then for batches to train on, less what
                the host then waited for the devices, which still had work to do.
   down         no process ran, or the one that ran was killed before its next line.
@@ -36,7 +37,7 @@ from acco_jax.runner.files import append_row, is_number, read_rows, write_rows
 FILE = "goodput.jsonl"
 CAUSES = (
     "half_rounds", "repeated", "start_up", "compiling", "evaluation", "checkpoints",
-    "waiting", "down",
+    "profiling", "waiting", "down",
 )  # fmt: skip
 COMPILER = "/jax/core/compile/"  # its events, of which some contain others
 

@@ -8,7 +8,7 @@ HARMLESS = frozenset(
      "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
      "spike.policy", "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row",
      "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
-     "devices", "form", "workers"}
+     "devices", "form", "workers", "profile"}
 )  # fmt: skip
 # Nor where these lie; what is in them is in an identity by itself.
 PLACES = frozenset({"init_from"})

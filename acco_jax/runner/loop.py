@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from acco_jax.runner import (
     hooks,
     metrics,
     optimizers,
+    profiling,
     replicas,
     reports,
     samples,
@@ -102,6 +103,8 @@ class _Run:
         enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
         self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
         self._goodput.mark("waiting", self.done)
+        asked = profiling.parse(e.config.profile)
+        self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
     def _restore(self) -> dict[str, Any] | None:
         """Takes parameters and state of the newest checkpoint; returns its host data.
@@ -272,6 +275,18 @@ class _Run:
             e.checkpoints.save(self.done, (self.params, self.state), host)
             self._goodput.mark("checkpoints", self.done)
 
+    def wait(self) -> None:
+        """Waits until the devices have done all half-rounds so far."""
+        jax.block_until_ready((self.params, self.state, self._metrics))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keeps the time inside out of what half-rounds take."""
+        with self._recorder.pause(self.tokens):
+            self._goodput.trained(self.done)
+            yield
+            self._goodput.mark("profiling", self.done)
+
     def spent(self) -> dict[str, Any]:
         """Returns the goodput so far, on process 0."""
         return self._goodput.summary()
@@ -362,7 +377,8 @@ def _train(
     if runner.owes_evaluation():
         runner.validate(config.eval_batches)
     while runner.done < last and not stopped():
-        runner.half_round()
+        with runner.profile.half_round(runner.done + 1):
+            runner.half_round()
         crossed = functools.partial(_crossed, experiment, runner.done)
         if (every := config.compare_replicas_every) and crossed(every):
             runner.compare_replicas()
@@ -370,6 +386,7 @@ def _train(
             runner.validate(config.eval_batches)
         if crossed(config.checkpoint_every) and runner.done < total:
             runner.save()
+    runner.profile.close()
     runner.save(last=True)
     return runner.validate(None) if runner.done == total else None
 

@@ -175,6 +175,7 @@ def test_the_page_says_what_a_run_has_left(one):
         "3.0000" in says["overview"] and "3.0750" in says["overview"]
     )  # final, lowest
     assert "2 in each half-round, on each of 2 workers" in says["microbatches"]
+    assert "--config.profile=START:STOP" in says["communication"]
     assert "8 MB" in says["communication"] and "200 kB" in says["communication"]
     # 1 ms of 1024 tokens' 2 ms a step are gradients: 40 half-rounds, 20 steps
     assert "1,000.0 ms" in says["communication"]
@@ -241,6 +242,26 @@ def test_counts_that_adapt_are_drawn(tmp_path):
         in (shown.sections["microbatches"])
     )
     assert shown.figures["half-round"]["adaptive"]["mean"] == [2, 2.5] * 20
+
+
+def test_a_trace_is_shown(tmp_path):
+    folder = write(tmp_path / "run")
+    row = {
+        "half_round": 7, "seconds": 0.1, "computation": 0.06, "communication": 0.04,
+        "hidden": 0.03, "waited_for": {"all-gather": 0.01, "neither": 0.03},
+    }  # fmt: skip
+    summary = {"devices": ["a", "b"], "unknown": "", "half_rounds": [row]}
+    unknown = summary | {"unknown": "no <events>", "half_rounds": []}
+    (folder / "profile").mkdir()
+    for number, text in enumerate((summary, unknown)):
+        path = folder / "profile" / f"process-{number}.json"
+        path.write_text(json.dumps(text))
+    says = made(folder).sections["communication"]
+    assert "run, process 0: means over 2 devices" in says
+    assert re.search(
+        r"7\s+100.0 ms\s+60.0 ms\s+40.0 ms\s+75%\s+all-gather 10.0 ms", says
+    )
+    assert "What was hidden is unknown: no <events>." in says
 
 
 def test_names_are_text(tmp_path):

@@ -13,7 +13,7 @@ import jinja2
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from acco_jax.runner import goodput, results
+from acco_jax.runner import goodput, profiling, results
 from acco_jax.runner.pages import curves, records
 from acco_jax.runner.pages.records import Run
 from acco_jax.runner.worlds import workers_of
@@ -26,6 +26,7 @@ CAUSES = {  # of goodput.CAUSES: how the page calls them, and their colour
     "compiling": ("compiling", "#e0792b"),
     "evaluation": ("evaluation", "#3f7fd9"),
     "checkpoints": ("checkpoints", "#a87b23"),
+    "profiling": ("profiling", "#3d9bb5"),
     "waiting": ("waiting for data or processes", "#c05ab4"),
     "down": ("down, or lost with a killed process", "#808080"),
 }
@@ -37,6 +38,14 @@ class Figure(NamedTuple):
     name: str
     remark: str
     values: list[str]
+
+
+class Profile(NamedTuple):
+    """A trace: of what, why nothing is known, and a row for each half-round."""
+
+    name: str
+    unknown: str
+    rows: list[list[str]]
 
 
 class Bar(NamedTuple):
@@ -74,6 +83,7 @@ def written(runs: Sequence[Run], now: datetime.datetime) -> str:
         fields=[(n, list(map(_value, v))) for n, v in records.differences(runs)],
         microbatches=[(run, _microbatches(run)) for run in runs],
         communication=list(_communication(runs)),
+        profiles=[profile for run in runs for profile in _profiles(run)],
         memory=list(_memory(runs)),
         bars=[bar for run in runs if (bar := _bar(run))],
         spent=list(_spent(runs)),
@@ -179,6 +189,22 @@ def _communication(runs: Sequence[Run]) -> Iterator[Figure]:
              "{:,.1f} ms".format),
         ],
     )  # fmt: skip
+
+
+def _profiles(run: Run) -> Iterator[Profile]:
+    """Yields a table of each trace of a run, in milliseconds."""
+    for process, summary in run.profiles:
+        name = f"{run.name}, {process}: means over {len(summary['devices'])} devices"
+        rows = []
+        for row in [] if summary["unknown"] else summary["half_rounds"]:
+            share = profiling.hidden_share(row)
+            times = (row["seconds"], row["computation"], row["communication"])
+            waited = profiling.waited(row, " ms")
+            rows.append(
+                [str(row["half_round"]), *(f"{1000 * x:,.1f} ms" for x in times),
+                 UNKNOWN if share is None else f"{share:.0%}", waited]
+            )  # fmt: skip
+        yield Profile(name, summary["unknown"], rows)
 
 
 def _memory(runs: Sequence[Run]) -> Iterator[Figure]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from acco_jax.runner import goodput, metrics, results, workdir, worlds
+from acco_jax.runner import goodput, metrics, profiling, results, workdir, worlds
 from acco_jax.runner.config import default_config
 from acco_jax.runner.counts import FILE as COUNTS
 from acco_jax.runner.files import read_object
@@ -36,6 +36,7 @@ class Run:
     worlds: list[tuple[int, worlds.World]]
     counts: list[list[int]]  # where they adapt: of each half-round, one per worker
     failures: list[str]  # names of the folders in failures/
+    profiles: list[tuple[str, dict[str, Any]]]  # process, summary of its trace
     locked: bool
 
     @property
@@ -155,6 +156,7 @@ def _read(folder: Path, name: str) -> Run:
         worlds=worlds.recorded(folder),
         counts=read_counts(counts, reached) if counts.exists() else [],
         failures=_failures(failures) if failures.is_dir() else [],
+        profiles=profiling.summaries(folder),
         locked=(folder / workdir.LOCK).exists(),
     )
 

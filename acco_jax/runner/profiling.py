@@ -1,0 +1,260 @@
+"""A trace of some half-rounds of a run, and what it says: config.profile=START:STOP.
+
+While they are traced, half-rounds are awaited one by one, so that what the devices do
+lies within the half-round it belongs to; what the host does between two is not counted.
+Of each half-round and device, in times of the trace:
+
+  communication  at least one collective was under way.
+  hidden         of that, while the device also computed; the rest is exposed.
+  waited for     time in which the device did not compute: for a collective, of the kind
+                 that was under way (the first of the alphabet, of several), or neither:
+                 for the host, for data, or in copies.
+
+Figures are means over the devices of a process, each of which traces its own.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from absl import logging
+from jax.profiler import ProfileData
+
+from acco_jax.runner import intervals, traces
+from acco_jax.runner.files import is_number, read_object, write_whole
+
+FOLDER = "profile"  # of a workdir: process-0.json, and its trace in process-0/
+Row = dict[str, Any]
+
+
+def parse(text: str | None, half_rounds: int | None = None) -> range:
+    """Returns the half-rounds that a config's `profile` names, counted from 1.
+
+    Args:
+      text: 'START:STOP', both included; None: none.
+      half_rounds: of the run, if that is known.
+
+    Raises:
+      ValueError: in one line, it is something else, or beyond the run.
+    """
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"profile is {text!r}: give START:STOP, the first and the last half-round "
+            "to trace, counted from 1, such as 20:23."
+        )
+    if half_rounds is not None and last > half_rounds:
+        raise ValueError(
+            f"profile is {text!r}, but the run has {half_rounds} half-rounds: lower it."
+        )
+    return range(first, last + 1)
+
+
+class Run(Protocol):
+    """A run that is traced."""
+
+    def wait(self) -> None:
+        """Waits until the devices have done everything so far."""
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps the time inside out of the run's figures."""
+
+
+class Profile:
+    """Traces half-rounds of a run as it goes, and sums them up after the last one."""
+
+    def __init__(
+        self,
+        asked: range,
+        workdir: Path,
+        workers: int,
+        run: Run,
+    ) -> None:
+        """Takes which half-rounds to trace.
+
+        Args:
+          asked: the half-rounds.
+          workdir: of the run.
+          workers: of the run.
+          run: that trains.
+        """
+        self._asked, self._workers = asked, workers
+        self._folder = workdir / FOLDER
+        self._run = run
+        self._tracing = False
+
+    @contextlib.contextmanager
+    def half_round(self, number: int) -> Iterator[None]:
+        """Traces what is done inside, if that half-round is one of those asked for."""
+        if number not in self._asked:
+            yield
+            return
+        if not self._tracing:
+            self._start()
+        with jax.profiler.StepTraceAnnotation(traces.ANNOTATION, step_num=number):
+            yield
+            self._run.wait()
+        if number == self._asked[-1]:
+            self.close()
+
+    def _start(self) -> None:
+        with self._run.aside():
+            self._run.wait()
+            shutil.rmtree(self._trace, ignore_errors=True)  # of an earlier start
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # slow, and of no use here
+            jax.profiler.start_trace(self._trace, profiler_options=options)
+            self._tracing = True
+
+    @property
+    def _trace(self) -> Path:
+        return self._folder / f"process-{jax.process_index()}"
+
+    def close(self) -> None:
+        """Ends the trace, if there is one, and writes and logs its summary."""
+        if not self._tracing:
+            return
+        self._tracing = False
+        with self._run.aside():
+            jax.profiler.stop_trace()
+            path = traces.found(self._trace)
+            if path is None:  # a run is not lost for it
+                logging.warning("jax.profiler has left no trace in %s", self._trace)
+                return
+            trace = traces.read(ProfileData.from_file(str(path)), self._workers)
+            summary = summarized(trace)
+            text = json.dumps(summary, indent=2) + "\n"
+            write_whole(self._trace.with_suffix(".json"), text)
+        for line in lines(summary):
+            logging.info("%s", line)
+        logging.info("the trace is %s", path)
+
+
+def summarized(trace: traces.Trace) -> dict[str, Any]:
+    """Returns what process-N.json has: seconds, of each half-round.
+
+    Where the devices are unknown, half-rounds have no figures but their seconds.
+    """
+    rows = []
+    for number in sorted(trace.half_rounds):
+        begin, end = trace.half_rounds[number]
+        row: Row = {"half_round": number, "seconds": (end - begin) / 1e9}
+        if not trace.unknown:
+            spans = [d.steps.get(number, (begin, end)) for d in trace.devices]
+            each = [_spent(d, s) for d, s in zip(trace.devices, spans, strict=True)]
+            row |= _mean(each)
+        rows.append(row)
+    unknown = trace.unknown or ("" if rows else "it has no half-round")
+    devices = [device.device for device in trace.devices]
+    return {"devices": devices, "unknown": unknown, "half_rounds": rows}
+
+
+def _spent(device: traces.Activity, span: traces.Span) -> Row:
+    """Returns nanoseconds of a device in a half-round."""
+    window = intervals.union([span])
+    computing = intervals.both(window, device.computation)
+    waiting = intervals.without(window, computing)
+    waited, under_way = {}, []
+    for kind, times in device.communication.items():
+        exposed = intervals.both(waiting, times)
+        waited[kind] = intervals.length(exposed)
+        waiting = intervals.without(waiting, exposed)
+        under_way += times.tolist()
+    communicating = intervals.both(window, intervals.union(under_way))
+    hidden = intervals.both(communicating, computing)
+    return {
+        "computation": intervals.length(computing),
+        "communication": intervals.length(communicating),
+        "hidden": intervals.length(hidden),
+        "waited_for": waited | {"neither": intervals.length(waiting)},
+    }
+
+
+def _mean(rows: list[Row]) -> Row:
+    """Returns means, in seconds; kinds that a device does not have are 0 there."""
+
+    def mean(values: list[int]) -> float:
+        return sum(values) / len(values) / 1e9
+
+    names = ("computation", "communication", "hidden")
+    kinds = dict.fromkeys(kind for row in rows for kind in row["waited_for"])
+    kinds["neither"] = kinds.pop("neither")  # last
+    return {
+        **{name: mean([row[name] for row in rows]) for name in names},
+        "waited_for": {
+            k: mean([r["waited_for"].get(k, 0) for r in rows]) for k in kinds
+        },
+    }
+
+
+def lines(summary: dict[str, Any]) -> Iterator[str]:
+    """Yields what is printed of a summary: a table of milliseconds."""
+    devices, rows = summary["devices"], summary["half_rounds"]
+    if summary["unknown"]:
+        yield f"what was hidden is unknown: {summary['unknown']}"
+        return
+    yield f"milliseconds of half-rounds, means over {len(devices)} devices:"
+    yield "half-round     time  computing  communicating  of it hidden  waited for"
+    for row in rows:
+        share = hidden_share(row)
+        yield (
+            f"{row['half_round']:10d} {1000 * row['seconds']:8.1f}"
+            f" {1000 * row['computation']:10.1f}"
+            f" {1000 * row['communication']:14.1f}"
+            f" {'none sent' if share is None else f'{share:.0%}':>13}"
+            f"  {waited(row)}"
+        )
+
+
+def waited(row: Row, unit: str = "") -> str:
+    """Returns what devices waited for, in milliseconds, as text."""
+    parts = [
+        f"{kind} {1000 * seconds:.1f}{unit}"
+        for kind, seconds in row["waited_for"].items()
+        if seconds >= 5e-5
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+def hidden_share(row: Row) -> float | None:
+    """Returns which part of the communication was hidden; None: there was none."""
+    return row["hidden"] / row["communication"] if row["communication"] else None
+
+
+def _is_summary(summary: dict[str, Any]) -> bool:
+    """Whether an object has what `summarized` returns."""
+    rows, unknown = summary.get("half_rounds"), summary.get("unknown")
+    if not isinstance(rows, list) or not isinstance(unknown, str):
+        return False
+    names = ("computation", "communication", "hidden") if not unknown else ()
+    for row in rows:
+        waited = row.get("waited_for", {}) if isinstance(row, dict) else None
+        if not isinstance(waited, dict):
+            return False
+        numbers = [row.get(name) for name in ("half_round", "seconds", *names)]
+        if not all(map(is_number, [*numbers, *waited.values()])):
+            return False
+    return isinstance(summary.get("devices"), list)
+
+
+def summaries(workdir: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Reads the summaries of a run's traces: which process, and what it wrote.
+
+    Raises:
+      ValueError: in one line, which is damaged.
+    """
+    found = []
+    for path in sorted((workdir / FOLDER).glob("process-*.json")):
+        summary = read_object(path)
+        if not _is_summary(summary):
+            raise ValueError(f"{path} is damaged: remove it, or trace again.")
+        found.append((path.stem.replace("-", " "), summary))
+    return found
