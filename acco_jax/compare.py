@@ -9,16 +9,10 @@ run continues. WORKDIR then holds table.md, results.csv and loss.png. A method m
 given options of its own in parentheses: arguments of the method, or fields of the
 config (config.optimizer.learning_rate=1e-4).
 
-Figures: losses are of held-out documents, the final one of all of them, with the seeds'
-largest minus smallest in parentheses. Against the first method: how far the final loss
-lies above that method's of the same seed, the seeds' mean and its standard error (±,
-from two seeds on); what is not several times as large as its error may be chance.
-tokens/s is the median over logging intervals, without evaluations and compilation;
-seconds are all of the run's. Bytes sent are read off the program's collectives, with a
-ring's costs, all-reduces below 1 kB left out.
-State is parameters and optimizer state. Exposed is the time of an optimizer step minus
-that of its gradients alone, timed at the end of each run in its own processes: what
-communication was not hidden, and the optimizer's own arithmetic; "n/a" if not timed.
+The tables say what their figures are. Of those against the first method, what is not
+several times as large as its standard error (±, from two seeds on) may be chance. Bytes
+sent are read off the program's collectives, all-reduces below 1 kB left out. Exposed is
+timed at the end of each run in its own processes; "n/a" is what was not measured.
 """
 
 import os

@@ -1,6 +1,11 @@
-"""Train: python -m acco_jax.train --config=experiments/quickstart.py --workdir=DIR"""
+"""Train: python -m acco_jax.train --config=experiments/quickstart.py --workdir=DIR
+
+The same command continues an interrupted run. acco_jax.doctor looks at the machine
+first, acco_jax.report makes a page of what the run has left.
+"""
 
 import contextlib
+import functools
 import logging as levels
 import os
 import sys
@@ -11,7 +16,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, devices, exits, heartbeat, meeting, supervisor
+from acco_jax.runner import (
+    commands,
+    devices,
+    exits,
+    heartbeat,
+    meeting,
+    supervisor,
+    usage,
+)
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -145,6 +158,17 @@ def _train(claim: contextlib.ExitStack) -> None:
         sys.exit(exits.STOPPED)
 
 
+GROUPS = {
+    "Needed": ("config", "workdir"),
+    "One start of a run": ("stop_after", "time_gradients", "replay"),
+    "Several processes, where no launcher says it (SLURM, MPI, Kubernetes, TPU)": (
+        "coordinator", "processes", "process",
+    ),
+    "When a process is lost": ("restarts", "lost_after", "start_within"),
+}  # fmt: skip
+
+
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main, flags_parser=commands.parser(_CONFIG))
+    page = functools.partial(usage.text, __doc__, GROUPS)
+    app.run(main, flags_parser=commands.parser(_CONFIG, page=page))

@@ -1,5 +1,6 @@
 """Flags of the commands, with one-line errors."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from acco_jax.runner import config as configs
-from acco_jax.runner import exits
+from acco_jax.runner import exits, usage
 
 
 def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
@@ -59,15 +60,21 @@ class ModelFlags:
 
 
 def parser(
-    config: Any = None, *, names: bool = False
+    config: Any = None,
+    *,
+    names: bool = False,
+    page: Callable[[], str] | None = None,
 ) -> Callable[[list[str]], list[str]]:
     """Returns what absl.app parses flags with: it also loads the config of a flag.
 
     A command without that flag has no `config`. One that takes `names` finds them
-    behind its own in the list.
+    behind its own in the list. Where there is a `page`, --help prints it.
     """
 
     def parse(argv: list[str]) -> list[str]:
+        if page is not None and usage.asked(argv):
+            sys.stdout.write(page())
+            sys.exit(exits.FINISHED)
         try:
             rest = flags.FLAGS(argv)
             if config is not None and not isinstance(config.value, ConfigDict):

@@ -17,6 +17,7 @@ from absl import logging
 from acco_jax.runner import goodput
 from acco_jax.runner.drops import Drops
 from acco_jax.runner.files import is_number, read_rows, write_rows
+from acco_jax.runner.progress import Progress
 
 FILE = "metrics.jsonl"
 
@@ -82,13 +83,7 @@ class Recorder:
         self._board = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=done + 1
         )
-        self._bar = tqdm.tqdm(
-            total=total,
-            initial=done,
-            unit="half-round",
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
+        self._progress = Progress(total, done)
 
     @property
     def seconds(self) -> float:
@@ -138,11 +133,9 @@ class Recorder:
         if self._flops is not None:
             per_token, peak = self._flops
             times["model_flops_utilization"] = rate * per_token / peak
-        self._write(host | values | dropped | times)
-        self._bar.set_postfix_str(
-            f"loss {values['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False
-        )
-        self._bar.update(host["half_round"] - self._bar.n)
+        row = host | values | dropped | times
+        self._write(row)
+        self._progress.show(row)
 
     def _check_spike(self, loss: float, half_round: int) -> None:
         if loss > self._lowest + self._spike:
@@ -183,7 +176,7 @@ class Recorder:
     def close(self) -> None:
         """Closes the files; pending metrics are lost."""
         if self._writes:
-            self._bar.close()
+            self._progress.close()
             self._board.close()
             self._file.close()
 

@@ -23,12 +23,14 @@ class Result:
     method: str
     seed: int
     final_loss: float  # nats per token, of all held-out documents
-    best_loss: float  # of any evaluation
+    best_loss: float  # the lowest at an evaluation, which takes eval_batches of them
     tokens: int
     steps: int
-    microbatches: int  # of all workers
+    microbatches: int  # of all workers in the whole run
     tokens_per_second: float | None  # median over the logging intervals
-    seconds: float  # all of the run's
+    seconds: float  # all of the run's, but those between its restarts
+    training_seconds: float | None  # of the half-rounds that counted
+    compiling_seconds: float | None
     bytes_sent_per_worker: int | None
     state_bytes_per_device: int
     exposed_ms_per_step: float | None
@@ -73,11 +75,20 @@ def read(folder: Path, method: str, seed: int) -> Result:
         microbatches=tokens // (config["microbatch_size"] * config["length"]),
         tokens_per_second=rate,
         seconds=summary["seconds"],
+        training_seconds=_cause(summary, "half_rounds"),
+        compiling_seconds=_cause(summary, "compiling"),
         bytes_sent_per_worker=summary["bytes_sent_per_worker"],
         state_bytes_per_device=summary["state_bytes_per_device"],
         exposed_ms_per_step=exposed_ms(rate, summary),
         evaluations=evaluations,
     )
+
+
+def _cause(summary: dict[str, Any], cause: str) -> float | None:
+    """Returns the seconds of a cause of goodput.py, None if they are not known."""
+    causes = summary.get("seconds_by_cause")
+    value = causes.get(cause) if isinstance(causes, dict) else None
+    return value if is_number(value) else None
 
 
 def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
@@ -144,23 +155,61 @@ def by_method(runs: list[Result]) -> dict[str, list[Result]]:
     return {name: [r for r in runs if r.method == name] for name in names}
 
 
+Cell = Callable[[list[Result]], str]
+
+LOSSES = """\
+Held-out loss in nats per token: the seeds' mean, and in parentheses their
+largest minus smallest. "final" is of all held-out documents. "lowest" is the
+best of the evaluations on the way, which take a part of them (eval_batches):
+it can lie below or above "final", and is no figure to compare methods by.
+"against" says how far "final" lies above the first method's, seed by seed,
+with its standard error."""
+TIMES = """\
+Time of a run, the seeds' mean: "training" in half-rounds that counted,
+"compiling" apart from it, "in all" with evaluations and checkpoints.
+"tokens/s" is the median of logging intervals, without compiling and
+evaluating. "exposed" is what a step takes beyond its gradients alone:
+communication not hidden, and the optimizer."""
+SIZES = """\
+"microbatches" are those of all workers in the whole run. "sent" is by each
+worker in it, at a ring's costs; "state" is parameters and optimizer state on a
+device, without activations."""
+
+
 def table(runs: list[Result]) -> str:
-    """Returns a Markdown table with a row per method: means over its seeds."""
+    """Returns Markdown: what it came to, what it took, each table with what it says.
+
+    A row is a method's, a line no longer than a terminal's where its name is short.
+    """
     groups = by_method(runs)
     first, *others = groups
-    columns: dict[str, Callable[[list[Result]], str]] = {
+    against = {f"against {first}": _against(groups[first])} if others else {}
+    losses: dict[str, Cell] = {
         "method": lambda rs: rs[0].method,
         "seeds": lambda rs: str(len(rs)),
-        "final loss": lambda rs: _spread([r.final_loss for r in rs]),
-        **({f"against {first}": _against(groups[first])} if others else {}),
-        "best loss": lambda rs: _spread([r.best_loss for r in rs]),
-        "tokens/s": _mean("tokens_per_second", "{:,.0f}".format),
-        "seconds": _mean("seconds", "{:,.1f}".format),
-        "sent per worker": _mean("bytes_sent_per_worker", bytes_text),
-        "state per device": _mean("state_bytes_per_device", bytes_text),
-        "microbatches": _mean("microbatches", "{:,.0f}".format),
-        "exposed ms/step": _mean("exposed_ms_per_step", "{:,.1f}".format),
+        "final": lambda rs: _spread([r.final_loss for r in rs]),
+        **against,
+        "lowest": lambda rs: _spread([r.best_loss for r in rs]),
     }
+    times: dict[str, Cell] = {
+        "method": lambda rs: rs[0].method,
+        "tokens/s": _mean("tokens_per_second", "{:,.0f}".format),
+        "training": _mean("training_seconds", "{:,.1f} s".format),
+        "compiling": _mean("compiling_seconds", "{:,.1f} s".format),
+        "in all": _mean("seconds", "{:,.1f} s".format),
+        "exposed": _mean("exposed_ms_per_step", "{:,.1f} ms/step".format),
+    }
+    sizes: dict[str, Cell] = {
+        "method": lambda rs: rs[0].method,
+        "microbatches": _mean("microbatches", "{:,.0f}".format),
+        "sent": _mean("bytes_sent_per_worker", bytes_text),
+        "state": _mean("state_bytes_per_device", bytes_text),
+    }
+    parts = ((losses, LOSSES), (times, TIMES), (sizes, SIZES))
+    return "\n\n".join(f"{_grid(t, groups)}\n\n{text}" for t, text in parts)
+
+
+def _grid(columns: dict[str, Cell], groups: dict[str, list[Result]]) -> str:
     rows = [[cell(rs) for cell in columns.values()] for rs in groups.values()]
     widths = [max(map(len, c)) for c in zip(columns, *rows, strict=True)]
     lines = [list(columns), ["-" * w for w in widths], *rows]
@@ -170,7 +219,7 @@ def table(runs: list[Result]) -> str:
     )
 
 
-def _mean(field: str, show: Callable[[float], str]) -> Callable[[list[Result]], str]:
+def _mean(field: str, show: Callable[[float], str]) -> Cell:
     def cell(results: list[Result]) -> str:
         values = [getattr(r, field) for r in results]
         return "n/a" if None in values else show(statistics.fmean(values))
@@ -178,7 +227,7 @@ def _mean(field: str, show: Callable[[float], str]) -> Callable[[list[Result]], 
     return cell
 
 
-def _against(first: list[Result]) -> Callable[[list[Result]], str]:
+def _against(first: list[Result]) -> Cell:
     """Shows how far final losses lie above a method's, in percent of its own.
 
     It is the mean of the seeds that both have, and of several its standard error.

@@ -1,0 +1,59 @@
+"""The line on a terminal that says how far a run is."""
+
+import sys
+import time
+from typing import Any
+
+import tqdm
+
+
+class Progress:
+    """A line of the terminal's width; nothing where there is no terminal."""
+
+    def __init__(self, total: int, done: int) -> None:
+        """Begins a line for a run that has done so many of all half-rounds."""
+        self._total = total
+        self._first: tuple[int, float] | None = None  # half-round, and when it was done
+        self._bar = tqdm.tqdm(
+            total=total,
+            initial=done,
+            bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Shows a row of metrics."""
+        left = self._left(row["half_round"])
+        self._bar.set_description_str(text(row, left), refresh=False)
+        self._bar.n = row["half_round"]
+        self._bar.refresh()
+
+    def _left(self, half_round: int) -> float | None:
+        """Returns how many seconds are left; None at the first row.
+
+        Evaluations and checkpoints since that row count, its compilation does not.
+        """
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = half_round, now
+        done, begin = self._first
+        if half_round <= done:
+            return None
+        return (self._total - half_round) * (now - begin) / (half_round - done)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def text(row: dict[str, Any], left: float | None) -> str:
+    """Returns what the line says: loss, tokens/s, MFU where it is known, time left."""
+    parts = [f"loss {row['loss']:.3f}", f"{row['tokens_per_second']:,.0f} tokens/s"]
+    if (utilization := row.get("model_flops_utilization")) is not None:
+        parts.append(f"MFU {utilization:.1%}")
+    if row.get("dropped"):
+        parts.append(f"{row['dropped']} dropped")
+    parts.append(
+        "? left" if left is None else f"{tqdm.tqdm.format_interval(left)} left"
+    )
+    return ", ".join(parts)
