@@ -174,7 +174,7 @@ def check_curves(driver):
     figures = js("return roots().map(f => f.renderers.filter(r => r.name).map(colour))")
     for number, colours in enumerate(figures):
         for colour in set(colours):
-            assert js("return pixels(...arguments)", number, colour) > 30, (
+            assert js("return pixels(...arguments)", number, colour) > 10, (
                 number,
                 colour,
             )

@@ -187,6 +187,8 @@ def throughput_figure(runs: Sequence[Run], axes: Axes) -> Figures:
         source = axes.source(run, rates(run), "tokens_per_second")
         plot.line("tokens", "tokens_per_second", source=source, line_width=1.5,
                   color=colour[run.group], name=run.name)  # fmt: skip
+        plot.scatter("tokens", "tokens_per_second", source=source, size=4,
+                     color=colour[run.group], name=run.name)  # fmt: skip
         _tag(plot, run)
     rate = ("tokens/s", "@tokens_per_second{0,0}")
     plot.add_tools(HoverTool(tooltips=axes.tooltips(rate), line_policy="nearest"))
