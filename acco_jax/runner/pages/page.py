@@ -132,7 +132,7 @@ def _overview(runs: Sequence[Run]) -> Iterator[Figure]:
              "known", _utilization, "{:.1%}".format),
             ("time", "of the run, compilations and evaluations included; not that "
              "between restarts", _last("seconds"), duration),
-            ("compiling", "of the wall time, what start-up compiles included", _compiling,
+            ("compiling", "of the wall time, start-up included", _compiling,
              duration),
             ("goodput", "share of the wall time in half-rounds that counted", _share,
              "{:.1%}".format),
