@@ -31,11 +31,11 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 	JAX_PLATFORMS=cpu $(PY) -m acco_jax.train --config=experiments/quickstart.py \
 	  --workdir=$(WORKDIR)
 
-# The library's own tests; the rest (runner, models, plan, every optimizer of optax) runs
-# on one interpreter.
+# What a newer Python and jax may break: the library's own tests. The rest (runner,
+# models, plan, every optimizer of optax, the house) runs on one interpreter.
 TESTS   ?=
-RUNNERS := $(addprefix tests/test_, $(addsuffix .py, \
-             train notebook architecture docs experiments clusters))
+RUNNERS := $(addprefix tests/test_, $(addsuffix .py, train compare notebook architecture \
+             docs experiments clusters house packaging))
 LIBRARY := $(filter-out %/test_optimizers.py, $(wildcard tests/transforms/test_*.py)) \
            tests/plan/test_footprint.py $(filter-out $(RUNNERS), $(wildcard tests/test_*.py))
 
@@ -71,8 +71,8 @@ lint: $(VENV)/.test ## check format, lint and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-notebook: $(VENV)/.test ## execute the Colab notebook here
-	$(VENV)/bin/jupyter-execute colab/*.ipynb
+notebook: $(VENV)/.test ## execute the Colab notebooks here and keep their outputs
+	cd colab && ../$(VENV)/bin/jupyter-execute --inplace *.ipynb
 
 docs: $(VENV)/.docs ## build the site into build/site, warnings are errors
 	$(VENV)/bin/codespell --ignore-words=docs/words.txt *.md docs/*.md docs/site
