@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest soak chaos lint notebook docs requirements clean
+.PHONY: help setup train test test-slow test-long test-newest soak chaos worlds heterogeneous lint notebook docs requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -59,6 +59,12 @@ soak: $(VENV)/.test ## kill runs a hundred times; all must end with the same bit
 
 chaos: $(VENV)/.test ## half an hour of faults in four processes (root, ip and tc)
 	$(PY) benchmarks/chaos.py
+
+worlds: $(VENV)/.test ## ten random changes of a run's processes, replayed to the bit
+	$(PY) benchmarks/worlds.py
+
+heterogeneous: $(VENV)/.test ## four processes, one of them slow (root, CPU quotas)
+	$(PY) benchmarks/heterogeneous.py
 
 lint: $(VENV)/.test ## check format, lint and types
 	$(VENV)/bin/ruff format --check .

@@ -223,8 +223,8 @@ def test_the_step_follows_and_a_replay_is_the_run_to_the_bit(monkeypatch, tmp_pa
     ("name", "axes", "options"),
     [
         ("zero1", ("data",), {}),
-        ("acco", ("host", "chip"), {}),
-        ("diloco", ("data",), {"local_steps": 2}),
+        pytest.param("acco", ("host", "chip"), {}, marks=pytest.mark.slow),
+        pytest.param("diloco", ("data",), {"local_steps": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_probe_sends_nothing_and_times_every_worker(name, axes, options):

@@ -135,10 +135,12 @@ class Watch:
         return [int(c) for c in jax.device_get(metrics["counts"])]
 
     def row(self, half_round: int) -> dict[str, Any]:
-        """Returns what a row of metrics has of it, and logs what has changed."""
+        """Returns what a row of metrics has of it; process 0 logs what has changed."""
         if not isinstance(self._step, BalancedStep) or not self._step.seconds:
             return {}
         slow, counts = self._step.stragglers, self._step.counts
+        if jax.process_index():
+            return {"stragglers": sorted(slow)}
         for worker in sorted(slow.keys() - self._said):
             logging.warning(
                 "worker %d is slow: a microbatch takes it %.1f times as long as the "

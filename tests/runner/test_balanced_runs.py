@@ -67,13 +67,13 @@ def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, c
     size = first.config.microbatch_size * first.config.length
     assert [r["tokens"] for r in rows] == [8 * size * r["half_round"] for r in rows]
     measured([[1e-6] * 4])  # of which nothing is to be seen
-    run(tmp_path / "b", stop_after=3, replay=tmp_path / "a")
     again, repeated = run(tmp_path / "b", replay=tmp_path / "a")
     assert counts_of(tmp_path / "b") == found
     assert repeated["loss"] == summary["loss"]
     assert arrays_of(again) == arrays_of(first)
 
 
+@pytest.mark.slow
 def test_the_batch_stays_on_fewer_workers_and_a_log_is_repeated(
     run, measured, tmp_path
 ):
