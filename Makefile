@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest soak chaos browser lint notebook docs requirements clean
+.PHONY: help setup train test test-slow test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -65,6 +65,12 @@ browser: $(VENV)/.browser ## look at a report in headless Chromium, light and da
 	  --methods=acco,zero1 --seeds=1 --workdir=build/browser/runs --config.steps=60 \
 	  --config.eval_every=10 --config.log_every=1
 	$(PY) benchmarks/browser.py --out=build/browser build/browser/runs
+
+worlds: $(VENV)/.test ## ten random changes of a run's processes, replayed to the bit
+	$(PY) benchmarks/worlds.py
+
+heterogeneous: $(VENV)/.test ## four processes, one of them slow (root, CPU quotas)
+	$(PY) benchmarks/heterogeneous.py
 
 lint: $(VENV)/.test ## check format, lint and types
 	$(VENV)/bin/ruff format --check .

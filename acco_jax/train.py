@@ -52,6 +52,13 @@ _START_WITHIN = flags.DEFINE_float(
     "start_within", 300.0, "Seconds until all processes must be there.", 1.0
 )
 
+_MIN_PROCESSES = flags.DEFINE_integer(
+    "min_processes", None, "With --restarts, go on with so many, if others are gone.", 1
+)
+_REGROUP_AFTER = flags.DEFINE_float(
+    "regroup_after", 30.0, "Seconds until it goes on without those that are gone.", 0.0
+)
+
 _ORDERS = heartbeat.follow()
 _PACKAGE = str(Path(__file__).parent)
 
@@ -68,12 +75,29 @@ def main(argv: list[str]) -> None:
         if not str(_WORKDIR.value):
             raise ValueError("--workdir is empty: name a folder.")
         devices.check_together(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+        _check_fewer()
         if _ORDERS is None and (_COORDINATOR.value or _RESTARTS.value):
             sys.exit(supervisor.supervise(_job()))
     except (ValueError, OSError) as error:
         exits.end(exits.REFUSED, error)
     with contextlib.ExitStack() as claim:
         _train(claim)
+
+
+def _check_fewer() -> None:
+    """Raises a ValueError if --min_processes does not fit the other flags."""
+    if (least := _MIN_PROCESSES.value) is None:
+        return
+    if not _RESTARTS.value or _COORDINATOR.value is None:
+        raise ValueError(
+            f"--min_processes={least} is for commands that begin again together: give "
+            "--restarts and --coordinator, too."
+        )
+    if least > (processes := _PROCESSES.value or 1):
+        raise ValueError(
+            f"--min_processes is {least}: with --processes={processes} it is at most "
+            "that."
+        )
 
 
 def _job() -> supervisor.Job:
@@ -90,7 +114,13 @@ def _job() -> supervisor.Job:
     return supervisor.Job(
         command=[sys.executable, "-m", "acco_jax.train", *sys.argv[1:]],
         workdir=Path(str(_WORKDIR.value)).expanduser(),
-        limits=meeting.Limits(_LOST_AFTER.value, _START_WITHIN.value, _RESTARTS.value),
+        limits=meeting.Limits(
+            _LOST_AFTER.value,
+            _START_WITHIN.value,
+            _RESTARTS.value,
+            _MIN_PROCESSES.value,
+            _REGROUP_AFTER.value,
+        ),
         process=_PROCESS.value or 0,
         processes=_PROCESSES.value or 1,
         coordinator=_COORDINATOR.value,
@@ -103,13 +133,16 @@ def _train(claim: contextlib.ExitStack) -> None:
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
     config, workdir = _CONFIG.value, Path(str(_WORKDIR.value)).expanduser()
+    processes, process = _PROCESSES.value, _PROCESS.value
+    if _ORDERS is not None:  # of the attempt, which may have fewer than the run
+        processes, process = _ORDERS.processes, _ORDERS.process
     try:
-        clustered = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
+        clustered = devices.launched_by_a_cluster() or (processes or 1) > 1
         devices.choose_platform(config.get("devices"), several_processes=clustered)
         devices.connect(
             _ORDERS.coordinator if _ORDERS else None,
-            _PROCESSES.value,
-            _PROCESS.value,
+            processes,
+            process,
             _START_WITHIN.value,
             _LOST_AFTER.value,
         )
@@ -120,7 +153,6 @@ def _train(claim: contextlib.ExitStack) -> None:
             preparation,
             profiling,
             validation,
-            worlds,
         )
         from acco_jax.runner import workdir as workdirs
 
@@ -133,9 +165,8 @@ def _train(claim: contextlib.ExitStack) -> None:
         profiling.parse(config.profile, experiment.half_rounds)
         replay = None
         if _REPLAY.value is not None:
-            replay = worlds.Replay(Path(_REPLAY.value).expanduser())
-            done = experiment.checkpoints.latest() or 0
-            replay.check(experiment.identity, done, experiment.world)
+            folder = Path(_REPLAY.value).expanduser()
+            replay = preparation.repeating(experiment, folder)
     except (ValueError, OSError) as error:
         exits.end(exits.REFUSED, error)
     try:

@@ -112,12 +112,7 @@ class Run:
             time.sleep(0.1)
 
     def rows(self) -> list[dict]:
-        path, rows = self.workdir / "metrics.jsonl", []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    rows.append(json.loads(line))
-        return rows
+        return common.rows(self.workdir)
 
     def half_round(self) -> int:
         return max((r["half_round"] for r in self.rows()), default=0)

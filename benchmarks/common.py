@@ -1,14 +1,25 @@
-"""What the benchmarks of disturbed runs share: texts, an environment, a run's bits."""
+"""What the benchmarks of disturbed runs share: texts, commands, a run's bits."""
 
+import contextlib
+import functools
 import json
 import os
 import pathlib
 import random
+import signal
+import socket
 import subprocess
 import sys
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from acco_jax.runner import heartbeat  # noqa: E402
+
+# What no two runs share.
+CLOCKS = ("seconds", "tokens_per_second", "goodput", "stragglers")
 
 CONFIG = """
 from acco_jax.runner.config import default_config
@@ -92,10 +103,110 @@ def command(
     return [*program, "--supervise", json.dumps(job | {"command": trains})]
 
 
+class Commands:
+    """The commands of one run's processes on this machine; some may be gone."""
+
+    def __init__(
+        self,
+        place: pathlib.Path,
+        workdir: pathlib.Path,
+        config: pathlib.Path,
+        processes: int,
+        limits: dict[str, float],
+    ) -> None:
+        self._place, self.workdir, self._config = place, workdir, config
+        self._processes, self._limits = processes, limits
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self._address = f"localhost:{free.getsockname()[1]}"
+        self.running: dict[int, subprocess.Popen] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in list(self.running):
+            self.kill(process)
+
+    def log(self, process: int) -> pathlib.Path:
+        return self._place / f"{self.workdir.name}-{process}.log"
+
+    def start(self, process: int, *flags: str, prefix: Sequence[str] = ()) -> None:
+        """Starts a process's command, after others that run what follows them."""
+        arguments = command(
+            self._config, self.workdir, *flags, limits=self._limits, process=process,
+            processes=self._processes, coordinator=self._address,
+        )  # fmt: skip
+        with self.log(process).open("a") as log:
+            self.running[process] = subprocess.Popen(
+                [*prefix, *arguments], env=environment(self._place),
+                stdout=log, stderr=log,
+                preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGKILL),
+            )  # fmt: skip
+
+    def kill(self, process: int) -> None:
+        """Kills a command, and with it its process."""
+        self.running[process].kill()
+        self.running.pop(process).wait()
+
+    def stop(self) -> None:
+        """Has all save and end."""
+        for one in self.running.values():
+            one.send_signal(signal.SIGTERM)
+
+    def wait(self, *codes: int, seconds: float = 900.0) -> None:
+        """Waits for the ends of all commands.
+
+        Raises:
+          RuntimeError: one has another exit code than these.
+        """
+        for process, one in self.running.items():
+            if (code := one.wait(seconds)) not in codes:
+                raise RuntimeError(self._said(process, f"ended with {code}"))
+        self.running.clear()
+
+    def until(
+        self, condition: Callable[[], bool], what: str, seconds: float = 900.0
+    ) -> None:
+        """Waits until a condition holds, or a command has ended.
+
+        Raises:
+          RuntimeError: one has ended, or it takes too long.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for process, one in self.running.items():
+                if one.poll() is not None:
+                    text = f"ended with {one.returncode} before {what}"
+                    raise RuntimeError(self._said(process, text))
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._said(0, f"no {what} within {seconds:.0f} s"))
+            time.sleep(0.1)
+
+    def _said(self, process: int, what: str) -> str:
+        tail = self.log(process).read_text()[-3000:]
+        return f"{self.workdir.name}, process {process}: {what}: {tail}"
+
+
+def rows(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's metrics, but one that is being written."""
+    path, found = workdir / "metrics.jsonl", []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def unclocked(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's metrics without what depends on the clock."""
+    return [{k: v for k, v in r.items() if k not in CLOCKS} for r in rows(workdir)]
+
+
 def last_checkpoint(workdir: pathlib.Path) -> int:
-    """Returns the half-round of a run's last checkpoint."""
-    names = [path.name for path in (workdir / "checkpoints").iterdir()]
-    return max(int(name) for name in names if name.isdigit())
+    """Returns the half-round of a run's last checkpoint; 0 if there is none."""
+    names = [path.name for path in (workdir / "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def bits(workdir: pathlib.Path) -> str:

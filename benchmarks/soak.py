@@ -34,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -44,7 +43,6 @@ from benchmarks import common  # noqa: E402
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
           "training on", "renamed", "summed", "removing")  # fmt: skip
 QUICK = ("compiling", "evaluating", "renamed", "saving")
-CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +114,6 @@ def kill(
     return kills
 
 
-def rows(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the rows of a run's metrics without what depends on the clock."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines
-    ]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,7 +149,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
     expected = {}
     for processes in sizes:
         workdir, _, _ = run(place, f"undisturbed-{processes}", processes, [])
-        expected[processes] = common.bits(workdir), rows(workdir)
+        expected[processes] = common.bits(workdir), common.unclocked(workdir)
     print("| processes | kills | seconds | bits | rows |\n|---|---|---|---|---|")
     trials: list[Trial] = []
     while sum(len(t.kills) for t in trials) < (1 if quick else kills):
@@ -174,7 +164,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
             met,
             seconds,
             common.bits(workdir) == bits,
-            rows(workdir) == lines,
+            common.unclocked(workdir) == lines,
         )
         trials.append(trial)
         same = {True: "same", False: "NOT the same"}

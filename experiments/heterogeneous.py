@@ -12,7 +12,11 @@ its core, until they are killed:
 for i in 1 2 3; do taskset -c 3 bash -c 'while :; do :; done' & done
 
 Compare with zero1, whose fast workers wait for the slow one in every step: the same
-with --config.method=zero1 --config.microbatches=fixed and --workdir=runs/zero1. The
+with --config.method=zero1 --config.microbatches=fixed and --workdir=runs/zero1; and
+with counts that follow the workers' measured speed, --config.microbatches=balanced
+--config.microbatches_per_step=16 --config.most_microbatches=12 and
+--workdir=runs/balanced, whose log names the slow one. On two cores, with quotas:
+`python benchmarks/heterogeneous.py`. The
 `tokens_per_second` of each metrics.jsonl and the losses against `seconds` are what
 differs; counts.jsonl has how many microbatches each worker computed in each half-round,
 and --config.microbatches=replay:runs/acco/counts.jsonl repeats them to the bit.

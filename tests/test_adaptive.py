@@ -113,7 +113,7 @@ def test_what_cannot_adapt_is_refused(tmp_path):
     for bounds in ((0, 4), (4, 2)):
         with pytest.raises(ValueError, match="smallest count"):
             acco_jax.Adaptive(*bounds)
-    with pytest.raises(ValueError, match=r"Adaptive\(least, most\) or Replay"):
+    with pytest.raises(ValueError, match=r"Adaptive\(least, most\), Balanced"):
         make_step("dynamic")
     with pytest.raises(ValueError, match="no log of counts"):
         make_step(repeated(tmp_path / "missing"))

@@ -25,6 +25,7 @@ MINIMA = {
          "most_dropped_in_a_row", "mesh.fsdp", "mesh.tensor"),
         (1, "it must be at least 1."),
     ),
+    "balance.floor": (0, "give 0 for none."),
     "optimizer.clip": (0, "give 0 for none."),
     "optimizer.final_fraction": (0, "give 0 for none."),
     "optimizer.ema": (0, "give 0 for none."),
@@ -108,7 +109,8 @@ def _check_length(config: ConfigDict) -> None:
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "
             "steps."
         )
-    if given and config.microbatches != "fixed":
+    constant = config.microbatches == "balanced" and not config.balance.grows
+    if given and config.microbatches != "fixed" and not constant:
         raise ValueError(
             f"{given[0]} is {config[given[0]]}, but microbatches="
             f"{config.microbatches!r} decides what a step takes: give steps."
@@ -158,10 +160,11 @@ def _check_microbatches(config: ConfigDict) -> None:
             f"microbatch_size is {config.microbatch_size}, which mesh.fsdp="
             f"{config.mesh.fsdp} does not divide: use a multiple."
         )
-    if config.microbatches not in ("fixed", "adaptive") and not replayed(config):
+    kinds = ("fixed", "adaptive", "balanced")
+    if config.microbatches not in kinds and not replayed(config):
         raise ValueError(
-            f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive' or "
-            "'replay:FILE'."
+            f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive', "
+            "'balanced' or 'replay:FILE'."
         )
     if config.microbatches != "fixed" and len(config.counts):
         raise ValueError(

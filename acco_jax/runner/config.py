@@ -67,10 +67,16 @@ def default_config() -> ConfigDict:
     # before, so that the batch is larger or smaller.
     c.batch = "kept"
     # 'fixed', or 'adaptive': each process keeps adding microbatches until its
-    # communication is done, from those of a half-round up to most_microbatches; or
-    # 'replay:FILE', a run's counts.jsonl: as that run did. Both in the split form.
+    # communication is done, from those of a half-round up to most_microbatches (split
+    # form); or 'balanced': they follow the workers' measured speed, so that all end
+    # together (fused form); or 'replay:FILE', a run's counts.jsonl: as that run did, in
+    # the form that it had.
     c.microbatches = "fixed"
-    c.most_microbatches = 16  # of each worker in a half-round, where they adapt
+    c.most_microbatches = 16  # of each worker in a half-round, where they vary
+    # Of 'balanced': the least of each worker, however slow, and whether the batch grows
+    # (the slowest worker computes its even part of it, the others what they end
+    # meanwhile) or stays.
+    c.balance = ConfigDict({"floor": 0, "grows": False})
     c.length = 256  # targets per row
     # How many of its microbatches each worker computes per half-round: one number per
     # worker, for workers of unequal speed. Empty: all.

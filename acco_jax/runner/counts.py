@@ -1,17 +1,25 @@
 """The microbatches that every worker computed in every half-round: counts.jsonl.
 
-One JSON list of n integers a line, written where counts adapt during a run;
-`--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run to the bit.
+One JSON list of n integers a line, written where counts vary during a run;
+`--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run to the bit, and
+`--replay=WORKDIR` one whose workers changed, too.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from absl import logging
+from ml_collections import ConfigDict
 
+import acco_jax
+from acco_jax.runner import config as configs
 from acco_jax.runner.files import write_rows
-from acco_jax.step.adaptive import check_counts, read_counts
+from acco_jax.step.balanced import BalancedStep
+from acco_jax.step.replay import check_counts, read_counts
 
 FILE = "counts.jsonl"
 
@@ -71,3 +79,78 @@ def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
             "lower steps."
         )
     check_counts(rows, log, workers, most)
+
+
+def counted(
+    config: ConfigDict, microbatches: int, half_rounds: int, first: int, workers: int
+) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Replay | None:
+    """Returns how a half-round's microbatches are counted, None where they are fixed.
+
+    Args:
+      config: of the experiment.
+      microbatches: of each of the first workers in a half-round.
+      half_rounds: of the whole run.
+      first: how many workers the run began with.
+      workers: how many there are.
+
+    Raises:
+      ValueError: the bounds do not fit, or a log cannot be repeated by this run.
+    """
+    if config.microbatches == "fixed":
+        return None
+    capacity, balance = config.most_microbatches, config.balance
+    if capacity < microbatches:
+        raise ValueError(
+            f"most_microbatches is {capacity}, less than the {microbatches} that "
+            "microbatches_per_step gives a half-round: raise it."
+        )
+    if log := configs.replayed(config):
+        check_log(Path(log), half_rounds, workers, capacity)
+        return acco_jax.Replay(log, capacity)
+    if config.microbatches == "adaptive":
+        return acco_jax.Adaptive(microbatches, capacity)
+    total = microbatches * (first if config.batch == "kept" else workers)
+    if workers * balance.floor > total:
+        raise ValueError(
+            f"balance.floor is {balance.floor}, but the {workers} workers compute "
+            f"{total} microbatches in a half-round: lower it."
+        )
+    capacity = max(capacity, math.ceil(total / workers))  # of fewer than at first
+    return acco_jax.Balanced(total, capacity, balance.floor, balance.grows)
+
+
+class Watch:
+    """Says which workers are slow, where the train step measures it."""
+
+    def __init__(self, step: acco_jax.TrainStep) -> None:
+        self._step, self._said = step, set[int]()
+
+    def counts(self, metrics: dict[str, Any]) -> list[int]:
+        """Returns every worker's microbatches of the call with these metrics.
+
+        It waits for the devices only where the host does not know them.
+        """
+        if isinstance(self._step, BalancedStep):
+            return self._step.counts
+        return [int(c) for c in jax.device_get(metrics["counts"])]
+
+    def row(self, half_round: int) -> dict[str, Any]:
+        """Returns what a row of metrics has of it; process 0 logs what has changed."""
+        if not isinstance(self._step, BalancedStep) or not self._step.seconds:
+            return {}
+        slow, counts = self._step.stragglers, self._step.counts
+        if jax.process_index():
+            return {"stragglers": sorted(slow)}
+        for worker in sorted(slow.keys() - self._said):
+            logging.warning(
+                "worker %d is slow: a microbatch takes it %.1f times as long as the "
+                "median; from half-round %d on the workers compute %s",
+                worker, slow[worker], half_round, counts,
+            )  # fmt: skip
+        for worker in sorted(self._said - slow.keys()):
+            logging.info(
+                "worker %d is no longer slow: from half-round %d on the workers "
+                "compute %s", worker, half_round, counts,
+            )  # fmt: skip
+        self._said = set(slow)
+        return {"stragglers": sorted(slow)}

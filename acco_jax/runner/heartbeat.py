@@ -41,6 +41,8 @@ class Orders:
     )  # host:port of JAX's coordination service; None: one process
     lost_after: float  # seconds
     start_within: float  # seconds
+    process: int = 0  # of the attempt's, which may be fewer than the run's
+    processes: int = 1
 
     def environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}

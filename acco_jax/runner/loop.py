@@ -33,7 +33,7 @@ from acco_jax.runner import (
     timing,
     worlds,
 )
-from acco_jax.runner.counts import CountsLog
+from acco_jax.runner.counts import CountsLog, Watch
 from acco_jax.runner.drops import Drops
 from acco_jax.runner.evaluation import Evaluator
 from acco_jax.runner.preparation import (
@@ -77,6 +77,7 @@ class _Run:
         self._held_out: float | None = None  # the last held-out loss
         self._dropped: dict[str, Any] | None = None  # up to a checkpoint
         self._log: CountsLog | None = None
+        self._watch = Watch(e.step)
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (host := self._restore()) is None:
             self.params, self.state = initial(e)
@@ -175,14 +176,15 @@ class _Run:
         self.done += 1
         self._drops.add(self.done, start, self._metrics)
         heartbeat.reached(self.done)
+        slow = self._watch.row(self.done)
         microbatches = list(e.config.counts) or [e.microbatches] * e.workers
         if self._log is not None:
-            self._log.add(jax.device_get(self._metrics["counts"]))
+            self._log.add(self._watch.counts(self._metrics))
             microbatches = self._log.last
             self._batches.computed(microbatches)
         if _crossed(e, self.done, e.config.log_every):
             host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
-                    "microbatches": microbatches}  # fmt: skip
+                    "microbatches": microbatches} | slow  # fmt: skip
             device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})

@@ -5,6 +5,9 @@ too, connects to it and speaks in lines of JSON. An attempt begins when all are 
 and none has a process that trains: so a process of an earlier attempt is never beside
 one of a later. Commands give a sign of life every second. Whether a process is lost is
 decided here alone, so that all hosts print the same line.
+
+Where a run may go on with fewer processes, an attempt that follows another begins with
+those that are there after a while; who comes later has the others save and begin again.
 """
 
 import asyncio
@@ -34,6 +37,8 @@ class Limits:
     lost_after: float = 60.0  # seconds without a sign of life
     start_within: float = 300.0  # seconds until all are there, or one has started
     restarts: int = 0  # of the whole run
+    min_processes: int | None = None  # to begin again with; None: all
+    regroup_after: float = 30.0  # seconds until it begins again without the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Member:
     command: str = ""  # a name that no other command has
     gone: bool = False  # whether its connection has ended
     idle: bool = True  # whether it has no process
+    part: bool = False  # whether it takes part in the attempt under way
     half_round: int | None = None
     started: bool = False  # whether its process has given a sign of life
     silent: float = 0.0  # seconds since the last one
@@ -92,8 +98,8 @@ class Member:
         return f"process {self.process} on {self.host}"
 
     def begin(self, now: float) -> None:
-        """Forgets the attempt before."""
-        self.heard, self.idle, self.half_round = now, False, None
+        """Forgets the attempt before, and takes part in this one."""
+        self.heard, self.idle, self.part, self.half_round = now, False, True, None
         self.started, self.silent, self.end, self.ended = False, 0.0, None, 0.0
 
     def quiet(self, now: float) -> float:
@@ -160,6 +166,7 @@ class Meeting:
         self._members: dict[int, Member] = {}
         self._attempt = 0
         self._running = False
+        self._comes: Member | None = None  # for whom the others save and begin again
         self._since = time.monotonic()  # when this attempt, or the wait for it, began
         self._over = False
         self._talks: set[asyncio.Task[None]] = set()
@@ -202,7 +209,7 @@ class Meeting:
                 self._hear(member, json.loads(line))
         if member and self._members.get(member.process) is member:
             member.gone, member.writer = True, None
-            if not self._running:
+            if not self._running or not member.part:
                 del self._members[member.process]
         writer.transport.abort()
 
@@ -223,12 +230,14 @@ class Meeting:
         else:
             member = Member(process, host, now, writer, command)
             self._attempt = max(self._attempt, int(hello["attempt"]))
-            if self._running and other and not other.end:
+            if self._running and other and other.part and not other.end:
                 self._end(_lost(other, "it came again", self._limits, self._attempt))
             if other and other.writer:
                 other.writer.transport.abort()
             self._members[process] = member
-            _say(member, welcome=socket.gethostname())
+            training = [m for m in self._members.values() if m.part]
+            waits = len(training) if self._running else 0
+            _say(member, welcome=socket.gethostname(), training=waits)
             return member
         _say(Member(process, host, 0.0, writer), refused=reason)
         return None
@@ -259,20 +268,16 @@ class Meeting:
                 spoke = now
 
     def _gather(self, now: float) -> None:
-        """Begins an attempt once all are there and idle."""
-        here = [m for m in self._members.values() if m.writer and m.idle]
-        if len(here) == self._processes:
-            self._attempt += 1
-            self._running, self._since = True, now
-            for m in here:
-                m.begin(now)
-            with socket.socket() as free:
-                free.bind((self._host, 0))
-                port = free.getsockname()[1]
-            self._tell(go=self._attempt, coordinator=f"{self._host}:{port}")
-            return
+        """Begins an attempt once all, or enough, are there and idle."""
+        here = self._waiting()
         absent = sorted(set(range(self._processes)) - {m.process for m in here})
-        if now - self._since > self._limits.start_within:
+        least = self._limits.min_processes or self._processes
+        late = now - self._since > self._limits.regroup_after
+        if not absent or (
+            self._attempt and late and len(here) >= least and 0 not in absent
+        ):
+            self._begin(here, absent, now)
+        elif now - self._since > self._limits.start_within:
             line = (
                 f"process {', '.join(map(str, absent))} of {self._processes} did not "
                 f"come within {self._limits.start_within:.0f} s"
@@ -281,17 +286,54 @@ class Meeting:
         else:
             self._tell(awaited=absent)
 
+    def _waiting(self) -> list[Member]:
+        """Returns those who have no process, in their order."""
+        here = [m for m in self._members.values() if m.writer and m.idle]
+        return sorted(here, key=lambda m: m.process)
+
+    def _begin(self, here: list[Member], absent: list[int], now: float) -> None:
+        """Begins an attempt: JAX numbers its processes from 0 without a gap."""
+        self._attempt += 1
+        self._running, self._since, self._comes = True, now, None
+        with socket.socket() as free:
+            free.bind((self._host, 0))
+            port = free.getsockname()[1]
+        for m in self._members.values():
+            m.part = False
+        for number, m in enumerate(here):
+            m.begin(now)
+            _say(m, go=self._attempt, coordinator=f"{self._host}:{port}",
+                 process=number, processes=len(here), absent=absent)  # fmt: skip
+
     def _watch(self, now: float) -> None:
-        members = list(self._members.values())
+        members = [m for m in self._members.values() if m.part]
+        ends = [m.end for m in members if m.end]
         verdict = judge(members, now, self._limits, self._attempt)
         if verdict:
             self._end(verdict)
-        elif all(m.end for m in members):
-            self._tell(over=True)
+        elif len(ends) == len(members):
+            if self._comes and {end.code for end in ends} == {exits.STOPPED}:
+                line = f"{self._comes} came, for whom the others have saved"
+                number = self._comes.process
+                self._end(Verdict(exits.STOPPED, line, number, True))
+                return
+            self._tell(over=True, code=ends[0].code)
             self._over = True
+        elif not ends and not self._comes and self._attempt <= self._limits.restarts:
+            self._take_in(members)
+
+    def _take_in(self, members: list[Member]) -> None:
+        """Has an attempt under way save and end if someone has come to take part."""
+        waiting = self._waiting()
+        if waiting and all(m.half_round is not None for m in members):
+            self._comes = waiting[0]
+            for m in members:
+                _say(m, save=True)
 
     def _end(self, verdict: Verdict) -> None:
-        self._tell(verdict=dataclasses.asdict(verdict))
+        for member in self._members.values():
+            if member.part or not verdict.again:
+                _say(member, verdict=dataclasses.asdict(verdict))
         self._running, self._since = False, time.monotonic()
         self._over = not verdict.again
         for process, member in list(self._members.items()):

@@ -26,6 +26,7 @@ from acco_jax.methods.reshard import moved
 from acco_jax.models.base import Model
 from acco_jax.runner import config as configs
 from acco_jax.runner import (
+    counts,
     meshes,
     models,
     optimizers,
@@ -35,11 +36,12 @@ from acco_jax.runner import (
     worlds,
 )  # fmt: skip
 from acco_jax.runner.checkpoints import Checkpoints
-from acco_jax.runner.counts import check_log, kept
 from acco_jax.runner.files import is_number, read_object, write_whole
 from acco_jax.runner.identity import differing_field
 from acco_jax.runner.validation import validate
 from acco_jax.runner.workdir import check_held, check_whole
+from acco_jax.step.adaptive import AdaptiveStep
+from acco_jax.step.balanced import BalancedStep
 
 PyTree = Any
 
@@ -111,8 +113,10 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Targets of a half-round where counts do not adapt, of full rows."""
-        computed = self.config.counts or [self.microbatches] * self.workers
+        """Targets of a half-round where their number stays, of full rows."""
+        kept = self.config.microbatches == "balanced" and self.config.batch == "kept"
+        workers = self.identity["workers"] if kept else self.workers
+        computed = self.config.counts or [self.microbatches] * workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
         return rows * self.config.length
 
@@ -156,7 +160,7 @@ def prepare(
     rows_per_step *= tx.half_rounds * config.microbatch_size
     if workers != began_with:
         config, microbatches = _dealt(config, microbatches, began_with, workers)
-    counted = _adaptive(config, microbatches, half_rounds, workers)
+    counted = counts.counted(config, microbatches, half_rounds, began_with, workers)
     capacity = counted.most if counted else microbatches
     corpus = data.load_corpus(pretrained.data_fields(config), workdir=workdir)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
@@ -281,7 +285,7 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
             f"{path} is of a run with {field}: use another workdir, or the same config."
         )
     if experiment.config.microbatches != "fixed":
-        kept(experiment.workdir, latest)
+        counts.kept(experiment.workdir, latest)
     if not _continues(checkpoints.host(latest), first):
         raise ValueError(
             f"{path / 'host'} is damaged, or of another version: restore it, or use "
@@ -309,26 +313,22 @@ def _continues(host: dict[str, Any], first: data.Batches) -> bool:
     return all(map(is_number, numbers)) and len(numbers) == workers + 4
 
 
-def _adaptive(
-    config: ConfigDict, microbatches: int, half_rounds: int, workers: int
-) -> acco_jax.Adaptive | acco_jax.Replay | None:
-    """Returns how a half-round's microbatches are counted, None where they are fixed.
+def repeating(experiment: Experiment, folder: Path) -> worlds.Replay:
+    """Returns the record that an experiment repeats; its step is given the counts.
+
+    Args:
+      experiment: from `prepare`.
+      folder: the workdir of the run to repeat.
 
     Raises:
-      ValueError: the bounds do not fit, or a log cannot be repeated by this run.
+      ValueError: in one line, this experiment cannot go on with that record.
     """
-    if config.microbatches == "fixed":
-        return None
-    capacity = config.most_microbatches
-    if capacity < microbatches:
-        raise ValueError(
-            f"most_microbatches is {capacity}, less than the {microbatches} that "
-            "microbatches_per_step gives a half-round: raise it."
-        )
-    if log := configs.replayed(config):
-        check_log(Path(log), half_rounds, workers, capacity)
-        return acco_jax.Replay(log, capacity)
-    return acco_jax.Adaptive(microbatches, capacity)
+    replay, done = worlds.Replay(folder), experiment.checkpoints.latest() or 0
+    replay.check(experiment.identity, done, experiment.world)
+    if isinstance(experiment.step, AdaptiveStep | BalancedStep):
+        log, last = folder / counts.FILE, replay.end(done)
+        experiment.step.repeat(acco_jax.Replay(log, experiment.capacity, done, last))
+    return replay
 
 
 def _made(init: Partial, shardings: PyTree) -> PyTree:

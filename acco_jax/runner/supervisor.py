@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -52,9 +53,9 @@ class _Ends(Exception):
 class _Child:
     """A process that trains."""
 
-    def __init__(self, job: Job, attempt: int, coordinator: str | None) -> None:
+    def __init__(self, job: Job, begin: Message) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
-        self.attempt = attempt
+        self.attempt = int(begin["go"])
         self.half_round: int | None = None
         self.error = self.exception = ""
         self.code: int | None = None  # that it says it will end with
@@ -64,10 +65,11 @@ class _Child:
         self._pipe, write = os.pipe()
         os.set_blocking(self._pipe, False)
         self._rest = b""
+        process, processes = begin["process"], begin["processes"]
         orders = heartbeat.Orders(
-            write, self._folder.name, attempt,
-            coordinator if job.processes > 1 else None,
-            job.limits.lost_after, job.limits.start_within,
+            write, self._folder.name, self.attempt,
+            begin["coordinator"] if processes > 1 else None,
+            job.limits.lost_after, job.limits.start_within, process, processes,
         )  # fmt: skip
         self._process = subprocess.Popen(
             job.command,
@@ -247,7 +249,7 @@ class _Command:
         if begin is None:
             return False
         self._attempt = begin["go"]
-        self._child = child = _Child(self._job, self._attempt, begin["coordinator"])
+        self._child = child = _Child(self._job, begin)
         try:
             verdict = await self._watch(link, child)
             await self._carry_out(verdict, child)
@@ -261,16 +263,25 @@ class _Command:
         announced = _Announcement(self._job.processes)
         while True:
             match await link.next(self._job.limits.start_within):
-                case {"go": _, "coordinator": _} as begin:
+                case {"go": _, "processes": here, "absent": absent} as begin:
+                    if absent:
+                        logging.warning(
+                            "going on with %d of %d processes: without process %s",
+                            here, self._job.processes, ", ".join(map(str, absent)),
+                        )  # fmt: skip
                     return begin
-                case {"welcome": host}:
+                case {"welcome": host, "training": others}:
                     link.host = host
+                    if others:
+                        logging.info("%d others train: waiting until they save", others)
                 case {"awaited": absent}:
                     announced.awaiting(absent)
                 case {"refused": line}:
                     raise _Ends(_say(exits.REFUSED, line))
                 case {"verdict": verdict}:
                     raise _Ends(_say(verdict["code"], verdict["line"] + "."))
+                case {"over": _, "code": code}:
+                    raise _Ends(code)
                 case None:
                     return None
 
@@ -293,6 +304,8 @@ class _Command:
                     return Verdict(**verdict)
                 case {"over": _} if end:
                     raise _Ends(end.code)
+                case {"save": _}:
+                    child.signal(signal.SIGTERM)
             if gone:
                 if end and (end.good or end.error):
                     raise _Ends(end.code)

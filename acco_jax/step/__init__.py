@@ -6,8 +6,11 @@ from typing import Any
 from acco_jax.compiler import compiler_options as default_options
 from acco_jax.gradients import Accumulator
 from acco_jax.methods.base import Method, check_method
-from acco_jax.step.adaptive import Adaptive, AdaptiveStep, Replay
+from acco_jax.step.adaptive import Adaptive, AdaptiveStep
+from acco_jax.step.balance import Balanced
+from acco_jax.step.balanced import BalancedStep
 from acco_jax.step.fused import TrainStep
+from acco_jax.step.replay import Replay
 from acco_jax.step.split import SplitStep
 
 FORMS = ("auto", "fused", "split")
@@ -17,7 +20,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     tx: Method,
     *,
-    microbatches: int | Adaptive | Replay,
+    microbatches: int | Adaptive | Balanced | Replay,
     form: str = "auto",
     drop_nonfinite: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -32,9 +35,12 @@ def make_train_step(
         call is several inner steps of each worker (`tx.steps_per_call`, diloco's H),
         its batch holds as many times N, step after step. Or `Adaptive(least, most)`:
         each process keeps adding microbatches until its communication is done (split
-        form); or `Replay(log)`: as a run that was adaptive logged them.
+        form); or `Balanced(total, most)`: they follow the workers' measured speed, so
+        that all end together (fused form); or `Replay(log)`: as a run of either logged
+        them, in the same form.
       form: 'fused' (one program), 'split' (several programs from two threads), or
-        'auto': split for several CPU processes, else fused.
+        'auto': split for several CPU processes and counts that adapt or are repeated,
+        else fused.
       drop_nonfinite: whether a worker whose loss, weight or sum of gradients is not
         finite has no weight in that call, as if it had computed nothing; of local
         methods, in that inner step. Bad numbers then stay on the worker that made them.
@@ -64,43 +70,66 @@ def make_train_step(
     check_method(tx)
     if form not in FORMS:
         raise ValueError(f"form is {form!r}: choose one of {', '.join(FORMS)}.")
-    adaptive = microbatches if isinstance(microbatches, Adaptive | Replay) else None
-    if adaptive and (not tx.delayed or tx.local or form == "fused"):
-        raise ValueError(
-            f"microbatches={microbatches!r} needs a method that communicates while it "
-            "computes one gradient, and form='split': a synchronous step has no time "
-            "to fill, a round of local steps a given length."
-        )
     if drop_nonfinite and not tx.round(tx.phase(0)).drops:
         raise ValueError(
             "drop_nonfinite needs each worker's gradients before they are reduced, but "
             "tx reduces them inside the backward pass: leave it out, or use zero1."
         )
-    most = adaptive.most if adaptive else microbatches
+    counted = None if isinstance(microbatches, int) else microbatches
+    most = microbatches if counted is None else getattr(counted, "most", None)
     if not isinstance(most, int) or most < 1:
         raise ValueError(
             f"microbatches is {microbatches!r}: give an integer of at least 1, "
-            "Adaptive(least, most) or Replay(log, most)."
+            "Adaptive(least, most), Balanced(total, most) or Replay(log, most)."
         )
-    device = tx.mesh.devices.flat[0]
-    model_axes = set(tx.mesh.axis_names) - set(tx.axis)
-    model_axis = any(tx.mesh.shape[a] > 1 for a in model_axes)
-    if form == "auto":
-        several = len({d.process_index for d in tx.mesh.devices.flat}) > 1
-        split = device.platform == "cpu" and several and not model_axis
-        form = "split" if split else "fused"
-    if form == "split" and model_axis:
-        raise ValueError(
-            f"form='split' sends from a thread beside the gradients, but here they "
-            f"communicate, too, over {', '.join(sorted(model_axes))}, and devices "
-            "might take the two in different orders: use form='fused'."
-        )
+    form, model_axes = _form(tx, counted, form), _model_axes(tx)
     if compiler_options is None:
-        compiler_options = default_options(device.device_kind, model_axis=model_axis)
+        kind = tx.mesh.devices.flat[0].device_kind
+        compiler_options = default_options(kind, model_axis=bool(model_axes))
     gradients = Accumulator(
         loss_fn, tx.mesh, tx.axis, most, tx.accumulate_dtype, drop_nonfinite
     ).placed()
-    if adaptive:
-        return AdaptiveStep(tx, gradients, compiler_options, adaptive)
+    if isinstance(counted, Balanced | Replay) and form == "fused":
+        return BalancedStep(tx, gradients, compiler_options, counted)
+    if isinstance(counted, Adaptive | Replay):
+        return AdaptiveStep(tx, gradients, compiler_options, counted)
     step = SplitStep if form == "split" else TrainStep
     return step(tx, gradients, compiler_options)
+
+
+def _model_axes(tx: Method) -> list[str]:
+    """The axes over which the devices of a group compute together."""
+    names = set(tx.mesh.axis_names) - set(tx.axis)
+    return sorted(a for a in names if tx.mesh.shape[a] > 1)
+
+
+def _form(tx: Method, counted: Adaptive | Balanced | Replay | None, form: str) -> str:
+    """'fused' or 'split'; a ValueError where it does not fit what is counted."""
+    axes, devices = _model_axes(tx), tx.mesh.devices.flat
+    finds = isinstance(counted, Adaptive) or (
+        isinstance(counted, Replay) and form != "fused"
+    )
+    if finds and (not tx.delayed or tx.local or form == "fused"):
+        raise ValueError(
+            f"microbatches={counted!r} needs a method that communicates while it "
+            "computes one gradient, and form='split': a synchronous step has no time "
+            "to fill, a round of local steps a given length."
+        )
+    if isinstance(counted, Balanced) and (form == "split" or axes):
+        raise ValueError(
+            f"microbatches={counted!r} needs form='fused' and workers of one device "
+            "each, which time a microbatch by themselves: give counts= instead."
+        )
+    if form == "auto" and counted is not None:
+        form = "split" if finds else "fused"
+    if form == "auto":
+        several = len({d.process_index for d in devices}) > 1
+        split = devices[0].platform == "cpu" and several and not axes
+        form = "split" if split else "fused"
+    if form == "split" and axes:
+        raise ValueError(
+            f"form='split' sends from a thread beside the gradients, but here they "
+            f"communicate, too, over {', '.join(axes)}, and devices "
+            "might take the two in different orders: use form='fused'."
+        )
+    return form

@@ -7,10 +7,8 @@ number of microbatches that it was given.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ from acco_jax.gradients import Accumulator, Sums
 from acco_jax.half_round import Inputs
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
+from acco_jax.step.replay import Lines, Replay
 from acco_jax.step.split import Programs, SplitStep, placed
 
 
@@ -44,19 +43,6 @@ class Adaptive:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """Microbatches of each half-round as a run that was adaptive logged them.
-
-    Attributes:
-      log: a file with one JSON list of n counts a line.
-      most: of each worker; batches hold so many, as those of that run did.
-    """
-
-    log: str | Path
-    most: int = 16
-
-
 class AdaptiveStep(SplitStep):
     """A split train step whose microbatch counts are found while it runs.
 
@@ -77,17 +63,25 @@ class AdaptiveStep(SplitStep):
         microbatches: Adaptive | Replay,
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
-        self.half_round, self._least, self._log = 0, 1, None
+        self.half_round, self._least = 0, 1
+        self._log: Lines | None = None
         if isinstance(microbatches, Replay):
-            log = Path(microbatches.log)
-            self._log = read_counts(log)
-            check_counts(self._log, log, gradients.workers, gradients.microbatches)
+            self.repeat(microbatches)
         else:
             self._least = microbatches.least
         # the number in one place, or the second microbatch would compile anew
         homes = (None, NamedSharding(gradients.mesh, P()))
         self._zeros = jax.jit(_zeros, out_shardings=homes)
         self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
+
+    def repeat(self, log: Replay) -> None:
+        """Takes the counts of the calls to come from a log.
+
+        Raises:
+          ValueError: it has others than these workers could compute.
+        """
+        self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
+        self.half_round = log.first
 
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program
@@ -116,7 +110,7 @@ class AdaptiveStep(SplitStep):
     ) -> tuple[Any, Inputs]:
         gradients, counts = self._gradients, inputs.counts
         if counts is None and self._log is not None:
-            counts = gradients.counts_here(self._next_line(self._log))
+            counts = gradients.counts_here(self._log.line(self.half_round))
             inputs = inputs._replace(counts=counts)
         self.half_round += 1
         sums, i = self._zeros(params, inputs)
@@ -132,15 +126,6 @@ class AdaptiveStep(SplitStep):
             counts = gradients.counts_here([done] * gradients.workers)
         work = jax.block_until_ready(programs.close(sums, rest, inputs))
         return work, inputs._replace(counts=counts)
-
-    def _next_line(self, log: list[list[int]]) -> list[int]:
-        """The counts to repeat next; a ValueError once the log is at its end."""
-        if self.half_round >= len(log):
-            raise ValueError(
-                f"the log of counts has {len(log)} half-rounds: it cannot be repeated "
-                "further."
-            )
-        return log[self.half_round]
 
 
 def _zeros(params: PyTree, inputs: Inputs) -> tuple[Sums, jax.Array]:
@@ -159,44 +144,3 @@ def _one_more(
         return i, i + 1 if counts is None else i + (count > i).astype(i.dtype)
 
     return gradients.add(sums, params, batch, rng, counts, span), i + 1
-
-
-def check_counts(rows: list[list[int]], log: Path, workers: int, most: int) -> None:
-    """Raises a ValueError unless every row has a count from 0 to `most` per worker."""
-    for number, row in enumerate(rows, 1):
-        if len(row) != workers or not 0 <= min(row) <= max(row) <= most:
-            raise ValueError(
-                f"line {number} of {log} is {row}: this run needs one count from 0 to "
-                f"{most}, the most that a batch holds, for each of its {workers} "
-                "workers."
-            )
-
-
-def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
-    """The counts of a logged run: one JSON list of n integers per half-round.
-
-    Args:
-      log: the file.
-      first: read only so many lines; a killed run may have left the last one cut.
-
-    Raises:
-      ValueError: there is no such file, or a line is something else.
-    """
-    if first == 0:
-        return []
-    try:
-        lines = log.read_text(encoding="utf-8").splitlines()[:first]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"no log of counts at {log}: give the file that the run wrote."
-        ) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, list) or not all(type(x) is int for x in row):
-            raise ValueError(f"line {number} of {log} is no JSON list of counts.")
-        rows.append(row)
-    return rows

@@ -33,7 +33,7 @@ from acco_jax.runner import workdir as workdirs
 from acco_jax.runner import worlds as record_of_worlds
 from acco_jax.runner.drops import Drops
 from acco_jax.runner.validation import validate
-from acco_jax.step.adaptive import read_counts
+from acco_jax.step.replay import read_counts
 
 Case = dict[str, Any]
 SEEDS = Path(__file__).resolve().parents[2] / "tests" / "data" / "fuzz" / "seeds"

@@ -31,7 +31,8 @@ orders = heartbeat.follow()
 fault, at, faulty_attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-print(orders.attempt, orders.coordinator, os.getpid(), flush=True)
+place = "/".join(map(str, (orders.process, orders.processes)))
+print(orders.attempt, orders.coordinator, os.getpid(), place, flush=True)
 os.write(2, b"a message of a library in C++\\n")
 for half_round in range(1, 6):
     if half_round == at and orders.attempt <= faulty_attempts:
@@ -42,6 +43,9 @@ for half_round in range(1, 6):
             heartbeat.ends_with(2, "no such file")
             sys.exit(2)
         if fault == "wait":  # as in a collective whose peer is gone
+            while not told:
+                time.sleep(0.05)
+        if fault == "save":  # once it is told to
             while not told:
                 time.sleep(0.05)
         if fault == "slow":  # and alive
@@ -105,9 +109,10 @@ GOOD, WAIT = ("none", 0), ("wait", 4)
 def test_all_good(jobs, capfd):
     assert run(*jobs(GOOD, GOOD, GOOD)) == [exits.FINISHED] * 3
     out, err = capfd.readouterr()
-    attempts, coordinators, pids = zip(
+    attempts, coordinators, pids, places = zip(
         *(x.split() for x in out.splitlines()), strict=True
     )
+    assert sorted(places) == ["0/3", "1/3", "2/3"]
     assert attempts == ("1",) * 3 and len(set(pids)) == 3
     (coordinator,) = set(coordinators)  # the same for all, and not the meeting's own
     assert coordinator != jobs(GOOD, GOOD)[0].coordinator
@@ -187,6 +192,54 @@ def test_a_refusal_is_not_repeated(jobs, capfd):
     assert errors(capfd) == ["error: no such file"]
 
 
+async def said(capfd, text, seen):
+    """Waits until a process has said this on stdout; the words before the text."""
+    while text not in seen[0]:
+        await asyncio.sleep(0.1)
+        seen[0] += capfd.readouterr().out
+    return seen[0][: seen[0].index(text)].split()
+
+
+def begun(jobs):
+    return [asyncio.create_task(supervisor._supervise(job)) for job in jobs]
+
+
+def test_too_few_wait_for_the_others(jobs, capfd):
+    limits = {"restarts": 9, "min_processes": 2, "regroup_after": 0.5}
+    todo, seen = jobs(("save", 5, 9), ("save", 5, 9), start_within=5.0, **limits), [""]
+
+    async def both():
+        tasks = begun(todo)
+        await said(capfd, "1/2", seen)
+        tasks[1].cancel()  # its machine is gone
+        return await tasks[0]
+
+    assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.LOST
+    assert "error: process 1 of 2 did not come within 5 s." in errors(capfd)
+
+
+def test_who_comes_to_the_last_attempt_ends_with_it(jobs, capfd, caplog):
+    limits = {"restarts": 1, "min_processes": 1, "regroup_after": 0.5}
+    todo, seen = jobs(("save", 5, 9), ("stay", 3, 9), **limits), [""]
+    caplog.set_level("INFO")
+
+    async def both():
+        tasks = begun(todo)
+        await said(capfd, "1/2", seen)
+        tasks[1].cancel()
+        *_, child = await said(capfd, "0/1", seen)
+        again = begun(todo[1:])
+        while "1 others train: waiting until they save" not in caplog.text:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1)  # and is not taken in
+        os.kill(int(child), signal.SIGTERM)
+        return [await tasks[0], await again[0]]
+
+    codes = asyncio.run(asyncio.wait_for(both(), 60))
+    assert codes == [exits.STOPPED] * 2
+    assert "going on with 1 of 2 processes: without process 1" in caplog.text
+
+
 def test_processes_that_never_come_are_named(jobs, capfd, monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "ANNOUNCE_SECONDS", 0.5)
     todo = jobs(GOOD, GOOD, GOOD, GOOD, start_within=2.0)
@@ -249,7 +302,8 @@ def test_a_connection_that_falls_silent_is_left(jobs):
 
     async def meet(reader, writer):
         connections.append(json.loads(await reader.readline()))
-        say(writer, welcome="a", go=len(connections), coordinator="b:1")
+        go = {"process": 1, "processes": 2, "absent": []}
+        say(writer, go=len(connections), coordinator="b:1", **go)
         if len(connections) == 1:
             await asyncio.sleep(5)  # until nobody listens any more
             old = {"code": 5, "line": "old", "process": 1, "again": False}
@@ -306,6 +360,12 @@ def child_of(started):
     return int(started.stdout.readline().split()[2])
 
 
+def place_of(started):
+    """(attempt, "number/how many") of the process that a command has started."""
+    attempt, _, _, place = started.stdout.readline().split()
+    return int(attempt), place
+
+
 def alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -329,6 +389,30 @@ def test_a_command_that_is_killed_takes_its_process_along(jobs, start, killed):
     assert left.returncode == 0, err
     assert f"process {killed} on" in err and "its command is gone" in err
     assert not any(map(alive, children))
+
+
+def test_fewer_go_on_and_whoever_comes_again_is_taken_in(jobs, start):
+    """Four commands, of which the second and then the last are gone for a while."""
+    limits = {"restarts": 9, "min_processes": 2, "regroup_after": 1.0}
+    todo = jobs(*[("save", 5, 9)] * 4, **limits)
+    started = [start(job) for job in todo]
+    assert [place_of(one) for one in started] == [(1, f"{i}/4") for i in range(4)]
+    started[1].kill()
+    left = [started[i] for i in (0, 2, 3)]
+    assert [place_of(one) for one in left] == [(2, f"{i}/3") for i in range(3)]
+    started[3].kill()
+    assert [place_of(started[i]) for i in (0, 2)] == [(3, "0/2"), (3, "1/2")]
+    started[1] = start(todo[1])
+    assert [place_of(started[i]) for i in (0, 1, 2)] == [
+        (4, f"{i}/3") for i in range(3)
+    ]
+    for i in (0, 1, 2):
+        started[i].send_signal(signal.SIGTERM)
+    said = [started[i].communicate(timeout=30)[1] for i in (0, 1, 2)]
+    assert [started[i].returncode for i in (0, 1, 2)] == [exits.STOPPED] * 3, said
+    assert "going on with 3 of 4 processes: without process 1" in said[0]
+    assert "going on with 2 of 4 processes: without process 1, 3" in said[0]
+    assert "process 1 on" in said[0] and "came, for whom the others have sav" in said[0]
 
 
 def test_a_machine_that_wakes_up_late(jobs, start):

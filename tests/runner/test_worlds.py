@@ -24,9 +24,7 @@ def world(tiny):
         config = tiny(**changes)
         found = preparation.prepare(config, workdir, jax.devices()[:devices])
         if replay is not None:
-            replay = worlds.Replay(replay)
-            done = found.checkpoints.latest() or 0
-            replay.check(found.identity, done, found.world)
+            replay = preparation.repeating(found, replay)
         return found, loop.run(found, stop_after=stop_after, replay=replay)
 
     return run
@@ -142,6 +140,24 @@ def test_other_methods_go_on(world, name, tmp_path):
     for key, value in rows[0].items():
         np.testing.assert_allclose(rows[1][key], value, rtol=1e-9 if exact else 5e-3)
         assert rows[1][key][1] == value[1]
+
+
+def test_adaptive_counts_are_repeated_over_several_worlds(world, tmp_path):
+    """Their log has lines of 2, 1 and 3 counts; each world repeats its own."""
+    changes = {"microbatches": "adaptive", "most_microbatches": 3, "steps": 4}
+    worlds_of = [(2, 3), (1, 5), (3, None)]
+    for devices, end in worlds_of:
+        first, summary = world(tmp_path / "a", devices, end, **changes)
+    for devices, _ in worlds_of:
+        again, repeated = world(
+            tmp_path / "b", devices, replay=tmp_path / "a", **changes
+        )
+    log = (tmp_path / "a" / "counts.jsonl").read_text()
+    assert (tmp_path / "b" / "counts.jsonl").read_text() == log
+    sizes = [len(json.loads(line)) for line in log.splitlines()]
+    assert sizes == [2] * 3 + [1] * 2 + [3] * 3
+    assert repeated["loss"] == summary["loss"]
+    jax.tree.map(np.testing.assert_array_equal, theta(again), theta(first))
 
 
 def test_a_batch_may_follow_the_workers(world, tmp_path):

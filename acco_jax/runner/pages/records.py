@@ -12,7 +12,7 @@ from acco_jax.runner import goodput, metrics, profiling, results, workdir, world
 from acco_jax.runner.config import default_config
 from acco_jax.runner.counts import FILE as COUNTS
 from acco_jax.runner.files import read_object
-from acco_jax.step.adaptive import read_counts
+from acco_jax.step.replay import read_counts
 
 Row = dict[str, Any]
 # Positive numbers of summary.json that the page shows; later versions may have more.

@@ -1,0 +1,141 @@
+"""The fused step whose counts are known before it runs: balanced, or read from a log.
+
+Counts are data of the program, (n,) integers: another speed compiles nothing anew.
+"""
+
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+from acco_jax.gradients import Accumulator
+from acco_jax.half_round import Inputs
+from acco_jax.layout import PyTree
+from acco_jax.methods.base import Method
+from acco_jax.step.balance import Balanced, Balancer
+from acco_jax.step.fused import Arguments, TrainStep
+from acco_jax.step.probe import Probe
+from acco_jax.step.replay import Lines, Replay
+
+
+class BalancedStep(TrainStep):
+    """A fused train step that finds its counts, the same in every process.
+
+    Its batches hold `most` microbatches for each worker. The counts of a call are in
+    its metrics; those given as `counts=` are used as they are.
+
+    Attributes:
+      counts: microbatches of every worker in the last call that was not given any.
+      half_round: the line of the log to repeat next; set it when a run continues.
+    """
+
+    def __init__(
+        self,
+        tx: Method,
+        gradients: Accumulator,
+        compiler_options: dict[str, Any],
+        microbatches: Balanced | Replay,
+    ) -> None:
+        super().__init__(tx, gradients, compiler_options)
+        self.half_round, self.counts = 0, list[int]()
+        self._log: Lines | None = None
+        self._balancer: Balancer | None = None
+        self._probe: Probe | None = None
+        # half-rounds since the last probe, and when it ended; the first one's beginning
+        self._since, self._probed, self._began = 0, 0.0, 0.0
+        self._spent = 0.0  # seconds that probes have taken here
+        self._there: Any = None  # the counts, on the devices
+        if isinstance(microbatches, Replay):
+            self.repeat(microbatches)
+        else:
+            self._balancer = Balancer(microbatches, gradients.workers)
+
+    def repeat(self, log: Replay) -> None:
+        """Takes the counts of the calls to come from a log.
+
+        Raises:
+          ValueError: it has others than these workers could compute.
+        """
+        self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
+        self._balancer, self.half_round = None, log.first
+
+    @property
+    def seconds(self) -> list[float]:
+        """What a microbatch takes each worker; empty where that is not known."""
+        return self._balancer.seconds if self._balancer else []
+
+    @property
+    def stragglers(self) -> dict[int, float]:
+        """Maps each slow worker to how many times as long as the median it takes."""
+        return self._balancer.stragglers if self._balancer else {}
+
+    @property
+    def probing(self) -> tuple[float, float]:
+        """Seconds that probes have taken here, and those since the first began."""
+        return self._spent, time.perf_counter() - self._began if self._began else 0.0
+
+    def compile(self, *args: Any, **named: Any) -> None:
+        """Compiles as the fused step does, and what is timed."""
+        super().compile(*args, **named)
+        if self._balancer:
+            params, _, inputs, _ = self._placed(self._arguments(*args, **named))
+            self._prober().lower(params, inputs).compile()
+
+    def _refuse_trace(self) -> None:
+        raise ValueError(
+            "counts that are balanced, or read from a log, are found by the host, "
+            "which cannot be done inside jit or scan: give microbatches as a number, "
+            "and counts=, or use a Python loop."
+        )
+
+    def _run(
+        self, phase: Hashable, args: Arguments
+    ) -> tuple[PyTree, Any, dict[str, Any]]:
+        if args.inputs.counts is None:
+            self._put(self._next(args.params, args.inputs))
+            inputs = args.inputs._replace(counts=self._there)
+            args = args._replace(inputs=inputs)
+        self.half_round += 1
+        return super()._run(phase, args)
+
+    def _lowered(self, phase: Hashable, args: Arguments) -> tuple[Any, ...]:
+        if args.inputs.counts is None:
+            zeros = self._gradients.counts_here([0] * self._gradients.workers)
+            args = args._replace(inputs=args.inputs._replace(counts=zeros))
+        return super()._lowered(phase, args)
+
+    def _put(self, counts: list[int]) -> None:
+        if counts != self.counts:
+            self.counts, self._there = counts, self._gradients.counts_here(counts)
+
+    def _next(self, params: PyTree, inputs: Inputs) -> list[int]:
+        if self._balancer is None:
+            assert self._log is not None
+            return self._log.line(self.half_round)
+        if not self._balancer.wait:
+            self._look(self._balancer, params, inputs)
+        self._balancer.wait -= 1
+        self._since += 1
+        return self._balancer.counts
+
+    def _prober(self) -> Probe:
+        if self._probe is None:
+            own, held = self._tx.local, self._batches.microbatches
+            self._probe = Probe(self._gradients, held, own)
+        return self._probe
+
+    def _look(self, balancer: Balancer, params: PyTree, inputs: Inputs) -> None:
+        """Times a microbatch on every worker; all processes do it in the same call."""
+        probe = self._prober()
+        jax.block_until_ready(params)
+        start = time.perf_counter()
+        self._began = self._began or start
+        each = (start - self._probed) / self._since if self._since else 0.0
+        seconds = probe.seconds(params, inputs)
+        spent = self._spent + time.perf_counter() - start
+        table = probe.gathered([(s, spent, start - self._began, each) for s in seconds])
+        times, spents, elapsed, half_rounds = table.T.tolist()
+        balancer.take(times, max(spents), min(elapsed), min(half_rounds))
+        self._since, self._probed = 0, time.perf_counter()
+        self._spent += self._probed - start

@@ -1,0 +1,141 @@
+"""What one microbatch takes each worker: a program of its own that sends nothing."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.gradients import Accumulator
+from acco_jax.half_round import Inputs
+from acco_jax.layout import PyTree
+from acco_jax.workers import from_row, to_row
+
+WORKER = "worker"
+
+
+class Probe:
+    """Times the same microbatch again and again, on the workers of this process.
+
+    It is the first one of the first batch, kept: whatever differs later is the device.
+    """
+
+    def __init__(self, gradients: Accumulator, held: int, own_params: bool) -> None:
+        """Finds the workers.
+
+        Args:
+          gradients: of the train step, whose workers have one device each.
+          held: microbatches that a worker's part of a batch holds.
+          own_params: whether each worker has parameters of its own, in rows.
+        """
+        self._held, self._axis = held, gradients.axis
+        mesh, n = gradients.mesh, gradients.workers
+        rows = NamedSharding(mesh, gradients.rows).devices_indices_map((n,))
+        every: list[Any] = sorted(rows, key=lambda device: rows[device][0].start or 0)
+        me = jax.process_index()
+        self._mine = [i for i, d in enumerate(every) if d.process_index == me]
+        here = [every[i] for i in self._mine]
+        # the loss may name the axes of its mesh
+        sizes = [len(here) if a == self._axis[-1] else 1 for a in mesh.axis_names]
+        self._mesh = Mesh(np.array(here).reshape(sizes), mesh.axis_names)
+        self._rows, self._params = P(self._axis), P(self._axis) if own_params else P()
+        self._all = Mesh(np.array(every), (WORKER,))
+        whole = NamedSharding(self._all, P())
+        self._replicated = jax.jit(lambda x: x, out_shardings=whole)
+        self._gradients = dataclasses.replace(
+            jax.tree.map(lambda x: self._here(x, P()), gradients),
+            mesh=self._mesh, microbatches=1,
+        )  # fmt: skip
+        self._own_params = own_params
+        self._program = jax.jit(self._timed)
+        self._kept: tuple[PyTree, Any] | None = None  # a microbatch, and its key
+        self._threads = ThreadPoolExecutor(len(here), "acco-probe")
+
+    def _timed(self, gradients: Accumulator, params: PyTree, batch: PyTree, rng: Any):  # type: ignore[no-untyped-def]
+        """(workers here,): a number that cannot be had without the whole gradient."""
+
+        def local(gradients, params, batch, rng):  # type: ignore[no-untyped-def]
+            params = from_row(params) if self._own_params else params
+            sums = gradients.zeros_here(params, batch, rng, 1)
+            sums = gradients.sum_here(sums, params, batch, rng, 1, 0, 1)
+            squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(sums.grads)]
+            return to_row(lax.optimization_barrier((sums.loss, squares)))
+
+        specs = (P(), self._params, self._rows, P())
+        run = gradients.over_data(local, specs, self._rows)
+        return run(gradients, params, batch, rng)
+
+    def _here(self, x: Any, spec: P) -> Any:
+        """A global array's part on this process's devices, nothing moved."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            impl, data = jax.random.key_impl(x), jax.random.key_data(x)
+            return jax.random.wrap_key_data(self._here(data, spec), impl=impl)
+        shards = {s.device: s.data for s in x.addressable_shards}
+        return self._joined([shards[d] for d in self._mesh.devices.flat], spec)
+
+    def _joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
+        """One array of a part per worker here: the same, or rows one after another."""
+        shape = parts[0].shape
+        if spec != P():
+            shape = (sum(x.shape[0] for x in parts), *shape[1:])
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+
+    def _arguments(self, params: PyTree, inputs: Inputs) -> tuple[Any, ...]:
+        def first(x: jax.Array) -> jax.Array:
+            shards = {s.device: s.data for s in x.addressable_shards}
+            parts = [shards[d] for d in self._mesh.devices.flat]
+            rows = parts[0].shape[0] // self._held
+            parts = [lax.slice_in_dim(part, 0, rows) for part in parts]
+            return self._joined(parts, self._rows)
+
+        kept = self._kept
+        if kept is None:
+            rng = None if inputs.rng is None else self._here(inputs.rng, P())
+            kept = jax.tree.map(first, inputs.batch), rng
+        params = jax.tree.map(lambda x: self._here(x, self._params), params)
+        return self._gradients, params, *kept
+
+    def lower(self, params: PyTree, inputs: Inputs) -> Any:
+        """The program that is timed, as jax.jit's `lower`."""
+        return self._program.lower(*self._arguments(params, inputs))
+
+    def seconds(self, params: PyTree, inputs: Inputs) -> list[float]:
+        """Times a microbatch on each worker of this process.
+
+        What is under way on its devices must be done. The first time it runs twice,
+        and the faster one counts.
+        """
+        first, args = self._kept is None, self._arguments(params, inputs)
+        self._kept = args[2:]
+        runs = [self._run(args) for _ in range(2 if first else 1)]
+        return [min(times) for times in zip(*runs, strict=True)]
+
+    def _run(self, args: tuple[Any, ...]) -> list[float]:
+        start = time.perf_counter()
+        loss, _ = self._program(*args)
+
+        def ready(device: jax.Device) -> float:
+            jax.block_until_ready(shards[device])
+            return time.perf_counter() - start
+
+        shards = {s.device: s.data for s in loss.addressable_shards}
+        return list(self._threads.map(ready, self._mesh.devices.flat))
+
+    def gathered(self, rows: Sequence[Sequence[float]]) -> np.ndarray:
+        """Return the rows (n, k) of all workers; each process gives its own."""
+        table = np.zeros((self._all.size, len(rows[0])), np.float32)
+        table[self._mine] = rows
+        if len(self._mine) == self._all.size:
+            return table
+        split = NamedSharding(self._all, P(WORKER))
+        with jax.transfer_guard_host_to_device("allow"):  # here it is meant
+            x = jax.make_array_from_callback(table.shape, split, lambda i: table[i])
+        return np.asarray(jax.device_get(self._replicated(x)))

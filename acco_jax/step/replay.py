@@ -1,0 +1,92 @@
+"""Counts of microbatches that a run has logged, to be repeated to the bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Microbatches of each half-round as a run whose counts varied logged them.
+
+    Attributes:
+      log: a file with one JSON list of n counts a line.
+      most: of each worker; batches hold so many, as those of that run did.
+      first, last: the lines to repeat, counted from 0, without the last; others are of
+        other workers. None: to the end.
+    """
+
+    log: str | Path
+    most: int = 16
+    first: int = 0
+    last: int | None = None
+
+
+class Lines:
+    """A log that was read, and is of such workers."""
+
+    def __init__(self, replay: Replay, workers: int, most: int) -> None:
+        """Reads it.
+
+        Raises:
+          ValueError: it is no log, or of others.
+        """
+        log = Path(replay.log)
+        self._rows = read_counts(log, replay.last)
+        own = self._rows[replay.first :]
+        check_counts(own, log, workers, most, first=replay.first)
+
+    def line(self, half_round: int) -> list[int]:
+        """The counts of a half-round; a ValueError once the log is at its end."""
+        if half_round >= len(self._rows):
+            raise ValueError(
+                f"the log of counts has {len(self._rows)} half-rounds: it cannot be "
+                "repeated further."
+            )
+        return self._rows[half_round]
+
+
+def check_counts(
+    rows: list[list[int]], log: Path, workers: int, most: int, first: int = 0
+) -> None:
+    """Raises a ValueError unless every row has a count from 0 to `most` per worker.
+
+    The rows are those of the log's line `first`, counted from 0, and after it.
+    """
+    for number, row in enumerate(rows, first + 1):
+        if len(row) != workers or not 0 <= min(row) <= max(row) <= most:
+            raise ValueError(
+                f"line {number} of {log} is {row}: this run needs one count from 0 to "
+                f"{most}, the most that a batch holds, for each of its {workers} "
+                "workers."
+            )
+
+
+def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
+    """The counts of a logged run: one JSON list of n integers per half-round.
+
+    Args:
+      log: the file.
+      first: read only so many lines; a killed run may have left the last one cut.
+
+    Raises:
+      ValueError: there is no such file, or a line is something else.
+    """
+    if first == 0:
+        return []
+    try:
+        lines = log.read_text(encoding="utf-8").splitlines()[:first]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"no log of counts at {log}: give the file that the run wrote."
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, list) or not all(type(x) is int for x in row):
+            raise ValueError(f"line {number} of {log} is no JSON list of counts.")
+        rows.append(row)
+    return rows

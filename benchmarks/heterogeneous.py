@@ -1,0 +1,315 @@
+"""Four processes, one of them four times slower: what of the machines' speed is used.
+
+    python benchmarks/heterogeneous.py [--quick] [--parts=PARTS] [--json=FILE]
+
+Needs Linux, root, and the CPU controller of cgroups (version 1 or 2). Each process is a
+worker of acco_jax.train, on the source of the standard library, and may use a part of a
+core, a quota of each 10 ms: 0.4 for three of them and 0.1 for the last, together less
+than the machine's two cores, so that they do not take them from each other. What waits
+uses nothing. Quotas are set once all train: start and compilation run at full speed.
+
+    alone            one process, zero1, at each of the two quotas; their sum, 3 fast
+                     and 1 slow, is what all others are compared with
+    zero1, acco      the same microbatches for all
+    balanced         acco with microbatches='balanced' and as many in all
+    adaptive         acco with microbatches='adaptive', from a quarter of these up
+
+Rates are tokens over seconds between rows of metrics.jsonl. Then all train on until
+they have had the same number of tokens, those whose counts do not depend on speed
+without quotas; held-out losses there, interpolated between evaluations, are compared
+with zero1's.
+
+    follows          the balanced run again from its start: all at 0.4, then the last at
+                     0.1, then at 0.4; the half-rounds from each change of the quota
+                     to counts of which no worker ends a tenth later than need be
+
+Exits with 1 if balanced or adaptive use less than 0.75 of the sum, a loss differs from
+zero1's by more than 1 %, a change is followed after more than 20 half-rounds, or probes
+take more than 1 % of the time.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from acco_jax.runner import exits  # noqa: E402
+from benchmarks import common  # noqa: E402
+
+PROCESSES, TIMES, SLOW = 4, 4, 3  # how much slower the last one is
+FAST = 0.4  # of a core
+PERIOD = 10_000  # microseconds
+ADAPTIVE, LOSS, FOLLOWED, PROBES = 0.75, 0.01, 20, 0.01
+EACH = 20  # microbatches of a worker in a half-round
+PARTS = ("alone", "zero1", "acco", "balanced", "adaptive", "follows")
+FIELDS: dict[str, dict[str, Any]] = {
+    "alone": {"method": "zero1"},
+    "zero1": {"method": "zero1"},
+    "acco": {},
+    "balanced": {"microbatches": "balanced"},
+    "adaptive": {"microbatches": "adaptive", "microbatches_per_step": EACH // 4 * 2},
+}
+
+
+EXPERIMENT: dict[str, Any] = {
+    "devices": 1, "steps": 10**6, "length": 64, "microbatch_size": 8,
+    "microbatches_per_step": 2 * EACH, "most_microbatches": 3 * EACH,
+    "checkpoint_every": 10**6, "compare_replicas_every": 0,
+    "log_every": 1, "eval_every": 8, "eval_batches": 16,
+    "model": {"width": 64, "layers": 2, "heads": 2, "window": 32,
+              "dtype": "float32", "param_dtype": "float32"},
+    "optimizer": {"schedule": "constant", "learning_rate": 2e-3, "warmup_steps": 10},
+}  # fmt: skip
+CONFIG = """
+from acco_jax.runner.config import default_config
+
+def get_config():
+    c = default_config()
+    c.update({fields!r})
+    return c
+"""
+
+
+class Quotas:
+    """A cgroup for each process, whose use of the processor is bounded."""
+
+    def __init__(self, root: pathlib.Path, version: int) -> None:
+        self._new = version == 2
+        self._folders = [root / f"acco-{i}" for i in range(PROCESSES)]
+
+    def __enter__(self) -> "Quotas":
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
+            if not self._new:
+                (folder / "cpu.cfs_period_us").write_text(str(PERIOD))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def prefix(self, process: int) -> list[str]:
+        """Returns what a command is run by, so that it and its process are bounded."""
+        path = self._folders[process] / "cgroup.procs"
+        return ["sh", "-c", f'echo $$ > {path}; exec "$@"', "sh"]
+
+    def set(self, process: int, cores: float | None) -> None:
+        """Bounds a process's use to so much of a core; None: not at all."""
+        quota = None if cores is None else round(cores * PERIOD)
+        folder = self._folders[process]
+        if self._new:
+            text = f"{'max' if quota is None else quota} {PERIOD}"
+            (folder / "cpu.max").write_text(text)
+        else:
+            text = str(-1 if quota is None else quota)
+            (folder / "cpu.cfs_quota_us").write_text(text)
+
+
+@contextlib.contextmanager
+def quotas() -> Iterator[Quotas]:
+    """Yields quotas.
+
+    Raises:
+      OSError: this machine has none, or not for this user.
+    """
+    root, version = pathlib.Path("/sys/fs/cgroup/cpu"), 1
+    if not root.is_dir():
+        root, version = root.parent, 2
+        (root / "cgroup.subtree_control").write_text("+cpu")
+    with Quotas(root, version) as found:
+        found.set(0, None)
+        yield found
+
+
+class Trial:
+    """One run on these machines."""
+
+    def __init__(self, place: pathlib.Path, limit: Quotas, name: str, part: str,
+                 processes: int = PROCESSES) -> None:  # fmt: skip
+        config = place / f"{name}.py"
+        config.write_text(CONFIG.format(fields=EXPERIMENT | FIELDS[part]))
+        self._limit, self._processes = limit, processes
+        self._run = common.Commands(
+            place, place / name, config, processes, {"lost_after": 120.0}
+        )
+
+    def __enter__(self) -> "Trial":
+        self._run.__enter__()
+        self.bound(None)
+        for process in range(self._processes):
+            self._run.start(process, prefix=self._limit.prefix(process))
+        self.wait(2)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bound(None)
+        if error[0] is None:
+            self._run.stop()
+            self._run.wait(exits.STOPPED)
+        self._run.__exit__()
+
+    def bound(self, cores: float | None, slow: float | None = None) -> None:
+        """Sets all processes' part of a core, and that of the last."""
+        for process in range(self._processes):
+            last = process == SLOW and slow is not None
+            self._limit.set(process, slow if last else cores)
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in common.rows(self._run.workdir) if r["kind"] == kind]
+
+    def half_round(self) -> int:
+        return self.rows("train")[-1]["half_round"] if self.rows("train") else 0
+
+    def wait(self, half_round: int) -> None:
+        def there() -> bool:
+            return self.half_round() >= half_round
+
+        self._run.until(there, f"half-round {half_round}", 1800.0)
+
+    def until_tokens(self, tokens: int) -> None:
+        def there() -> bool:
+            return any(r["tokens"] >= tokens for r in self.rows("validation"))
+
+        self._run.until(there, f"{tokens} tokens", 3600.0)
+
+    def rate(self, half_rounds: int) -> float:
+        """Waits; returns tokens a second of so many half-rounds from the next on.
+
+        Those in which an evaluation falls are left out.
+        """
+        self.wait(self.half_round() + 4)
+        first = self.half_round()
+        self.wait(first + half_rounds)
+        rows = [r for r in self.rows("train") if r["half_round"] >= first]
+        held_out = {r["half_round"] for r in self.rows("validation")}
+        pairs = [
+            (b["tokens"] - a["tokens"], b["seconds"] - a["seconds"])
+            for a, b in itertools.pairwise(rows)
+            if not held_out & set(range(a["half_round"], b["half_round"] + 3))
+        ]
+        return sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
+
+    def loss(self, tokens: int) -> float:
+        """Returns the held-out loss after so many tokens, between two evaluations."""
+        rows = self.rows("validation")
+        for a, b in itertools.pairwise(rows):
+            if a["tokens"] <= tokens <= b["tokens"]:
+                part = (tokens - a["tokens"]) / (b["tokens"] - a["tokens"])
+                return a["loss"] + part * (b["loss"] - a["loss"])
+        raise RuntimeError(f"no evaluations around {tokens} tokens")
+
+    def counts(self) -> list[list[int]]:
+        text = (self._run.workdir / "counts.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines() if line.endswith("]")]
+
+
+def followed(counts: list[list[int]], start: int, slow: int) -> int | None:
+    """Returns how many half-rounds after `start` counts fit workers of these speeds."""
+    seconds = [1] * SLOW + [slow]
+    total = sum(counts[start])
+    best = min(e for e in range(1, total + 1) if sum(e // s for s in seconds) >= total)
+    for number, row in enumerate(counts[start:]):
+        if max(c * s for c, s in zip(row, seconds, strict=True)) <= 1.1 * best:
+            return number
+    return None
+
+
+def follow(trial: Trial, half_rounds: int) -> dict[str, Any]:
+    """Has the last worker become slow, then fast again, while it trains."""
+    trial.bound(FAST)
+    trial.wait(trial.half_round() + half_rounds)
+    changes = []
+    for slow in (TIMES, 1):
+        trial.bound(FAST, FAST / slow)
+        # metrics are written a half-round or two late: those done already do not count
+        at = len(trial.counts())
+        trial.wait(at + half_rounds)
+        found = followed(trial.counts(), at, slow)
+        changes.append({"half_round": at, "times": slow, "followed": found})
+        print(f"| {at} | {slow} | {found} | {trial.counts()[-1]} |", flush=True)
+    return {"changes": changes, "stragglers": trial.rows("train")[-1]["stragglers"]}
+
+
+def alone(place: pathlib.Path, limit: Quotas, half_rounds: int) -> dict[str, float]:
+    """Returns tokens a second of a fast machine and of a slow one, by themselves."""
+    found = {}
+    with Trial(place, limit, "alone", "alone", processes=1) as trial:
+        for name, cores in (("fast", FAST), ("slow", FAST / TIMES)):
+            trial.bound(cores)
+            found[name] = trial.rate(half_rounds)
+            print(f"| one {name} machine | {found[name]:.0f} | | |", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few half-rounds")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of these")
+    parser.add_argument("--folder", type=pathlib.Path, help="keep everything here")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as folder, quotas() as limit:
+            place = args.folder or pathlib.Path(folder)
+            report = experiment(place, limit, args.parts.split(","), args.quick)
+    except OSError as error:
+        print(f"error: no quotas of CPUs here: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if all(report["shown"].values()) else 1
+
+
+def experiment(
+    place: pathlib.Path, limit: Quotas, parts: list[str], quick: bool
+) -> dict[str, Any]:
+    half_rounds, tokens = (8, 500_000) if quick else (32, 6_000_000)
+    report: dict[str, Any] = {"rates": {}, "losses": {}, "shown": {}}
+    print("| | tokens a second | of the sum | held-out loss |\n|---|---|---|---|")
+    speed = alone(place, limit, half_rounds)
+    total = (PROCESSES - 1) * speed["fast"] + speed["slow"]
+    report |= {"alone": speed, "sum": total}
+    for part in (p for p in parts if p in FIELDS and p != "alone"):
+        with Trial(place, limit, part, part) as trial:
+            trial.bound(FAST, FAST / TIMES)
+            if part == "balanced":  # until it knows
+                trial.wait(trial.half_round() + 2 * FOLLOWED)
+            rate = trial.rate(half_rounds)
+            if "microbatches" not in FIELDS[part]:
+                trial.bound(None)
+            trial.until_tokens(tokens)
+            loss = trial.loss(tokens)
+        report["rates"][part], report["losses"][part] = rate, loss
+        print(f"| {part} | {rate:.0f} | {rate / total:.2f} | {loss:.4f} |", flush=True)
+    for part in ("balanced", "adaptive"):
+        if part in report["rates"]:
+            report["shown"][part] = report["rates"][part] / total >= ADAPTIVE
+    if "zero1" in report["losses"]:
+        base = report["losses"]["zero1"]
+        ends = [abs(math.log(x / base)) for x in report["losses"].values()]
+        report["shown"]["losses"] = max(ends) <= LOSS
+    if "follows" in parts:
+        print("\n| after half-round | times slower | followed after | counts |\n"
+              "|---|---|---|---|")  # fmt: skip
+        with Trial(place, limit, "follows", "balanced") as trial:
+            report["follows"] = follow(trial, 2 * FOLLOWED)
+        ends = [c["followed"] for c in report["follows"]["changes"]]
+        report["shown"]["followed"] = None not in ends and max(ends) <= FOLLOWED
+    shown = report["shown"].items()
+    print("\n" + ", ".join(f"{k}: {'ok' if v else 'MISSED'}" for k, v in shown))
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())
