@@ -55,7 +55,7 @@ ROWS = (
         ("43 min", "25 min"), "gpt-neo-2.7b",
     ),
     Row(
-        "alpaca_gptneo_2p7b", "gpu:a100:2x4", ALPACA_STEPS, ("--network-gbps=2.5",),
+        "alpaca_gptneo_2p7b", "gpu:a100:2x4", ALPACA_STEPS, ("--network=2.5",),
         ("3 h 46", "29 min"), "gpt-neo-2.7b",
     ),
     Row("openwebtext_125m", "gpu:a100:4x8", 50_000, (), ("14 h 41", "10 h 55")),
@@ -150,7 +150,7 @@ def clock(seconds: float) -> str:
 
 def machine(row: Row) -> str:
     pcie = ", PCIe" if PCIE in row.flags else ""
-    slow = ", 10 Gbit/s a host" if "--network-gbps=2.5" in row.flags else ""
+    slow = ", 10 Gbit/s a host" if "--network=2.5" in row.flags else ""
     return f"`{row.topology}`{pcie}{slow}"
 
 

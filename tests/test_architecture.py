@@ -160,7 +160,7 @@ def test_the_method_is_compared(house, tmp_path):
 
 def test_the_method_is_planned(house, tmp_path):
     done = command(
-        house, "plan", *SMALL, "--topology=gpu:h200:1x8", "--method=stale_sgd",
+        house, "plan", *SMALL, "--topology=gpu:h200:1x8", "--methods=stale_sgd",
         "--nofit", f"--out={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from acco_jax.audit import axes, report
 from acco_jax.plan import costs, schedules, topologies, verdict
+from acco_jax.plan.machines import Change, Machine
+from acco_jax.plan.machines import figures as machine_figures
 from acco_jax.plan.topologies import Topology
 from acco_jax.plan.verdict import Verdict
 from acco_jax.runner.names import suggestion
@@ -22,7 +24,7 @@ class Audit:
     """What a program's schedule says, and what it may cost."""
 
     schedule: schedules.Schedule
-    machine: costs.Machine
+    machine: Machine
     prediction: costs.Prediction
     mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: not known
     axes: Mapping[str, Verdict]  # by what the collectives are over, most bytes first
@@ -66,8 +68,8 @@ class Audit:
         from acco_jax.plan import pictures
 
         title = f"{self.topology}: prediction from the schedule"
-        predictions = {"the program": self.prediction}
-        pictures.timeline(predictions, Path(path), title, "one execution")
+        rows = [pictures.Row("the program", self.prediction)]
+        pictures.timeline(rows, Path(path), title, "one execution")
 
     def __str__(self) -> str:
         return report.text(self)
@@ -92,7 +94,7 @@ def audit(
     topology: str | Topology,
     mesh: Mapping[str, int] | Mesh | None = None,
     trip_counts: Mapping[str, int] | int | None = None,
-    figures: Mapping[str, float] | None = None,
+    figures: Mapping[str, Change] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Audit:
     """Reads what of a program's communication is hidden.
@@ -111,7 +113,7 @@ def audit(
       ValueError: in one line, what cannot be read or compiled so.
     """
     place = _topology(topology)
-    machine = costs.Machine(place, costs.figures(place.chip, figures))
+    machine = Machine(place, machine_figures(place.chip, figures))
     if not isinstance(program, str | jax.stages.Compiled) and not hasattr(
         program, "as_text"
     ):
@@ -233,7 +235,7 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
 def _axes(
     schedule: schedules.Schedule,
     prediction: costs.Prediction,
-    machine: costs.Machine,
+    machine: Machine,
     sizes: Mapping[str, int],
 ) -> dict[str, Verdict]:
     chosen: dict[str, list[int]] = {}

@@ -1,34 +1,65 @@
 """Plan a run without its machine: compile its train step ahead of time and read it.
 
 python -m acco_jax.plan --config=experiments/quickstart.py --topology=gpu:h200:2x8
+
+Several of --topology or --network, or --tokens, make one table of all of them, with
+what the run would take and cost, and a sentence that says which to take. --calibrate
+measures the devices that are here, and the step on them, beside what plan predicts;
+--calibration=FILE plans with what was measured.
 """
 
+import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
 
 from acco_jax.plan import arguments, topologies
+from acco_jax.plan.machines import Change
+from acco_jax.plan.topologies import Topology
 from acco_jax.runner import commands, exits
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _CONFIG = commands.config_flag()
-_TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE."
+_TOPOLOGY = flags.DEFINE_multi_string(
+    "topology", [], "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE; repeatable."
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "TPU slices of that shape.", 1)
-_METHOD = flags.DEFINE_list("method", [], "Methods; default: the config's and zero1.")
+_METHODS = flags.DEFINE_list("methods", [], "Methods; default: the config's and zero1.")
 _DEVICES = flags.DEFINE_list("devices", [], "Numbers of devices to predict for.")
-_SET = flags.DEFINE_list("set", [], "NAME=VALUE,...: other figures, in SI units.")
-_GBPS = flags.DEFINE_float(
-    "network-gbps", None, "Gbit/s per device over the network: sets slow_bandwidth."
+_SET = flags.DEFINE_list(
+    "set", [], "NAME=VALUE or NAME=LEAST:MOST,...: other figures, in SI units."
+)
+_NETWORK = flags.DEFINE_list(
+    "network", [], "Gbit/s per device over the network, one or several."
+)
+_TOKENS = flags.DEFINE_string("tokens", None, "Of the whole run (10e9): a decision.")
+_PRICE = flags.DEFINE_list(
+    "price", [], "CHIP=PRICE,...: of a device for an hour, for a decision."
+)
+_FAILURE = flags.DEFINE_string(
+    "failure-hours", None, "Hours between failures of one device, for a decision."
+)
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint-seconds", "60", "What a checkpoint stops training for."
+)
+_RESTART = flags.DEFINE_string(
+    "restart-seconds", "300", "From a failure to the next step."
 )
 _FIT = flags.DEFINE_bool(
-    "fit", True, "Look for the largest microbatch: one more compile."
+    "fit", True, "Look for the best and the largest microbatch: a few more compiles."
+)
+_CALIBRATE = flags.DEFINE_bool(
+    "calibrate", False, "Measure the devices that are here, and the step on them."
+)
+_CALIBRATION = flags.DEFINE_string(
+    "calibration", None, "A report of --calibrate, whose figures are used."
 )
 _OUT = flags.DEFINE_string("out", "plan", "Folder for the pictures.")
 _JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
@@ -36,49 +67,149 @@ _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text
 _REQUIRE_HIDDEN = flags.DEFINE_bool(
     "require-hidden",
     False,
-    "Exit with 3 if --method (or the config's) exposes communication of the data axis "
-    "for more than a hundredth of its time, or has none.",
+    "Exit with 3 if --methods (or the config's) expose communication of the data axis "
+    "for more than a hundredth of its time, or have none.",
 )
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         exits.end(exits.REFUSED, f"unexpected argument {argv[1]!r}")
-    topologies.use_cpu()
+    if not _CALIBRATE.value:
+        topologies.use_cpu()
     logging.set_verbosity(logging.INFO)
     try:
-        topology = topologies.parse(str(_TOPOLOGY.value), _SLICES.value)
-        changes = dict(map(arguments.number, _SET.value))
-        if _GBPS.value is not None:
-            changes["slow_bandwidth"] = _GBPS.value * 1e9 / 8
-        folder = Path(_OUT.value).expanduser()
-        json, programs = map(arguments.path, (_JSON, _DUMP_HLO))
-        for path in filter(None, (folder, json and json.parent, programs)):
-            arguments.check_writable(path)  # before anything is compiled
-        from acco_jax.plan import planner, report  # slow: after the flags' check
-
-        devices = tuple(_whole(text) for text in _DEVICES.value)
-        methods = tuple(_METHOD.value)
-        request = planner.Request(methods, devices, changes, _FIT.value)
-        plan = planner.make(_CONFIG.value, topology, request)
+        objections = _run()
     except (ValueError, RuntimeError, OSError) as error:
         exits.end(exits.REFUSED, error)
-    print(report.text(plan))
-    for line in report.write(plan, folder, json, programs):
-        print(line)
-    if _REQUIRE_HIDDEN.value and plan.objections:
-        reasons = "; ".join(f"{m}: {why}" for m, why in plan.objections.items())
+    if _REQUIRE_HIDDEN.value and objections:
+        reasons = "; ".join(f"{m}: {why}" for m, why in objections.items())
         print(f"--require-hidden: {reasons}", file=sys.stderr)
         sys.exit(exits.EXPOSED)
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"--devices: {text!r} is no whole number.") from None
+def _run() -> dict[str, str]:
+    """Plans what the flags say; returns what --require-hidden would refuse."""
+    folder = Path(_OUT.value).expanduser()
+    json_file, programs = map(arguments.path, (_JSON, _DUMP_HLO))
+    for path in filter(None, (folder, json_file and json_file.parent, programs)):
+        arguments.check_writable(path)  # before anything is compiled
+    if _CALIBRATE.value:
+        return _calibrate(json_file)
+    if not _TOPOLOGY.value:
+        raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
+    places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
+    changes = {**_measured(places), **dict(map(arguments.number, _SET.value))}
+    networks = [
+        arguments.positive("--network", text) * 1e9 / 8 for text in _NETWORK.value
+    ]
+    several = len(places) > 1 or len(networks) > 1
+    if networks and not several:
+        changes["slow_bandwidth"] = networks[0]
+    devices = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
+    terms = _terms(places, networks, several)
+    if terms is not None and (devices or programs):
+        raise ValueError(
+            "--devices and --dump-hlo are of one plan: leave out --tokens, and give "
+            "one --topology and one --network."
+        )
+    # slow: after the flags' check
+    from acco_jax.plan import decision, exports, planner, report
+
+    request = planner.Request(tuple(_METHODS.value), devices, changes, _FIT.value)
+    if terms is None:
+        plan = planner.make(_CONFIG.value, places[0], request)
+        print(report.text(plan))
+        for line in exports.write(plan, folder, json_file, programs):
+            print(line)
+        return plan.objections
+    found = decision.make(_CONFIG.value, places, request, decision.Terms(**terms))
+    print(decision.text(found))
+    _write(json_file, lambda: decision.as_dict(found))
+    return {
+        f"{m} on {p.topology}": why
+        for p in found.plans
+        for m, why in p.objections.items()
+    }
+
+
+def _calibrate(json_file: Path | None) -> dict[str, str]:
+    if _TOPOLOGY.value or _CALIBRATION.value:
+        raise ValueError(
+            "--calibrate measures the devices that are here: leave out --topology and "
+            "--calibration."
+        )
+    from acco_jax.plan import calibration  # slow, and touches devices
+    from acco_jax.runner.validation import validate
+
+    validate(_CONFIG.value)
+    report = calibration.calibrate(_CONFIG.value)
+    print(calibration.text(report))
+    if json_file:
+        calibration.save(report, json_file)
+        print(f"JSON     {json_file}")
+    return {}
+
+
+def _measured(places: Sequence[Topology]) -> dict[str, Change]:
+    """Returns the figures of --calibration, which are of the chip that is planned."""
+    if _CALIBRATION.value is None:
+        return {}
+    from acco_jax.plan import calibration  # slow
+
+    chip, figures = calibration.read(Path(_CALIBRATION.value).expanduser())
+    if others := {place.chip.name for place in places} - {chip}:
+        raise ValueError(
+            f"--calibration={_CALIBRATION.value} is of {chip}, but --topology of "
+            f"{min(others)}: measure that chip."
+        )
+    return figures
+
+
+def _terms(
+    places: Sequence[Topology], networks: Sequence[float], several: bool
+) -> dict[str, Any] | None:
+    """Returns what a decision is made on, None where one plan is asked for."""
+    prices = dict(map(arguments.number, _PRICE.value))
+    known = {place.chip.name for place in places}
+    for name, price in prices.items():
+        if name not in known or isinstance(price, tuple) or not 0 <= price < 1e9:
+            raise ValueError(
+                f"--price={name}: give CHIP=PRICE of an hour, for a chip of --topology "
+                f"({', '.join(sorted(known))})."
+            )
+    numbers = {
+        "failure_hours": _FAILURE,
+        "checkpoint_seconds": _CHECKPOINT,
+        "restart_seconds": _RESTART,
+        "tokens": _TOKENS,
+    }
+    values = {
+        name: arguments.positive(f"--{flag.name}", flag.value)
+        for name, flag in numbers.items()
+        if flag.value is not None
+    }
+    if "tokens" not in values:
+        if several or prices or "failure_hours" in values:
+            raise ValueError(
+                "--tokens is missing: a decision needs the length of the run, for "
+                "example --tokens=10e9."
+            )
+        return None
+    return {
+        **values,
+        "prices": prices,
+        "networks": tuple(networks) if several and networks else (None,),
+    }
+
+
+def _write(file: Path | None, values: Callable[[], Any]) -> None:
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values(), indent=2) + "\n")
+        print(f"JSON     {file}")
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "topology"])
+    flags.mark_flags_as_required(["config"])
     app.run(main, flags_parser=commands.parser(_CONFIG))

@@ -1,9 +1,12 @@
 """Flags of the commands that plan and audit."""
 
+import math
 import os
 from pathlib import Path
 
 from absl import flags
+
+from acco_jax.plan.machines import Change
 
 
 def check_writable(folder: Path) -> None:
@@ -22,16 +25,47 @@ def path(flag: flags.FlagHolder) -> Path | None:
     return None if flag.value is None else Path(flag.value).expanduser()
 
 
-def number(text: str) -> tuple[str, float]:
-    """Reads a figure, NAME=NUMBER.
+def number(text: str) -> tuple[str, Change]:
+    """Reads a figure, NAME=NUMBER, or its range, NAME=LEAST:MOST.
 
     Raises:
       ValueError: in one line, another form.
     """
     name, _, value = text.partition("=")
     try:
-        return name, float(value)
+        ends = [float(end) for end in value.split(":")]
     except ValueError:
+        ends = []
+    if len(ends) not in (1, 2):
         raise ValueError(
-            f"--set={text}: give NAME=NUMBER, for example slow_bandwidth=50e9."
-        ) from None
+            f"--set={text}: give NAME=NUMBER or NAME=LEAST:MOST, for example "
+            "slow_bandwidth=50e9 or compute_efficiency=0.4:0.6."
+        )
+    return name, ends[0] if len(ends) == 1 else (ends[0], ends[1])
+
+
+def positive(flag: str, text: str) -> float:
+    """Reads a positive number.
+
+    Raises:
+      ValueError: in one line, another text.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{flag}: {text!r} is no positive number.")
+    return value
+
+
+def whole(flag: str, text: str) -> int:
+    """Reads a whole number.
+
+    Raises:
+      ValueError: in one line, another text.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{flag}: {text!r} is no whole number.") from None

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from acco_jax.plan.costs import SMALL_BYTES, Machine, Spent
+from acco_jax.plan.costs import Spent
+from acco_jax.plan.machines import SMALL_BYTES, Machine
 from acco_jax.plan.schedules import Collective, Loop, Schedule
 
 COVERED = 0.01  # of a collective's time: what may be waited for although it is hidden

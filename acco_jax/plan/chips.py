@@ -5,9 +5,18 @@ FLOP/s, bytes, bytes/s, seconds. They are vendors' peaks, not measurements.
 
 Sources:
     GPUs: NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200 SXM (dense
-        bf16; NVLink's 600 and 900 GB/s are both ways) and of the DGX A100 and DGX
-        H100/H200 (one 200 or 400 Gbit/s adapter per GPU). `Gpu`: XLA's
-        xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200}.txtpb.
+        bf16; NVLink's 600, 900 and 1,800 GB/s are both ways), of the DGX B200 and the
+        GB200 NVL72 (a rack is a host of 72), the H20, L40S and A10G, and of the DGX
+        A100 and DGX H100/H200/B200 (one 200 or 400 Gbit/s adapter per GPU; the A10G's
+        is Amazon's g5.48xlarge: 100 Gbit/s for 8; the L40S's an OVX server's: 400
+        Gbit/s for 4). What is joined by PCIe 4.0 x16 has its 32 GB/s one way. AMD's
+        data sheet of the MI300X: 7 links of 128 GB/s both ways. `Gpu`: XLA's
+        xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200,gb200}
+        .txtpb; of the L40S and A10G NVIDIA's Ada and Ampere GA102 white papers. The
+        H20 is compiled for as an H100 of fewer cores. Of the MI300X there is no
+        compiler without ROCm: its programs are compiled as an H200's.
+    Watts: the most a device takes, of the same data sheets (TDP); TPUs' makers say
+        none.
     TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x} (ICI is given there both
         ways; DCN per chip, for v5e per pod: 6.4 Tbit/s over 256 chips).
     Latencies: NCCL's src/graph/tuning.cc, ring, simple protocol, for NVLink and the
@@ -35,6 +44,7 @@ class Gpu:
     cores: int  # streaming multiprocessors
     fp32_lanes: int  # fp32 units per core
     clock_ghz: float  # boost clock
+    matrix_clock_ghz: float  # of matrix products, where XLA has a figure for it
     memory_clock_khz: int  # part of the model string
     l2_bytes: int
     shared_bytes: int  # shared memory per core
@@ -48,7 +58,7 @@ class Chip:
 
     name: str  # as in a topology, e.g. "h200"
     title: str  # the vendor's name
-    platform: Literal["gpu", "tpu"]
+    platform: Literal["gpu", "tpu", "cpu"]
     flops: float  # peak dense bf16 FLOP/s
     memory_bytes: int  # HBM capacity
     memory_bandwidth: float  # HBM bytes/s
@@ -59,6 +69,17 @@ class Chip:
     dimensions: int = 2  # of a shape: of a TPU's torus; GPU hosts x devices
     devices_per_chip: int = 1  # JAX devices per chip of the shape
     gpu: Gpu | None = None  # what the GPU compiler needs
+    watts: float | None = None  # most that a device takes, where a data sheet says
+    link: str = "ICI"  # what joins the devices of a domain
+    # a chip whose programs stand for this one's, where it has no compiler here
+    compiled_as: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Where its figures are from."""
+        if self.platform == "tpu":
+            return f"docs.cloud.google.com/tpu/docs/{self.name}"
+        return f"{'AMD' if self.compiled_as else 'NVIDIA'}'s data sheet"
 
 
 _A100 = Gpu(
@@ -67,6 +88,7 @@ _A100 = Gpu(
     cores=108,
     fp32_lanes=64,
     clock_ghz=1.41,
+    matrix_clock_ghz=1.41,
     memory_clock_khz=1_593_000,
     l2_bytes=41_943_040,
     shared_bytes=167_936,
@@ -79,6 +101,7 @@ _H100 = Gpu(
     cores=132,
     fp32_lanes=128,
     clock_ghz=1.98,
+    matrix_clock_ghz=1.8295201,
     memory_clock_khz=2_619_000,
     l2_bytes=52_428_800,
     shared_bytes=233_472,
@@ -87,17 +110,87 @@ _H100 = Gpu(
 )
 _H200 = dataclasses.replace(_H100, memory_clock_khz=3_750_000)
 
+_H20 = dataclasses.replace(_H100, cores=78, l2_bytes=62_914_560)
+_B200 = dataclasses.replace(
+    _H100,
+    capability=(10, 0),
+    cores=148,
+    clock_ghz=1.965,
+    matrix_clock_ghz=1.8353101,
+    memory_clock_khz=3_996_000,
+    l2_bytes=132_644_864,
+)
+_GB200 = dataclasses.replace(
+    _B200, cores=152, clock_ghz=2.062, matrix_clock_ghz=1.9259081, l2_bytes=135_528_448
+)
+_A10G = dataclasses.replace(
+    _A100,
+    capability=(8, 6),
+    cores=80,
+    fp32_lanes=128,
+    clock_ghz=1.71,
+    matrix_clock_ghz=1.71,
+    memory_clock_khz=6_251_000,
+    l2_bytes=6_291_456,
+    shared_bytes=102_400,
+    shared_optin_bytes=101_376,
+    nvlinks=0,
+)
+_L40S = dataclasses.replace(
+    _A10G,
+    capability=(8, 9),
+    cores=142,
+    clock_ghz=2.52,
+    matrix_clock_ghz=2.52,
+    memory_clock_khz=9_001_000,
+    l2_bytes=100_663_296,
+)
+
+# JAX devices of the largest slice: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
+LARGEST_SLICE = {"v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 2 * 9216}
+
+
+def _nvidia(
+    name: str,
+    title: str,
+    flops: float,
+    memory: tuple[int, float],
+    network: tuple[float, float],
+    gpu: Gpu,
+    watts: float,
+    link: str = "NVLink",
+) -> Chip:
+    """A GPU; memory and network are bytes and bytes/s, and fast and slow bytes/s."""
+    return Chip(
+        name, title, "gpu", flops, *memory, *network, 3.4e-6, gpu=gpu, watts=watts,
+        link=link,
+    )  # fmt: skip
+
+
 # Name, title, platform, FLOP/s; bytes of HBM; bytes/s of HBM, NVLink or ICI, NIC or
 # DCN; latency of NVLink or ICI. A device of TPU7x is half a chip of 2307 TFLOP/s,
 # 192 GiB, 7380 GB/s, 1200 GB/s and 100 Gbit/s.
 # fmt: off
 _CHIPS = (
-    Chip("a100", "NVIDIA A100-SXM4-80GB", "gpu", 312e12,
-         85_100_068_864, 2.03904e12, 300e9, 25e9, 3.4e-6, gpu=_A100),
-    Chip("h100", "NVIDIA H100 80GB HBM3", "gpu", 989.4e12,
-         84_942_979_072, 3.35232e12, 450e9, 50e9, 3.4e-6, gpu=_H100),
-    Chip("h200", "NVIDIA H200 141GB HBM3e", "gpu", 989.4e12,
-         151_397_597_184, 4.8e12, 450e9, 50e9, 3.4e-6, gpu=_H200),
+    _nvidia("a100", "NVIDIA A100-SXM4-80GB", 312e12,
+            (85_100_068_864, 2.03904e12), (300e9, 25e9), _A100, 400),
+    _nvidia("h100", "NVIDIA H100 80GB HBM3", 989.4e12,
+            (84_942_979_072, 3.35232e12), (450e9, 50e9), _H100, 700),
+    _nvidia("h200", "NVIDIA H200 141GB HBM3e", 989.4e12,
+            (151_397_597_184, 4.8e12), (450e9, 50e9), _H200, 700),
+    _nvidia("b200", "NVIDIA B200", 2250e12,
+            (191_514_411_008, 7.67232e12), (900e9, 50e9), _B200, 1000),
+    _nvidia("gb200", "NVIDIA GB200", 2500e12,
+            (197_897_748_480, 7.928064e12), (900e9, 50e9), _GB200, 1200),
+    _nvidia("h20", "NVIDIA H20", 148e12,
+            (96 * 10**9, 4.0e12), (450e9, 50e9), _H20, 400),
+    _nvidia("l40s", "NVIDIA L40S", 362.05e12,
+            (48 * 10**9, 864e9), (32e9, 12.5e9), _L40S, 350, link="PCIe"),
+    _nvidia("a10g", "NVIDIA A10G", 70e12,
+            (24 * 10**9, 600e9), (32e9, 1.5625e9), _A10G, 300, link="PCIe"),
+    Chip("mi300x", "AMD Instinct MI300X", "gpu", 1307.4e12,
+         192 * GIB, 5.3e12, 448e9, 50e9, 3.4e-6, gpu=_H200, watts=750,
+         link="Infinity Fabric", compiled_as="h200"),
     Chip("v5e", "TPU v5e", "tpu", 197e12,
          16 * GIB, 819e9, 200e9, 3.125e9, 1e-6),
     Chip("v5p", "TPU v5p", "tpu", 459e12,
@@ -119,13 +212,12 @@ def of_kind(device_kind: str) -> Chip | None:
 
 
 # Hopper's throughput per data type (keys: xla_data.proto's PrimitiveType), in units per
-# core and operations per clock. Ampere has none: XLA then falls back to the fp32 lanes.
+# core and operations per clock; Blackwell's products are twice as fast. Ampere and Ada
+# have none: XLA then falls back to the fp32 lanes.
 _SCALAR_UNITS = {4: (64, 1), 8: (64, 1), 10: (128, 2), 11: (128, 1)}
 _SCALAR_UNITS |= {12: (64, 1), 16: (128, 2)}
 _MATRIX_OPS = {2: 1024, 6: 1024, 10: 512, 11: 256, 12: 32, 16: 512}
 _MATRIX_OPS |= dict.fromkeys((19, 20, 23, 24, 25, 28, 29, 33, 35, 36), 1024)
-_MATRIX_CLOCK_GHZ = 1.8295201
-
 
 _TARGET = """\
 gpu_device_info {{
@@ -169,14 +261,22 @@ def target_config(chip: Chip) -> str:
     Raises:
         ValueError: if the chip is not a GPU.
     """
+    if chip.compiled_as:
+        chip = CHIPS[chip.compiled_as]
     gpu = chip.gpu
     if gpu is None:
         raise ValueError(f"chip {chip.name!r} is not a GPU: it has no target config")
     rates = ""
     if gpu.accelerated:
-        scalar = {k: (gpu.clock_ghz, *v) for k, v in _SCALAR_UNITS.items()}
+        blackwell = gpu.capability[0] >= 10
+        scalar = {
+            k: (gpu.clock_ghz, units, 1 if blackwell else ops)
+            for k, (units, ops) in _SCALAR_UNITS.items()
+        }
         matrix = {  # fp64 products run at the boost clock, the others lower
-            k: (gpu.clock_ghz if k == 12 else _MATRIX_CLOCK_GHZ, 4, ops)
+            k: (gpu.clock_ghz, 4, ops // 2 if blackwell else ops)
+            if k == 12
+            else (gpu.matrix_clock_ghz, 4, 2 * ops if blackwell else ops)
             for k, ops in _MATRIX_OPS.items()
         }
         rates = _rates("scalar", scalar) + _rates("matrix", matrix)

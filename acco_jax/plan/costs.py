@@ -5,156 +5,24 @@ memory's: a sum, so that a loop costs what its body does when it is unrolled.
 Collectives run one after the other, beside the operations that the schedule puts
 between their launch and completion.
 
-Sources of the formulas: rings as in NCCL's src/graph/tuning.cc (n - 1 steps, of which
-hosts - 1 cross the network; every GPU of a host drives its own adapter), and its trees
-for what is small; an all-to-all through each device's own links, without the ring's
-advantage that only hosts - 1 steps cross the network; on TPU along all links of a torus
-at once, between slices a second stage over the data-centre network
-(jax-ml.github.io/scaling-book, "Sharded matrices").
+The efficiencies are ranges (plan/machines.py): a prediction is of their likely values,
+and its interval of every combination of their ends.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from acco_jax.plan.chips import Chip
+from acco_jax.plan.machines import Machine
 from acco_jax.plan.schedules import Collective, Operation, Schedule
-from acco_jax.plan.topologies import Topology
-from acco_jax.runner.names import check_name
 
-# JAX devices of the largest slice: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
-LARGEST_SLICE = {"v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 2 * 9216}
-EFFICIENCY = 0.8
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
-# Below so many bytes NCCL takes a tree and the protocol of low latency: seconds per
-# step over NVLink and over the network.
-SMALL_BYTES = 1 << 16
-SMALL_HOP_SECONDS, SMALL_NETWORK_SECONDS = 0.6e-6, 5e-6
+PARTS = ("-start", "-update", "-done")  # of collectives, and of asynchronous COPIES
+COPIES = ("copy-start", "slice-start")
 FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
 _BITS = {"f32": 32, "bf16": 16, "f16": 16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A number that predictions rest on, and where it is from."""
-
-    value: float
-    unit: str
-    source: str
-
-
-def figures(
-    chip: Chip, changes: Mapping[str, float] | None = None
-) -> dict[str, Figure]:
-    """Returns all that predictions rest on, by name.
-
-    Args:
-      chip: the device.
-      changes: values to use instead, by name, in the same units (SI).
-
-    Raises:
-      ValueError: a name that does not exist, or a value that is not positive.
-    """
-    gpu = chip.platform == "gpu"
-    sheet = f"docs.cloud.google.com/tpu/docs/{chip.name}"
-    sheet = "NVIDIA's data sheet" if gpu else sheet
-    nccl = "NCCL's tuning.cc"
-    fast = f"{sheet}: {'NVLink' if gpu else 'ICI'}, one way, all links"
-    slow = f"{sheet}: data-centre network"
-    slow = "NVIDIA's DGX data sheet: a network adapter per GPU" if gpu else slow
-    sources = {
-        "flops": ("FLOP/s", f"{sheet}: bf16, dense"),
-        "memory_bytes": ("B", sheet),
-        "memory_bandwidth": ("B/s", sheet),
-        "fast_bandwidth": ("B/s", fast),
-        "slow_bandwidth": ("B/s", slow),
-        "fast_latency": ("s", nccl if gpu else "JAX's scaling book, per hop"),
-        "slow_latency": ("s", nccl),
-    }
-    table = {k: Figure(getattr(chip, k), *source) for k, source in sources.items()}
-    for part in ("compute", "memory", "network"):
-        assumed = "assumed: share of the peak that is reached"
-        table[f"{part}_efficiency"] = Figure(EFFICIENCY, "", assumed)
-    for name, value in (changes or {}).items():
-        check_name("the name of a figure", name, table)
-        if not 0 < value < math.inf:
-            raise ValueError(f"the figure {name} is {value:g}: it must be positive.")
-        if name.endswith("_efficiency") and value > 1:
-            raise ValueError(
-                f"the figure {name} is {value:g}: it is a share of the peak, at most 1 "
-                "(0.4 for 40 %)."
-            )
-        table[name] = Figure(value, table[name].unit, "given on the command line")
-    return table
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Devices joined fast in domains (hosts, slices), and domains by a network."""
-
-    topology: Topology
-    figures: Mapping[str, Figure]
-
-    def value(self, name: str) -> float:
-        return self.figures[name].value
-
-    def domain(self, devices: int) -> int:
-        """Returns how many of `devices` one domain holds."""
-        largest = self.topology.fast_domain
-        if self.topology.platform == "tpu" and self.topology.slices == 1:
-            largest = LARGEST_SLICE[self.topology.chip.name]
-        return min(devices, largest)
-
-    def domains(self, c: Collective) -> int:
-        """Counts the topology's domains that a collective's first group lies in."""
-        if c.kind == "send-recv" or not c.groups:
-            return self.topology.devices // self.topology.fast_domain
-        return len({device // self.topology.fast_domain for device in c.groups[0]})
-
-    def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
-        """Predicts the time of one collective, in seconds.
-
-        Args:
-          kind: as in `Collective`.
-          size: bytes of the full buffer.
-          devices: number of devices that take part.
-          domain: how many of them are in one host or slice.
-        """
-        if devices < 2:
-            return 0.0
-        efficiency = self.value("network_efficiency")
-        fast = self.value("fast_bandwidth") * efficiency
-        slow = self.value("slow_bandwidth") * efficiency
-        hop, far = self.value("fast_latency"), self.value("slow_latency")
-        if kind == "send-recv":  # between slices
-            return size / slow + far
-        rounds = 2 if kind == "all-reduce" else 1
-        domains = -(-devices // domain)
-        outside = (devices - domain) / devices  # of a device's blocks, for all-to-all
-        if self.topology.platform == "gpu" and size < SMALL_BYTES:
-            within = (domain - 1) * SMALL_HOP_SECONDS
-            return 2 * (within + math.log2(domains) * SMALL_NETWORK_SECONDS)
-        if kind == "collective-permute":  # to one neighbour
-            return size / fast + hop if domains == 1 else size / slow + far
-        if self.topology.platform == "gpu":
-            latency = (devices - domains) * hop + (domains - 1) * far
-            if kind == "all-to-all":  # through a device's own links, both at once
-                inside = (domain - 1) / devices
-                return size * max(inside / fast, outside / slow) + latency
-            link = fast if domains == 1 else min(fast, domain * slow)
-            return rounds * (size * (devices - 1) / devices / link + latency)
-        sides = self.topology.chip.dimensions
-        side = domain ** (1 / sides)
-        latency = sides * (side - 1) * hop + (domains - 1) * far
-        if kind == "all-to-all":  # a block crosses side / 4 links of each dimension
-            within = size * (1 - outside) * sides * side / 4 / fast
-            return within + size * outside / slow + latency
-        within = size * (domain - 1) / domain / fast
-        between = size / domain * (domains - 1) / domains / slow
-        return rounds * (within + between + latency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +48,16 @@ class Prediction:
 
     spans: tuple[Span, ...]  # for a timeline
     matrix: float  # loops and operations that hold matrix products
-    computation: float  # all of it, without waiting
+    matmul: float  # of the computation, what matrix products take by their FLOPs
+    memory: float  # the rest of it: what reading and writing memory takes
     communication: float  # all collectives, hidden or not
     exposed: float  # waiting for them
     each: tuple[Spent, ...]  # of every collective of the schedule, in its order
+
+    @property
+    def computation(self) -> float:
+        """All of it, without waiting."""
+        return self.matmul + self.memory
 
     @property
     def total(self) -> float:
@@ -221,11 +95,11 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
         if where != "ENTRY":  # what a loop's body waits for, after all else
             for i in own:
                 entry.wait(schedule.collectives[i].kind, each[i].exposed)
-    computation = (s.end - s.start for s in entry.spans if s.track == "computation")
     return Prediction(
         tuple(entry.spans),
         entry.matrix,
-        sum(computation),
+        entry.matmul,
+        entry.memory,
         sum(spent.seconds for spent in each),
         sum(spent.exposed for spent in each),
         tuple(each),
@@ -234,9 +108,14 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
 
 def operation_seconds(o: Operation, machine: Machine) -> float:
     """Predicts the time of an operation without the collectives in it, in seconds."""
+    return sum(_parts(o, machine))
+
+
+def _parts(o: Operation, machine: Machine) -> tuple[float, float]:
+    """Returns the seconds of an operation's FLOPs and of its bytes."""
     memory = machine.value("memory_bandwidth") * machine.value("memory_efficiency")
     products = machine.value("flops") * machine.value("compute_efficiency")
-    return o.flops / products + o.bytes / memory
+    return o.flops / products, o.bytes / memory
 
 
 def synchronous(prediction: Prediction, half_rounds: int) -> float:
@@ -298,7 +177,7 @@ class _Timeline:
         self._machine, self._devices = machine, devices
         self._clock = self._network_free = 0.0
         self._starts: dict[int, float] = {}
-        self.matrix = 0.0
+        self.matrix = self.matmul = self.memory = 0.0
         self.spans: list[Span] = []
 
     def run(
@@ -338,9 +217,11 @@ class _Timeline:
 
     def _compute(self, o: Operation) -> None:
         """Adds an operation, unless it is part of a collective."""
-        if o.kind.endswith(("-start", "-update", "-done")):
+        if o.kind.endswith(PARTS) and o.kind not in COPIES:
             return
-        seconds = operation_seconds(o, self._machine)
+        matmul, memory = _parts(o, self._machine)
+        self.matmul, self.memory = self.matmul + matmul, self.memory + memory
+        seconds = matmul + memory
         self.matrix += seconds if o.flops else 0.0
         name = PRODUCTS if o.flops else OTHER
         self._add("computation", name, self._clock, self._clock + seconds)

@@ -66,6 +66,12 @@ class Instruction:
         )
 
     @functools.cached_property
+    def in_hbm(self) -> tuple[bool, ...]:
+        """Whether each of `arrays` lies in a TPU's HBM: no S(n) in its layout."""
+        found = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?", self.shape)
+        return tuple("S(" not in layout for layout in found)
+
+    @functools.cached_property
     def dims(self) -> tuple[int, ...]:
         return self.arrays[0][1] if self.arrays else ()
 
@@ -339,21 +345,36 @@ def _kernel_flops(x: Instruction) -> int:
     if scope is None or (count := next(products, None)) is None:
         return 0
     length, window = int(scope[1]), int(scope[2])
-    seen = window * (window + 1) // 2 + (length - window) * window
+    seen = _seen(length, window)
     arrays = (array for operand in x.operands for array in operand.arrays)
     queries = next(dims for kind, dims in arrays if "f" in kind and len(dims) > 2)
     return 2 * count * seen * math.prod(queries) // length
 
 
 def _attention_flops(x: Instruction) -> int:
-    """Counts 2 products forward, 5 backward, each batch x heads x T x S x head size.
+    """Counts cuDNN's 2 products forward, 5 backward, of the scores that it computes.
 
-    The causal half is not taken off, as it is not for attention made of dots.
+    They are those that a causal mask and a window leave, as for other kernels.
     """
-    pattern = r'intermediate_tensor_shape\\?":\{[^}]*?dimensions\\?":\[([^\]]*)\]'
+
+    def setting(pattern: str) -> list[int]:  # as JAX writes them, with spaces, or XLA
+        return _integers(x.attribute(pattern))
+
+    scores = setting(
+        r'intermediate_tensor_shape\\?": ?\{[^}]*?dimensions\\?": ?\[([^\]]*)\]'
+    )
+    rows, length, keys = math.prod(scores[:-2]), *scores[-2:]
+    seen = length * keys
+    if length == keys and x.attribute(r'"mask_type\\?": ?\\?"((?:PADDING_)?CAUSAL)'):
+        window = setting(r'sliding_window_length\\?": ?\\?"?(\d+)')
+        seen = _seen(length, window[0] if window and window[0] else length)
     products = 5 if "Backward" in (x.attribute(r'target="([^"]*)"') or "") else 2
-    scores = math.prod(_integers(x.attribute(pattern)))
-    return 2 * products * scores * x.operands[0].dims[-1]
+    return 2 * products * rows * seen * x.operands[0].dims[-1]
+
+
+def _seen(length: int, window: int) -> int:
+    """Counts pairs of a query and a key that it sees."""
+    return window * (window + 1) // 2 + (length - window) * window
 
 
 def _convolution_flops(x: Instruction) -> int:

@@ -6,7 +6,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from acco_jax.plan.hlo import Computation, Instruction, parse, product_flops
+from acco_jax.plan.hlo import (
+    Computation,
+    Instruction,
+    bytes_of,
+    parse,
+    product_flops,
+)
 from acco_jax.plan.sources import Sources
 
 # The kind of a collective, by opcode.
@@ -30,6 +36,7 @@ _CALLS = (
 _KERNELS = r'"has_communication": ?true'
 FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
 FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
+SLICES = {"bitcast", "dynamic-slice", "slice", "gather"}  # which read a part
 MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
 
 
@@ -45,6 +52,8 @@ class Module:
         self.entry = self.computations[entry]
         self.sources = Sources(text)
         self._trip_counts = trip_counts
+        # TPUs' layouts have tiles; what S(n) means there, it does not on GPUs
+        self._tpu = re.search(r"\{[\d,]*:T\(", text) is not None
         # of a computation, each found once
         self.flops_in = functools.cache(lambda c: sum(map(self.flops, c.instructions)))
         self.bytes_in = functools.cache(lambda c: sum(map(self.bytes, c.instructions)))
@@ -115,7 +124,11 @@ class Module:
         return sum(inside) or product_flops(x)
 
     def bytes(self, x: Instruction) -> int:
-        """Counts bytes read and written; of a conditional's branches the dearest."""
+        """Counts bytes read and written; of a conditional's branches the dearest.
+
+        On TPU what lies in vector or scalar memory is not counted: reading and writing
+        it takes no part of the HBM's bandwidth.
+        """
         if x.opcode in FREE or x.opcode.endswith("-done"):
             return 0
         if x.opcode in ("while", "call", "conditional"):
@@ -126,33 +139,84 @@ class Module:
         if x.attribute(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"'):
             return 0  # what a TPU only makes, or has already in one piece
         if x.opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * x.bytes
+            return self._moved(x.operands[0], x, x.bytes)
         if x.opcode == "dynamic-update-slice":
-            return 2 * x.operands[1].bytes
+            return self._moved(x.operands[1], x, x.operands[1].bytes)
         if x.opcode == "fusion":
             return self._fused_bytes(x)
-        if x.opcode == "slice-start":
-            return 2 * (x.bytes - x.operands[0].bytes)
-        read = sum(operand.bytes for operand in x.operands)
+        if x.opcode == "slice-start":  # ((operand), slice, context)
+            size = bytes_of(x.arrays[1:2])
+            return size * (self._outside(x.operands[0]) + self._outside(x, 1))
+        read = sum(map(self._size, x.operands))
         if x.opcode.endswith(("-start", "-update")):  # its result repeats the operands
-            return max(x.bytes, read)
-        return x.bytes + read
+            return max(self._size(x), read)
+        return self._size(x) + read
+
+    def _outside(self, x: Instruction, i: int = 0) -> bool:
+        """Whether an array of x's result is in the memory that bytes are counted of."""
+        return not self._tpu or i >= len(x.in_hbm) or x.in_hbm[i]
+
+    def _size(self, x: Instruction) -> int:
+        """Counts the bytes of x's result in that memory."""
+        arrays = enumerate(x.arrays)
+        return bytes_of([array for i, array in arrays if self._outside(x, i)])
+
+    def _moved(self, source: Instruction, target: Instruction, size: int) -> int:
+        """Counts so many bytes read from one buffer and written to another."""
+        return size * (self._outside(source) + self._outside(target))
 
     def _fused_bytes(self, x: Instruction) -> int:
-        """Counts a fusion's bytes: slices where it reads or updates slices alone."""
+        """Counts a fusion's bytes: slices where it reads or updates slices alone.
+
+        What passes through it is neither read nor written. So the buffers of a
+        collective that goes on in a TPU's fusion do not count: their time is that of
+        the collective, once, and not of every fusion that carries it on.
+        """
         inner, operands = self.called(x)[0], x.operands
         total = 0
         for p in inner.instructions:
             if p.opcode == "parameter" and int(p.arguments) < len(operands):
-                total += min(_bytes_read(p), operands[int(p.arguments)].bytes)
-        root = inner.root
-        for result in root.operands if root.opcode == "tuple" else [root]:
+                operand = operands[int(p.arguments)]
+                total += min(self._bytes_read(p), self._size(operand))
+        for i, result in enumerate(_results(inner)):
+            if not self._outside(x, i):
+                continue
+            if result.opcode == "parameter" or _is_carried(result):
+                continue
             while result.opcode == "bitcast" and result.operands:
                 result = result.operands[0]
             sliced = result.opcode == "dynamic-update-slice"
             update = result.operand(1) if sliced else None
             total += (update or result).bytes
         return total
+
+    def _bytes_read(self, x: Instruction) -> int:
+        """Counts bytes read of a fused computation's value: of slices the slices."""
+        total = x.bytes if x.is_root else 0
+        for user in x.computation.instructions:
+            if x.name not in user.operand_names or _is_carried(user):
+                continue
+            first = user.operand_names[0] == x.name
+            if user.opcode == "fusion":
+                total += self._read_inside(x, user)
+            elif first and user.opcode in SLICES:
+                total += self._bytes_read(user)
+            elif user.opcode == "tuple" and x.opcode == "parameter":
+                continue
+            elif not first or user.opcode != "dynamic-update-slice":
+                total += x.bytes
+            # an updated buffer is not read, only written at the slice
+        return min(total, x.bytes)
+
+    def _read_inside(self, x: Instruction, user: Instruction) -> int:
+        """Counts what a fusion within a fusion reads of one of its operands."""
+        inner = self.called(user)[0].instructions
+        return sum(
+            self._bytes_read(p)
+            for p in inner
+            if p.opcode == "parameter"
+            and user.operand_names[int(p.arguments)] == x.name
+        )
 
     # ---- collectives inside of instructions
 
@@ -197,19 +261,16 @@ def tuple_index(x: Instruction) -> int:
     return int(x.attribute(r"\bindex=(\d+)") or 0)
 
 
-def _bytes_read(x: Instruction) -> int:
-    """Counts the bytes read of a fused computation's value: of slices the slices."""
-    total = x.bytes if x.is_root else 0
-    for user in x.computation.instructions:
-        if x.name not in user.operand_names:
-            continue
-        first = user.operand_names[0] == x.name
-        if first and user.opcode in ("bitcast", "dynamic-slice", "slice", "gather"):
-            total += _bytes_read(user)
-        elif not first or user.opcode != "dynamic-update-slice":
-            total += x.bytes
-        # an updated buffer is not read, only written at the slice
-    return min(total, x.bytes)
+def _results(c: Computation) -> list[Instruction]:
+    """Returns what a computation returns, a tuple's elements each."""
+    return c.root.operands if c.root.opcode == "tuple" else [c.root]
+
+
+def _is_carried(x: Instruction) -> bool:
+    """Whether an instruction in a fusion is a part of a collective."""
+    return x.opcode.removesuffix("-start") in KINDS or (
+        x.opcode == "custom-call" and 'target="AsyncCollective' in x.attributes
+    )
 
 
 def _source(x: Instruction) -> Instruction:

@@ -1,9 +1,10 @@
-"""Pictures of a plan: the half-round's timeline, and how a run grows with devices."""
+"""Pictures of a plan: timelines at equal tokens, and how a run grows with devices."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.patches import Patch
 
@@ -24,47 +25,49 @@ _ROWS = {"communication": 0, "computation": 1}
 _METHOD_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d")
 
 
+class Row(NamedTuple):
+    """A timeline: one execution of a program, repeated."""
+
+    name: str
+    prediction: Prediction
+    times: float = 1.0  # executions, the last of them a part
+
+
 def timeline(
-    predictions: Mapping[str, Prediction],
+    rows: Sequence[Row],
     path: Path,
     title: str,
-    what: str = "a half-round",
+    what: str = "the same number of tokens",
 ) -> None:
     """Draws programs as a PNG: computation above communication.
 
     Args:
-      predictions: of each program, by its name.
+      rows: a timeline each, above one another.
       path: where the picture is written.
       title: above it.
-      what: that a program is one execution of.
+      what: that all rows do.
     """
-    rows = len(predictions)
-    figure, all_axes = subplots(10, 1.3 + 1.25 * rows, rows, sharex=True)
-    longest = max(p.total for p in predictions.values())
+    figure, all_axes = subplots(10, 1.3 + 1.25 * len(rows), len(rows), sharex=True)
+    longest = max(row.times * row.prediction.total for row in rows)
     unit, scale = ("ms", 1e3) if longest > 2e-3 else ("µs", 1e6)
     seen: dict[str, Any] = {}
-    for ax, (method, prediction) in zip(all_axes, predictions.items(), strict=True):
-        for span in prediction.spans:
-            box = {"left": span.start * scale, "width": (span.end - span.start) * scale}
-            if span.track == "waiting":
-                ax.barh(1, **box, height=0.7, fc="white", ec="0.6", hatch="////", lw=0)
-                seen["waiting"] = Patch(fc="white", ec="0.6", hatch="////")
-                continue
-            color = _COLORS.get(span.name, "0.5")
-            ax.barh(_ROWS[span.track], **box, height=0.7, color=color)
-            if box["width"] > 0.003 * longest * scale:
-                seen.setdefault(span.name, Patch(color=color))
+    for ax, row in zip(all_axes, rows, strict=True):
+        end, p = row.times * row.prediction.total, row.prediction
+        for k in range(math.ceil(row.times - 1e-9)):
+            _execution(ax, p, k * p.total, end, longest, scale, seen)
+            ax.axvline(k * p.total * scale, color="0.3", lw=0.8, ls=":")
         ax.set_yticks(list(_ROWS.values()), list(_ROWS))
         ax.set_ylim(-0.55, 1.55)
         ax.tick_params(axis="y", length=0)
         ax.grid(visible=False)
         ax.spines["left"].set_visible(False)
+        runs = f" ({row.times:.3g} x {p.total * scale:.3g})" if row.times != 1 else ""
         ax.set_title(
-            f"{method}: {prediction.total * scale:.3g} {unit}, "
-            f"{prediction.hidden:.0%} of the communication hidden",
+            f"{row.name}: {end * scale:.3g} {unit}{runs}, "
+            f"{p.hidden:.0%} of the communication hidden",
             loc="left", fontsize=10,
         )  # fmt: skip
-        ax.axvline(prediction.total * scale, color="0.3", lw=0.8, ls=":")
+        ax.axvline(end * scale, color="0.3", lw=0.8, ls=":")
     all_axes[-1].set_xlim(0, longest * scale * 1.01)
     all_axes[-1].set_xlabel(f"predicted time of {what} ({unit})")
     order = [name for name in (*_COLORS, "waiting") if name in seen]
@@ -74,6 +77,38 @@ def timeline(
     )  # fmt: skip
     figure.suptitle(title)
     figure.savefig(path)
+
+
+def _execution(
+    ax: Any,
+    prediction: Prediction,
+    begin: float,
+    end: float,
+    longest: float,
+    scale: float,
+    seen: dict[str, Any],
+) -> None:
+    """Draws one execution from `begin` on, as far as `end`, in seconds.
+
+    Collectives that would be too thin to be seen are as wide as a line is; what is
+    smaller than that by far is left out.
+    """
+    thin = 0.003 * longest
+    for span in prediction.spans:
+        left, right = begin + span.start, min(begin + span.end, end)
+        collective = span.track == "communication"
+        if right <= left or (collective and right - left < 0.02 * thin):
+            continue
+        width = max(right - left, thin if collective else 0.0)
+        box = {"left": left * scale, "width": width * scale}
+        if span.track == "waiting":
+            ax.barh(1, **box, height=0.7, fc="white", ec="0.6", hatch="////", lw=0)
+            seen["waiting"] = Patch(fc="white", ec="0.6", hatch="////")
+            continue
+        color = _COLORS.get(span.name, "0.5")
+        ax.barh(_ROWS[span.track], **box, height=0.7, color=color)
+        if collective or width > thin:
+            seen.setdefault(span.name, Patch(color=color))
 
 
 def scaling(

@@ -6,7 +6,7 @@ print(report.text(plan))
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -14,9 +14,11 @@ from ml_collections import ConfigDict
 
 from acco_jax.methods import METHODS
 from acco_jax.models.base import Model
-from acco_jax.plan import costs, optimizers, programs, verdict
+from acco_jax.plan import costs, fitting, optimizers, programs, verdict
+from acco_jax.plan.fitting import Fit, Shape, Tried
+from acco_jax.plan.machines import Change, Machine, figures
 from acco_jax.plan.programs import Compiled, DoesNotFit, Program
-from acco_jax.plan.schedules import Collective
+from acco_jax.plan.schedules import Collective, hidden_share
 from acco_jax.plan.topologies import Topology
 from acco_jax.plan.verdict import Verdict
 from acco_jax.runner import models
@@ -25,7 +27,8 @@ from acco_jax.runner.optimizers import method as of_config
 from acco_jax.runner.validation import validate
 
 BASELINE = "zero1"
-USABLE = 0.92  # of a chip's memory: the rest is the driver's and the network library's
+COMPILES = 3  # at most, beside the experiment's own program, to find what fits
+RANGES = ("step", "tokens_per_second", "speedup", "hidden")  # predicted with intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +37,10 @@ class Request:
 
     methods: tuple[str, ...] = ()  # to compile; (): the experiment's own and zero1
     devices: tuple[int, ...] = ()  # to predict for, beside the topology's own number
-    changes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of figures
-    fit: bool = True  # look for the largest microbatch: one more compile per method
-
-
-class LargestMicrobatch(NamedTuple):
-    """How many rows of a microbatch fit into memory."""
-
-    rows: int
-    bytes_per_row: float | None  # None: no second size fits
+    changes: Mapping[str, Change] = dataclasses.field(
+        default_factory=dict
+    )  # of figures
+    fit: bool = True  # look for the best and the largest microbatch: more compiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Outcome:
     prediction: costs.Prediction
     verdict: Verdict  # on the data axis's collectives, of whatever size
     in_groups: Verdict  # on those among the devices of one worker
-    largest: LargestMicrobatch | None  # None: not looked for, or nothing fits
+    fit: Fit | None  # None: not looked for
     own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
 
     @property
@@ -79,9 +77,10 @@ class Plan:
 
     config: ConfigDict
     model: Model
-    machine: costs.Machine
+    machine: Machine
     checked: tuple[str, ...]  # methods whose communication must be hidden
     outcomes: tuple[Outcome, ...]
+    misfits: Mapping[str, str]  # methods that do not fit, and why
     growth: list[dict[str, Any]]  # a row per method and number of devices
     few_bits: list[dict[str, Any]]  # a row per method and choice of bits
 
@@ -93,6 +92,7 @@ class Plan:
     def objections(self) -> dict[str, str]:
         """Methods, and why --require-hidden refuses them."""
         found = {o.method: o.verdict.objection() for o in self.outcomes}
+        found |= self.misfits
         return {m: why for m, why in found.items() if why and m in self.checked}
 
     def row(self, method: str) -> dict[str, Any]:
@@ -101,31 +101,103 @@ class Plan:
         return next(r for r in self.growth if (r["method"], r["devices"]) == key)
 
 
-def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
-    """Plans an experiment, a config of `default_config`'s form, for a machine.
+class NothingFits(ValueError):
+    """No method has room in the memory of a machine.
+
+    Attributes:
+      misfits: why, by method.
+    """
+
+    def __init__(self, misfits: Mapping[str, str]) -> None:
+        super().__init__("; ".join(misfits.values()))
+        self.misfits = misfits
+
+
+def machine_of(topology: Topology, request: Request) -> Machine:
+    """Returns a topology with the figures that a request changes.
 
     Raises:
-      ValueError: in one line, before any compile what cannot work; after it that a
-        method does not fit into memory.
+      ValueError: a figure that does not exist, or a value that it cannot have.
+    """
+    return Machine(topology, figures(topology.chip, request.changes))
+
+
+def methods_of(config: ConfigDict, request: Request) -> tuple[str, ...]:
+    """Returns the methods to compile.
+
+    Raises:
+      ValueError: one that does not exist.
+    """
+    methods = tuple(dict.fromkeys(request.methods or (config.method, BASELINE)))
+    for name in methods:
+        check_name("--methods", name, METHODS)
+    return methods
+
+
+class Prepared(NamedTuple):
+    """What is planned, checked and described; nothing is compiled yet."""
+
+    config: ConfigDict
+    model: Model
+    machine: Machine
+    numbers: tuple[int, ...]  # of devices to predict for
+    programs: tuple[Program, ...]  # one of each method
+    checked: tuple[str, ...]  # methods whose communication must be hidden
+    fit: bool
+
+
+def prepare(config: ConfigDict, topology: Topology, request: Request) -> Prepared:
+    """Refuses what cannot work, as far as it can be told before any compile.
+
+    Raises:
+      ValueError: in one line.
       RuntimeError: the compiler is not installed; says how to install it.
     """
     validate(config)
-    methods = dict.fromkeys(request.methods or (config.method, BASELINE))
-    for name in methods:
-        check_name("--method", name, METHODS)
-    machine = costs.Machine(topology, costs.figures(topology.chip, request.changes))
-    numbers = sorted({topology.devices, *request.devices})
+    methods = methods_of(config, request)
+    machine = machine_of(topology, request)
+    numbers = tuple(sorted({topology.devices, *request.devices}))
     for n in numbers:
         _check_devices(n, machine)
     model = models.model(config, programs.vocab_size(config))
     mesh = programs.data_mesh(topology, config.domains, config.mesh)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
-    outcomes = tuple(_outcome(p, config, machine, request.fit) for p in described)
-    checked = request.methods or (config.method,)
-    growth = (_growth(outcomes, config, model, machine, n) for n in numbers)
+    return Prepared(
+        config, model, machine, numbers, tuple(described),
+        request.methods or (config.method,), request.fit,
+    )  # fmt: skip
+
+
+def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
+    """Plans an experiment, a config of `default_config`'s form, for a machine.
+
+    Raises:
+      ValueError: in one line, before any compile what cannot work; NothingFits after
+        it, that no method has room in memory.
+      RuntimeError: the compiler is not installed; says how to install it.
+    """
+    return finish(prepare(config, topology, request))
+
+
+def finish(prepared: Prepared) -> Plan:
+    """Compiles what was prepared, reads and predicts.
+
+    Raises:
+      NothingFits: no method has room in memory.
+    """
+    config, model, machine, numbers, described, checked, fit = prepared
+    outcomes, misfits = [], {}
+    for program in described:
+        try:
+            outcomes.append(_outcome(program, config, machine, fit))
+        except DoesNotFit as error:
+            misfits[program.method] = str(error)
+    if not outcomes:
+        raise NothingFits(misfits)
+    rows = (_with_ranges(outcomes, config, model, machine, n) for n in numbers)
     few = (_few_bits(o, config, machine) for o in outcomes)
-    rows = [list(itertools.chain(*blocks)) for blocks in (growth, few)]
-    return Plan(config, model, machine, checked, outcomes, *rows)
+    blocks = [list(itertools.chain(*found)) for found in (rows, few)]
+    return Plan(config, model, machine, checked, tuple(outcomes), misfits, *blocks)
 
 
 def of_method(config: ConfigDict, method: str) -> ConfigDict:
@@ -138,7 +210,7 @@ def of_method(config: ConfigDict, method: str) -> ConfigDict:
     return other
 
 
-def _check_devices(n: int, machine: costs.Machine) -> None:
+def _check_devices(n: int, machine: Machine) -> None:
     domain = machine.domain(max(n, 1))
     if n < 1 or n % domain:
         raise ValueError(
@@ -148,25 +220,50 @@ def _check_devices(n: int, machine: costs.Machine) -> None:
 
 
 def _outcome(
-    program: Program, config: ConfigDict, machine: costs.Machine, fit: bool
+    program: Program, config: ConfigDict, machine: Machine, fit: bool
 ) -> Outcome:
-    method, size = program.method, config.microbatch_size
-    logging.info("compiling %s for %s", method, machine.topology)
+    method, shape = program.method, Shape(config.microbatch_size, program.per_step)
+
+    def attempt(shape: Shape) -> Tried:
+        other = of_method(config, method)
+        other.microbatch_size, other.microbatches_per_step = shape
+        candidate = programs.describe(other, program.mesh)
+        try:
+            found = _compile(candidate, machine)
+        except DoesNotFit as error:
+            return Tried(shape, None, compiled=error.compiled)
+        return _tried(shape, candidate, found, config, machine)
+
+    def search(first: Tried) -> Fit:
+        return fitting.search(
+            first,
+            attempt,
+            room=machine.room,
+            held=program.held().total,
+            half_rounds=program.tx.half_rounds,
+            most=COMPILES,
+        )
+
     try:
         compiled = _compile(program, machine)
     except DoesNotFit as error:
-        advice = "lower it" if size > 1 else "set model.remat, or take more devices"
-        if fit and size > 1:
-            largest = _largest_microbatch(config, program, machine, 1, None)
-            rows = largest and largest.rows
-            advice = f"at most about {rows} would fit" if rows else "nor does 1"
-        raise ValueError(
-            f"{method} with microbatch_size {size} does not fit into the memory of a "
-            f"{machine.topology.chip.title}: {error}; {advice}."
+        advice = (
+            "lower it" if shape.rows > 1 else "set model.remat, or take more devices"
+        )
+        if error.compiled and fit and shape.rows > 1:
+            rows = search(Tried(shape, None)).largest
+            advice = f"{rows} would fit" if rows else "nor does 1"
+        elif not error.compiled:
+            advice = "take more devices, or a group of them as a worker (mesh.fsdp)"
+        raise DoesNotFit(
+            f"{method} with microbatch_size {shape.rows} does not fit into the memory "
+            f"of a {machine.topology.chip.title}: {error}; {advice}.",
         ) from None
-    largest = None
-    if fit:
-        largest = _largest_microbatch(config, program, machine, size, compiled)
+    found = None
+    if program.adaptive:
+        program, compiled = _settled(program, compiled, machine)
+    elif fit:
+        found = search(_tried(shape, program, compiled, config, machine))
     schedule = compiled.schedule
     prediction = costs.predict(schedule, machine, machine.topology.devices)
     data = {id(c) for c in schedule.select(0, groups=program.groups)}
@@ -186,7 +283,7 @@ def _outcome(
         prediction,
         on_data,
         in_groups,
-        largest,
+        found,
         optimizers_own(program, compiled, machine.topology),
     )
 
@@ -207,57 +304,94 @@ def optimizers_own(
     return optimizers.own(collectives, compiled.source_collectives)
 
 
-def _compile(program: Program, machine: costs.Machine) -> Compiled:
-    """Compiles, and refuses what a GPU's compiler does not."""
-    compiled, memory = program.compile(), machine.value("memory_bytes")
-    if compiled.memory.total > memory:
-        need = f"{compiled.memory.total / 2**30:.1f}G of {memory / 2**30:.1f}G"
-        raise DoesNotFit(f"it needs {need} of memory")
+def _settled(
+    program: Program, compiled: Compiled, machine: Machine
+) -> tuple[Program, Compiled]:
+    """Returns an adaptive program with the microbatches that it would settle at.
+
+    They are the fewest with which its communication is done when they are; where more
+    of them hide no more, the least.
+    """
+    read: dict[int, tuple[Program, Compiled, costs.Prediction]] = {}
+
+    def at(count: int) -> costs.Prediction:
+        counts = (count,) * program.workers
+        chosen = dataclasses.replace(program, counts=counts)
+        schedule = chosen.read(compiled.text)
+        p = costs.predict(schedule, machine, machine.topology.devices)
+        read[count] = chosen, dataclasses.replace(compiled, schedule=schedule), p
+        return p
+
+    low, high = program.counts[0], program.microbatches
+    least, most = at(low), at(high)
+    if most.exposed > 0.95 * least.exposed:
+        return read[low][:2]
+    enough = 1.05 * most.exposed + verdict.NEGLIGIBLE * least.total
+    if least.exposed <= enough:
+        return read[low][:2]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(middle).exposed <= enough else (middle, high)
+    return read[high][:2]
+
+
+def _compile(program: Program, machine: Machine) -> Compiled:
+    """Compiles, and refuses what has no room; what surely has none before.
+
+    Raises:
+      DoesNotFit: says what it needs.
+    """
+    least = program.held().total
+    if least > machine.room:
+        raise DoesNotFit(
+            f"parameters, state and batch alone {_needed(least, machine)}",
+            compiled=False,
+        )
+    logging.info(
+        "compiling %s for %s, microbatches of %d",
+        program.method, machine.topology, program.rows,
+    )  # fmt: skip
+    compiled = program.compile()
+    if compiled.memory.total > machine.room:
+        raise DoesNotFit(f"it {_needed(compiled.memory.total, machine)}")
     return compiled
 
 
-def _largest_microbatch(
-    config: ConfigDict,
+def _needed(size: int, machine: Machine) -> str:
+    text = f"needs {size / 2**30:.1f}G of {machine.room / 2**30:.1f}G of memory"
+    if machine.topology.platform == "gpu" and size < machine.value("memory_bytes"):
+        text += (
+            ", JAX's share of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION and "
+            "--set=memory_fraction=0.92 raise it)"
+        )
+    return text
+
+
+def _tried(
+    shape: Shape,
     program: Program,
-    machine: costs.Machine,
-    rows: int,
-    compiled: Compiled | None,
-) -> LargestMicrobatch | None:
-    """Extrapolates memory by a microbatch's rows from two compiles; None if none fits.
-
-    `compiled` is the program with so many `rows`, if there is one already.
-    """
-
-    def total_bytes(size: int) -> int:
-        other = of_method(config, program.method)
-        other.microbatch_size = size
-        logging.info("compiling %s with microbatches of %d", program.method, size)
-        return _compile(programs.describe(other, program.mesh), machine).memory.total
-
-    room = machine.value("memory_bytes") * USABLE
-    try:
-        low = compiled.memory.total if compiled else total_bytes(rows)
-    except DoesNotFit:
-        return None
-    sizes = [rows // 2, 2 * rows]  # of the second; the best one lies near the limit
-    if compiled and compiled.memory.temporaries > 0:
-        free = room - sum(compiled.memory.parts.values())
-        sizes.append(int(0.7 * rows * free / compiled.memory.temporaries))
-    for size in reversed(sizes):
-        if size < 1 or size == rows:
-            continue
-        try:
-            per_row = (total_bytes(size) - low) / (size - rows)
-        except DoesNotFit:
-            continue
-        most = rows + int((room - low) // per_row) if per_row > 0 else rows
-        return LargestMicrobatch(max(most, 0), per_row)
-    return LargestMicrobatch(rows, None)
+    compiled: Compiled,
+    config: ConfigDict,
+    machine: Machine,
+) -> Tried:
+    """Times a candidate that was compiled."""
+    p = costs.predict(compiled.schedule, machine, machine.topology.devices)
+    tokens = program.computed * shape.rows * config.length
+    data = compiled.schedule.select(0, groups=program.groups)
+    times = [p.total]
+    for corner in machine.corners():
+        at = costs.predict(compiled.schedule, corner, machine.topology.devices)
+        times.append(at.total)
+    return Tried(
+        shape,
+        compiled.memory.total,
+        tokens / p.total,
+        (tokens / max(times), tokens / min(times)),
+        hidden_share(data) if data else None,
+    )
 
 
-def _few_bits(
-    o: Outcome, config: ConfigDict, machine: costs.Machine
-) -> list[dict[str, Any]]:
+def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str, Any]]:
     """Predicts gathers and reductions in few bits, for a method that sends all bits.
 
     Returns a row per choice of bits, the first as compiled; [] for a method that has no
@@ -303,11 +437,32 @@ def _few_bits(
     return rows if len(rows) > 1 else []
 
 
-def _growth(
-    outcomes: tuple[Outcome, ...],
+def _with_ranges(
+    outcomes: Sequence[Outcome],
     config: ConfigDict,
     model: Model,
-    machine: costs.Machine,
+    machine: Machine,
+    devices: int,
+) -> list[dict[str, Any]]:
+    """Returns `_growth`'s rows, each with the interval of what is predicted.
+
+    It spans all combinations of the ends of the figures' ranges.
+    """
+    args = outcomes, config, model
+    rows = _growth(*args, machine, devices)
+    corners = [_growth(*args, m, devices) for m in machine.corners()]
+    for row, *found in zip(rows, *corners, strict=True):
+        for name in RANGES:
+            values = [r[name] for r in (row, *found) if r[name] is not None]
+            row[f"{name}_range"] = [min(values), max(values)] if values else None
+    return rows
+
+
+def _growth(
+    outcomes: Sequence[Outcome],
+    config: ConfigDict,
+    model: Model,
+    machine: Machine,
     devices: int,
 ) -> list[dict[str, Any]]:
     """Predicts a step of each method on so many devices, from its one compile."""
@@ -323,12 +478,14 @@ def _growth(
         # zero1 stands for methods that communicate in each step
         formula = None
         if not o.program.tx.local:
-            formula = costs.synchronous(p, o.program.tx.half_rounds)
+            formula = tokens / costs.synchronous(p, o.program.tx.half_rounds)
         formulas.append(formula)
         rows.append(
             {
                 "method": o.method,
                 "devices": devices,
+                "matmul": o.half_rounds * p.matmul,
+                "memory_access": o.half_rounds * p.memory,
                 "computation": o.half_rounds * p.computation,
                 "communication": o.half_rounds * p.communication,
                 "exposed": o.half_rounds * p.exposed,
@@ -341,9 +498,19 @@ def _growth(
                 "memory": int(memory.total + memory.shards * (here / devices - 1)),
             }
         )
-    compiled = next((r["step"] for r in rows if r["method"] == BASELINE), None)
+    baseline = _baseline([r["method"] for r in rows])
+    speed = next((r["tokens_per_second"] for r in rows if r["method"] == baseline), 0)
     for row, formula in zip(rows, formulas, strict=True):
-        baseline = compiled or formula
-        row["speedup_over_zero1"] = baseline and baseline / row["step"]
-        row["zero1_compiled"] = compiled is not None
+        other = speed or formula
+        row["baseline"], row["baseline_compiled"] = baseline or BASELINE, bool(speed)
+        row["speedup"] = other and row["tokens_per_second"] / other
     return rows
+
+
+def _baseline(methods: Sequence[str]) -> str | None:
+    """Returns which of some methods the others are compared with.
+
+    That is zero1, or else one that hides nothing, as it does not; None: neither.
+    """
+    synchronous = (BASELINE, "ddp", "fused_zero1")
+    return next((m for m in synchronous if m in methods), None)

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax.gradients import piece, with_arrays
 from acco_jax.groups import data_axes, members
-from acco_jax.plan import footprint, hlo, schedules, topologies
+from acco_jax.plan import cache, footprint, hlo, schedules, topologies
 from acco_jax.plan.footprint import bytes_held
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner import config as configs
@@ -44,7 +44,15 @@ _NAMES = {
 
 
 class DoesNotFit(Exception):
-    """The compiler found no way to fit a program into the chip's memory."""
+    """A program has no room in the chip's memory.
+
+    Attributes:
+      compiled: whether the compiler, or what it compiled, says so.
+    """
+
+    def __init__(self, message: str = "", *, compiled: bool = True) -> None:
+        super().__init__(message)
+        self.compiled = compiled
 
 
 def what_it_needs(message: str) -> str:
@@ -89,6 +97,7 @@ class Compiled:
     # The collectives of the program as written; None where one is in a loop whose
     # length the program does not say.
     source_collectives: tuple[footprint.Collective, ...] | None = None
+    cached: bool = False  # whether it was compiled before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +112,9 @@ class Program:
     # params, state, batch, counts, and a key if the loss draws; all abstract
     arguments: tuple[Any, ...]
     frozen: int = 0  # bytes on a device that the loss function holds beside them
+    # Whether `counts` are what plan takes an adaptive run to compute: any up to
+    # `microbatches`, and at least as many as here at first.
+    adaptive: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -111,6 +123,17 @@ class Program:
     @property
     def workers(self) -> int:
         return math.prod(self.mesh.shape[a] for a in self.tx.axis)
+
+    @property
+    def per_step(self) -> int:
+        """Microbatches of each worker in an optimizer step."""
+        return self.microbatches * self.tx.half_rounds
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch."""
+        total = self.arguments[2]["tokens"].shape[0] // self.workers
+        return total // (self.microbatches * self.tx.steps_per_call)
 
     @property
     def computed(self) -> int:
@@ -143,29 +166,35 @@ class Program:
         return size > 1 and bool(c.groups) and all(within)
 
     def compile(self) -> Compiled:
-        """Compiles ahead of time and reads the schedule.
+        """Compiles ahead of time, or finds it compiled, and reads the schedule.
 
         Raises:
           DoesNotFit: the chip has too little memory.
         """
         start = time.perf_counter()
-        try:
-            lowered = self.step.lower(*self.arguments)
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise DoesNotFit(what_it_needs(str(error))) from error
-        seconds, text = time.perf_counter() - start, compiled.as_text()
-        schedule = schedules.read(text, trip_counts=self._trips(text))
-        accessed, source = None, None
-        # unimplemented where there is no device
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
-        with contextlib.suppress(ValueError):
-            source = tuple(footprint.collectives(lowered, self.mesh))
-        memory = self._memory(compiled)
-        return Compiled(text, schedule, memory, seconds, accessed, source)
+        lowered = self.step.lower(*self.arguments)
+        name = cache.key(lowered, self.step.compiler_options, self.mesh.devices)
+        found = cache.load(name)
+        entry = found or _compiled(lowered, self.mesh)
+        if found is None:
+            entry["seconds"] = time.perf_counter() - start
+            cache.keep(name, entry)
+        if reason := entry.get("does_not_fit"):
+            raise DoesNotFit(reason)
+        text, source = entry["text"], entry["source_collectives"]
+        return Compiled(
+            text,
+            self.read(text),
+            dataclasses.replace(self.held(), total=entry["peak"]),
+            entry["seconds"],
+            entry["bytes_accessed"],
+            source and tuple(_source_collective(c) for c in source),
+            found is not None,
+        )
+
+    def read(self, text: str) -> schedules.Schedule:
+        """Reads the program's compiled text."""
+        return schedules.read(text, trip_counts=self._trips(text))
 
     def _trips(self, text: str) -> dict[str, int]:
         """Returns the trips of the loops whose bounds the compiler cannot know.
@@ -183,7 +212,8 @@ class Program:
         bounds = (piece(most, k, pieces) for k in range(pieces))
         return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 
-    def _memory(self, compiled: Any) -> Memory:
+    def held(self) -> Memory:
+        """Returns what stays from one half-round to the next: a program needs more."""
         params, state, batch, counts, *_ = self.arguments
         parts, shards = {"parameters": bytes_held(params)}, 0
         fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
@@ -200,10 +230,39 @@ class Program:
         if self.frozen:
             parts["frozen model"] = self.frozen
         parts["batch"] = bytes_held((batch, counts))
-        m = compiled.memory_analysis()
-        total = m.argument_size_in_bytes + m.output_size_in_bytes
-        total += m.temp_size_in_bytes - m.alias_size_in_bytes
-        return Memory(parts, total, shards)
+        return Memory(parts, sum(parts.values()), shards)
+
+
+def _compiled(lowered: Any, mesh: Mesh) -> dict[str, Any]:
+    """Compiles; returns what a plan needs of it, as JSON-ready values."""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does_not_fit": what_it_needs(str(error))}
+    accessed, source = None, None
+    # unimplemented where there is no device
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+    with contextlib.suppress(ValueError):
+        source = [dataclasses.asdict(c) for c in footprint.collectives(lowered, mesh)]
+    return {
+        "text": compiled.as_text(),
+        "peak": _peak(compiled.memory_analysis()),
+        "bytes_accessed": accessed,
+        "source_collectives": source,
+    }
+
+
+def _source_collective(entry: Mapping[str, Any]) -> footprint.Collective:
+    return footprint.Collective(**{**entry, "shape": tuple(entry["shape"])})
+
+
+def _peak(m: Any) -> int:
+    """Returns the most bytes that a program holds at once, its arguments included."""
+    total = m.argument_size_in_bytes + m.output_size_in_bytes
+    return total + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
 def data_mesh(
@@ -287,18 +346,28 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, workers)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
-    if config.microbatches != "fixed":
+    if config.microbatches not in ("fixed", "adaptive"):
         raise ValueError(
-            f"microbatches is {config.microbatches!r}, but their number is not known "
-            "before a run: plan needs 'fixed'."
+            f"microbatches is {config.microbatches!r}, which a run has logged: plan "
+            "needs 'fixed' or 'adaptive'."
         )
+    counts, adaptive = tuple(config.counts), config.microbatches == "adaptive"
+    if adaptive:
+        least, microbatches = microbatches, config.most_microbatches
+        if microbatches < least:
+            raise ValueError(
+                f"most_microbatches is {microbatches}, less than the {least} that "
+                "microbatches_per_step gives a half-round: raise it."
+            )
+        counts = (least,) * workers
     return assemble(
         config.method,
         tx,
         loss_fn,
         params,
         microbatches=microbatches,
-        counts=tuple(config.counts),
+        counts=counts,
+        adaptive=adaptive,
         microbatch=(config.microbatch_size, max(data.lengths or [config.length]) + 1),
         beside={
             **({"mask": jnp.float32} if data.task == "instruct" else {}),
@@ -318,6 +387,7 @@ def assemble(
     microbatches: int,
     microbatch: tuple[int, int],
     counts: tuple[int, ...] = (),
+    adaptive: bool = False,
     beside: Mapping[str, Any] | None = None,
     rng: Any = None,
     drop_nonfinite: bool = False,
@@ -332,6 +402,7 @@ def assemble(
       microbatches: of each worker in a half-round.
       microbatch: rows and length of one microbatch's tokens.
       counts: how many microbatches each worker computes; () for all.
+      adaptive: whether a run finds them, of which these are the least.
       beside: dtypes of further arrays (rows, length - 1) in a batch, by their names.
       rng: an abstract key, if the loss draws.
       drop_nonfinite: as for `acco_jax.make_train_step`.
@@ -360,4 +431,4 @@ def assemble(
         *(() if rng is None else (rng,)),
     )
     frozen = bytes_held(with_arrays(loss_fn))
-    return Program(method, tx, step, microbatches, counts, arguments, frozen)
+    return Program(method, tx, step, microbatches, counts, arguments, frozen, adaptive)

@@ -1,18 +1,15 @@
-"""A plan as text and as JSON: what was read apart from what is predicted."""
+"""A plan as text: what was read apart from what is predicted."""
 
-import dataclasses
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from acco_jax.plan import pictures
+from acco_jax.plan import exports
 from acco_jax.plan.causes import explained
+from acco_jax.plan.fitting import Fit
 from acco_jax.plan.footprint import NEGLIGIBLE
+from acco_jax.plan.machines import Figure
 from acco_jax.plan.planner import Outcome, Plan
-from acco_jax.plan.schedules import Collective
 from acco_jax.plan.tables import (
     Columns,
     aligned,
@@ -28,121 +25,42 @@ from acco_jax.plan.verdict import HIDDEN, Reading, Verdict
 GIB = 2**30
 LISTED = 1 << 20  # bytes of a collective that has a line of its own, or an objection
 
-_SPEED: Columns = {
-    "step": lambda r: seconds(r["step"]),
-    "tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}",
-}
-_GAIN: Columns = {
-    "hidden time": lambda r: f"{r['hidden']:.0%}",
-    "over zero1": lambda r: (
-        f"{r['speedup_over_zero1']:.2f}x" if r["speedup_over_zero1"] else "-"
-    ),
-}
+
+def _speed(tokens: float) -> Columns:
+    """Columns of what so many tokens take, so that methods can be compared."""
+    return {
+        f"{tokens:,.0f} tokens": lambda r: seconds(tokens / r["tokens_per_second"]),
+        "tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}",
+        "interval": lambda r: " - ".join(
+            f"{end:,.0f}" for end in r["tokens_per_second_range"]
+        ),
+    }
+
+
+def _gain(row: dict[str, Any]) -> Columns:
+    def gain(r: dict[str, Any]) -> str:
+        if not r["speedup"]:
+            return "-"
+        low, high = r["speedup_range"]
+        return f"{r['speedup']:.2f}x ({low:.2f} - {high:.2f})"
+
+    return {
+        "hidden time": lambda r: f"{r['hidden']:.0%}",
+        f"over {row['baseline']}": gain,
+    }
 
 
 def text(plan: Plan) -> str:
     """Returns the whole report."""
     blocks = [_head(plan), _figures(plan)]
     blocks += [_method(plan, o) for o in plan.outcomes]
+    blocks += [f"DOES NOT FIT\n  {why}" for why in plan.misfits.values()]
     blocks += [_comparison(plan)]
     if plan.few_bits:
         blocks.append(_few_bits(plan))
     if len(plan.growth) > len(plan.outcomes):
         blocks.append(_growth(plan))
     return "\n\n".join(blocks)
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Returns the same as JSON-ready values, in SI units."""
-    return {
-        "topology": str(plan.topology),
-        "devices": plan.topology.devices,
-        "chip": plan.topology.chip.title,
-        "jax": jax.__version__,
-        "parameters": plan.outcomes[0].program.parameters,
-        "figures": {
-            name: dataclasses.asdict(figure)
-            for name, figure in plan.machine.figures.items()
-        },
-        "methods": {o.method: _method_dict(plan, o) for o in plan.outcomes},
-        "predicted": plan.growth,
-        "few_bits": plan.few_bits,
-        "exposed": [
-            {"method": o.method, "name": r.collective.name}
-            for o in plan.outcomes
-            if o.method in plan.checked
-            for r in o.verdict.objections
-        ],
-    }
-
-
-def write(
-    plan: Plan, folder: Path, json_file: Path | None, hlo_folder: Path | None
-) -> list[str]:
-    """Writes pictures, JSON and programs; returns a line about each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parameters = f"{plan.outcomes[0].program.parameters / 1e6:,.1f}M parameters"
-    title = f"{plan.topology}, {parameters}: prediction"
-    lines = [f"picture  {folder / 'timeline.png'}"]
-    predictions = {o.method: o.prediction for o in plan.outcomes}
-    pictures.timeline(predictions, folder / "timeline.png", title)
-    if len(plan.growth) > len(plan.outcomes):
-        path = folder / "scaling.png"
-        pictures.scaling(plan.growth, path, title, plan.topology.devices)
-        lines.append(f"picture  {path}")
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(as_dict(plan), indent=2) + "\n")
-        lines.append(f"JSON     {json_file}")
-    if hlo_folder:
-        hlo_folder.mkdir(parents=True, exist_ok=True)
-        for o in plan.outcomes:
-            path = hlo_folder / f"{o.method}.hlo.txt"
-            path.write_text(o.compiled.text)
-            lines.append(f"program  {path}")
-    return lines
-
-
-def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
-    memory = o.compiled.memory
-    return {
-        "half_rounds_per_step": o.half_rounds,
-        "microbatches": o.program.microbatches,
-        "compile_seconds": o.compiled.seconds,
-        "flops": o.compiled.schedule.flops,
-        "hidden_bytes_fraction": hidden_bytes(o.verdict),
-        "hidden_or_negligible": o.verdict.share,
-        "optimizers_own": o.own and _own_dict(o.own),
-        "collectives": [_collective_dict(r) for r in o.verdict.readings],
-        "collectives_in_groups": [_collective_dict(r) for r in o.in_groups.readings],
-        "hidden_bytes_fraction_in_groups": hidden_bytes(o.in_groups),
-        "memory": {
-            **memory.parts,
-            "temporaries": memory.temporaries,
-            "total": memory.total,
-            "of": plan.machine.value("memory_bytes"),
-        },
-        "largest_microbatch": o.largest and o.largest.rows,
-    }
-
-
-def hidden_bytes(verdict: Verdict) -> float | None:
-    """Returns the share of the bytes that is hidden, None if nothing is sent."""
-    return verdict.hidden_bytes / verdict.bytes if verdict.bytes else None
-
-
-def _collective_dict(r: Reading) -> dict[str, Any]:
-    c = r.collective
-    names = ("name", "kind", "bytes", "dtype", "times", "start", "done", "where",
-             "flops_between", "flops_carried", "hidden")  # fmt: skip
-    values = {name: getattr(c, name) for name in names}
-    return values | {
-        "loops_between": list(c.whiles_between),
-        "seconds": r.spent.seconds,
-        "exposed_seconds": r.spent.exposed,
-        "cause": r.cause.text,
-        "advice": r.cause.advice,
-    }
 
 
 def _head(plan: Plan) -> str:
@@ -165,9 +83,12 @@ def _head(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> str:
-    rows = [(name, quantity(f), f.source) for name, f in plan.machine.figures.items()]
+    rows = [
+        (name, quantity(f), _interval(f), f.source)
+        for name, f in plan.machine.figures.items()
+    ]
     block = "figures (per device; --set=NAME=VALUE changes one)\n"
-    block += aligned(rows, "lrl")
+    block += aligned(rows, "lrll")
     if plan.model.dtype != "bfloat16":
         block += (
             f"\nnote: model.dtype is {plan.model.dtype}, but products are timed "
@@ -177,14 +98,25 @@ def _figures(plan: Plan) -> str:
     if ours and plan.config.model.attention is None:
         block += (
             "\nnote: attention is compiled as this library's own kernel, because cuDNN "
-            "is not installed here; on the machine it is cuDNN's"
+            "is not installed here; on the machine it is cuDNN's: pip install "
+            "'acco-jax[plan-cudnn]'"
         )
     return block
+
+
+def _interval(figure: Figure) -> str:
+    ends = figure.range or ()
+    return " - ".join(quantity(Figure(end, figure.unit, "")) for end in ends)
 
 
 def _method(plan: Plan, o: Outcome) -> str:
     p, row = o.prediction, plan.row(o.method)
     tx, microbatches = o.program.tx, many(o.program.microbatches, "microbatch", "es")
+    if o.program.adaptive:
+        microbatches = (
+            f"{many(o.program.counts[0], 'microbatch', 'es')} (found: as many as the "
+            f"communication lasts, at most {o.program.microbatches})"
+        )
     calls = f"{many(tx.half_rounds, 'half-round')} per step"
     if tx.steps_per_call > 1:
         calls = f"{tx.steps_per_call} inner steps per half-round"
@@ -192,30 +124,52 @@ def _method(plan: Plan, o: Outcome) -> str:
     utilization = "" if share is None else f", {share:.0%} of peak FLOP/s"
     lines = [
         f"{o.method}: {calls}, {microbatches} in each",
-        f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s), "
+        f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s"
+        f"{', at another time' if o.compiled.cached else ''}), "
         "collectives of the data axis:",
         *_collectives(o.verdict),
         *(f"    {note}" for note in _notes(plan, o)),
         *_own(o),
         *_in_groups(o),
         f"  READ from the memory analysis, GiB per device of "
-        f"{plan.machine.value('memory_bytes') / GIB:.1f}:",
+        f"{plan.machine.room / GIB:.1f}:",
         aligned(_memory(o), "lr", indent=4),
     ]
-    if o.largest is not None:
-        line = f"    largest microbatch that fits: about {o.largest.rows} rows"
-        if (per_row := o.largest.bytes_per_row) is not None:
-            line += f" ({per_row / 2**20:,.0f} MiB per row, from two compiles)"
-        lines.append(line)
+    if o.fit is not None:
+        lines += _fit(plan, o.fit)
     lines += [
         "  PREDICTED:",
-        f"    half-round    {seconds(p.total)} = computation {seconds(p.computation)}"
-        f" + communication not hidden {seconds(p.exposed)}",
+        f"    half-round    {seconds(p.total)} = matrix products {seconds(p.matmul)} + "
+        f"memory {seconds(p.memory)} + communication not hidden {seconds(p.exposed)}",
         f"    communication {seconds(p.communication)}, of which {p.hidden:.0%} hidden",
-        f"    optimizer step {seconds(row['step'])}, "
+        f"    optimizer step {seconds(row['step'])} "
+        f"({' - '.join(map(seconds, row['step_range']))}), "
         f"{row['tokens_per_second']:,.0f} tokens/s{utilization}",
     ]
     return "\n".join(lines)
+
+
+def _fit(plan: Plan, fit: Fit) -> list[str]:
+    """Describes the candidates for a microbatch, of which one is the fastest."""
+    rows = []
+    for t in fit.tried:
+        shape = f"{t.shape.rows} rows x {t.shape.microbatches}"
+        if t.memory is None:
+            rows.append((shape, "does not fit", "", "", ""))
+            continue
+        rows.append((
+            shape,
+            f"{t.memory / GIB:,.1f} GiB",
+            "" if t.hidden is None else f"{t.hidden:.0%} of the bytes hidden",
+            f"{t.tokens_per_second:,.0f} tokens/s",
+            "the fastest" if t is fit.best else "",
+        ))  # fmt: skip
+    line = f"largest microbatch that fits: {fit.largest} rows"
+    line += f"; {fit.misfit} do not" if fit.misfit else ", or more"
+    return [
+        f"    {line} ({many(fit.compiled, 'program')} compiled):",
+        aligned(rows, "rrlrl", indent=6),
+    ]
 
 
 def _collectives(verdict: Verdict) -> list[str]:
@@ -238,7 +192,7 @@ def _collectives(verdict: Verdict) -> list[str]:
         )
     return [
         *lines,
-        f"    hidden: {hidden_bytes(verdict):.0%} of the bytes{_but(verdict)}",
+        f"    hidden: {verdict.hidden_share:.0%} of the bytes{_but(verdict)}",
     ]
 
 
@@ -272,7 +226,7 @@ def _in_groups(o: Outcome) -> list[str]:
     return [
         "  READ likewise, collectives within a group of devices:",
         aligned(rows, "lrr", indent=4),
-        f"    hidden: {hidden_bytes(o.in_groups):.0%} of these bytes",
+        f"    hidden: {o.in_groups.hidden_share:.0%} of these bytes",
     ]
 
 
@@ -299,22 +253,11 @@ def _collective(r: Reading) -> tuple[str, ...]:
     )
 
 
-def _own_dict(own: Sequence[tuple[Collective, int]]) -> dict[str, dict[str, int]]:
-    """Returns number and bytes of the optimizer's own collectives, by kind."""
-    kinds: dict[str, dict[str, int]] = {}
-    for c, size in own:
-        row = kinds.setdefault(c.kind, {"number": 0, "bytes": 0, "hidden_bytes": 0})
-        row["number"] += c.times
-        row["bytes"] += c.times * size
-        row["hidden_bytes"] += c.times * size if c.hidden else 0
-    return kinds
-
-
 def _own(o: Outcome) -> list[str]:
     """Describes the optimizer's collectives if one carries more than a few numbers."""
     if o.own is None or all(size < NEGLIGIBLE for _, size in o.own):
         return []
-    rows = _own_dict(o.own)
+    rows = exports.own_dict(o.own)
     kinds = (
         f"{many(row['number'], kind)}, {in_bytes(row['bytes'])}"
         for kind, row in rows.items()
@@ -356,18 +299,24 @@ def _memory(o: Outcome) -> list[tuple[str, str]]:
 
 
 def _comparison(plan: Plan) -> str:
-    read = {o.method: hidden_bytes(o.verdict) for o in plan.outcomes}
+    read = {o.method: o.verdict.hidden_share for o in plan.outcomes}
     hidden = {m: "-" if share is None else f"{share:.0%}" for m, share in read.items()}
+    rows = [plan.row(o.method) for o in plan.outcomes]
+    tokens = max(r["tokens_per_step"] for r in rows)
     columns: Columns = {
         "method": lambda r: r["method"],
-        **_SPEED,
+        **_speed(tokens),
         "hidden (read)": lambda r: hidden[r["method"]],
-        **_GAIN,
+        **_gain(rows[0]),
     }
-    compiled = plan.growth[0]["zero1_compiled"]
-    how = "as compiled" if compiled else "by formula: it was not among the methods"
-    rows = [plan.row(o.method) for o in plan.outcomes]
-    return f"PREDICTED side by side (zero1 {how})\n" + table(columns, rows, "lrrrrr")
+    how = "as compiled"
+    if not rows[0]["baseline_compiled"]:
+        how = "by formula: it was not among the methods"
+    return (
+        f"PREDICTED side by side, at equal tokens ({rows[0]['baseline']} {how}; "
+        "intervals: all combinations of the figures' ranges)\n"
+        + table(columns, rows, "lrrrrrr")
+    )
 
 
 def _few_bits(plan: Plan) -> str:
@@ -401,12 +350,12 @@ def _growth(plan: Plan) -> str:
     columns: Columns = {
         "devices": lambda r: f"{r['devices']:,}",
         "method": lambda r: r["method"],
-        **_SPEED,
-        **_GAIN,
+        **_speed(1e6),
+        **_gain(plan.growth[0]),
         "GiB": lambda r: f"{r['memory'] / GIB:,.2f}",
     }
     return (
         f"PREDICTED as devices grow (compiled for {plan.topology.devices}; for others "
         "the collectives by formula, the same work per device)\n"
-        + table(columns, plan.growth, "rlrrrrr")
+        + table(columns, plan.growth, "rlrrrrrr")
     )

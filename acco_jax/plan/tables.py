@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from acco_jax.plan.costs import Figure
+from acco_jax.plan.machines import Figure
 
 WIDTH = 110  # of a paragraph
 _LARGE = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}

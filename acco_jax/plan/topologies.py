@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies as jax_topologies
 
-from acco_jax.plan.chips import CHIPS, Chip, target_config
+from acco_jax.plan.chips import CHIPS, LARGEST_SLICE, Chip, target_config
 from acco_jax.runner.names import check_name
 
 _FORMS = "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE (tpu:v5e:4x4)"
@@ -52,12 +52,12 @@ class Topology:
     @property
     def fast_domain(self) -> int:
         """Number of devices that NVLink or ICI joins: a host or a slice."""
-        return self.shape[1] if self.platform == "gpu" else self.devices // self.slices
+        return self.devices // self.slices if self.platform == "tpu" else self.shape[1]
 
     @property
     def domain_name(self) -> str:
         """What such a set of devices is called."""
-        return "host" if self.platform == "gpu" else "slice"
+        return "slice" if self.platform == "tpu" else "host"
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
@@ -128,6 +128,12 @@ def parse(text: str, slices: int = 1) -> Topology:
         allowed = "1 for GPUs" if platform == "gpu" else "at least 1"
         raise ValueError(
             f"topology {text!r}: slices is {slices}, but must be {allowed}"
+        )
+    chips, most = math.prod(shape), LARGEST_SLICE.get(name, 0) // chip.devices_per_chip
+    if platform == "tpu" and chips > most:  # beyond it the compiler aborts
+        raise ValueError(
+            f"topology {text!r}: {chips} chips, but a slice of {chip.title} has at "
+            f"most {most}: take several with --slices."
         )
     return Topology(platform, chip, shape, slices)
 

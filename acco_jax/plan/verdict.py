@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from acco_jax.plan import causes, costs
 from acco_jax.plan.causes import Cause
-from acco_jax.plan.costs import Machine, Prediction, Spent
+from acco_jax.plan.costs import Prediction, Spent
+from acco_jax.plan.machines import Machine
 from acco_jax.plan.schedules import Collective, Schedule
 
 NEGLIGIBLE = 0.01  # of the program's predicted time
@@ -66,6 +67,11 @@ class Verdict:
     @property
     def hidden_bytes(self) -> int:
         return sum(r.bytes for r in self.readings if r.status == HIDDEN)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of the bytes that is hidden, None if nothing is sent."""
+        return self.hidden_bytes / self.bytes if self.bytes else None
 
     @property
     def seconds(self) -> float:

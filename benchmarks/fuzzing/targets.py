@@ -122,9 +122,9 @@ COMMANDS = {
     "compare": ["--config=config.py", "--workdir=w", "--seeds=2",
                 "--methods=acco,zero1(gather_bits=8,config.seed=3),dpu",
                 "--network=200mbit", "--processes=3", "--config.seed=5"],
-    "plan": ["--config=config.py", "--topology=gpu:h200:2x8", "--method=acco,zero1",
+    "plan": ["--config=config.py", "--topology=gpu:h200:2x8", "--methods=acco,zero1",
              "--devices=16,32", "--set=slow_bandwidth=5e9,compute_efficiency=0.5",
-             "--network-gbps=400", "--slices=1", "--nofit", "--out=plan",
+             "--network=400", "--slices=1", "--nofit", "--out=plan",
              "--json=plan.json", "--dump-hlo=hlo", "--require-hidden",
              "--config.length=16"],
 }  # fmt: skip
@@ -139,8 +139,8 @@ MORE = ("--config=nowhere.py", "--config=.", "--config=records.jsonl", "--config
         "--workdir=", "--workdir=gs://b/w", "--network=9e9mbit", "--network=0kbit",
         "--seeds=" + "9" * 30, "--process=" + "9" * 30, "--lost_after=nan",
         "--coordinator=:1", "--coordinator=a:99999", "--set=x", "--set==1",
-        "--set=flops=nan", "--devices=", "--method=,",
-        "--network-gbps=-1")  # fmt: skip
+        "--set=flops=nan", "--devices=", "--methods=,",
+        "--network=-1")  # fmt: skip
 
 
 class Flags:

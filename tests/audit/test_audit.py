@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax import audit as package
 from acco_jax.audit import assert_hidden, audit
 from acco_jax.audit.axes import axes_of, label, parse_mesh
-from acco_jax.plan import costs, hlo, schedules, topologies, verdict
+from acco_jax.plan import costs, hlo, machines, schedules, topologies, verdict
 from acco_jax.plan.sources import Sources
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -209,7 +209,7 @@ REFUSED = [
     (("",), {}, "not the text of a compiled, scheduled module"),
     (("TEXT", 1.0), {}, "compiled already: arguments and compiler_options are for"),
     (("TEXT",), {"topology": "gpu:h100:8x8"}, "is for 32 devices, gpu:h100:8x8 has 64"),
-    (("TEXT",), {"topology": "gpu:h20:4x8"}, "did you mean 'h200'"),
+    (("TEXT",), {"topology": "gpu:h30:4x8"}, "did you mean 'h20'"),
     (("TEXT",), {"topology": "h100"}, "is not of the form"),
     (("TEXT",), {"mesh": {"data": 8}}, "the mesh data 8 has 8 devices, gpu:h100:4x8"),
     (("TEXT",), {"figures": {"flop": 1.0}}, "did you mean 'flops'"),
@@ -245,7 +245,7 @@ def test_a_missing_compiler_says_how_to_install_it(monkeypatch):
 def judged(name, place="gpu:h200:2x8"):
     schedule = schedules.read(text_of(f"schedules/{name}"), trip_counts=2)
     topology = topologies.parse(place)
-    machine = costs.Machine(topology, costs.figures(topology.chip))
+    machine = machines.Machine(topology, machines.figures(topology.chip))
     prediction = costs.predict(schedule, machine, topology.devices)
     found = verdict.judge(schedule, prediction, machine).readings
     return {r.collective.name: r for r in found if r.collective.bytes >= 2**20}

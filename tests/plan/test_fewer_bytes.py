@@ -8,7 +8,7 @@ import pytest
 
 from acco_jax import acco
 from acco_jax.models import transformer
-from acco_jax.plan import costs, programs, topologies
+from acco_jax.plan import costs, machines, programs, topologies
 from tests.plan.test_hidden import MODEL, ROWS
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def compiled(gather_bits, reduce_bits):
         microbatches=2,
         microbatch=(ROWS, MODEL.max_length + 1),
     ).compile()
-    machine = costs.Machine(MACHINE, costs.figures(MACHINE.chip))
+    machine = machines.Machine(MACHINE, machines.figures(MACHINE.chip))
     prediction = costs.predict(made.schedule, machine, MACHINE.devices)
     print(f"\n{gather_bits} {reduce_bits}\n{made.schedule.summary()}\n{made.memory}")
     for field in ("computation", "communication", "exposed"):
@@ -53,7 +53,7 @@ def test_bytes_of_plain_bf16(gather_bits, reduce_bits, share):
     assert after.exposed <= before.exposed + 0.02 * after.communication
     # what encoding and decoding read and write, in bytes a parameter: 31 here, whatever
     # the model computes (1.036 times a half-round of 28.2 ms, 1.079 times one of 12.8)
-    machine = costs.Machine(MACHINE, costs.figures(MACHINE.chip))
+    machine = machines.Machine(MACHINE, machines.figures(MACHINE.chip))
     rate = machine.value("memory_bandwidth") * machine.value("memory_efficiency")
     parameters = memory.parts["parameters"] / 2
     moved = (after.computation - before.computation) * rate / parameters

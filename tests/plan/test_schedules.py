@@ -162,9 +162,11 @@ def test_operations_are_a_timeline(name):
     loops = [x for x in schedule.operations if x.kind == "while"]
     assert [x.flops for x in loops] == [2 * MICROBATCH, 2 * MICROBATCH]
     assert sum(x.flops for x in schedule.operations) == schedule.flops
-    # a loop reads its weights and writes its gradients each trip, not much more
+    # a loop reads its weights and writes its gradients each trip, not much more; of so
+    # small a model most of it stays in a TPU's vector memory
+    least = 0 if name.startswith("tpu") else 2 * 2 * 16.8e6
     for x in loops:
-        assert 2 * 2 * 16.8e6 < x.bytes / 2 < 4e9
+        assert least < x.bytes / 2 < 4e9
     assert not {x.kind for x in schedule.operations} & {"parameter", "tuple"}
 
 
@@ -506,8 +508,8 @@ def test_a_fusion_reads_and_writes_slices_alone():
         SLICES,
     )
     sizes = {x.name: x.bytes for x in schedules.read(text).operations}
-    # f reads a slice and writes two; s reads and writes one and a flag
-    assert sizes == {"q": 0, "f": 3 * 2 * 32, "s": 2 * (2 * 256 + 4), "d": 0, "c": 0}
+    # f reads a slice and writes two; s reads and writes one
+    assert sizes == {"q": 0, "f": 3 * 2 * 32, "s": 2 * 2 * 256, "d": 0, "c": 0}
     whole = text.replace("tuple(%less, %new)", "tuple(%flat, %new)")
     _, fusion, *_ = schedules.read(whole).operations
     assert fusion.bytes == 2 * (2048 + 2048 + 32)

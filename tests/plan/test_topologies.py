@@ -38,9 +38,9 @@ def test_parse(text, slices, shape, devices, fast_domain):
         ("gpu:h200:", 1, "'gpu:h200:' is not of the form"),
         ("gpu:h200:4x", 1, "is not of the form"),
         (
-            "gpu:h20:4x8",
+            "gpu:h30:4x8",
             1,
-            "the gpu chip is 'h20': did you mean 'h200'? Known: a100,",
+            "the gpu chip is 'h30': did you mean 'h20'? Known: a100,",
         ),
         ("tpu:v5:4x4", 1, "the tpu chip is 'v5': did you mean 'v5"),
         ("tpu:h200:4x4", 1, "the tpu chip is 'h200': Known: v5e,"),
@@ -83,7 +83,7 @@ def test_model_axis_stays_within_a_host(model):
 def test_figures_are_of_one_device_and_plausible():
     for name, chip in CHIPS.items():
         assert chip.name == name
-        assert 1e14 < chip.flops < 2e15
+        assert 5e13 < chip.flops < 3e15
         assert 10 * 2**30 < chip.memory_bytes < 200 * 2**30
         # a device sends more slowly than it reads memory, and over networks still more
         assert chip.memory_bandwidth > chip.fast_bandwidth > chip.slow_bandwidth

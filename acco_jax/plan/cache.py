@@ -1,0 +1,86 @@
+"""Compiled programs on disk, so that the same plan is read again in seconds.
+
+JAX's own cache keeps executables, which a compiler without its devices cannot load
+again; a plan needs the text and the memory alone. An entry belongs to the program's
+StableHLO, the compiler's options and version, and the devices that it is compiled for.
+$ACCO_PLAN_CACHE names the folder; 'off' keeps nothing.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from acco_jax.plan.chips import of_kind
+
+ENTRIES = 200  # the newest are kept
+_FORM = 1  # of an entry: raise it when what is kept changes
+
+
+def folder() -> Path | None:
+    """Returns where entries are, None if none are kept."""
+    said = os.environ.get("ACCO_PLAN_CACHE")
+    if said == "off":
+        return None
+    if said:
+        return Path(said).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "acco_jax" / "plan"
+
+
+def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
+    """Returns the name of an entry.
+
+    Args:
+      lowered: what `jax.jit(f).lower(...)` returns.
+      options: of the compiler.
+      devices: of the mesh, in its shape; described ones.
+    """
+    first = devices.flat[0]
+    parts = (
+        *(_FORM, jax.__version__, first.client.platform_version, first.device_kind),
+        repr(of_kind(first.device_kind)),
+        (devices.shape, [str(d) for d in devices.flat]),
+        sorted(options.items()),
+        lowered.as_text(),
+    )
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """Returns what was kept under a name, None if nothing, or nothing readable."""
+    place = folder()
+    if place is None:
+        return None
+    file = place / f"{name}.json.gz"
+    try:
+        found = json.loads(gzip.decompress(file.read_bytes()))
+        file.touch()
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def keep(name: str, entry: Mapping[str, Any]) -> None:
+    """Keeps an entry, and of all the newest; does without where it cannot write."""
+    place = folder()
+    if place is None:
+        return
+    file = place / f"{name}.json.gz"
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(gzip.compress(json.dumps(entry).encode(), 5))
+        part.replace(file)
+        entries = sorted(place.glob("*.json.gz"), key=lambda f: f.stat().st_mtime)
+        for old in entries[:-ENTRIES]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,379 @@
+"""Measures the devices that are here, and a train step on them beside its prediction.
+
+calibrate(config) -> Report: kernels (matrix products, copies, collectives), then a step
+with two numbers of microbatches, of which the difference says how much slower a model's
+own operations are than these kernels, then the experiment's own step, held out, beside
+what plan predicts with those figures. `python -m acco_jax.plan --calibration=FILE` uses
+them for other plans of the same chip.
+"""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from acco_jax.plan import costs, programs
+from acco_jax.plan.chips import Chip, of_kind
+from acco_jax.plan.machines import Change, Figure, Machine, figures
+from acco_jax.plan.planner import of_method
+from acco_jax.plan.programs import Program
+from acco_jax.plan.schedules import Schedule
+from acco_jax.plan.tables import aligned, quantity, seconds
+from acco_jax.plan.topologies import Topology
+
+WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
+REPEATS = 5  # of each measurement; the median counts
+_SIZES = {"cpu": (256, 512), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
+_BYTES = {"cpu": (1 << 22, 1 << 24), "gpu": (1 << 26, 1 << 28)}
+_BYTES["tpu"] = _BYTES["gpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One measurement of a kernel on all devices at once."""
+
+    name: str
+    size: int  # rows of a square matrix, or bytes of a buffer
+    rate: float  # per device: FLOP/s, or bytes/s
+    unit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A call of a train step: one half-round."""
+
+    method: str
+    microbatches: int
+    measured: float  # seconds
+    predicted: float  # from the figures before calibration
+    interval: tuple[float, float]  # from those after
+    hidden: float  # share of the communication's time, predicted after
+    measured_hidden: float | None  # None: no communication to hide
+    held_out: bool  # whether it had no part in the calibration
+
+    @property
+    def inside(self) -> bool:
+        return self.interval[0] <= self.measured <= self.interval[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was measured, and the figures that follow."""
+
+    kind: str  # of the devices
+    chip: str
+    devices: int
+    kernels: tuple[Kernel, ...]
+    figures: dict[str, Change]  # for plan's --calibration
+    steps: tuple[Step, ...]
+
+
+def calibrate(config: ConfigDict) -> Report:
+    """Measures, with an experiment's model and batch.
+
+    Raises:
+      ValueError: in one line, what cannot be run so.
+    """
+    devices = np.array(jax.devices())
+    mesh, platform = Mesh(devices, ("data",)), devices[0].platform
+    topology = _topology(devices)
+    kernels = (*_products(mesh), *_copies(mesh), *_collectives(mesh))
+    machine = Machine(topology, figures(topology.chip, _of_kernels(kernels, platform)))
+
+    shapes = _shapes(config)
+    prepared = [_Prepared(*shape, config, mesh) for shape in shapes]
+    times = _interleaved([p.run for p in prepared])
+    few, many, held_out = prepared
+    apart = many.program.microbatches - few.program.microbatches
+    slope = (times[1] - times[0]) / apart
+    before = [costs.predict(p.schedule, machine, devices.size) for p in prepared]
+    predicted = (before[1].computation - before[0].computation) / apart
+    scale = predicted / slope if slope > 0 else 1.0  # of the rates of all kernels
+    changed = _scaled(machine, scale)
+    rest = max(0.0, times[0] - few.program.microbatches * slope)
+    after = Machine(topology, figures(topology.chip, changed))
+    # what a step takes beside its microbatches: optimizer, packing, collectives
+    extra = costs.predict(few.schedule, after, devices.size)
+    spare = extra.total - few.program.microbatches * slope
+    factor = min(1.0, max(spare, 1e-9) / rest) if rest else 1.0
+    changed["network_efficiency"] = _ends(
+        machine.value("network_efficiency") * max(factor, 0.01)
+    )
+    final = Machine(topology, figures(topology.chip, changed))
+    steps = [
+        _step(p, measured, old, final, slope, rest, p is held_out)
+        for p, measured, old in zip(prepared, times, before, strict=True)
+    ]
+    return Report(
+        devices[0].device_kind, topology.chip.name, devices.size, kernels, changed,
+        tuple(steps),
+    )  # fmt: skip
+
+
+def _shapes(config: ConfigDict) -> list[tuple[str, int]]:
+    """Returns methods and microbatches: two to calibrate with, one held out."""
+    own = config.microbatches_per_step
+    return [("zero1", own), ("zero1", 3 * own), (config.method, 2 * own)]
+
+
+class _Prepared:
+    """A step with its inputs on the devices."""
+
+    def __init__(
+        self, method: str, microbatches: int, config: ConfigDict, mesh: Mesh
+    ) -> None:
+        other = of_method(config, method)
+        other.microbatches_per_step = microbatches
+        self.program: Program = programs.describe(other, mesh)
+        lowered = self.program.step.lower(*self.program.arguments)
+        text = lowered.compile().as_text()
+        self.schedule: Schedule = self.program.read(text)
+        self._arguments = [_array(x) for x in self.program.arguments]
+
+    def run(self) -> None:
+        """Runs a call, to its end."""
+        params, state, *rest = self._arguments
+        params, state, _ = self.program.step(params, state, *rest)
+        self._arguments[:2] = jax.block_until_ready((params, state))
+
+
+def _array(tree: Any) -> Any:
+    """Makes arrays like abstract ones: small floats, zeros of other kinds."""
+
+    def make(x: jax.ShapeDtypeStruct) -> jax.Array:
+        def fill() -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.key(0)
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                return jnp.full(x.shape, 0.01, x.dtype)
+            return jnp.zeros(x.shape, x.dtype)
+
+        return jax.jit(fill, out_shardings=x.sharding)()
+
+    return jax.tree.map(make, tree)
+
+
+def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
+    """Times each call REPEATS times, in turns; returns medians, in seconds."""
+    times: list[list[float]] = [[] for _ in calls]
+    for repeat in range(REPEATS + 1):
+        for call, found in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            if repeat:  # the first compiles
+                found.append(time.perf_counter() - start)
+    return [statistics.median(found) for found in times]
+
+
+def _topology(devices: np.ndarray) -> Topology:
+    """Returns the devices that are here as a topology; a CPU is a chip of its own."""
+    hosts = len({d.process_index for d in devices.flat})
+    chip = of_kind(devices[0].device_kind)
+    if chip is None:
+        chip = Chip(
+            "cpu", devices[0].device_kind, "cpu", flops=1.0, memory_bytes=1,
+            memory_bandwidth=1.0, fast_bandwidth=1.0, slow_bandwidth=1.0,
+            fast_latency=1e-6,
+        )  # fmt: skip
+    shape: tuple[int, ...] = (hosts, devices.size // hosts)
+    if chip.platform == "tpu":
+        chips = devices.size // chip.devices_per_chip
+        shape = (chips, *[1] * (chip.dimensions - 1))
+    return Topology(chip.platform, chip, shape)
+
+
+# ---- kernels
+
+
+def _products(mesh: Mesh) -> list[Kernel]:
+    """Measures square matrix products on all devices at once."""
+    platform = mesh.devices.flat[0].platform
+    dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    found = []
+    for n in _SIZES[platform]:
+        x = _split(mesh, (mesh.size, n, n), dtype)
+        multiply = jax.jit(lambda a: a @ a, out_shardings=x.sharding)
+        taken = _taken(multiply, x)
+        found.append(Kernel("matrix product", n, 2 * n**3 / taken, "FLOP/s"))
+    return found
+
+
+def _copies(mesh: Mesh) -> list[Kernel]:
+    """Measures reading and writing memory on all devices at once."""
+    found = []
+    for size in _BYTES[mesh.devices.flat[0].platform]:
+        x = _split(mesh, (mesh.size, size // 4), jnp.float32)
+        copy = jax.jit(lambda a: a + 1, out_shardings=x.sharding)
+        taken = _taken(copy, x)
+        found.append(Kernel("copy", size, 2 * size / taken, "B/s"))
+    return found
+
+
+def _collectives(mesh: Mesh) -> list[Kernel]:
+    """Measures reductions and gathers; rates are of what a ring sends."""
+    if mesh.size == 1:
+        return []
+    rows, replicated = P("data"), P()
+    forms = {
+        "reduce-scatter": (
+            lambda a: jax.lax.psum_scatter(a, "data", tiled=True), replicated, rows,
+        ),
+        "all-gather": (
+            lambda a: jax.lax.all_gather(a, "data", tiled=True), rows, replicated,
+        ),
+    }  # fmt: skip
+    found = []
+    for size in _BYTES[mesh.devices.flat[0].platform]:
+        n = size // 4 // mesh.size * mesh.size
+        for name, (run, before, after) in forms.items():
+            x = jax.device_put(
+                jnp.zeros((n,), jnp.float32), NamedSharding(mesh, before)
+            )
+            call = jax.jit(
+                jax.shard_map(
+                    run, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
+                )
+            )
+            taken = _taken(call, x)
+            sent = 4 * n * (mesh.size - 1) / mesh.size
+            found.append(Kernel(name, 4 * n, sent / taken, "B/s"))
+    return found
+
+
+def _taken(call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Times a kernel, in seconds."""
+
+    def run() -> None:
+        jax.block_until_ready(call(x))
+
+    return _interleaved([run])[0]
+
+
+def _split(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    sharding = NamedSharding(mesh, P("data"))
+    return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=sharding)()
+
+
+# ---- figures
+
+
+def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
+    """Returns the figures that kernels alone say."""
+    rates = {
+        "flops": [k.rate for k in kernels if k.unit == "FLOP/s"],
+        "memory_bandwidth": [k.rate for k in kernels if k.name == "copy"],
+        "fast_bandwidth": [k.rate for k in kernels if "-" in k.name],
+    }
+    if platform != "cpu":
+        return {}  # the data sheets' peaks stay; the step says what share is reached
+    best = {name: max(found) for name, found in rates.items() if found}
+    shares = ("compute_efficiency", "memory_efficiency", "network_efficiency")
+    return {**best, **dict.fromkeys(shares, 1.0)}
+
+
+def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
+    """Returns the figures with which a model's operations take what they took."""
+    changed: dict[str, Change] = {
+        name: figure.value
+        for name, figure in machine.figures.items()
+        if figure.source == "given on the command line"
+    }
+    for name in ("compute_efficiency", "memory_efficiency"):
+        changed[name] = _ends(machine.value(name) * scale)
+    return changed
+
+
+def _ends(value: float) -> tuple[float, float]:
+    return value / WIDTH, value * WIDTH
+
+
+def _step(
+    prepared: _Prepared,
+    measured: float,
+    before: costs.Prediction,
+    machine: Machine,
+    slope: float,
+    rest: float,
+    held_out: bool,
+) -> Step:
+    program, devices = prepared.program, machine.topology.devices
+    p = costs.predict(prepared.schedule, machine, devices)
+    totals = [
+        costs.predict(prepared.schedule, corner, devices).total
+        for corner in machine.corners()
+    ]
+    hidden = None
+    if p.communication:
+        waited = (
+            measured - program.microbatches * slope - max(0.0, rest - p.communication)
+        )
+        hidden = 1 - min(1.0, max(0.0, waited / p.communication))
+    return Step(
+        program.method, program.microbatches, measured, before.total,
+        (min(totals), max(totals)), p.hidden, hidden, held_out,
+    )  # fmt: skip
+
+
+# ---- text and files
+
+
+def text(report: Report) -> str:
+    """Returns the report."""
+    kernels = [
+        (
+            k.name,
+            f"{k.size:,}",
+            quantity(Figure(k.rate, k.unit, "measured")),
+        )
+        for k in report.kernels
+    ]
+    steps = [("step", "microbatches", "before", "interval", "MEASURED", "", "hidden")]
+    for s in report.steps:
+        hidden = "-" if s.measured_hidden is None else f"{s.measured_hidden:.0%}"
+        steps.append((
+            s.method + (", held out" if s.held_out else ""),
+            str(s.microbatches),
+            seconds(s.predicted),
+            " - ".join(map(seconds, s.interval)),
+            seconds(s.measured),
+            "inside" if s.inside else "OUTSIDE",
+            f"{s.hidden:.0%} predicted, {hidden} measured",
+        ))  # fmt: skip
+    return "\n".join([
+        f"{report.devices} x {report.kind}, MEASURED",
+        aligned(kernels, "lrr"),
+        "half-rounds, PREDICTED with the figures before and after calibration",
+        aligned(steps, "lrrrrll"),
+    ])  # fmt: skip
+
+
+def save(report: Report, file: Path) -> None:
+    """Writes a report as JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+
+
+def read(file: Path) -> tuple[str, dict[str, Change]]:
+    """Returns the chip and the figures of a report that was saved.
+
+    Raises:
+      ValueError: in one line, that it is none.
+    """
+    try:
+        found = json.loads(file.read_text())
+        chip, values = found["chip"], dict(found["figures"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--calibration={file} is no report of --calibrate: {error}."
+        ) from error
+    return chip, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

@@ -1,0 +1,333 @@
+"""Which method on which machine: plans side by side, for all tokens of a run.
+
+decision = make(config, [topologies.parse("gpu:h100:4x8")], request, Terms(tokens=10e9))
+print(text(decision))
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from acco_jax.plan import costs, planner
+from acco_jax.plan.machines import Figure, Machine
+from acco_jax.plan.planner import Outcome, Plan, Request
+from acco_jax.plan.tables import aligned, paragraph, seconds
+from acco_jax.plan.topologies import Topology
+
+WINS = 1.02  # times as fast: what counts as faster
+_SLOWEST, _FASTEST = 1e7, 1e12  # bytes/s of a network: where the search goes
+_STEPS = 120  # of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a run is and what it costs."""
+
+    tokens: float  # of the whole run
+    # of a device for an hour, by the chip's name, in any currency
+    prices: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # bytes/s of a device's network; None: the chip's figure
+    networks: tuple[float | None, ...] = (None,)
+    failure_hours: float | None = None  # between failures of one device; None: none
+    checkpoint_seconds: float = 60.0  # that a checkpoint stops training
+    restart_seconds: float = 300.0  # from a failure to the next step
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A method on a machine."""
+
+    topology: Topology
+    network: float  # bytes/s of a device over the network
+    method: str
+    misfit: str = ""  # why it does not fit; what follows is then 0
+    rows: int = 0  # of the best microbatch
+    microbatches: int = 0  # of it in a step
+    tokens_per_second: float = 0.0
+    interval: tuple[float, float] = (0.0, 0.0)
+    hours: float = 0.0  # of the run, failures included
+    device_hours: float = 0.0
+    goodput: float = 1.0  # share of the time that is not lost to failures
+    price: float | None = None  # of the run; None: not given
+    kilowatt_hours: float | None = None  # at most; None: no data sheet says
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """All choices, and what follows."""
+
+    terms: Terms
+    choices: tuple[Choice, ...]
+    plans: tuple[Plan, ...]
+    sentence: str
+
+
+def goodput(terms: Terms, devices: int) -> float:
+    """Returns the share of time not lost to checkpoints, repeated work and restarts.
+
+    Checkpoints are as far apart as loses least: Young's sqrt(2 d M) of a checkpoint's d
+    seconds and M seconds between failures (Young 1974; Daly 2006).
+    """
+    if terms.failure_hours is None:
+        return 1.0
+    between = terms.failure_hours * 3600 / devices
+    apart = math.sqrt(2 * terms.checkpoint_seconds * between)
+    lost = terms.checkpoint_seconds / apart + apart / 2 / between
+    return max(0.0, 1 - lost - terms.restart_seconds / between)
+
+
+def make(
+    config: ConfigDict,
+    topologies: Sequence[Topology],
+    request: Request,
+    terms: Terms,
+) -> Decision:
+    """Plans an experiment for several machines and networks, and compares.
+
+    Raises:
+      ValueError: in one line, before any compile what cannot work; after it that no
+        method fits into any machine.
+      RuntimeError: a compiler is not installed; says how to install it.
+    """
+    requests = [
+        dataclasses.replace(
+            request,
+            changes=request.changes
+            if network is None
+            else {**request.changes, "slow_bandwidth": network},
+        )
+        for network in terms.networks
+    ]
+    prepared = [planner.prepare(config, t, r) for t in topologies for r in requests]
+    plans, choices = [], []
+    for each in prepared:
+        try:
+            plan = planner.finish(each)
+        except planner.NothingFits as error:
+            network = each.machine.value("slow_bandwidth")
+            choices += [
+                Choice(each.machine.topology, network, method, misfit=why)
+                for method, why in error.misfits.items()
+            ]
+            continue
+        plans.append(plan)
+        choices += _choices(plan, terms)
+    return Decision(terms, tuple(choices), tuple(plans), _sentence(choices, plans))
+
+
+def _choices(plan: Plan, terms: Terms) -> list[Choice]:
+    network = plan.machine.value("slow_bandwidth")
+    found = [_choice(plan, o, network, terms) for o in plan.outcomes]
+    found += [
+        Choice(plan.topology, network, method, misfit=why)
+        for method, why in plan.misfits.items()
+    ]
+    return found
+
+
+def _choice(plan: Plan, o: Outcome, network: float, terms: Terms) -> Choice:
+    row, best = plan.row(o.method), o.fit.best if o.fit else None
+    speed, interval = row["tokens_per_second"], row["tokens_per_second_range"]
+    rows, count = plan.config.microbatch_size, o.program.per_step
+    if o.program.adaptive:
+        count = o.program.counts[0] * o.program.tx.half_rounds
+    if best is not None:
+        speed, interval, (rows, count) = (
+            best.tokens_per_second, best.interval, best.shape,
+        )  # fmt: skip
+    devices, chip = plan.topology.devices, plan.topology.chip
+    share = goodput(terms, devices)
+    hours = terms.tokens / speed / 3600 / share if share else math.inf
+    price = terms.prices.get(chip.name)
+    watts = chip.watts
+    return Choice(
+        plan.topology, network, o.method, "", rows, count, speed,
+        (interval[0], interval[1]), hours, hours * devices, share,
+        None if price is None else price * hours * devices,
+        None if watts is None else watts * hours * devices / 1000,
+    )  # fmt: skip
+
+
+# ---- the sentence
+
+
+def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
+    """Says which choice is best and why, and where hiding communication pays."""
+    fitting = [c for c in choices if not c.misfit]
+    if not fitting:
+        return "No method fits into any of these machines."
+    priced = all(c.price is not None for c in fitting)
+
+    def cost(c: Choice) -> float:
+        return c.hours if c.price is None or not priced else c.price
+
+    best = min(fitting, key=cost)
+    what = f"costs least, {best.price:,.0f}," if priced else "takes least time,"
+    text = f"{best.method} on {best.topology} {what} {_hours(best.hours)}"
+    plan = next(
+        p
+        for p in plans
+        if p.topology == best.topology
+        and p.machine.value("slow_bandwidth") == best.network
+    )
+    row = plan.row(best.method)
+    others = [
+        c
+        for c in fitting
+        if (c.topology, c.network) == (best.topology, best.network) and c is not best
+    ]
+    if others:
+        second = min(others, key=cost)
+        times = best.tokens_per_second / second.tokens_per_second
+        text += f": {times:.2f} times as fast as {second.method} there"
+        both = (
+            best.interval[0] / second.interval[0],
+            best.interval[1] / second.interval[1],
+        )
+        if times < WINS:
+            text += ", which is no difference that these figures can tell"
+        elif min(both) < 1:
+            text += ", though not at every end of the figures' ranges"
+        text += f" ({_why(row)})"
+    return f"{text}; {_network(plan)}"
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    share = row["communication"] / row["step"]
+    return (
+        f"its communication lasts {share:.0%} of its step, {row['hidden']:.0%} of it "
+        "hidden"
+    )
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 0.1 else seconds(hours * 3600)
+
+
+def _network(plan: Plan) -> str:
+    """Says from which speed of the network on a method that hides is faster."""
+    hiding = [o for o in plan.outcomes if (o.verdict.share or 0) > 0.9]
+    exposed = [o for o in plan.outcomes if (o.verdict.share or 0) <= 0.9]
+    if not hiding or not exposed:
+        return "of these methods none can be compared with one that waits"
+    a, b = hiding[0], exposed[0]
+    found = crossing(plan, a, b)
+    pair = f"{a.method} is {WINS - 1:.0%} faster than {b.method} or more"
+    if found.below is None:
+        return f"on no network {pair}"
+    most = f"{found.most:.2f} times as fast at {_gbps(found.at)}"
+    if found.below >= _FASTEST:
+        return f"{pair} however fast {found.link} is, at most {most}"
+    limit = f"where {found.link} gives a device less than {_gbps(found.below)}"
+    return f"{pair} {limit}, at most {most}"
+
+
+def _gbps(value: float) -> str:
+    return f"{value * 8 / 1e9:,.3g} Gbit/s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """From which bandwidth on a method is faster than another."""
+
+    link: str  # "the network" or what joins a host's devices
+    below: float | None  # bytes/s; None: nowhere
+    most: float  # times as fast, at best
+    at: float  # bytes/s there
+
+
+def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
+    """Varies the bandwidth that is crossed last, the rest as it is."""
+    several = plan.topology.devices > plan.topology.fast_domain
+    name = "slow_bandwidth" if several else "fast_bandwidth"
+    link = "the network" if several else plan.topology.chip.link
+
+    def gain(bandwidth: float) -> float:
+        figure = Figure(bandwidth, "B/s", "varied")
+        figures = {**plan.machine.figures, name: figure}
+        machine = Machine(plan.topology, figures)
+        return _speed(a, machine) / _speed(b, machine)
+
+    ratio = (_FASTEST / _SLOWEST) ** (1 / _STEPS)
+    tried = [_SLOWEST * ratio**i for i in range(_STEPS + 1)]
+    gains = [gain(x) for x in tried]
+    above = [x for x, g in zip(tried, gains, strict=True) if g >= WINS]
+    most = max(gains)
+    return Crossing(link, max(above, default=None), most, tried[gains.index(most)])
+
+
+def _speed(o: Outcome, machine: Machine) -> float:
+    """Returns microbatches per second, of all workers."""
+    devices = machine.topology.devices
+    p = costs.predict(o.compiled.schedule, machine, devices)
+    return o.program.computed / p.total
+
+
+# ---- text and JSON
+
+
+def text(decision: Decision) -> str:
+    """Returns the table and the sentence."""
+    head = [
+        "machine", "network", "method", "microbatch", "tokens/s", "interval", "hours",
+        "device-hours", "price", "kWh at most", "goodput",
+    ]  # fmt: skip
+    rows = [head, *map(_row, decision.choices)]
+    left = "".join("l" if name in ("machine", "method") else "r" for name in head)
+    lines = [
+        f"{decision.terms.tokens:,.3g} tokens, PREDICTED from compiled schedules; "
+        "nothing was run",
+        aligned(rows, left),
+    ]
+    for c in decision.choices:
+        if c.misfit:
+            lines.append(paragraph(f"{c.topology}: {c.misfit}", 2))
+    stands = {p.topology.chip: p.topology.chip.compiled_as for p in decision.plans}
+    for chip, other in stands.items():
+        if other:
+            lines.append(
+                f"  note: there is no compiler for {chip.title} here: the schedule is "
+                f"that of {other}, the figures are its own"
+            )
+    return "\n".join([*lines, "", paragraph(decision.sentence, 0)])
+
+
+def _row(c: Choice) -> list[str]:
+    network = f"{c.network * 8 / 1e9:,.4g} Gbit/s"
+    if c.topology.devices <= c.topology.fast_domain:
+        network = c.topology.chip.link
+    if c.misfit:
+        return [str(c.topology), network, c.method, "does not fit", *[""] * 7]
+    return [
+        str(c.topology),
+        network,
+        c.method,
+        f"{c.rows} x {c.microbatches}",
+        f"{c.tokens_per_second:,.0f}",
+        " - ".join(f"{x:,.0f}" for x in c.interval),
+        f"{c.hours:,.2f}",
+        f"{c.device_hours:,.1f}",
+        "-" if c.price is None else f"{c.price:,.2f}",
+        "-" if c.kilowatt_hours is None else f"{c.kilowatt_hours:,.1f}",
+        f"{c.goodput:.1%}",
+    ]
+
+
+def as_dict(decision: Decision) -> dict[str, Any]:
+    """Returns the same as JSON-ready values, in SI units but for hours and kWh."""
+    return {
+        "terms": dataclasses.asdict(decision.terms),
+        "choices": [
+            {**_plain(c), "topology": str(c.topology), "devices": c.topology.devices}
+            for c in decision.choices
+        ],
+        "sentence": decision.sentence,
+    }
+
+
+def _plain(c: Choice) -> dict[str, Any]:
+    fields = (f.name for f in dataclasses.fields(c) if f.name != "topology")
+    return {name: getattr(c, name) for name in fields}

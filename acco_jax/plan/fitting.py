@@ -1,0 +1,132 @@
+"""Which microbatches fit into memory, and with which of them a step is fastest.
+
+A few candidates are compiled, no more: the largest microbatch is bracketed by one that
+fits and one that does not, and each that fits is timed at equal tokens. Larger ones are
+not always better: near the limit a compiler moves collectives out of the computation
+that hid them, and computes anew what it has no room to keep.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+CLOSE = 1.15  # rows that do not fit, over rows that do: near enough
+LARGER = 1.25  # rows of a step, over those asked for: still the same step
+MOST = 8.0  # rows of the next candidate, over those known to fit
+
+
+class Shape(NamedTuple):
+    """How a worker's rows of an optimizer step are cut."""
+
+    rows: int  # of a microbatch
+    microbatches: int  # of an optimizer step
+
+    @property
+    def total(self) -> int:
+        return self.rows * self.microbatches
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled, or known not to fit before."""
+
+    shape: Shape
+    memory: int | None  # bytes on a device; None: does not fit
+    tokens_per_second: float = 0.0
+    interval: tuple[float, float] = (0.0, 0.0)  # of it
+    hidden: float | None = None  # share of the bytes
+    compiled: bool = True  # False: what stays between half-rounds is too large already
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What the search found."""
+
+    tried: tuple[Tried, ...]  # by rows
+    total: int  # rows of a worker's optimizer step that are asked for
+
+    @property
+    def largest(self) -> int | None:
+        """Rows of the largest microbatch that fits, None if none does."""
+        return max((t.shape.rows for t in self.tried if t.memory), default=None)
+
+    @property
+    def misfit(self) -> int | None:
+        """Rows of the smallest that does not fit, None if none was found."""
+        return min((t.shape.rows for t in self.tried if not t.memory), default=None)
+
+    @property
+    def compiled(self) -> int:
+        return sum(t.compiled for t in self.tried)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest of those with no larger a step than is asked for, if any fits."""
+        fits = [t for t in self.tried if t.memory]
+        same = [t for t in fits if t.shape.total <= LARGER * self.total]
+        return max(same or fits, key=lambda t: t.tokens_per_second, default=None)
+
+
+def cut(rows: int, total: int, half_rounds: int) -> Shape:
+    """Returns microbatches of so many rows that are nearest to `total` rows a step."""
+    each = max(1, round(total / rows / half_rounds))
+    return Shape(rows, each * half_rounds)
+
+
+def search(
+    first: Tried,
+    attempt: Callable[[Shape], Tried],
+    *,
+    room: float,
+    held: int,
+    half_rounds: int,
+    most: int,
+) -> Fit:
+    """Tries few candidates around a first one.
+
+    Args:
+      first: the experiment's own, tried already.
+      attempt: compiles a candidate.
+      room: bytes on a device.
+      held: bytes of them that no microbatch changes.
+      half_rounds: of an optimizer step.
+      most: candidates to compile beside the first.
+    """
+    found, total = {first.shape.rows: first}, first.shape.total
+    for _ in range(most):
+        rows = _next(found, room, held)
+        if rows is None:
+            break
+        found[rows] = attempt(cut(rows, total, half_rounds))
+    return Fit(tuple(found[rows] for rows in sorted(found)), total)
+
+
+def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
+    """Returns the rows to try next, None if the bracket is close."""
+    fits = {r: t.memory for r, t in found.items() if t.memory}
+    misfits = [r for r in found if r not in fits]
+    above = min(misfits, default=None)
+    if not fits:
+        return above // 2 if above is not None and above > 1 else None
+    low = max(fits)
+    if above is not None and (above <= CLOSE * low or above - low <= 1):
+        return None
+    guess = _extrapolated(fits, room, held)
+    most = math.floor(MOST * low)
+    if above is None:  # a candidate near the limit: it fits or ends the bracket
+        return max(low + 1, min(most, guess))
+    if not low < guess < above:
+        guess = round(math.sqrt(low * above))
+    return min(max(guess, low + 1), above - 1)
+
+
+def _extrapolated(fits: dict[int, int], room: float, held: int) -> int:
+    """Returns the rows that the memory of those that fit leads to."""
+    large = max(fits)
+    smaller = [r for r in fits if r < large]
+    base, at = (fits[max(smaller)], max(smaller)) if smaller else (held, 0)
+    per_row = (fits[large] - base) / (large - at)
+    if per_row <= 0:
+        return round(MOST * large)
+    return large + math.floor((room - fits[large]) / per_row)

@@ -1,0 +1,62 @@
+"""Calibration on CPU devices: measured here, for real."""
+
+import json
+
+import pytest
+
+from acco_jax.plan import calibration, machines, topologies
+from acco_jax.runner.config import default_config
+from tests.plan.test_plan import run
+
+
+@pytest.fixture(scope="module")
+def report():
+    config = default_config()
+    config.model.width, config.model.layers, config.model.heads = 128, 2, 4
+    config.microbatch_size, config.microbatches_per_step, config.length = 4, 2, 128
+    return calibration.calibrate(config)
+
+
+def test_kernels_have_rates(report):
+    kinds = {k.name for k in report.kernels}
+    assert kinds == {"matrix product", "copy", "reduce-scatter", "all-gather"}
+    assert all(k.rate > 0 for k in report.kernels)
+
+
+def test_the_held_out_step_lies_in_a_narrow_interval(report):
+    (step,) = (s for s in report.steps if s.held_out)
+    assert step.method == "acco"
+    low, high = step.interval
+    assert 1 < high / low <= 1.5
+    # a loaded core may take longer than a quiet one did moments ago
+    assert low / 1.5 <= step.measured <= 1.5 * high
+    assert step.measured_hidden is None or 0 <= step.measured_hidden <= 1
+
+
+def test_the_report_is_read_again(report, tmp_path):
+    file = tmp_path / "calibration.json"
+    calibration.save(report, file)
+    chip, figures = calibration.read(file)
+    assert chip == "cpu" and figures == report.figures
+    low, high = figures["compute_efficiency"]
+    assert 0 < low < high
+    text = calibration.text(report)
+    assert "MEASURED" in text and "held out" in text
+
+
+def test_figures_of_a_chip_change_its_plan(tmp_path):
+    file = tmp_path / "h200.json"
+    entry = {"chip": "h200", "figures": {"compute_efficiency": [0.5, 0.6]}}
+    file.write_text(json.dumps(entry))
+    _, figures = calibration.read(file)
+    chip = topologies.parse("gpu:h200:1x8").chip
+    found = machines.figures(chip, figures)["compute_efficiency"]
+    assert found.value == pytest.approx(0.55) and found.range == (0.5, 0.6)
+
+
+def test_another_chip_s_figures_are_refused(tmp_path, capsys):
+    file = tmp_path / "h100.json"
+    file.write_text(json.dumps({"chip": "h100", "figures": {}}))
+    with pytest.raises(SystemExit):
+        run(f"--calibration={file}", f"--out={tmp_path}")
+    assert "is of h100, but --topology of h200" in capsys.readouterr().err

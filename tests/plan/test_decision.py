@@ -1,0 +1,114 @@
+"""Decisions on recorded schedules; nothing is compiled."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from acco_jax.plan import decision, planner, topologies
+from acco_jax.plan.decision import Terms
+from acco_jax.runner.config import default_config
+from tests.plan.test_plan import SCHEDULES, run, stand_in
+
+__all__ = ["stand_in"]  # a fixture
+
+PLACES = "--topology=gpu:h200:1x8", "--topology=gpu:a100:1x8"
+# dpu's half-round is a step: of the recordings both compute the same microbatches
+PAIR = "--methods=dpu,zero1"
+
+
+@pytest.fixture(autouse=True)
+def dpu(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "dpu", "gpu_hidden")
+
+
+def test_one_table_and_one_sentence(stand_in, tmp_path, capsys):
+    file = tmp_path / "decision.json"
+    run(*PLACES, PAIR, "--tokens=1e9", "--price=h200=4,a100=1", "--nofit",
+        f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+    text = capsys.readouterr().out
+    assert len(stand_in) == 4  # each method for each chip
+    lines = [x for x in text.splitlines() if re.match(r"  gpu:", x)]
+    assert len(lines) == 4
+    found = json.loads(file.read_text())
+    for c in found["choices"]:
+        low, high = c["interval"]
+        assert low < c["tokens_per_second"] < high
+        assert c["hours"] == pytest.approx(1e9 / c["tokens_per_second"] / 3600)
+        assert c["device_hours"] == pytest.approx(8 * c["hours"])
+        price = {"gpu:h200:1x8": 4, "gpu:a100:1x8": 1}[c["topology"]]
+        assert c["price"] == pytest.approx(price * c["device_hours"])
+        watts = {"gpu:h200:1x8": 700, "gpu:a100:1x8": 400}[c["topology"]]
+        assert c["kilowatt_hours"] == pytest.approx(watts * c["device_hours"] / 1000)
+    cheapest = min(found["choices"], key=lambda c: c["price"])
+    start = f"{cheapest['method']} on {cheapest['topology']} costs least"
+    assert found["sentence"].startswith(start)
+    said = "dpu is 2% faster than zero1 or more where NVLink gives a device less than"
+    assert said in found["sentence"]
+    assert said in " ".join(text.split())
+
+
+def test_networks_are_rows_and_hiding_pays_on_a_slow_one(stand_in, tmp_path):
+    file = tmp_path / "decision.json"
+    run("--topology=gpu:h200:2x8", PAIR, "--network=10,4000", "--tokens=1e9", "--nofit",
+        f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+    speeds = {
+        (c["method"], c["network"]): c["tokens_per_second"]
+        for c in json.loads(file.read_text())["choices"]
+    }
+    slow, fast = 10e9 / 8, 4000e9 / 8
+    gains = [speeds["dpu", n] / speeds["zero1", n] for n in (slow, fast)]
+    assert gains[0] > 1.1 > gains[1]
+
+
+def test_a_crossing_is_where_the_gain_is(stand_in):
+    config = default_config()
+    place = topologies.parse("gpu:h200:2x8")
+    request = planner.Request(("dpu", "zero1"), fit=False)
+    plan = planner.make(config, place, request)
+    found = decision.crossing(plan, *plan.outcomes)
+    assert found.link == "the network" and found.below is not None
+    for factor, wins in ((0.8, True), (1.3, False)):
+        change = {"slow_bandwidth": found.below * factor}
+        varied = dataclasses.replace(request, changes=change)
+        row = planner.make(config, place, varied).row("dpu")
+        assert (row["speedup"] > decision.WINS) == wins
+
+
+def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, tmp_path, capsys):
+    finish = planner.finish
+
+    def limited(prepared):
+        if prepared.machine.topology.chip.name == "a100":
+            raise planner.NothingFits({"acco": "acco does not fit: it needs too much"})
+        return finish(prepared)
+
+    monkeypatch.setattr(planner, "finish", limited)
+    run("--topology=gpu:mi300x:1x8", PLACES[1], "--methods=acco", "--tokens=1e9",
+        "--nofit", f"--out={tmp_path}")  # fmt: skip
+    text = capsys.readouterr().out
+    assert "gpu:a100:1x8  NVLink           acco    does not fit" in text
+    assert "acco does not fit: it needs too much" in text
+    assert "acco on gpu:mi300x:1x8 takes least time" in text
+    assert "there is no compiler for AMD Instinct MI300X" in text
+
+
+def test_goodput_is_young_s():
+    assert decision.goodput(Terms(1e9), 1000) == 1
+    terms = Terms(1e9, failure_hours=10_000, checkpoint_seconds=30, restart_seconds=120)
+    assert decision.goodput(terms, 1) > 0.998
+    between = 10_000 * 3600 / 1024  # seconds
+    apart = (2 * 30 * between) ** 0.5
+    lost = 30 / apart + apart / 2 / between + 120 / between
+    assert decision.goodput(terms, 1024) == pytest.approx(1 - lost)
+    # any other distance of checkpoints loses more
+    assert all(
+        30 / x + x / 2 / between > 30 / apart + apart / 2 / between
+        for x in (apart / 2, 2 * apart)
+    )
+    assert decision.goodput(terms, 10**7) == 0
+
+
+def test_recordings_exist():
+    assert {"acco", "zero1"} <= SCHEDULES.keys()
