@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import logging
 from ml_collections import ConfigDict
 
 from acco_jax.methods import METHODS
@@ -229,7 +228,7 @@ def _outcome(
         other.microbatch_size, other.microbatches_per_step = shape
         candidate = programs.describe(other, program.mesh)
         try:
-            found = _compile(candidate, machine)
+            found = programs.compile_within(candidate, machine)
         except DoesNotFit as error:
             return Tried(shape, None, compiled=error.compiled)
         return _tried(shape, candidate, found, config, machine)
@@ -245,7 +244,7 @@ def _outcome(
         )
 
     try:
-        compiled = _compile(program, machine)
+        compiled = programs.compile_within(program, machine)
     except DoesNotFit as error:
         advice = (
             "lower it" if shape.rows > 1 else "set model.remat, or take more devices"
@@ -333,38 +332,6 @@ def _settled(
         middle = (low + high) // 2
         low, high = (low, middle) if at(middle).exposed <= enough else (middle, high)
     return read[high][:2]
-
-
-def _compile(program: Program, machine: Machine) -> Compiled:
-    """Compiles, and refuses what has no room; what surely has none before.
-
-    Raises:
-      DoesNotFit: says what it needs.
-    """
-    least = program.held().total
-    if least > machine.room:
-        raise DoesNotFit(
-            f"parameters, state and batch alone {_needed(least, machine)}",
-            compiled=False,
-        )
-    logging.info(
-        "compiling %s for %s, microbatches of %d",
-        program.method, machine.topology, program.rows,
-    )  # fmt: skip
-    compiled = program.compile()
-    if compiled.memory.total > machine.room:
-        raise DoesNotFit(f"it {_needed(compiled.memory.total, machine)}")
-    return compiled
-
-
-def _needed(size: int, machine: Machine) -> str:
-    text = f"needs {size / 2**30:.1f}G of {machine.room / 2**30:.1f}G of memory"
-    if machine.topology.platform == "gpu" and size < machine.value("memory_bytes"):
-        text += (
-            ", JAX's share of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION and "
-            "--set=memory_fraction=0.92 raise it)"
-        )
-    return text
 
 
 def _tried(

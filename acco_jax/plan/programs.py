@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -26,6 +27,7 @@ from acco_jax.gradients import piece, with_arrays
 from acco_jax.groups import data_axes, members
 from acco_jax.plan import cache, footprint, hlo, schedules, topologies
 from acco_jax.plan.footprint import bytes_held
+from acco_jax.plan.machines import Machine
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner import config as configs
 from acco_jax.runner import models, optimizers
@@ -263,6 +265,38 @@ def _peak(m: Any) -> int:
     """Returns the most bytes that a program holds at once, its arguments included."""
     total = m.argument_size_in_bytes + m.output_size_in_bytes
     return total + m.temp_size_in_bytes - m.alias_size_in_bytes
+
+
+def compile_within(program: Program, machine: Machine) -> Compiled:
+    """Compiles, and refuses what has no room; what surely has none before.
+
+    Raises:
+      DoesNotFit: says what it needs.
+    """
+    least = program.held().total
+    if least > machine.room:
+        raise DoesNotFit(
+            f"parameters, state and batch alone {_needed(least, machine)}",
+            compiled=False,
+        )
+    logging.info(
+        "compiling %s for %s, microbatches of %d",
+        program.method, machine.topology, program.rows,
+    )  # fmt: skip
+    compiled = program.compile()
+    if compiled.memory.total > machine.room:
+        raise DoesNotFit(f"it {_needed(compiled.memory.total, machine)}")
+    return compiled
+
+
+def _needed(size: int, machine: Machine) -> str:
+    text = f"needs {size / 2**30:.1f}G of {machine.room / 2**30:.1f}G of memory"
+    if machine.topology.platform == "gpu" and size < machine.value("memory_bytes"):
+        text += (
+            ", JAX's share of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION and "
+            "--set=memory_fraction=0.92 raise it)"
+        )
+    return text
 
 
 def data_mesh(
