@@ -51,7 +51,6 @@ _LOST_AFTER = flags.DEFINE_float(
 _START_WITHIN = flags.DEFINE_float(
     "start_within", 300.0, "Seconds until all processes must be there.", 1.0
 )
-
 _MIN_PROCESSES = flags.DEFINE_integer(
     "min_processes", None, "With --restarts, go on with so many, if others are gone.", 1
 )
@@ -195,7 +194,9 @@ GROUPS = {
     "Several processes, where no launcher says it (SLURM, MPI, Kubernetes, TPU)": (
         "coordinator", "processes", "process",
     ),
-    "When a process is lost": ("restarts", "lost_after", "start_within"),
+    "When a process is lost": (
+        "restarts", "lost_after", "start_within", "min_processes", "regroup_after",
+    ),
 }  # fmt: skip
 
 

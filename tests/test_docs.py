@@ -109,7 +109,9 @@ def check_numerics(names):
 
 
 def check_counts(names):
-    assert names["metrics"]["weight"] == 2 * names["n"] - 1
+    assert sum(names["counts"]) == 2 * names["n"] - 1
+    balanced = names["step"].counts  # what the page ends with
+    assert names["metrics"]["weight"] == sum(balanced) == 2 * names["n"]
 
 
 def check_devices(names):

@@ -194,7 +194,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
     assert process.wait() == exits.STOPPED, shown
     text = shown.decode()
     assert re.search(r"9/13 .*loss \d\.\d{3}, [\d,]+ tokens/s", text), text
-    assert re.search(r"\[\d\d:\d\d<", text)  # elapsed < left
+    assert re.search(r"\d\d:\d\d left", text)
     # what is logged starts where a line does
     logged = re.findall(r"(?:[\r\n]|^)I\d{4} [^\r\n]*?\] (\w+)", text)
     assert logged == ["acco", "step", "step", "stopped"], text

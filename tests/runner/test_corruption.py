@@ -62,7 +62,7 @@ def test_never_is_never(run):
 def test_lost_half_rounds_are_repeated(run):
     summary, lines = run.ends[2], goodput.read(run.workdir)
     seconds = summary["seconds_by_cause"]
-    assert all(seconds[cause] > 0 for cause in goodput.CAUSES)
+    assert {cause for cause in goodput.CAUSES if not seconds[cause]} == {"profiling"}
     wall = lines[-1]["time"] - lines[0]["time"]
     assert sum(seconds.values()) == pytest.approx(wall) == summary["wall_seconds"]
     assert summary["goodput"] == seconds["half_rounds"] / summary["wall_seconds"]

@@ -235,7 +235,7 @@ def test_who_comes_to_the_last_attempt_ends_with_it(jobs, capfd, caplog):
         os.kill(int(child), signal.SIGTERM)
         return [await tasks[0], await again[0]]
 
-    codes = asyncio.run(asyncio.wait_for(both(), 60))
+    codes = asyncio.run(asyncio.wait_for(both(), 180))
     assert codes == [exits.STOPPED] * 2
     assert "going on with 1 of 2 processes: without process 1" in caplog.text
 
