@@ -74,6 +74,7 @@ def check_quickstart(content):
 def test_committed_quickstart():
     held_out = check_quickstart(read(QUICKSTART))
     assert set(held_out) == {"plain", "zero1", "acco", "dpu"}
+    assert held_out["acco"] < LOSS_BAR < held_out.pop("dpu") < 3.2  # what delay costs
     assert all(math.isfinite(loss) and loss < LOSS_BAR for loss in held_out.values())
     assert held_out["acco"] == pytest.approx(held_out["zero1"], rel=SPREAD)
     assert held_out["plain"] == pytest.approx(held_out["zero1"], rel=0.01)

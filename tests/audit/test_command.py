@@ -106,7 +106,10 @@ WRONG = [
     ([FSDP, "--factory=a:b", PLACE], "give one file, or --factory"),
     ([FSDP], "--topology is missing: for example --topology=gpu:h100:4x8."),
     ([FSDP, "--topology=h100"], "'h100' is not of the form gpu:CHIP:HOSTSxGPUS"),
-    ([FSDP, "--topology=gpu:h20:4x8"], "the gpu chip is 'h20': did you mean 'h200'?"),
+    (
+        [FSDP, "--topology=gpu:h2000:4x8"],
+        "the gpu chip is 'h2000': did you mean 'h200'?",
+    ),
     ([FSDP, "--topology=tpu:v5e:4"], "shape '4' is not of the form XxY"),
     ([FSDP, "--topology=gpu:h100:0x8"], "with sizes of at least 1"),
     ([FSDP, PLACE, "--slices=2"], "slices is 2, but must be 1 for GPUs"),

@@ -221,7 +221,7 @@ def test_too_few_wait_for_the_others(jobs, capfd):
 def test_who_comes_to_the_last_attempt_ends_with_it(jobs, capfd, caplog):
     limits = {"restarts": 1, "min_processes": 1, "regroup_after": 0.5}
     todo, seen = jobs(("save", 5, 9), ("stay", 3, 9), **limits), [""]
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="absl")
 
     async def both():
         tasks = begun(todo)
@@ -235,7 +235,7 @@ def test_who_comes_to_the_last_attempt_ends_with_it(jobs, capfd, caplog):
         os.kill(int(child), signal.SIGTERM)
         return [await tasks[0], await again[0]]
 
-    codes = asyncio.run(asyncio.wait_for(both(), 180))
+    codes = asyncio.run(asyncio.wait_for(both(), 60))
     assert codes == [exits.STOPPED] * 2
     assert "going on with 1 of 2 processes: without process 1" in caplog.text
 
