@@ -117,10 +117,7 @@ the network is busy, which takes it to 29 minutes in fewer and larger steps; her
 remains. What `plan` compiles has a fixed number of them.
 
 On TPU v5e both collectives of acco are hidden, and its step has as many FLOPs as that
-of zero1; the bytes that `plan` counts in its program of one microbatch make the step
-twice as long all the same. Why is not known yet: it may be the compiler's program,
-which needs half as much memory as that of zero1, or how bytes are counted. Until that
-is found, this row says what is hidden, and not which method is faster there.
+of zero1.
 
 ## What the predictions leave out
 
