@@ -383,7 +383,9 @@ def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
     assert numbers == list(range(21, int(done) + 21, 20))  # every 10 steps
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_to_one_of_two_processes_stops_both(start_two, tmp_path, number):
     processes = start_two(tmp_path, *LONG)
     wait_for_rows(processes[0], tmp_path, 2)

@@ -8,6 +8,8 @@ from acco_jax.plan import calibration, machines, topologies
 from acco_jax.runner.config import default_config
 from tests.plan.test_plan import run
 
+long = pytest.mark.long  # what is measured: three programs, and kernels
+
 
 @pytest.fixture(scope="module")
 def report():
@@ -17,12 +19,14 @@ def report():
     return calibration.calibrate(config)
 
 
+@long
 def test_kernels_have_rates(report):
     kinds = {k.name for k in report.kernels}
     assert kinds == {"matrix product", "copy", "reduce-scatter", "all-gather"}
     assert all(k.rate > 0 for k in report.kernels)
 
 
+@long
 def test_the_held_out_step_lies_in_a_narrow_interval(report):
     (step,) = (s for s in report.steps if s.held_out)
     assert step.method == "acco"
@@ -33,6 +37,7 @@ def test_the_held_out_step_lies_in_a_narrow_interval(report):
     assert step.measured_hidden is None or 0 <= step.measured_hidden <= 1
 
 
+@long
 def test_the_report_is_read_again(report, tmp_path):
     file = tmp_path / "calibration.json"
     calibration.save(report, file)

@@ -64,13 +64,13 @@ CASES = [
     case("acco", "gpu:h200:2x8", 4, model=2),
     case("acco", "tpu:v6e:4x4", 4),
     case("zero1", "tpu:v6e:4x4", 4, marks=long),
-    case("acco", "tpu:v6e:4x4", 1),
+    case("acco", "tpu:v6e:4x4", 1, marks=long),
     case("acco", "tpu:v6e:4x4", 3, dynamic=True, marks=long),
-    case("acco", "tpu:v5e:4x4", 4),
+    case("acco", "tpu:v5e:4x4", 4, marks=long),
     case("zero1", "tpu:v5e:4x4", 4, marks=long),
     case("acco", "tpu:v5e:4x4", 3, dynamic=True, marks=long),
     case("acco", "tpu:v5p:2x2x2", 4, marks=()),  # the quickest of the TPUs
-    case("acco", "tpu:tpu7x:2x2x2", 4),
+    case("acco", "tpu:tpu7x:2x2x2", 4, marks=long),
 ]
 
 # What a compiler makes of a collective that it was not asked for.

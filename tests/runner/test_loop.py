@@ -491,7 +491,13 @@ LOCAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(m, marks=[pytest.mark.long] * (m in ("slowmo", "co2")))
+        for m in LOCAL  # those are diloco's rounds
+    ],
+)
 def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
     changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
                "optimizer.learning_rate": 3e-3}  # fmt: skip

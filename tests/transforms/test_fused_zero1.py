@@ -141,8 +141,17 @@ def run(method, mesh, loss, params, batches, N, counts=None, **options):
     return params, acco_jax.committed_params(state, params), tx, state
 
 
-@pytest.mark.parametrize("N", [1, 2])
-@pytest.mark.parametrize("remat", ["none", "elementwise", "block"])
+@pytest.mark.parametrize(
+    ("remat", "N"),
+    [
+        ("none", 1),
+        ("block", 2),
+        *(
+            pytest.param(*x, marks=pytest.mark.long)
+            for x in (("none", 2), ("block", 1), ("elementwise", 1), ("elementwise", 2))
+        ),
+    ],
+)
 def test_sixteen_bit_gpt_neo_is_zero1s(remat, N):
     config = transformer.Config(
         vocab_size=29,
