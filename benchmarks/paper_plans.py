@@ -171,7 +171,7 @@ def findings(plans: dict[Row, dict]) -> str:
     """Returns a line per row: acco's gain, predicted and the paper's, and memory."""
     said = []
     for row, plan in plans.items():
-        gain = {r["method"]: r["speedup_over_zero1"] for r in plan["predicted"]}
+        gain = {r["method"]: r["speedup"] for r in plan["predicted"]}
         memory = plan["methods"]["acco"]["memory"]
         needs = f"{memory['total'] / 2**30:.1f} of {memory['of'] / 2**30:.0f} GiB"
         said.append(

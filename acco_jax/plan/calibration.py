@@ -32,6 +32,7 @@ from acco_jax.plan.tables import aligned, quantity, seconds
 from acco_jax.plan.topologies import Topology
 
 WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
+LIMIT = 20.0  # times that collectives may be slower or faster than their kernels
 REPEATS = 5  # of each measurement; the median counts
 _SIZES = {"cpu": (256, 512), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
 _BYTES = {"cpu": (1 << 22, 1 << 24), "gpu": (1 << 26, 1 << 28)}
@@ -102,13 +103,11 @@ def calibrate(config: ConfigDict) -> Report:
     changed = _scaled(machine, scale)
     rest = max(0.0, times[0] - few.program.microbatches * slope)
     after = Machine(topology, figures(topology.chip, changed))
-    # what a step takes beside its microbatches: optimizer, packing, collectives
-    extra = costs.predict(few.schedule, after, devices.size)
-    spare = extra.total - few.program.microbatches * slope
-    factor = min(1.0, max(spare, 1e-9) / rest) if rest else 1.0
-    changed["network_efficiency"] = _ends(
-        machine.value("network_efficiency") * max(factor, 0.01)
-    )
+    p = costs.predict(few.schedule, after, devices.size)
+    if p.communication:  # what its microbatches and the optimizer leave of a step
+        own = p.computation - few.program.microbatches * slope
+        taken = min(max(rest - own, p.communication / LIMIT), p.communication * LIMIT)
+        changed |= _network(machine, p.communication / taken)
     final = Machine(topology, figures(topology.chip, changed))
     steps = [
         _step(p, measured, old, final, slope, rest, p is held_out)
@@ -282,15 +281,28 @@ def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
 
 
 def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
-    """Returns the figures with which a model's operations take what they took."""
-    changed: dict[str, Change] = {
-        name: figure.value
-        for name, figure in machine.figures.items()
-        if figure.source == "given on the command line"
+    """Returns the rates at which a model's operations took what they took."""
+    return {
+        "flops": _ends(_reached(machine, "flops", "compute") * scale),
+        "memory_bandwidth": _ends(
+            _reached(machine, "memory_bandwidth", "memory") * scale
+        ),
+        "compute_efficiency": 1.0,
+        "memory_efficiency": 1.0,
     }
-    for name in ("compute_efficiency", "memory_efficiency"):
-        changed[name] = _ends(machine.value(name) * scale)
-    return changed
+
+
+def _network(machine: Machine, scale: float) -> dict[str, Change]:
+    """Returns the rates of collectives; networks that were not crossed keep theirs."""
+    name = "fast_bandwidth"
+    if machine.topology.devices > machine.topology.fast_domain:
+        name = "slow_bandwidth"
+    rate = _reached(machine, name, "network") * scale
+    return {name: _ends(rate), "network_efficiency": 1.0}
+
+
+def _reached(machine: Machine, rate: str, part: str) -> float:
+    return machine.value(rate) * machine.value(f"{part}_efficiency")
 
 
 def _ends(value: float) -> tuple[float, float]:
