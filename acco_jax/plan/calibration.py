@@ -9,7 +9,6 @@ them for other plans of the same chip.
 
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from acco_jax.plan.topologies import Topology
 
 WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
 LIMIT = 20.0  # times that collectives may be slower or faster than their kernels
-REPEATS = 5  # of each measurement; the median counts
+REPEATS = 5  # of each measurement; the least counts, which nothing else slowed
 _SIZES = {"cpu": (256, 512), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
 _BYTES = {"cpu": (1 << 22, 1 << 24), "gpu": (1 << 26, 1 << 28)}
 _BYTES["tpu"] = _BYTES["gpu"]
@@ -163,7 +162,7 @@ def _array(tree: Any) -> Any:
 
 
 def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
-    """Times each call REPEATS times, in turns; returns medians, in seconds."""
+    """Times each call REPEATS times, in turns; returns the least, in seconds."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(REPEATS + 1):
         for call, found in zip(calls, times, strict=True):
@@ -171,7 +170,7 @@ def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
             call()
             if repeat:  # the first compiles
                 found.append(time.perf_counter() - start)
-    return [statistics.median(found) for found in times]
+    return [min(found) for found in times]
 
 
 def _topology(devices: np.ndarray) -> Topology:

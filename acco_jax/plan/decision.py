@@ -165,7 +165,7 @@ def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
         return c.hours if c.price is None or not priced else c.price
 
     best = min(fitting, key=cost)
-    what = f"costs least, {best.price:,.0f}," if priced else "takes least time,"
+    what = f"costs least, {best.price:,.2f} in" if priced else "takes least time,"
     text = f"{best.method} on {best.topology} {what} {_hours(best.hours)}"
     plan = next(
         p
@@ -226,7 +226,7 @@ def _network(plan: Plan) -> str:
 
 
 def _gbps(value: float) -> str:
-    return f"{value * 8 / 1e9:,.3g} Gbit/s"
+    return f"{float(f'{value * 8 / 1e9:.3g}'):,g} Gbit/s"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,7 +152,7 @@ def scaling(
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.minorticks_off()
         ax.set_xlabel("devices")
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.08 * max(y for line in ax.lines for y in line.get_ydata()))
         ax.axvline(compiled, color="0.7", lw=0.8, zorder=0)
     left.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     left.set_ylabel("predicted tokens/s per device")
