@@ -17,7 +17,7 @@ and one half-round:
                no matrix product and are no collective: the optimizer, packing,
                unpacking, casts and copies. Of a slice only the slice counts.
     on-chip    those of TPU copies into on-chip memory and back (S(1) in a shape), not
-               in ENTRY, where what uses the copy counts
+               in ENTRY, which leaves out what is on the chip already
 
 `--top=N` lists the N largest operations of ENTRY. MB and GB are 1e6 and 1e9 bytes.
 """

@@ -33,9 +33,9 @@ def test_entry_of_a_recorded_schedule(program, name):
     assert not [x for x in operations if "all-gather" in x["name"]]
     sizes = [x["bytes"] for x in operations]
     assert sizes == sorted(sizes, reverse=True)
-    # at least gradients packed and parameters unpacked, each read and written, and no
-    # array many times
-    assert 4 * BUFFER < sum(sizes) < 20 * BUFFER
+    # at least gradients packed and parameters unpacked, each read and written (what a
+    # TPU keeps on the chip is copied there instead), and no array many times
+    assert 4 * BUFFER < sum(sizes) + on_chip < 20 * BUFFER
 
 
 @pytest.mark.slow
