@@ -9,12 +9,19 @@ run continues. WORKDIR then holds table.md, results.csv and loss.png. A method m
 given options of its own in parentheses: arguments of the method, or fields of the
 config (config.optimizer.learning_rate=1e-4).
 
+    --tune='optimizer.learning_rate=5e-4,1e-3,2e-3' --budget=20e6
+
+first finds each method's own best value, on seeds that the comparison does not use:
+all candidates run to a part of their steps, the better half goes on, and so on, within
+so many tokens in all. WORKDIR/tuning has what each has reached, and a picture.
+
 The tables say what their figures are. Of those against the first method, what is not
 several times as large as its standard error (±, from two seeds on) may be chance. Bytes
 sent are read off the program's collectives, all-reduces below 1 kB left out. Exposed is
 timed at the end of each run in its own processes; "n/a" is what was not measured.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -23,7 +30,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, comparison, exits
+from acco_jax.runner import commands, comparison, exits, pool, tuning
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -43,6 +50,20 @@ _NETWORK = flags.DEFINE_string(
 _PROCESSES = flags.DEFINE_integer(
     "processes", 2, "Processes of each run, with --network.", 2
 )
+_AT_ONCE = flags.DEFINE_integer(
+    "at_once", 1, "Runs beside each other; 0: one per GPU or core, as many as fit.", 0
+)
+_TUNE = flags.DEFINE_multi_string(
+    "tune",
+    [],
+    "FIELD=VALUE,VALUE,...: compare each method at its own best; repeatable.",
+)
+_TUNE_SEEDS = flags.DEFINE_integer(
+    "tune_seeds", 1, "Seeds of each value, after those of --seeds.", 1
+)
+_BUDGET = flags.DEFINE_float(
+    "budget", None, "Tokens that --tune may take; unset: all values to their end.", 1.0
+)
 _CHECK = flags.DEFINE_bool(
     "check", False, "Only check whether all methods can run, and exit."
 )
@@ -54,6 +75,10 @@ def main(argv: list[str]) -> None:
     try:
         if flags.FLAGS["processes"].present and not _NETWORK.value:
             raise ValueError("--processes is for --network: give both, or neither.")
+        if _NETWORK.value and _AT_ONCE.value != 1:
+            raise ValueError("--at_once is for runs that share no --network: drop one.")
+        if not _TUNE.value and (_BUDGET.value or flags.FLAGS["tune_seeds"].present):
+            raise ValueError("--budget and --tune_seeds are for --tune: give it, too.")
         request = comparison.Request(
             config=tuple(commands.config_arguments()),
             entries=comparison.parse(str(_METHODS.value)),
@@ -61,14 +86,18 @@ def main(argv: list[str]) -> None:
             seeds=_SEEDS.value,
             rate=_NETWORK.value,
             processes=_PROCESSES.value if _NETWORK.value else 1,
+            at_once=_AT_ONCE.value,
+            sweep=tuning.parse(_TUNE.value),
+            tune_seeds=_TUNE_SEEDS.value,
+            budget=None if _BUDGET.value is None else round(_BUDGET.value),
         )
         if _CHECK.value:
-            comparison.check(request)
+            print(json.dumps(comparison.check(request)))
             return
         print(comparison.compare(request, [*sys.argv[1:], "--check"]))
     except exits.Stopped as error:
         exits.end(exits.STOPPED, error)
-    except comparison.RunFailed as error:
+    except pool.RunFailed as error:
         exits.end(exits.FAILED, error)
     except (ValueError, OSError) as error:
         exits.end(exits.REFUSED, error)

@@ -23,6 +23,7 @@ from acco_jax.runner import (
     loop,
     metrics,
     network,
+    pool,
     preparation,
     results,
 )
@@ -232,10 +233,10 @@ def test_without_the_tools_the_network_is_refused_before_any_run(start, place):
 def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatch):
     """With stand-ins for the processes: one method's write a result."""
 
-    def start(arguments):
-        folder = Path(next(a for a in arguments if a.startswith("--workdir"))[10:])
-        if "--config.method=acco" not in arguments:
+    def start(task, slot):
+        if "--config.method=acco" not in task.flags:
             return [subprocess.Popen(["false"])]
+        folder = task.folder
         folder.mkdir(parents=True, exist_ok=True)
         row = {"kind": "validation", "half_round": 3, "tokens": 9, "seconds": 1.0,
                "loss": 2.5}  # fmt: skip
@@ -246,17 +247,13 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
         (folder / "config.json").write_text('{"microbatch_size": 1, "length": 3}')
         return [subprocess.Popen(["true"])]
 
-    monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_: None)
+    monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_: [])
     monkeypatch.setattr(comparison, "_check_folders", lambda *_: None)
-    monkeypatch.setattr(
-        comparison, "_starting", lambda _: contextlib.nullcontext(start)
-    )
+    monkeypatch.setattr(pool, "_starting", lambda *_: contextlib.nullcontext(start))
     request = comparison.Request(
         (f"--config={place / 'tiny.py'}",), comparison.parse("zero1,acco"), tmp_path, 2
     )
-    with pytest.raises(
-        comparison.RunFailed, match="no result of zero1/seed-0, zero1/s"
-    ):
+    with pytest.raises(pool.RunFailed, match="no result of zero1/seed-0, zero1/s"):
         comparison.compare(request, [])
     assert "acco" in (tmp_path / "table.md").read_text()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

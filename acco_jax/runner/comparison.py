@@ -2,35 +2,19 @@
 
 import contextlib
 import dataclasses
-import functools
+import json
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
-from acco_jax.runner import (
-    commands,
-    devices,
-    exits,
-    heartbeat,
-    network,
-    results,
-    signals,
-)
+from acco_jax.runner import commands, devices, network, pool, results, tuning
 from acco_jax.runner.files import read_object
 from acco_jax.runner.identity import differing_field
-
-
-class RunFailed(Exception):
-    """Some runs have no result; those of the others are written."""
-
-
-Start = Callable[[list[str]], list[subprocess.Popen]]
+from acco_jax.runner.tuning import Candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +35,10 @@ class Request:
     seeds: int  # of each method
     rate: str | None = None  # of the link between processes, for `network.parse`
     processes: int = 1  # of each run
+    at_once: int = 1  # runs; 0: as many as fit
+    sweep: tuple[tuple[str, tuple[str, ...]], ...] = ()  # of `tuning.parse`
+    tune_seeds: int = 1  # of each candidate in the sweep
+    budget: int | None = None  # tokens of the sweep; None: of all its runs
 
     def flags(self, entry: Entry) -> list[str]:
         return [*self.config, *entry.flags]
@@ -62,6 +50,19 @@ class Request:
     def seed_numbers(self) -> range:
         first = commands.config_of(list(self.config)).seed
         return range(first, first + self.seeds)
+
+    @property
+    def tuning_seeds(self) -> range:
+        end = self.seed_numbers.stop
+        return range(end, end + self.tune_seeds)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [
+            candidate
+            for entry in self.entries
+            for candidate in tuning.candidates(entry.name, entry.flags, self.sweep)
+        ]
 
 
 def parse(text: str) -> tuple[Entry, ...]:
@@ -106,8 +107,12 @@ def _entry(name: str) -> Entry:
     return Entry(name, (f"--config.method={match[1]}", *(f"--{f}" for f in fields)))
 
 
-def check(request: Request) -> None:
+def check(request: Request) -> list[dict[str, Any]]:
     """Prepares a run of every method, here, as its own process would.
+
+    Returns:
+      How long the runs are of each candidate of the sweep, without one of each method:
+      the fields of a `tuning.Length`.
 
     Raises:
       ValueError: in one line that names the method, the first that cannot run.
@@ -123,12 +128,34 @@ def check(request: Request) -> None:
     # slow, and only now may anything touch devices
     from acco_jax.runner import preparation
 
-    for entry in request.entries:
+    lengths = []
+    for c in request.candidates:
+        entry = Entry(c.method, c.flags)
         folder = request.folder(entry, request.seed_numbers[0])
+        if request.sweep:
+            folder = request.workdir / tuning.FOLDER  # no run's: which is free
         try:
-            preparation.prepare(commands.config_of(request.flags(entry)), folder)
+            config = commands.config_of(request.flags(entry))
+            experiment = preparation.prepare(config, folder)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{entry.name}: {error}") from error
+            at = f" at {c.name}" if c.point else ""
+            raise ValueError(f"{c.method}{at}: {error}") from error
+        lengths.append(_length(experiment))
+    return lengths
+
+
+def _length(experiment: Any) -> dict[str, Any]:
+    """Returns the fields of a `tuning.Length` of a run's `Experiment`."""
+    e, every = experiment, experiment.config.eval_every
+    calls = {}
+    for step in (*range(every, e.config.steps, every), e.config.steps):
+        with contextlib.suppress(ValueError):  # within a round of a local method
+            calls[step] = e.tx.calls(step)
+    return {
+        "steps": e.config.steps,
+        "tokens": e.tokens * e.half_rounds,
+        "half_rounds": calls,
+    }
 
 
 def compare(request: Request, checking: list[str]) -> str:
@@ -145,41 +172,67 @@ def compare(request: Request, checking: list[str]) -> str:
         network.parse(request.rate)
         if reason := network.why_not():
             raise ValueError(f"--network cannot shape a link: {reason}")
-    _check_elsewhere(checking, request.rate is not None)
-    _check_folders(request)
-    failed = []
-    with _starting(request) as start, _passing_signals() as wait:
+    slots = pool.slots(request.at_once)
+    lengths = _check_elsewhere(checking, request.rate is not None)
+    with pool.opened(slots, request.rate, request.processes) as runs:
+        if request.sweep:
+            request = _tuned(request, lengths, runs)
+        _check_folders(request)
+        tasks = []
         for seed in request.seed_numbers:
             for entry in request.entries:
                 folder = request.folder(entry, seed)
                 if results.finished(folder):
                     logging.info("%s, seed %d: finished before", entry.name, seed)
                     continue
-                logging.info("%s, seed %d", entry.name, seed)
-                flags = [f"--config.seed={seed}", f"--workdir={folder}"]
-                wait(start([*request.flags(entry), *flags, "--time_gradients"]))
-                if not results.finished(folder):
-                    failed.append(f"{entry.name}/seed-{seed}")
+                flags = [f"--config.seed={seed}", "--time_gradients"]
+                name = f"{entry.name}/seed-{seed}"
+                flags = [*request.flags(entry), *flags]
+                tasks.append(pool.Task(name, folder, tuple(flags)))
+        runs.run(tasks)
     table = _report(request)
+    failed = [task.name for task in tasks if not results.finished(task.folder)]
     if failed:
-        raise RunFailed(
+        raise pool.RunFailed(
             f"no result of {', '.join(failed)} (see the errors above): repeat the "
             "command to try again; table.md has the others."
         )
     return table
 
 
-def _check_elsewhere(arguments: list[str], on_cpu: bool) -> None:
+def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> Request:
+    """Returns the request with each method at its own best."""
+    found = request.candidates
+    own = [(*request.config, *c.flags) for c in found]
+    full = [dataclasses.replace(c, flags=f) for c, f in zip(found, own, strict=True)]
+    known = {
+        c: tuning.Length(
+            length["steps"],
+            length["tokens"],
+            {int(k): v for k, v in length["half_rounds"].items()},
+        )
+        for c, length in zip(full, lengths, strict=True)
+    }
+    chosen = tuning.tune(
+        full, known, request.tuning_seeds, request.budget, request.workdir, runs
+    )
+    best = [Entry(m, c.flags[len(request.config) :]) for m, c in chosen.items()]
+    return dataclasses.replace(request, entries=tuple(best))
+
+
+def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]:
     """Calls `check` in a process of its own: this one must not take the devices."""
     command = [sys.executable, "-m", "acco_jax.compare", *arguments]
     environment = network.environment() if on_cpu else None
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         if errors:  # other libraries may have a last word after it
             raise ValueError(errors[-1].removeprefix("error: "))
         raise ValueError(f"the check of the methods failed: {done.stderr}")
+    lengths: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return lengths
 
 
 def _check_folders(request: Request) -> None:
@@ -208,73 +261,5 @@ def _report(request: Request) -> str:
         if results.finished(request.folder(entry, seed))
     ]
     if not runs:
-        raise RunFailed("every run has failed: see the errors above.")
+        raise pool.RunFailed("every run has failed: see the errors above.")
     return results.write(runs, request.workdir)
-
-
-@contextlib.contextmanager
-def _starting(request: Request) -> Iterator[Start]:
-    """Yields what starts a run's processes, on a shaped network if asked for."""
-    command = [sys.executable, "-m", "acco_jax.train"]
-    if request.rate is None:
-        yield lambda arguments: [_popen([*command, *arguments])]
-        return
-    with network.joined(request.processes, network.parse(request.rate)) as net:
-        flags = [f"--coordinator={net.address(0)}:9911"]
-        flags += [f"--processes={request.processes}"]
-
-        def start(arguments: list[str]) -> list[subprocess.Popen]:
-            together = [*command, *arguments, *flags]
-            return [
-                _popen(
-                    net.command(i, [*together, f"--process={i}"]),
-                    env=network.environment(),
-                )
-                for i in range(request.processes)
-            ]
-
-        yield start
-
-
-def _popen(command: list[str], **options: Any) -> subprocess.Popen:
-    """Starts a process that stops when this one dies, and not by the terminal."""
-    return subprocess.Popen(
-        command,
-        stdout=sys.stderr,  # gloo prints: the table is alone on stdout
-        preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGTERM),
-        start_new_session=True,
-        **options,
-    )
-
-
-@contextlib.contextmanager
-def _passing_signals() -> Iterator[Callable[[list[subprocess.Popen]], None]]:
-    """Yields wait(processes), which passes on signals while they run.
-
-    SIGINT and SIGTERM reach the run as SIGTERM, so that it stops with a checkpoint; a
-    second SIGINT stops it at once. Then nothing more is started.
-
-    Raises:
-      Stopped: says how to go on.
-    """
-    received: list[int] = []
-    running: list[subprocess.Popen] = []
-
-    def handle(number: int, frame: Any) -> None:
-        received.append(number)
-        for process in running:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM if len(received) == 1 else number)
-
-    def wait(processes: list[subprocess.Popen]) -> None:
-        running[:] = processes
-        for process in processes:
-            # the others wait in vain for one that failed
-            if process.wait() not in (exits.FINISHED, exits.STOPPED):
-                for other in processes:
-                    other.terminate()
-        if received:
-            raise exits.Stopped("stopped: the same command continues.")
-
-    with signals.handler(handle):
-        yield wait

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from acco_jax.runner.figures import subplots
 from acco_jax.runner.files import is_number, read_object
 
 SUMMARY = "summary.json"
+DECIDED = 0.1  # percent of the loss, which a comparison is to tell from none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,14 +207,19 @@ def table(runs: list[Result]) -> str:
         "sent": _mean("bytes_sent_per_worker", bytes_text),
         "state": _mean("state_bytes_per_device", bytes_text),
     }
-    parts = ((losses, LOSSES), (times, TIMES), (sizes, SIZES))
+    parts = ((losses, LOSSES + _more_seeds(groups)), (times, TIMES), (sizes, SIZES))
     return "\n\n".join(f"{_grid(t, groups)}\n\n{text}" for t, text in parts)
 
 
 def _grid(columns: dict[str, Cell], groups: dict[str, list[Result]]) -> str:
     rows = [[cell(rs) for cell in columns.values()] for rs in groups.values()]
+    return grid(list(columns), rows)
+
+
+def grid(columns: list[str], rows: list[list[str]]) -> str:
+    """Returns a Markdown table whose columns line up."""
     widths = [max(map(len, c)) for c in zip(columns, *rows, strict=True)]
-    lines = [list(columns), ["-" * w for w in widths], *rows]
+    lines = [columns, ["-" * w for w in widths], *rows]
     return "\n".join(
         "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
         for line in lines
@@ -232,13 +239,11 @@ def _against(first: list[Result]) -> Cell:
 
     It is the mean of the seeds that both have, and of several its standard error.
     """
-    losses = {r.seed: r.final_loss for r in first}
 
     def cell(results: list[Result]) -> str:
         if results[0].method == first[0].method:
             return ""
-        both = [r for r in results if r.seed in losses]
-        changes = [100 * (r.final_loss / losses[r.seed] - 1) for r in both]
+        changes = _changes(first, results)
         if not changes:
             return "n/a"
         mean = f"{statistics.fmean(changes):+.2f}"
@@ -247,6 +252,39 @@ def _against(first: list[Result]) -> Cell:
         return f"{mean} ± {statistics.stdev(changes) / len(changes) ** 0.5:.2f} %"
 
     return cell
+
+
+def _changes(first: list[Result], others: list[Result]) -> list[float]:
+    """Returns, in percent, how far losses lie above those of the same seeds."""
+    losses = {r.seed: r.final_loss for r in first}
+    return [
+        100 * (r.final_loss / losses[r.seed] - 1) for r in others if r.seed in losses
+    ]
+
+
+def seeds_needed(changes: Sequence[float]) -> int:
+    """Returns how many seeds tell a difference of `DECIDED` percent from none.
+
+    So many that it is two standard errors, if they scatter as these, at least two, do.
+    """
+    return max(math.ceil((2 * statistics.stdev(changes) / DECIDED) ** 2), 2)
+
+
+def _more_seeds(groups: dict[str, list[Result]]) -> str:
+    """Returns the sentence on how many seeds would decide; '' if that is not known."""
+    first, *others = groups.values()
+    found = [(rs[0].method, _changes(first, rs)) for rs in others]
+    needed = [
+        f"{name} {max(seeds_needed(changes) - len(changes), 0):,}"
+        for name, changes in found
+        if len(changes) > 1
+    ]
+    if not needed:
+        return ""
+    return (
+        f"\nMore seeds until a difference of {DECIDED} % is two standard errors, if\n"
+        f"they scatter as these do: {', '.join(needed)}."
+    )
 
 
 def _spread(values: list[float]) -> str:
