@@ -259,6 +259,38 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.slow
+def test_a_sweep_is_stopped_and_goes_on(start, place):
+    """Two values of two methods, two runs at once, killed in the middle."""
+    flags = ("--tune=optimizer.learning_rate=1e-3,4e-3", "--at_once=2",
+             "--budget=8e3", "--config.steps=40")  # fmt: skip
+    process = start(*flags, methods="acco,zero1", seeds=1, workdir="tuned")
+    tuning = place / "tuned" / "tuning"
+    deadline = time.monotonic() + 500
+    while len(list(tuning.glob("*/*/seed-1/metrics.jsonl"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    process = start(*flags, methods="acco,zero1", seeds=1, workdir="tuned")
+    out, err = process.communicate(timeout=540)
+    assert process.returncode == 0, err
+    table = (tuning / "table.md").read_text()
+    assert table.count("**optimizer.learning_rate=") == 2
+    # half of the steps for all four, the rest for the better one of each method
+    assert sorted(re.findall(r"\| \**(\d+)\** ", table)) == ["20", "20", "40", "40"]
+    assert (tuning / "loss.png").exists() and "against acco" in out
+    for method in ("acco", "zero1"):
+        chosen = re.search(rf"\*\*{method}\*\* .*learning_rate=(\S+)\*\*", table)
+        assert chosen is not None
+        config = json.loads((place / "tuned" / method / "seed-0" / "config.json")
+                            .read_text())  # fmt: skip
+        assert config["optimizer"]["learning_rate"] == float(chosen[1])
+        seeds = {p.name for p in tuning.glob(f"{method}/*/*")}
+        assert seeds == {"seed-1"}
+
+
 def namespaces():
     if network.why_not():
         return set()

@@ -130,12 +130,14 @@ def check(request: Request) -> list[dict[str, Any]]:
 
     lengths = []
     for c in request.candidates:
-        entry = Entry(c.method, c.flags)
-        folder = request.folder(entry, request.seed_numbers[0])
+        entry, seed = Entry(c.method, c.flags), request.seed_numbers[0]
+        folder = request.folder(entry, seed)
         if request.sweep:
-            folder = request.workdir / tuning.FOLDER  # no run's: which is free
+            seed = request.tuning_seeds[0]
+            folder = tuning.folder_of(request.workdir, c, seed)
         try:
-            config = commands.config_of(request.flags(entry))
+            flags = [*request.flags(entry), f"--config.seed={seed}"]
+            config = commands.config_of(flags)
             experiment = preparation.prepare(config, folder)
         except (ValueError, OSError) as error:
             at = f" at {c.name}" if c.point else ""
@@ -240,6 +242,8 @@ def _check_folders(request: Request) -> None:
     for entry in request.entries:
         first, *seeds = request.seed_numbers
         path = request.folder(entry, first) / "config.json"
+        if request.sweep and not path.exists():
+            continue  # its runs refuse what is not theirs
         config = read_object(path)
         for seed in seeds:
             folder = request.folder(entry, seed)

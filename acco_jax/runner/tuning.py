@@ -222,7 +222,7 @@ def tune(
         _run(due, lengths, seeds, workdir, pool)
         for c, part in due.items():
             step = lengths[c].step(part)
-            folders = (_folder(workdir, c, seed) for seed in seeds)
+            folders = (folder_of(workdir, c, seed) for seed in seeds)
             losses = (_loss(folder, step, lengths[c]) for folder in folders)
             scores[c] = Score(step, part, tuple(x for x in losses if x is not None))
         for m in alive:
@@ -254,7 +254,7 @@ def _run(
     tasks = []
     for seed in seeds:
         for c, part in due.items():
-            length, folder = lengths[c], _folder(workdir, c, seed)
+            length, folder = lengths[c], folder_of(workdir, c, seed)
             step = length.step(part)
             if _loss(folder, step, length) is not None:
                 continue
@@ -270,7 +270,8 @@ def _run(
     raise_failed(codes)
 
 
-def _folder(workdir: Path, c: Candidate, seed: int) -> Path:
+def folder_of(workdir: Path, c: Candidate, seed: int) -> Path:
+    """Returns the workdir of a candidate's run."""
     return workdir / FOLDER / c.method / (c.name or "as-is") / f"seed-{seed}"
 
 
