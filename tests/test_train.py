@@ -480,7 +480,7 @@ def test_hosts_that_share_no_folder_are_refused_in_one_line(start_two, tmp_path)
 # ---- what training gives
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_acco_ends_within_a_percent_of_zero1(start, tmp_path):
     """At equal tokens per optimizer step: the quickstart's, on the standard library."""
     flags = ("--config.devices=2", "--config.microbatch_size=8",

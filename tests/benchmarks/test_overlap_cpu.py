@@ -91,7 +91,7 @@ def test_without_the_tools_says_so_in_one_line():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick(overlap_cpu, tmp_path):
     """A real run, or the one line that says what this machine lacks."""
     out = tmp_path / "out.json"

@@ -216,8 +216,13 @@ DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all byt
 }
 
 
-@slow
-@pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.long if n == "slices in few bits" else slow)
+        for n in DOMAINS
+    ],
+)
 def test_two_data_axes(name):
     """Each network has its own collectives, and each of the four its own products."""
     machine, slices, options, kinds, parts = DOMAINS[name]
@@ -328,7 +333,7 @@ def test_exchanges_hide_behind_inner_steps(method):
     assert program.parameters == transformer.count_params(MODEL)
 
 
-@slow
+@pytest.mark.long
 def test_what_does_not_fit_says_so():
     program = described("acco", "tpu:v6e:4x4", 1, 1, False)
     tokens = program.arguments[2]["tokens"]

@@ -9,7 +9,7 @@ import pytest
 import acco_jax
 from acco_jax.methods import METHODS
 from acco_jax.models import transformer
-from acco_jax.plan import footprint, optimizers, planner, programs, report, topologies
+from acco_jax.plan import exports, footprint, optimizers, planner, programs, topologies
 from acco_jax.plan.schedules import Collective
 
 slow = pytest.mark.slow
@@ -138,7 +138,7 @@ def own_of(name, machine="gpu:h200:1x8", slices=1):
         microbatch=(2, MODEL.max_length + 1),
     )
     own = planner.optimizers_own(program, program.compile(), topology)
-    return own, report._own_dict(own)
+    return own, exports.own_dict(own)
 
 
 @slow

@@ -115,7 +115,7 @@ METHODS = {
     "name",
     [
         "zero1",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("diloco", "few bits")),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("diloco", "few bits")),
     ],
 )
 def test_other_methods_go_on(world, name, tmp_path):
