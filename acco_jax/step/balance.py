@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 EVERY = 8  # half-rounds between probes, at least
 SLOW = 1.5  # a straggler takes so many times as long as the median
+CHANGED = 1.5  # a worker takes so many times as long as before: no noise of the clock
+NEWEST = 0.25  # weight of the newest time in a worker's mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +21,14 @@ class Balanced:
     """Microbatches of each worker that follow its measured speed.
 
     Now and then each worker times one microbatch by itself, in a program without any
-    collective. What it takes is the smaller of its last two times, so that a hiccup
-    moves nothing: a worker that has become slower is believed at the second probe, one
-    that has recovered at the first. There are 8 half-rounds or more between probes, as
-    many as keep their time within `share`: with some 20 microbatches a worker in a
-    half-round (the time of a probe is that of the slowest worker's) a change to a
-    quarter of the speed, and back, is followed within 20 half-rounds; with fewer it
-    takes proportionally more, or a larger share.
+    collective. What it takes is a running mean of these times, unless the smaller of
+    the last two has left it by a factor of `CHANGED`: then it is that one. So a hiccup
+    moves little; a worker that has become much slower is believed at the second probe,
+    one that has recovered at the first. There are 8 half-rounds or more between
+    probes, as many as keep their time within `share`: with some 20 microbatches a
+    worker in a half-round (the time of a probe is that of the slowest worker's) a
+    change to a quarter of the speed, and back, is followed within 20 half-rounds; with
+    fewer it takes proportionally more, or a larger share.
 
     Attributes:
       total: microbatches of all workers in a half-round.
@@ -97,6 +100,14 @@ def pace(counts: Sequence[int], seconds: Sequence[float]) -> float:
     return sum(counts) / max(end, 1e-12)
 
 
+def _followed(mean: float, last: float, newest: float) -> float:
+    """Return what a worker is taken to need, after another time of a microbatch."""
+    both = min(last, newest)
+    if not mean / CHANGED <= both <= mean * CHANGED:
+        return both
+    return mean + NEWEST * (min(newest, mean * CHANGED) - mean)
+
+
 class Balancer:
     """What is known of the workers' speed, and the counts that follow from it.
 
@@ -125,9 +136,9 @@ class Balancer:
           half_round: seconds of each since the last probe; 0: there is none.
         """
         b, last = self._bounds, self._last or seconds
-        cost = max(seconds)
+        cost, known = max(seconds), self.seconds or seconds
         self._last = list(seconds)
-        self.seconds = [min(pair) for pair in zip(seconds, last, strict=True)]
+        self.seconds = list(map(_followed, known, last, seconds))
         if b.grows:
             counts = filled(self.seconds, b.total, b.most)
         else:

@@ -129,6 +129,7 @@ class BalancedStep(TrainStep):
         """Times a microbatch on every worker; all processes do it in the same call."""
         probe = self._prober()
         jax.block_until_ready(params)
+        probe.prepare(params, inputs)  # compiling is no time of probes
         start = time.perf_counter()
         self._began = self._began or start
         each = (start - self._probed) / self._since if self._since else 0.0

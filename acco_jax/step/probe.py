@@ -107,16 +107,19 @@ class Probe:
         """The program that is timed, as jax.jit's `lower`."""
         return self._program.lower(*self._arguments(params, inputs))
 
+    def prepare(self, params: PyTree, inputs: Inputs) -> None:
+        """Keeps the microbatch and runs it once, which may compile; then nothing."""
+        if self._kept is None:
+            args = self._arguments(params, inputs)
+            self._kept = args[2:]
+            self._run(args)
+
     def seconds(self, params: PyTree, inputs: Inputs) -> list[float]:
         """Times a microbatch on each worker of this process.
 
-        What is under way on its devices must be done. The first time it runs twice,
-        and the faster one counts.
+        It was prepared, and what is under way on the devices must be done.
         """
-        first, args = self._kept is None, self._arguments(params, inputs)
-        self._kept = args[2:]
-        runs = [self._run(args) for _ in range(2 if first else 1)]
-        return [min(times) for times in zip(*runs, strict=True)]
+        return self._run(self._arguments(params, inputs))
 
     def _run(self, args: tuple[Any, ...]) -> list[float]:
         start = time.perf_counter()

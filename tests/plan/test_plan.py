@@ -830,6 +830,27 @@ def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
     assert len(program.step.lower(*program.arguments).as_text()) < 1_000_000
 
 
+def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):
+    def planned(bandwidth):
+        file = tmp_path / "plan.json"
+        run("--nofit", "--methods=acco", "--config.microbatches=adaptive",
+            "--config.most_microbatches=64", f"--set=fast_bandwidth={bandwidth}",
+            f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+        plan = json.loads(file.read_text())
+        (row,) = plan["predicted"]
+        (count,) = set(plan["methods"]["acco"]["counts"])
+        return count, row
+
+    found = {b: planned(b) for b in (450e9, 2e9, 1e9)}
+    counts = {b: count for b, (count, _) in found.items()}
+    assert counts[450e9] == 1 < counts[2e9] < counts[1e9] < 64
+    # twice the time of communication takes twice the microbatches to hide it
+    assert counts[1e9] == pytest.approx(2 * counts[2e9], rel=0.2)
+    for count, row in found.values():
+        assert row["exposed"] < 0.06 * row["communication"] or count == 1
+        assert row["tokens_per_step"] % count == 0
+
+
 def test_trips_of_dynamic_loops_are_the_busiest_workers():
     step = type("Step", (), {})()
     tx = types.SimpleNamespace(local=False)

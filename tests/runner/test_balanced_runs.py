@@ -31,6 +31,7 @@ def measured(monkeypatch):
 
         monkeypatch.setattr(balance.Balancer, "take", every_time)
         monkeypatch.setattr("acco_jax.step.probe.Probe.seconds", seconds)
+        monkeypatch.setattr("acco_jax.step.probe.Probe.prepare", lambda *_: None)
 
     take = balance.Balancer.take
 
