@@ -105,8 +105,8 @@ interval. The last column is what the paper measured.
 {findings}
 
 **Most of the paper's times are longer** than the intervals where the network is not
-what takes the time (acco's 25 minutes on one host of A100 are not): its programs reach a
-smaller part of a chip's peak than the range that `plan` assumes for XLA's
+what takes the time (acco's 25 minutes on one host of A100 are not): its programs reach
+a smaller part of a chip's peak than the range that `plan` assumes for XLA's
 ([published.md](published.md) sets other published runs beside it). What `plan` says of
 them is how much of a step communication takes, and how much of that is hidden.
 
