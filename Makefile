@@ -107,7 +107,7 @@ $(VENV)/.train: pyproject.toml requirements.txt
 	  "say make PYTHON=python3.12" >&2; exit 1; }
 	@echo "installing the runner's requirements into $(VENV) (about half a minute)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) -e '.[train]'
+	@$(INSTALL) -e '.[train,report]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.train

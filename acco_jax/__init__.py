@@ -26,6 +26,7 @@ from acco_jax.methods.zero1 import ddp as ddp
 from acco_jax.methods.zero1 import zero1 as zero1
 from acco_jax.step import Adaptive as Adaptive
 from acco_jax.step import Balanced as Balanced
+from acco_jax.step import Halves as Halves
 from acco_jax.step import Replay as Replay
 from acco_jax.step import TrainStep as TrainStep
 from acco_jax.step import make_train_step as make_train_step

@@ -46,7 +46,7 @@ class Unsharded:
         sums = jax.tree.map(lambda g: np.asarray(g, self.dtype)[rows].sum(0), gradient)
         return sums, weight.sum()
 
-    def acco(self, params, gradients, weights, extra=None):
+    def acco(self, params, gradients, weights, extra=None, extrapolation=1):
         """[(what the parameters become, theta)] after each half-round."""
         theta, state = self.start(params)
         points, extra = [], extra or {}
@@ -60,7 +60,10 @@ class Unsharded:
             if half_round % 2:  # estimate
                 here, carry = theta, arrived
                 if arrived[1] > 0:
-                    here, _ = self.opt(theta, state, *arrived, extra)
+                    ahead, _ = self.opt(theta, state, *arrived, extra)
+                    here = jax.tree.map(
+                        lambda x, at: at + extrapolation * (x - at), ahead, theta
+                    )
             else:  # commit
                 total, weight = jax.tree.map(np.add, carry, arrived)
                 if weight > 0:

@@ -9,6 +9,9 @@ optimizer from its committed state:
                                             (G(t-1) + G'(t)) / (W(t-1) + W'(t)))
               while g(t) is computed at theta~(t+1); the optimizer state advances
 
+With `extrapolation` r the estimate goes r times as far, which looks ahead as Nesterov's
+momentum does: theta~(t+1) = theta(t) + r (Opt(theta(t), G(t-1) / W(t-1)) - theta(t)).
+
 So in each half-round the exchange sends `pending`, the gradients that the half-round
 before has left, and `advance` is what the owners of shards do between its reduction and
 its gather. Beside it the next gradients are computed, at the parameters that the
@@ -16,6 +19,8 @@ exchange before has gathered; they are the next half-round's `pending`. The firs
 half-round (priming) has nothing to communicate: it is a commit of weight 0.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -59,7 +64,12 @@ def start(layout: Layout, master: PyTree, inner: PyTree) -> AccoState:
 
 
 def advance(
-    state: AccoState, gradient: PyTree, totals: Totals, step: Step
+    state: AccoState,
+    gradient: PyTree,
+    totals: Totals,
+    step: Step,
+    *,
+    extrapolation: float,
 ) -> tuple[AccoState, Point]:
     """One half-round of the recurrence, on the shards."""
     commit = state.half_rounds % 2 == 1  # this half-round is counted already
@@ -71,6 +81,12 @@ def advance(
         (state.carry, state.carried),
     )
     theta, inner_state, norm = step(both, total, state.inner, state.master)
+    point = theta
+    if extrapolation != 1:
+        ahead = jax.tree.map(
+            lambda x, at: at + extrapolation * (x - at), theta, state.master
+        )
+        point = choose(commit, theta, ahead)
     state = state._replace(
         steps=state.steps + (commit & (total.weight != 0)),
         master=choose(commit, theta, state.master),
@@ -78,13 +94,14 @@ def advance(
         carry=gradient,
         carried=totals,
     )
-    return state, Point(theta, norm)
+    return state, Point(point, norm)
 
 
 def acco(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
+    extrapolation: float = 1.0,
     **options: Unpack[ShardedOptions],
 ) -> ShardedMethod:
     """Communicate the last half-round's gradients while computing the next ones.
@@ -97,6 +114,9 @@ def acco(
       inner: any optax transformation; sees mean gradients and the float32 master copy,
         every leaf in its own shape. Clipping, masks and schedules belong in it.
       mesh: the devices.
+      extrapolation: how far an estimate goes, as a multiple of the optimizer's step;
+        above 1 it looks ahead. It costs nothing. For optimizers without Nesterov's
+        momentum; experiments/results/dynamics.md has what it gains.
       **options: see `acco_jax.methods.sharded.ShardedOptions`.
 
     Returns:
@@ -113,13 +133,17 @@ def acco(
       Nabli et al., ACCO: Accumulate While You Communicate for Communication-Overlapped
       Sharded LLM Training (https://arxiv.org/abs/2406.02613)
     """
+    if not 0 < extrapolation < math.inf:
+        raise ValueError(
+            f"extrapolation is {extrapolation}: give a positive number, 1 for none."
+        )
     return sharded.sharded(
         inner,
         mesh,
         options,
         state=AccoState,
         start=start,
-        advance=advance,
+        advance=functools.partial(advance, extrapolation=extrapolation),
         delayed=True,
         half_rounds=2,
     )

@@ -380,6 +380,12 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, workers)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
+    if config.microbatches == "halves":
+        raise ValueError(
+            "microbatches is 'halves': plan the smaller one, which has the least to "
+            "hide communication behind, with microbatches='fixed' and "
+            f"microbatches_per_step={2 * config.first_half}."
+        )
     if config.microbatches not in ("fixed", "adaptive"):
         raise ValueError(
             f"microbatches is {config.microbatches!r}, which a run has logged: plan "

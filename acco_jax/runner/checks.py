@@ -109,7 +109,9 @@ def _check_length(config: ConfigDict) -> None:
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "
             "steps."
         )
-    constant = config.microbatches == "balanced" and not config.balance.grows
+    constant = config.microbatches == "halves" or (
+        config.microbatches == "balanced" and not config.balance.grows
+    )
     if given and config.microbatches != "fixed" and not constant:
         raise ValueError(
             f"{given[0]} is {config[given[0]]}, but microbatches="
@@ -160,11 +162,11 @@ def _check_microbatches(config: ConfigDict) -> None:
             f"microbatch_size is {config.microbatch_size}, which mesh.fsdp="
             f"{config.mesh.fsdp} does not divide: use a multiple."
         )
-    kinds = ("fixed", "adaptive", "balanced")
+    kinds = ("fixed", "adaptive", "balanced", "halves")
     if config.microbatches not in kinds and not replayed(config):
         raise ValueError(
             f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive', "
-            "'balanced' or 'replay:FILE'."
+            "'balanced', 'halves' or 'replay:FILE'."
         )
     if config.microbatches != "fixed" and len(config.counts):
         raise ValueError(

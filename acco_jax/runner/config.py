@@ -69,9 +69,13 @@ def default_config() -> ConfigDict:
     # 'fixed', or 'adaptive': each process keeps adding microbatches until its
     # communication is done, from those of a half-round up to most_microbatches (split
     # form); or 'balanced': they follow the workers' measured speed, so that all end
-    # together (fused form); or 'replay:FILE', a run's counts.jsonl: as that run did, in
-    # the form that it had.
+    # together (fused form); or 'halves': acco's half-rounds differ; or 'replay:FILE',
+    # a run's counts.jsonl: as that run did, in the form that it had.
     c.microbatches = "fixed"
+    # Of 'halves': how many of microbatches_per_step come in a step's first half-round,
+    # beside the estimate's communication. The fewer, the closer acco is to zero1; as
+    # few as take as long as the communication.
+    c.first_half = 1
     c.most_microbatches = 16  # of each worker in a half-round, where they vary
     # Of 'balanced': the least of each worker, however slow, and whether the batch grows
     # (the slowest worker computes its even part of it, the others what they end

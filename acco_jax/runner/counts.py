@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax.runner import config as configs
+from acco_jax.runner import worlds
 from acco_jax.runner.files import write_rows
 from acco_jax.step.balanced import BalancedStep
 from acco_jax.step.replay import check_counts, read_counts
@@ -83,7 +84,7 @@ def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
 
 def counted(
     config: ConfigDict, microbatches: int, half_rounds: int, first: int, workers: int
-) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Replay | None:
+) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay | None:
     """Returns how a half-round's microbatches are counted, None where they are fixed.
 
     Args:
@@ -99,6 +100,9 @@ def counted(
     if config.microbatches == "fixed":
         return None
     capacity, balance = config.most_microbatches, config.balance
+    if config.microbatches == "halves":
+        return _halves(config, microbatches, first if config.batch == "kept" else 0,
+                       workers)  # fmt: skip
     if capacity < microbatches:
         raise ValueError(
             f"most_microbatches is {capacity}, less than the {microbatches} that "
@@ -117,6 +121,22 @@ def counted(
         )
     capacity = max(capacity, math.ceil(total / workers))  # of fewer than at first
     return acco_jax.Balanced(total, capacity, balance.floor, balance.grows)
+
+
+def _halves(
+    config: ConfigDict, microbatches: int, first: int, workers: int
+) -> acco_jax.Halves:
+    """Returns the halves of a step, dealt out anew where there were `first` workers."""
+    per_step, small = config.microbatches_per_step, config.first_half
+    if per_step != 2 * microbatches or not 0 < small < per_step:
+        raise ValueError(
+            f"first_half is {small} of microbatches_per_step={per_step} with "
+            f"{config.method}: it is for acco, from 1 to one less than these."
+        )
+    parts = small, per_step - small
+    if first in (0, workers):
+        return acco_jax.Halves(*parts)
+    return acco_jax.Halves(*(worlds.dealt(part * first, workers) for part in parts))
 
 
 class Watch:

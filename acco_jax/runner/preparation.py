@@ -114,7 +114,8 @@ class Experiment:
     @property
     def tokens(self) -> int:
         """Targets of a half-round where their number stays, of full rows."""
-        kept = self.config.microbatches == "balanced" and self.config.batch == "kept"
+        same = self.config.microbatches in ("balanced", "halves")
+        kept = same and self.config.batch == "kept"
         workers = self.identity["workers"] if kept else self.workers
         computed = self.config.counts or [self.microbatches] * workers
         rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size

@@ -10,6 +10,7 @@ from acco_jax.step.adaptive import Adaptive, AdaptiveStep
 from acco_jax.step.balance import Balanced
 from acco_jax.step.balanced import BalancedStep
 from acco_jax.step.fused import TrainStep
+from acco_jax.step.halves import Halves
 from acco_jax.step.replay import Replay
 from acco_jax.step.split import SplitStep
 
@@ -20,7 +21,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     tx: Method,
     *,
-    microbatches: int | Adaptive | Balanced | Replay,
+    microbatches: int | Adaptive | Balanced | Halves | Replay,
     form: str = "auto",
     drop_nonfinite: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -36,8 +37,9 @@ def make_train_step(
         its batch holds as many times N, step after step. Or `Adaptive(least, most)`:
         each process keeps adding microbatches until its communication is done (split
         form); or `Balanced(total, most)`: they follow the workers' measured speed, so
-        that all end together (fused form); or `Replay(log)`: as a run of either logged
-        them, in the same form.
+        that all end together (fused form); or `Halves(first, second)`: acco's two
+        half-rounds differ; or `Replay(log)`: as a run of these logged them, in the
+        same form.
       form: 'fused' (one program), 'split' (several programs from two threads), or
         'auto': split for several CPU processes and counts that adapt or are repeated,
         else fused.
@@ -80,7 +82,8 @@ def make_train_step(
     if not isinstance(most, int) or most < 1:
         raise ValueError(
             f"microbatches is {microbatches!r}: give an integer of at least 1, "
-            "Adaptive(least, most), Balanced(total, most) or Replay(log, most)."
+            "Adaptive(least, most), Balanced(total, most), Halves(first, second) or "
+            "Replay(log, most)."
         )
     form, model_axes = _form(tx, counted, form), _model_axes(tx)
     if compiler_options is None:
@@ -89,9 +92,9 @@ def make_train_step(
     gradients = Accumulator(
         loss_fn, tx.mesh, tx.axis, most, tx.accumulate_dtype, drop_nonfinite
     ).placed()
-    if isinstance(counted, Balanced | Replay) and form == "fused":
+    if isinstance(counted, Balanced | Halves | Replay) and form == "fused":
         return BalancedStep(tx, gradients, compiler_options, counted)
-    if isinstance(counted, Adaptive | Replay):
+    if isinstance(counted, Adaptive | Halves | Replay):
         return AdaptiveStep(tx, gradients, compiler_options, counted)
     step = SplitStep if form == "split" else TrainStep
     return step(tx, gradients, compiler_options)
@@ -103,7 +106,9 @@ def _model_axes(tx: Method) -> list[str]:
     return sorted(a for a in names if tx.mesh.shape[a] > 1)
 
 
-def _form(tx: Method, counted: Adaptive | Balanced | Replay | None, form: str) -> str:
+def _form(
+    tx: Method, counted: Adaptive | Balanced | Halves | Replay | None, form: str
+) -> str:
     """'fused' or 'split'; a ValueError where it does not fit what is counted."""
     axes, devices = _model_axes(tx), tx.mesh.devices.flat
     finds = isinstance(counted, Adaptive) or (
@@ -120,7 +125,12 @@ def _form(tx: Method, counted: Adaptive | Balanced | Replay | None, form: str) -
             f"microbatches={counted!r} needs form='fused' and workers of one device "
             "each, which time a microbatch by themselves: give counts= instead."
         )
-    if form == "auto" and counted is not None:
+    if isinstance(counted, Halves) and (tx.half_rounds != 2 or tx.warmup):
+        raise ValueError(
+            f"microbatches={counted!r} is for acco, whose steps have two half-rounds: "
+            "give a number."
+        )
+    if form == "auto" and isinstance(counted, Adaptive | Balanced | Replay):
         form = "split" if finds else "fused"
     if form == "auto":
         several = len({d.process_index for d in devices}) > 1

@@ -20,6 +20,7 @@ from acco_jax.gradients import Accumulator, Sums
 from acco_jax.half_round import Inputs
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
+from acco_jax.step.halves import Halves, Turns
 from acco_jax.step.replay import Lines, Replay
 from acco_jax.step.split import Programs, SplitStep, placed
 
@@ -52,7 +53,7 @@ class AdaptiveStep(SplitStep):
     of a run) they are repeated, bit for bit.
 
     Attributes:
-      half_round: the line of the log to repeat next; set it when a run continues.
+      half_round: the next one, which a log has a line of; set it when a run continues.
     """
 
     def __init__(
@@ -60,13 +61,15 @@ class AdaptiveStep(SplitStep):
         tx: Method,
         gradients: Accumulator,
         compiler_options: dict[str, Any],
-        microbatches: Adaptive | Replay,
+        microbatches: Adaptive | Halves | Replay,
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
         self.half_round, self._least = 0, 1
-        self._log: Lines | None = None
+        self._log: Lines | Turns | None = None
         if isinstance(microbatches, Replay):
             self.repeat(microbatches)
+        elif isinstance(microbatches, Halves):
+            self._log = Turns(microbatches, gradients.workers)
         else:
             self._least = microbatches.least
         # the number in one place, or the second microbatch would compile anew

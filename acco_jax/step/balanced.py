@@ -1,4 +1,4 @@
-"""The fused step whose counts are known before it runs: balanced, or read from a log.
+"""The fused step whose counts are known before it runs: balanced, halves, or a log's.
 
 Counts are data of the program, (n,) integers: another speed compiles nothing anew.
 """
@@ -15,6 +15,7 @@ from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
 from acco_jax.step.balance import Balanced, Balancer
 from acco_jax.step.fused import Arguments, TrainStep
+from acco_jax.step.halves import Halves, Turns
 from acco_jax.step.probe import Probe
 from acco_jax.step.replay import Lines, Replay
 
@@ -27,7 +28,7 @@ class BalancedStep(TrainStep):
 
     Attributes:
       counts: microbatches of every worker in the last call that was not given any.
-      half_round: the line of the log to repeat next; set it when a run continues.
+      half_round: the next one, which a log has a line of; set it when a run continues.
     """
 
     def __init__(
@@ -35,11 +36,11 @@ class BalancedStep(TrainStep):
         tx: Method,
         gradients: Accumulator,
         compiler_options: dict[str, Any],
-        microbatches: Balanced | Replay,
+        microbatches: Balanced | Halves | Replay,
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
         self.half_round, self.counts = 0, list[int]()
-        self._log: Lines | None = None
+        self._log: Lines | Turns | None = None
         self._balancer: Balancer | None = None
         self._probe: Probe | None = None
         # half-rounds since the last probe, and when it ended; the first one's beginning
@@ -48,6 +49,8 @@ class BalancedStep(TrainStep):
         self._there: Any = None  # the counts, on the devices
         if isinstance(microbatches, Replay):
             self.repeat(microbatches)
+        elif isinstance(microbatches, Halves):
+            self._log = Turns(microbatches, gradients.workers)
         else:
             self._balancer = Balancer(microbatches, gradients.workers)
 
@@ -84,7 +87,7 @@ class BalancedStep(TrainStep):
 
     def _refuse_trace(self) -> None:
         raise ValueError(
-            "counts that are balanced, or read from a log, are found by the host, "
+            "counts that differ from call to call are found by the host, "
             "which cannot be done inside jit or scan: give microbatches as a number, "
             "and counts=, or use a Python loop."
         )

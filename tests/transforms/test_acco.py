@@ -316,6 +316,37 @@ def test_inner_behaves_as_unsharded(name, n):
     assert update._cache_size() <= 2 + (name == "noise")
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.3])
+def test_an_estimate_goes_as_much_further(factor):
+    inner, shapes = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), [
+        (6, 4), (5,)]  # fmt: skip
+    theta, mesh = parameters(shapes), make_mesh(2)
+    tx = acco_jax.acco(inner, mesh=mesh, extrapolation=factor)
+    gradients, counts = (
+        draw(shapes, 2, 7, seed=3),
+        [[1, 2]] * 3 + [[0, 0]] + [[1, 1]] * 3,
+    )
+    expected = Unsharded(inner).acco(theta, gradients, counts, extrapolation=factor)
+    plain = Unsharded(inner).acco(theta, gradients, counts)
+    params, state, update = theta, tx.init(theta), jax.jit(tx.update)
+    for g, w, (here, committed) in zip(gradients, counts, expected, strict=True):
+        updates, state = update(g, state, params, weight=np.asarray(w))
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close(params, here, rtol=0, atol=1e-9)
+        held = acco_jax.committed_params(state, params)
+        chex.assert_trees_all_close(held, committed, rtol=0, atol=1e-9)
+    gaps = [
+        flatten(a) - flatten(b) for (a, _), (b, _) in zip(expected, plain, strict=True)
+    ]
+    assert np.abs(gaps[1]).max() > 1e-3 and np.abs(gaps[2]).max() == 0
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, math.inf, math.nan])
+def test_an_extrapolation_that_is_none_is_refused(factor):
+    with pytest.raises(ValueError, match="give a positive number, 1 for none"):
+        acco_jax.acco(optax.sgd(1.0), mesh=make_mesh(1), extrapolation=factor)
+
+
 def test_zero1_and_acco_take_the_same_state_shapes():
     theta = parameters(TREES["odd"])
     states = [

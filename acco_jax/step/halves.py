@@ -1,0 +1,76 @@
+"""Unequal halves of an optimizer step: how much of it the estimate already knows."""
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Microbatches of acco's two half-rounds, the same in every step.
+
+    `first` are computed at theta(t), beside the estimate's communication, `second` at
+    theta~(t+1), beside the commit's; the call that primes computes `second`, too. With
+    f the second half's share of a step's weight, theta~ misses 1 - f of the gradients
+    that the commit will have, and f of the commit's gradients are computed there. On a
+    loss of curvature h, with a step of kappa = eta (1 - beta) per gradient (momentum
+    beta), the error e = theta~ - theta obeys
+
+        e(t+1) = -kappa h (1 - f) e(t) + noise of variance ~ (1 - f) / f,
+
+    and enters the gradient as f h e: a larger f is stable at larger rates, and what is
+    left of the error is smaller (f (1 - f) of its variance). f -> 1 is zero1. What it
+    costs is time to hide: the estimate's communication has `first` alone beside it, so
+    take the fewest that take as long.
+
+    Attributes:
+      first: of each worker, or one number for every worker.
+      second: likewise.
+    """
+
+    first: int | Sequence[int]
+    second: int | Sequence[int]
+
+    def __post_init__(self) -> None:
+        for name, counts in (("first", self._first), ("second", self._second)):
+            whole = all(type(c) is int and c >= 0 for c in counts)
+            if not whole or not any(counts):
+                raise ValueError(
+                    f"{self}: {name} is no number of microbatches: give an integer of "
+                    "at least 1, or one for each worker."
+                )
+
+    @property
+    def _first(self) -> Sequence[int]:
+        return self.first if isinstance(self.first, Sequence) else [self.first]
+
+    @property
+    def _second(self) -> Sequence[int]:
+        return self.second if isinstance(self.second, Sequence) else [self.second]
+
+    @property
+    def most(self) -> int:
+        """Microbatches for which a worker's part of a batch has room."""
+        return max(*self._first, *self._second)
+
+
+class Turns:
+    """Halves of so many workers, by half-round."""
+
+    def __init__(self, halves: Halves, workers: int) -> None:
+        """Deals them.
+
+        Raises:
+          ValueError: they are of another number of workers.
+        """
+        self._counts = []
+        for counts in (halves._second, halves._first):
+            if len(counts) not in (1, workers):
+                raise ValueError(
+                    f"{halves} has {len(counts)} counts: give one for each of the "
+                    f"{workers} workers, or one for all."
+                )
+            self._counts.append(list(counts) * (workers // len(counts)))
+
+    def line(self, half_round: int) -> list[int]:
+        """The counts of a half-round, numbered from 0, which primes."""
+        return self._counts[half_round % 2]

@@ -1,0 +1,101 @@
+"""Unequal halves: the counts of each half-round, and what they do to stability."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import acco_jax
+from acco_jax.step.halves import Turns
+from tests.reference import Unsharded, make_mesh
+
+N, ROWS, WIDTH = 4, 2, 6
+HALVES = acco_jax.Halves(1, 3)
+
+
+def loss_fn(params, microbatch, rng):
+    return jnp.mean(jnp.tanh(microbatch @ params["w"]) ** 2)
+
+
+def batches(number, most):
+    draw, shape = np.random.default_rng(0), (N * most * ROWS, WIDTH)
+    return [draw.normal(size=shape) for _ in range(number)]
+
+
+def make(halves, form, name="acco"):
+    tx = getattr(acco_jax, name)(optax.adamw(1e-2), mesh=make_mesh(N))
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=halves, form=form)
+    params = {"w": jnp.ones((WIDTH, WIDTH), jnp.float64) / 8}
+    return step, acco_jax.start(tx, params)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_half_rounds_compute_their_own_number(form):
+    """The points are those of an unsharded loop over the same microbatches."""
+    step, (params, state) = make(HALVES, form)
+    calls, start = batches(7, 3), jax.device_get(params)
+    found, counts = [], []
+    for batch in calls:
+        params, state, metrics = step(params, state, batch)
+        found.append(jax.device_get(params)["w"])
+        counts.append(metrics["counts"].tolist())
+    assert counts == [[3] * N, [1] * N] * 3 + [[3] * N]
+
+    gradient = jax.jit(jax.grad(lambda p, x: loss_fn(p, x, None)))
+    here, gradients, weights = start, [], []
+    for number, batch in enumerate(calls):
+        count = counts[number][0]
+        rows = batch.reshape(N, 3, ROWS, WIDTH)[:, :count]
+        each = [[gradient(here, x)["w"] for x in worker] for worker in rows]
+        gradients.append({"w": np.sum(np.asarray(each), axis=1)})
+        weights.append([count] * N)
+        points = Unsharded(optax.adamw(1e-2)).acco(start, gradients, weights)
+        here = points[-1][0]
+        np.testing.assert_allclose(found[number], here["w"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_larger_second_half_is_stable_where_equal_ones_are_not():
+    """kappa h is 2.5: e' = -kappa h (1 - f) e, and heavy ball is stable up to 3.8."""
+    beta, kappa = 0.9, 2.5  # of curvature 1
+    rate = kappa / (1 - beta)
+    inner = optax.chain(optax.ema(beta, debias=False), optax.sgd(rate))
+    noise = np.random.default_rng(0).normal(scale=1e-3, size=(401, 4, 3))
+
+    def quadratic(params, microbatch, rng):
+        return 0.5 * jnp.sum((params - microbatch.mean(0)) ** 2)
+
+    def ends(microbatches, most, name="acco"):
+        tx = getattr(acco_jax, name)(inner, mesh=make_mesh(1))
+        step = acco_jax.make_train_step(quadratic, tx, microbatches=microbatches)
+        params, state = acco_jax.start(tx, jnp.ones(3, jnp.float64))
+        for batch in noise[: tx.calls(200)]:
+            params, state, _ = step(params, state, batch[:most])
+        return float(jnp.abs(acco_jax.committed_params(state, params)).max())
+
+    assert ends(4, 4, "zero1") < 0.1
+    assert ends(2, 2) > 1e6
+    assert ends(HALVES, 3) < 0.1
+
+
+def test_counts_may_be_of_each_worker():
+    halves = acco_jax.Halves([1, 0, 1, 1], [2, 4, 3, 3])
+    assert halves.most == 4
+    turns = Turns(halves, 4)
+    assert [turns.line(k) for k in range(3)] == [
+        [2, 4, 3, 3], [1, 0, 1, 1], [2, 4, 3, 3]]  # fmt: skip
+    with pytest.raises(ValueError, match="has 4 counts: give one for each of the 2"):
+        Turns(halves, 2)
+
+
+@pytest.mark.parametrize("parts", [(0, 3), (1, 0), (-1, 2), (1.0, 2), ([0, 0], 1)])
+def test_what_is_no_half_is_refused(parts):
+    with pytest.raises(ValueError, match="is no number of microbatches"):
+        acco_jax.Halves(*parts)
+
+
+def test_it_is_for_two_half_rounds():
+    with pytest.raises(ValueError, match="is for acco, whose steps have two"):
+        make(HALVES, "auto", "zero1")
