@@ -1,0 +1,233 @@
+"""What ACCO's estimate costs: variants of its recurrence, learning on one device.
+
+    python benchmarks/estimates.py --runs=RUNS.jsonl --out=OUT.jsonl [--part=0/2]
+
+The recurrence of acco_jax/methods/acco.py, written down a second time for one device (a
+step is the body of a loop, the whole run one program), with what might bring it closer
+to zero1. A line of RUNS is a JSON object with fields of `Run`; what OUT has already is
+not run again, and `--part=0/2` takes every second line, for two processes. The model is
+experiments/quickstart.py's (0.45M parameters, float32, the source of Python's standard
+library), a step 4,096 tokens, a run 300 of them. Without --runs it does SHOWN.
+
+Each line of OUT is the run with its held-out loss (nats per token, of the same 199k
+targets), the loss of its last 60 steps, and how far the point that it computed at was
+from the commit, as a part of the commit's own way.
+
+`--table=OUT.jsonl` prints a table of differences to zero1 of equal optimizer, rate,
+warm-up and seed.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import os
+import runpy
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+from acco_jax.gradients import with_arrays  # noqa: E402
+from acco_jax.methods.optimizer import choose  # noqa: E402
+from acco_jax.runner import optimizers, preparation  # noqa: E402
+
+ROWS, STEPS, TARGETS = 32, 300, 400_000  # rows of a step; targets bound the evaluation
+OPTIMIZERS = {
+    "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
+    "nadamw": functools.partial(optax.nadamw, weight_decay=0.1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A variant, and how it learns."""
+
+    name: str = "acco"
+    opt: str = "adamw"
+    lr: float = 1.5e-3
+    warm: int = 30  # steps of a rising rate, before a cosine
+    seed: int = 0
+    f: float = 0.5  # share of a step in the second half, computed at the estimate
+    s: float = 1.0  # extrapolation: the estimate goes so many times as far
+    k: int = 0  # the first steps are synchronous; as many as there are: zero1
+    r: float = 0.0  # weight of the mean gradient of former steps in an estimate's
+    q: float = 0.0  # an estimate also goes on with so much of the last step
+    clip: bool = False  # an estimate's gradient is no longer than the last commit's
+
+
+ZERO1 = {"name": "zero1", "k": 10**6}
+SHOWN = [{}, ZERO1, {"name": "f.75", "f": 0.75}, {"name": "s1.3", "s": 1.3}]
+
+
+def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
+    """Returns a program: (loss, parameters, tokens, a run's numbers) -> end, errors."""
+
+    def train(loss_fn, params, tokens, lr, warm, s, k, r, q, clip):  # type: ignore[no-untyped-def]
+        steps = tokens.shape[0] - 1
+        cut = round(ROWS * (1 - f))
+
+        def rate(t: jax.Array) -> jax.Array:
+            part = jnp.clip((t - warm) / (steps - warm), 0, 1)
+            cosine = lr * 0.5 * (1 + jnp.cos(jnp.pi * part))
+            return jnp.where(t < warm, lr * (t + 1) / (warm + 1), cosine)
+
+        decayed = functools.partial(optimizers._decayed, None)
+        inner = OPTIMIZERS[opt](rate, mask=decayed)
+
+        def step(theta, state, gradient, limit=1.0):  # type: ignore[no-untyped-def]
+            norm = optax.tree.norm(gradient)
+            factor = jnp.minimum(1, limit / jnp.maximum(norm, 1e-9))
+            gradient = jax.tree.map(lambda g: g * factor, gradient)
+            updates, state = inner.update(gradient, state, theta)
+            return optax.apply_updates(theta, updates), state, norm
+
+        def gradient(theta, rows):  # type: ignore[no-untyped-def]
+            def mean(p):  # type: ignore[no-untyped-def]
+                nats, targets, _ = loss_fn(p, {"tokens": rows}, None)
+                return nats / targets
+
+            return jax.value_and_grad(mean)(theta)
+
+        def one_step(carry, x):  # type: ignore[no-untyped-def]
+            theta, state, second, mean, moved, norm = carry
+            t, rows = x
+            past = jnp.where(t > 0, r, 0.0)
+            bias = jnp.maximum(1 - 0.9**t, 1e-6)
+            guess = jax.tree.map(
+                lambda g, m: (g + past * m / bias) / (1 + past), second, mean
+            )
+            limit = jnp.where(clip, jnp.minimum(norm, 1.0), 1.0)
+            ahead = step(theta, state, guess, limit)[0]
+            point = jax.tree.map(
+                lambda a, b, d: a + s * (b - a) + q * d, theta, ahead, moved
+            )
+            point = choose(t < k, theta, point)
+            loss, fresh = gradient(theta, rows[:cut])
+            other, after = gradient(point, rows[cut:])
+            arrived = choose(t < k, after, second)
+            whole = jax.tree.map(lambda a, b: (1 - f) * a + f * b, fresh, arrived)
+            mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, whole)
+            new, state, norm = step(theta, state, whole)
+            moved = jax.tree.map(jnp.subtract, new, theta)
+            error = optax.tree.norm(jax.tree.map(jnp.subtract, point, new))
+            here = (1 - f) * loss + f * other, error / optax.tree.norm(moved)
+            return (new, state, after, mean, moved, norm), here
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        first = gradient(params, tokens[0, cut:])[1]
+        one = jnp.ones_like(optax.tree.norm(first))
+        start = params, inner.init(params), first, zeros, zeros, one
+        steps_of = jnp.arange(steps), tokens[1:]
+        (theta, *_), found = jax.lax.scan(one_step, start, steps_of)
+        return theta, found
+
+    return jax.jit(train)
+
+
+class Data:
+    """What runs of a seed learn from."""
+
+    def __init__(self, seed: int) -> None:
+        c = runpy.run_path(str(ROOT / "experiments" / "quickstart.py"))["get_config"]()
+        c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, STEPS
+        c.microbatch_size, c.microbatches_per_step = ROWS // 2, 2
+        with tempfile.TemporaryDirectory() as folder:
+            e = preparation.prepare(c, Path(folder), jax.devices()[:1])
+            batches = preparation.batches(e)
+            self.tokens = jnp.stack([next(batches)["tokens"] for _ in range(STEPS + 1)])
+            self.params = preparation.initial(e)[0]
+            limit = TARGETS // (ROWS * c.length)
+            self.held_out = list(preparation.held_out_batches(e, limit))
+        self.loss_fn = with_arrays(e.loss_fn)
+
+
+@jax.jit
+def evaluated(loss_fn, params, tokens):  # type: ignore[no-untyped-def]
+    return jnp.stack(loss_fn(params, {"tokens": tokens}, None)[:2])
+
+
+def done(out: Path) -> list[dict]:
+    if not out.exists():
+        return []
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def run_all(runs: list[Run], out: Path) -> None:
+    programs = functools.cache(trainer)
+    data = functools.lru_cache(1)(Data)
+    for run in runs:
+        if any(row["run"] == dataclasses.asdict(run) for row in done(out)):
+            continue
+        d = data(run.seed)
+        numbers = (run.lr, run.warm, run.s, run.k, run.r, run.q, run.clip)
+        theta, (losses, errors) = programs(run.opt, run.f)(
+            d.loss_fn, d.params, d.tokens, *map(jnp.asarray, numbers)
+        )
+        nats, targets = np.sum(
+            [evaluated(d.loss_fn, theta, x["tokens"]) for x in d.held_out], 0, float
+        )
+        row = {
+            "run": dataclasses.asdict(run),
+            "loss": nats / targets,
+            "train": float(losses[-60:].mean()),
+            "error": float(errors[20:].mean()),
+        }
+        with out.open("a") as rows:
+            rows.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+def table(rows: list[dict]) -> str:
+    """Returns Markdown: each variant against zero1, seed by seed and on average."""
+    losses: dict[tuple, dict[int, float]] = collections.defaultdict(dict)
+    for row in rows:
+        r = row["run"]
+        losses[r["opt"], r["lr"], r["warm"], r["name"]][r["seed"]] = row["loss"]
+    lines = [
+        "| optimizer, rate, warm-up | variant | loss, by seed | against zero1 |",
+        "|---|---|---|---|",
+    ]
+    for (opt, lr, warm, name), found in losses.items():
+        base = losses.get((opt, lr, warm, "zero1"), {})
+        parts = [100 * (found[i] / base[i] - 1) for i in found if i in base]
+        text = f"{statistics.fmean(parts):+.2f}" if parts else "-"
+        if len(parts) > 1:
+            text += f" ± {statistics.stdev(parts) / len(parts) ** 0.5:.2f}"
+        shown = ", ".join(f"{found[i]:.4f}" for i in sorted(found))
+        text = "" if name == "zero1" else f"{text} %"
+        lines.append(f"| {opt} {lr:g}, {warm} | {name} | {shown} | {text} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, help="a JSON object a line; default SHOWN")
+    parser.add_argument("--out", type=Path, default=Path("estimates.jsonl"))
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th line from I on")
+    parser.add_argument("--table", type=Path, help="print a table of this and stop")
+    args = parser.parse_args()
+    if args.table:
+        print(table(done(args.table)))
+        return
+    asked = SHOWN
+    if args.runs:
+        asked = [json.loads(x) for x in args.runs.read_text().splitlines()]
+    part, parts = map(int, args.part.split("/"))
+    run_all([Run(**fields) for fields in asked[part::parts]], args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The recurrence as benchmarks/estimates.py writes it down is the library's."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import acco_jax
+from tests.reference import make_mesh
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "estimates.py"
+STEPS, WIDTH, RATE, WARM = 12, 5, 3e-2, 3
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("estimates", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def loss_fn(params, batch, rng):
+    tokens = jnp.tanh(batch["tokens"] @ params["kernel"])
+    return jnp.sum(tokens**2) * 20, batch["tokens"].shape[0], None
+
+
+def rate(t):
+    part = jnp.clip((t - WARM) / (STEPS - WARM), 0, 1)
+    return jnp.where(
+        t < WARM, RATE * (t + 1) / (WARM + 1), RATE / 2 * (1 + jnp.cos(jnp.pi * part))
+    )
+
+
+def library(tokens, params, name, f, **options):
+    """The same run in the library: microbatches of 4 rows, in halves."""
+    inner = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)
+    )
+    tx = getattr(acco_jax, name)(inner, mesh=make_mesh(1), **options)
+    per_step, rows = 8, 4
+    second = round(per_step * f)
+    halves = acco_jax.Halves(per_step - second, second) if name == "acco" else per_step
+
+    def mean(p, microbatch, rng):
+        nats, targets, _ = loss_fn(p, microbatch, rng)
+        return nats / targets
+
+    step = acco_jax.make_train_step(mean, tx, microbatches=halves)
+    params, state = acco_jax.start(tx, params)
+    most = per_step if name == "zero1" else halves.most
+    for call in range(tx.calls(STEPS)):
+        if name == "zero1":
+            batch = tokens[call + 1]
+        else:  # priming takes the second half of the rows before the first step's
+            k, cut = (call + 1) // 2, rows * (per_step - second)
+            batch = tokens[k][cut:] if call % 2 == 0 else tokens[k][:cut]
+            batch = np.concatenate([batch, np.zeros((rows * most, WIDTH))])
+        batch = {"tokens": np.asarray(batch[: rows * most])}
+        params, state, _ = step(params, state, batch)
+    return acco_jax.committed_params(state, params)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "fields", "options"),
+    [
+        ("zero1", {"k": 10**6}, {}),
+        ("acco", {}, {}),
+        ("acco", {"f": 0.75, "s": 1.3}, {"extrapolation": 1.3}),
+    ],
+)
+def test_a_run_is_the_library_s(program, name, fields, options):
+    run = program.Run(lr=RATE, warm=WARM, **fields)
+    shape = STEPS + 1, program.ROWS, WIDTH
+    tokens = np.random.default_rng(0).normal(size=shape)
+    params = {"kernel": jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, 4)))}
+    numbers = (run.lr, run.warm, run.s, run.k, run.r, run.q, run.clip)
+    train = program.trainer(run.opt, run.f)
+    args = jax.tree_util.Partial(loss_fn), params, jnp.asarray(tokens)
+    theta, (losses, errors) = train(*args, *map(jnp.asarray, numbers))
+    expected = library(tokens, params, name, run.f, **options)
+    np.testing.assert_allclose(theta["kernel"], expected["kernel"], rtol=0, atol=1e-9)
+    assert losses.shape == errors.shape == (STEPS,)
+    if name == "acco":
+        assert 0 < errors[2:].mean() < 1
+
+
+def test_differences_are_of_equal_seeds(program):
+    def row(name, seed, loss):
+        run = {"opt": "adamw", "lr": 1e-3, "warm": 0, "name": name, "seed": seed}
+        return {"run": run, "loss": loss}
+
+    rows = [row("zero1", 0, 2.0), row("zero1", 1, 1.0), row("acco", 1, 1.01)]
+    rows += [row("acco", 0, 2.0), row("acco", 2, 9.0)]
+    text = program.table(rows)
+    assert "| adamw 0.001, 0 | zero1 | 2.0000, 1.0000 |  |" in text
+    assert "| acco | 2.0000, 1.0100, 9.0000 | +0.50 ± 0.50 % |" in text
