@@ -99,6 +99,7 @@ def _no_work(name: str, module: Any):
     patches: list[tuple[Any, str, Any]] = [
         (comparison.devices, "choose_platform", lambda *_, **__: None),
         (preparation, "prepare", lambda config, folder: validate(config)),
+        (comparison, "_length", lambda experiment: {}),
         (comparison, "compare", lambda request, argv: comparison.check(request) or ""),
     ]
     if name == "train":

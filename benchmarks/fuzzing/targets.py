@@ -140,6 +140,7 @@ MORE = ("--config=nowhere.py", "--config=.", "--config=records.jsonl", "--config
         "--seeds=" + "9" * 30, "--process=" + "9" * 30, "--lost_after=nan",
         "--coordinator=:1", "--coordinator=a:99999", "--set=x", "--set==1",
         "--set=flops=nan", "--devices=", "--methods=,",
+        "--tune=seed=1,2", "--tune=x=a,/b", "--tune==,", "--budget=nan", "--at_once=99",
         "--network=-1")  # fmt: skip
 
 

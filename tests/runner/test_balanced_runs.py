@@ -77,18 +77,14 @@ def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, c
 def test_halves_go_on_with_other_workers_and_skip_no_row(run, tmp_path):
     halves = {"microbatches": "halves", "first_half": 1}
     first, _ = run(tmp_path / "a", stop_after=4, **halves)
-    assert first.capacity == 3
-    run(tmp_path / "b", **halves)
-    assert counts_of(tmp_path / "b") == [[3] * 4, [1] * 4] * 4 + [[3] * 4]
-    rows = [r for r in metrics.read(tmp_path / "b") if r["kind"] == "train"]
+    two, _ = run(tmp_path / "a", devices=2, **halves)
+    assert (first.capacity, two.capacity) == (3, 6) and two.tokens == first.tokens
+    assert counts_of(tmp_path / "a") == [
+        *([3] * 4, [1] * 4) * 2, *([6] * 2, [2] * 2) * 2, [6] * 2]  # fmt: skip
+    rows = [r for r in metrics.read(tmp_path / "a") if r["kind"] == "train"]
     size = first.config.microbatch_size * first.config.length
     done = [0, 12, 16, 28, 32, 44, 48, 60, 64, 76]
     assert [r["tokens"] for r in rows] == [done[r["half_round"]] * size for r in rows]
-    run(tmp_path / "a", stop_after=6, devices=2, **halves)
-    two, _ = run(tmp_path / "a", **halves)
-    assert counts_of(tmp_path / "a")[4:6] == [[6] * 2, [2] * 2]
-    ends = [metrics.read(tmp_path / x)[-1]["tokens"] for x in "ab"]
-    assert ends[0] == ends[1] == 76 * size and two.tokens == first.tokens
     with pytest.raises(ValueError, match="first_half is 4 of microbatches_per_step=4"):
         run(tmp_path / "c", **halves | {"first_half": 4})
 

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from acco_jax.runner import exits, pool, tuning
@@ -142,6 +142,7 @@ def test_an_option_is_swept_over_the_methods_that_have_it():
     assert len(sweep_of("dpu", sweep=sweep)[0]) == 4
 
 
+@settings(max_examples=25)
 @given(
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     seeds=st.integers(1, 3),
