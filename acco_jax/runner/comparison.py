@@ -132,7 +132,7 @@ def check(request: Request) -> list[dict[str, Any]]:
     for c in request.candidates:
         entry, seed = Entry(c.method, c.flags), request.seed_numbers[0]
         folder = request.folder(entry, seed)
-        if request.sweep:
+        if c.point:
             seed = request.tuning_seeds[0]
             folder = tuning.folder_of(request.workdir, c, seed)
         try:

@@ -20,7 +20,7 @@ from absl import logging
 from acco_jax import methods
 from acco_jax.runner import exits, metrics, results
 from acco_jax.runner.figures import subplots
-from acco_jax.runner.pool import Pool, Task, raise_failed
+from acco_jax.runner.pool import Pool, RunFailed, Task, raise_failed
 
 DIVERGED = "diverged"  # a file in the folder of a run that has
 FOLDER = "tuning"
@@ -112,7 +112,8 @@ def candidates(
       flags: that make a run one of it.
       sweep: from `parse`.
     """
-    known = methods.options(name.partition("(")[0])
+    method = name.partition("(")[0]
+    known = methods.options(method) if method in methods.METHODS else []
 
     def applies(field: str) -> bool:
         family, _, option = field.partition(".")
@@ -209,11 +210,15 @@ def tune(
       pool: that runs are given to.
 
     Raises:
-      ValueError: the budget is too small, or no run of a method has trained.
+      ValueError: the budget is too small, there is nothing to tune, or no run of a
+        method has trained.
       RunFailed: a run has no result.
       Stopped: told to stop.
     """
-    groups = {c.method: [d for d in found if d.method == c.method] for c in found}
+    every = {c.method: [d for d in found if d.method == c.method] for c in found}
+    groups = {m: group for m, group in every.items() if len(group) > 1}
+    if not groups:
+        raise ValueError("--tune names no option of these methods: leave it out.")
     plan = rungs(groups, lengths, len(seeds), budget)
     scores: dict[Candidate, Score] = {}
     alive = dict(groups)
@@ -222,9 +227,12 @@ def tune(
         _run(due, lengths, seeds, workdir, pool)
         for c, part in due.items():
             step = lengths[c].step(part)
-            folders = (folder_of(workdir, c, seed) for seed in seeds)
-            losses = (_loss(folder, step, lengths[c]) for folder in folders)
+            folders = [folder_of(workdir, c, seed) for seed in seeds]
+            losses = [_loss(folder, step, lengths[c]) for folder in folders]
             scores[c] = Score(step, part, tuple(x for x in losses if x is not None))
+            if None in losses:
+                lacks = folders[losses.index(None)]
+                raise RunFailed(f"{lacks} has no evaluation of step {step}: remove it.")
         for m in alive:
             if plan[m]:
                 ranked = sorted(alive[m], key=lambda c: scores[c].mean)
@@ -236,11 +244,11 @@ def tune(
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     draw(groups, scores, chosen, folder / "loss.png")
     for m, c in chosen.items():
-        logging.info("%s: %s", m, c.name or "nothing to tune")
+        logging.info("%s: %s", m, c.name)
         for field, value in at_the_edge(groups[m], c):
             logging.warning("%s is best at %s=%s, an end of the sweep: sweep further",
                             m, field, value)  # fmt: skip
-    return chosen
+    return {m: chosen.get(m, group[0]) for m, group in every.items()}
 
 
 def _run(
@@ -272,7 +280,7 @@ def _run(
 
 def folder_of(workdir: Path, c: Candidate, seed: int) -> Path:
     """Returns the workdir of a candidate's run."""
-    return workdir / FOLDER / c.method / (c.name or "as-is") / f"seed-{seed}"
+    return workdir / FOLDER / c.method / c.name / f"seed-{seed}"
 
 
 def _loss(folder: Path, steps: int, length: Length) -> float | None:
@@ -350,7 +358,7 @@ def draw(
     is around the best.
     """
     figure, (ax,) = subplots(6.4, 4.4, 1, 1)
-    points = [c.point[0] for group in groups.values() for c in group if c.point]
+    points = [c.point[0] for group in groups.values() for c in group]
     ticks = list(dict.fromkeys(value for _, value in points))
     numbers = [_number(value) for value in ticks]
     if all(x is not None and x > 0 for x in numbers):
@@ -362,8 +370,6 @@ def draw(
     ax.set_xticks([place(value) for value in ticks], ticks)
     for i, (method, group) in enumerate(groups.items()):
         best = chosen[method]
-        if not best.point:
-            continue
         color = f"C{i % 10}"
         at = {c: (place(c.point[0][1]), scores[c].mean) for c in group
               if math.isfinite(scores[c].mean)}  # fmt: skip
@@ -373,7 +379,7 @@ def draw(
             if scores[c].part < 1:
                 ax.plot(*xy, "o", mfc="none", ms=4, c=color)
         ax.plot(*at[best], "o", mfc="none", ms=11, c=color)
-    ax.set_xlabel(points[0][0] if points else "")
+    ax.set_xlabel(points[0][0])
     ax.set_ylabel("held-out loss (nats per token)")
     figure.legend(loc="outside lower center", frameon=False, ncols=min(len(groups), 4))
     figure.savefig(path)

@@ -1,5 +1,6 @@
 """The sweep: what it takes, what it keeps, what it says, in runs that are stand-ins."""
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -132,6 +133,23 @@ def test_the_end_of_a_sweep_is_no_best(tmp_path, caplog):
     assert tuning.at_the_edge(groups["zero1"], chosen["zero1"]) == []
 
 
+def test_what_has_nothing_to_tune_is_not_run(tmp_path):
+    sweep = tuning.parse(["method_options.warmup_steps=0,40"])
+    found, lengths = sweep_of("dpu", "zero1", sweep=sweep)
+    runs = Runs(lambda method, rate: 2.0)
+    runs.one = lambda task: Runs.one(runs, dataclasses.replace(
+        task, flags=(*task.flags, "--config.optimizer.learning_rate=1")))  # fmt: skip
+    chosen = tuning.tune(found, lengths, [0], None, tmp_path, runs)
+    assert set(chosen) == {"dpu", "zero1"} and chosen["zero1"].point == ()
+    assert {t.folder.parent.parent.name for t in runs.ran} == {"dpu"}
+    with pytest.raises(ValueError, match="--tune names no option of these methods"):
+        tuning.tune(found[2:], lengths, [0], None, tmp_path, runs)
+
+
+def test_a_method_that_is_none_is_left_to_the_check():
+    assert len(sweep_of("aco")[0]) == 4
+
+
 def test_an_option_is_swept_over_the_methods_that_have_it():
     sweep = tuning.parse(["method_options.warmup_steps=0,40", *["seedling=1,2"]])
     assert [c.name for c in sweep_of("dpu", sweep=sweep[:1])[0]] == [
@@ -144,7 +162,7 @@ def test_an_option_is_swept_over_the_methods_that_have_it():
 
 @settings(max_examples=25)
 @given(
-    counts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    counts=st.lists(st.integers(2, 9), min_size=1, max_size=4),
     seeds=st.integers(1, 3),
     budget=st.integers(1, 600_000),
 )
