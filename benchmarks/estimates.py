@@ -64,6 +64,13 @@ class Run:
     r: float = 0.0  # weight of the mean gradient of former steps in an estimate's
     q: float = 0.0  # an estimate also goes on with so much of the last step
     clip: bool = False  # an estimate's gradient is no longer than the last commit's
+    follow: bool = False  # s follows the projection of past commits on past estimates
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What a program takes, so that runs of equal `opt` and `f` share one."""
+        shared = self.lr, self.warm, self.s, self.k, self.r, self.q
+        return *shared, self.clip, self.follow
 
 
 ZERO1 = {"name": "zero1", "k": 10**6}
@@ -73,7 +80,7 @@ SHOWN = [{}, ZERO1, {"name": "f.75", "f": 0.75}, {"name": "s1.3", "s": 1.3}]
 def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
     """Returns a program: (loss, parameters, tokens, a run's numbers) -> end, errors."""
 
-    def train(loss_fn, params, tokens, lr, warm, s, k, r, q, clip):  # type: ignore[no-untyped-def]
+    def train(loss_fn, params, tokens, lr, warm, s, k, r, q, clip, follow):  # type: ignore[no-untyped-def]
         steps = tokens.shape[0] - 1
         cut = round(ROWS * (1 - f))
 
@@ -100,7 +107,7 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
             return jax.value_and_grad(mean)(theta)
 
         def one_step(carry, x):  # type: ignore[no-untyped-def]
-            theta, state, second, mean, moved, norm = carry
+            theta, state, second, mean, moved, norm, found = carry
             t, rows = x
             past = jnp.where(t > 0, r, 0.0)
             bias = jnp.maximum(1 - 0.9**t, 1e-6)
@@ -109,8 +116,9 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
             )
             limit = jnp.where(clip, jnp.minimum(norm, 1.0), 1.0)
             ahead = step(theta, state, guess, limit)[0]
+            far = jnp.where(follow, found, s)
             point = jax.tree.map(
-                lambda a, b, d: a + s * (b - a) + q * d, theta, ahead, moved
+                lambda a, b, d: a + far * (b - a) + q * d, theta, ahead, moved
             )
             point = choose(t < k, theta, point)
             loss, fresh = gradient(theta, rows[:cut])
@@ -121,13 +129,16 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
             new, state, norm = step(theta, state, whole)
             moved = jax.tree.map(jnp.subtract, new, theta)
             error = optax.tree.norm(jax.tree.map(jnp.subtract, point, new))
+            way = jax.tree.map(jnp.subtract, ahead, theta)
+            projection = optax.tree.vdot(way, moved) / optax.tree.vdot(way, way)
+            found = 0.9 * found + 0.1 * projection
             here = (1 - f) * loss + f * other, error / optax.tree.norm(moved)
-            return (new, state, after, mean, moved, norm), here
+            return (new, state, after, mean, moved, norm, found), here
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         first = gradient(params, tokens[0, cut:])[1]
         one = jnp.ones_like(optax.tree.norm(first))
-        start = params, inner.init(params), first, zeros, zeros, one
+        start = params, inner.init(params), first, zeros, zeros, one, one
         steps_of = jnp.arange(steps), tokens[1:]
         (theta, *_), found = jax.lax.scan(one_step, start, steps_of)
         return theta, found
@@ -167,12 +178,11 @@ def run_all(runs: list[Run], out: Path) -> None:
     programs = functools.cache(trainer)
     data = functools.lru_cache(1)(Data)
     for run in runs:
-        if any(row["run"] == dataclasses.asdict(run) for row in done(out)):
+        if any(Run(**row["run"]) == run for row in done(out)):
             continue
         d = data(run.seed)
-        numbers = (run.lr, run.warm, run.s, run.k, run.r, run.q, run.clip)
         theta, (losses, errors) = programs(run.opt, run.f)(
-            d.loss_fn, d.params, d.tokens, *map(jnp.asarray, numbers)
+            d.loss_fn, d.params, d.tokens, *map(jnp.asarray, run.numbers)
         )
         nats, targets = np.sum(
             [evaluated(d.loss_fn, theta, x["tokens"]) for x in d.held_out], 0, float

@@ -10,9 +10,10 @@ uses nothing. Quotas are set once all train: start and compilation run at full s
 
     alone            one process, zero1, at each of the two quotas; their sum, 3 fast
                      and 1 slow, is what all others are compared with
+    adaptive         acco with microbatches='adaptive'; the mean of its counts is what a
+                     worker of the others computes, so that all have equal batches
     zero1, acco      the same microbatches for all
     balanced         acco with microbatches='balanced' and as many in all
-    adaptive         acco with microbatches='adaptive', from a quarter of these up
 
 Rates are tokens over seconds between rows of metrics.jsonl. Then all train on until
 they have had the same number of tokens, those whose counts do not depend on speed
@@ -48,26 +49,35 @@ PROCESSES, TIMES, SLOW = 4, 4, 3  # how much slower the last one is
 FAST = 0.4  # of a core
 PERIOD = 10_000  # microseconds
 ADAPTIVE, LOSS, FOLLOWED, PROBES = 0.75, 0.01, 20, 0.01
-EACH = 20  # microbatches of a worker in a half-round
-PARTS = ("alone", "zero1", "acco", "balanced", "adaptive", "follows")
+EACH = 24  # microbatches of a worker in a half-round, where adaptive did not say
+STEPS, QUICK = (120, 16), (8, 6)  # of all, and half-rounds in which rates are measured
+PARTS = ("alone", "adaptive", "zero1", "acco", "balanced", "follows")
 FIELDS: dict[str, dict[str, Any]] = {
     "alone": {"method": "zero1"},
+    "adaptive": {"microbatches": "adaptive"},
     "zero1": {"method": "zero1"},
     "acco": {},
     "balanced": {"microbatches": "balanced"},
-    "adaptive": {"microbatches": "adaptive", "microbatches_per_step": EACH // 4 * 2},
 }
-
-
+ROWS, LENGTH = 4, 64
+MICROBATCH = ROWS * LENGTH  # of a microbatch
 EXPERIMENT: dict[str, Any] = {
-    "devices": 1, "steps": 10**6, "length": 64, "microbatch_size": 8,
-    "microbatches_per_step": 2 * EACH, "most_microbatches": 3 * EACH,
+    "devices": 1, "steps": 10**6, "length": LENGTH, "microbatch_size": ROWS,
     "checkpoint_every": 10**6, "compare_replicas_every": 0,
-    "log_every": 1, "eval_every": 8, "eval_batches": 16,
-    "model": {"width": 64, "layers": 2, "heads": 2, "window": 32,
+    "log_every": 1, "eval_every": 8, "eval_batches": 32,
+    "model": {"width": 128, "layers": 2, "heads": 4, "window": 32,
               "dtype": "float32", "param_dtype": "float32"},
-    "optimizer": {"schedule": "constant", "learning_rate": 2e-3, "warmup_steps": 10},
+    "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "warmup_steps": 20},
 }  # fmt: skip
+
+
+def fields(part: str, each: int) -> dict[str, Any]:
+    """Returns a part's configuration, of so many microbatches a worker."""
+    least = 2 if part == "adaptive" else 2 * each
+    counts = {"microbatches_per_step": least, "most_microbatches": 4 * each}
+    return EXPERIMENT | counts | FIELDS[part]
+
+
 CONFIG = """
 from acco_jax.runner.config import default_config
 
@@ -133,10 +143,16 @@ def quotas() -> Iterator[Quotas]:
 class Trial:
     """One run on these machines."""
 
-    def __init__(self, place: pathlib.Path, limit: Quotas, name: str, part: str,
-                 processes: int = PROCESSES) -> None:  # fmt: skip
+    def __init__(
+        self,
+        place: pathlib.Path,
+        limit: Quotas,
+        name: str,
+        chosen: dict[str, Any],
+        processes: int = PROCESSES,
+    ) -> None:
         config = place / f"{name}.py"
-        config.write_text(CONFIG.format(fields=EXPERIMENT | FIELDS[part]))
+        config.write_text(CONFIG.format(fields=chosen))
         self._limit, self._processes = limit, processes
         self._run = common.Commands(
             place, place / name, config, processes, {"lost_after": 120.0}
@@ -181,8 +197,8 @@ class Trial:
 
         self._run.until(there, f"{tokens} tokens", 3600.0)
 
-    def rate(self, half_rounds: int) -> float:
-        """Waits; returns tokens a second of so many half-rounds from the next on.
+    def rate(self, half_rounds: int) -> tuple[float, float]:
+        """Waits; returns tokens a second of so many half-rounds, and the mean count.
 
         Those in which an evaluation falls are left out.
         """
@@ -192,11 +208,12 @@ class Trial:
         rows = [r for r in self.rows("train") if r["half_round"] >= first]
         held_out = {r["half_round"] for r in self.rows("validation")}
         pairs = [
-            (b["tokens"] - a["tokens"], b["seconds"] - a["seconds"])
+            [b[key] - a[key] for key in ("tokens", "seconds", "half_round")]
             for a, b in itertools.pairwise(rows)
             if not held_out & set(range(a["half_round"], b["half_round"] + 3))
         ]
-        return sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
+        tokens, seconds, calls = (sum(x) for x in zip(*pairs, strict=True))
+        return tokens / seconds, tokens / calls / self._processes / MICROBATCH
 
     def loss(self, tokens: int) -> float:
         """Returns the held-out loss after so many tokens, between two evaluations."""
@@ -239,13 +256,15 @@ def follow(trial: Trial, half_rounds: int) -> dict[str, Any]:
     return {"changes": changes, "stragglers": trial.rows("train")[-1]["stragglers"]}
 
 
-def alone(place: pathlib.Path, limit: Quotas, half_rounds: int) -> dict[str, float]:
+def alone(
+    place: pathlib.Path, limit: Quotas, half_rounds: int, config: dict[str, Any]
+) -> dict[str, float]:
     """Returns tokens a second of a fast machine and of a slow one, by themselves."""
     found = {}
-    with Trial(place, limit, "alone", "alone", processes=1) as trial:
+    with Trial(place, limit, "alone", config, processes=1) as trial:
         for name, cores in (("fast", FAST), ("slow", FAST / TIMES)):
             trial.bound(cores)
-            found[name] = trial.rate(half_rounds)
+            found[name], _ = trial.rate(half_rounds)
             print(f"| one {name} machine | {found[name]:.0f} | | |", flush=True)
     return found
 
@@ -274,24 +293,30 @@ def main() -> int:
 def experiment(
     place: pathlib.Path, limit: Quotas, parts: list[str], quick: bool
 ) -> dict[str, Any]:
-    half_rounds, tokens = (8, 500_000) if quick else (32, 6_000_000)
+    steps, half_rounds = QUICK if quick else STEPS
+    each, tokens = EACH, 0
     report: dict[str, Any] = {"rates": {}, "losses": {}, "shown": {}}
     print("| | tokens a second | of the sum | held-out loss |\n|---|---|---|---|")
-    speed = alone(place, limit, half_rounds)
+    speed = alone(place, limit, half_rounds, fields("alone", each))
     total = (PROCESSES - 1) * speed["fast"] + speed["slow"]
     report |= {"alone": speed, "sum": total}
-    for part in (p for p in parts if p in FIELDS and p != "alone"):
-        with Trial(place, limit, part, part) as trial:
+    for part in (p for p in PARTS if p in parts and p not in ("alone", "follows")):
+        with Trial(place, limit, part, fields(part, each)) as trial:
             trial.bound(FAST, FAST / TIMES)
             if part == "balanced":  # until it knows
                 trial.wait(trial.half_round() + 2 * FOLLOWED)
-            rate = trial.rate(half_rounds)
-            if "microbatches" not in FIELDS[part]:
+            rate, counts = trial.rate(half_rounds)
+            if part == "adaptive":
+                each = round(counts)
+                print(f"| its mean count | {counts:.1f} | | |", flush=True)
+            elif part != "balanced":
                 trial.bound(None)
+            tokens = steps * 2 * each * PROCESSES * MICROBATCH
             trial.until_tokens(tokens)
             loss = trial.loss(tokens)
         report["rates"][part], report["losses"][part] = rate, loss
         print(f"| {part} | {rate:.0f} | {rate / total:.2f} | {loss:.4f} |", flush=True)
+    report |= {"each": each, "tokens": tokens}
     for part in ("balanced", "adaptive"):
         if part in report["rates"]:
             report["shown"][part] = report["rates"][part] / total >= ADAPTIVE
@@ -302,7 +327,7 @@ def experiment(
     if "follows" in parts:
         print("\n| after half-round | times slower | followed after | counts |\n"
               "|---|---|---|---|")  # fmt: skip
-        with Trial(place, limit, "follows", "balanced") as trial:
+        with Trial(place, limit, "follows", fields("balanced", each)) as trial:
             report["follows"] = follow(trial, 2 * FOLLOWED)
         ends = [c["followed"] for c in report["follows"]["changes"]]
         report["shown"]["followed"] = None not in ends and max(ends) <= FOLLOWED

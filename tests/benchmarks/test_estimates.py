@@ -79,10 +79,9 @@ def test_a_run_is_the_library_s(program, name, fields, options):
     shape = STEPS + 1, program.ROWS, WIDTH
     tokens = np.random.default_rng(0).normal(size=shape)
     params = {"kernel": jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, 4)))}
-    numbers = (run.lr, run.warm, run.s, run.k, run.r, run.q, run.clip)
     train = program.trainer(run.opt, run.f)
     args = jax.tree_util.Partial(loss_fn), params, jnp.asarray(tokens)
-    theta, (losses, errors) = train(*args, *map(jnp.asarray, numbers))
+    theta, (losses, errors) = train(*args, *map(jnp.asarray, run.numbers))
     expected = library(tokens, params, name, run.f, **options)
     np.testing.assert_allclose(theta["kernel"], expected["kernel"], rtol=0, atol=1e-9)
     assert losses.shape == errors.shape == (STEPS,)

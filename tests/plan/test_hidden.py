@@ -157,13 +157,11 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     assert one == pytest.approx(want, rel=0.1)
 
 
-GROUPS = [
-    ("gpu:h100:8x8", {"mesh.fsdp": 8}, {"all-gather", "reduce-scatter"}),
-    ("gpu:h100:2x8", {"mesh.tensor": 2}, {"all-reduce"}),
-]
+FSDP = "gpu:h100:8x8", {"mesh.fsdp": 8}, {"all-gather", "reduce-scatter"}
+TENSOR = "gpu:h100:2x8", {"mesh.tensor": 2}, {"all-reduce"}
+GROUPS = [pytest.param(*FSDP, marks=slow), pytest.param(*TENSOR, marks=long)]
 
 
-@slow
 @pytest.mark.parametrize(("machine", "group", "kinds"), GROUPS)
 def test_groups(machine, group, kinds):
     """The data axis's bytes are hidden while each group's collectives run in loops."""
@@ -218,10 +216,7 @@ DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all byt
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.long if n == "slices in few bits" else slow)
-        for n in DOMAINS
-    ],
+    [pytest.param(n, marks=long if n.startswith("slices") else slow) for n in DOMAINS],
 )
 def test_two_data_axes(name):
     """Each network has its own collectives, and each of the four its own products."""
