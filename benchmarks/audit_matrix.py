@@ -7,9 +7,9 @@ Compiles each program of benchmarks/foreign.py and this library's acco, zero1 an
 fused_zero1 (the same sizes: a decoder of 8 layers of width 2,048, 4 rows of 2,048
 tokens, 4 microbatches an optimizer step) for each machine, one process at a time, and
 audits the texts, which it keeps in DIR: what is there already is not compiled again.
-peft_trainer needs google-tunix; call the script from an environment that has it with
-the same DIR. --seconds=0 compiles nothing more. Nothing is run; it needs the compilers,
-`pip install 'acco-jax[plan]'`.
+peft_trainer needs google-tunix, levanter_step marin-levanter; call the script from an
+environment that has it with the same DIR. --seconds=0 compiles nothing more. Nothing is
+run; it needs the compilers, `pip install 'acco-jax[plan,train]'`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ FOREIGN = {
     "fsdp_accumulation": "benchmarks.foreign",
     "fsdp_fine_remat": "benchmarks.foreign",
     "peft_trainer": "benchmarks.foreign_tunix",
+    "levanter_step": "benchmarks.foreign_levanter",
 }
 OWN = ("acco", "zero1", "fused_zero1")
 MACHINES = ("gpu:h100:4x8", "gpu:h200:4x8", "tpu:v5e:4x4", "tpu:v6e:4x4")
@@ -78,9 +79,10 @@ The programs are those of benchmarks/foreign.py (a decoder of 470M parameters in
 bfloat16, 8 scanned layers, 4 rows of 2,048 tokens a device; the accumulating ones, and
 this library's methods, 4 microbatches of them an optimizer step),
 benchmarks/foreign_tunix.py (google-tunix's PeftTrainer, unmodified, on two layers of
-Llama 3.2 1B), and a model of the same sizes with this library's methods. Others' are
-compiled with the compiler's own settings, this library's with
-`acco_jax.compiler_options`.
+Llama 3.2 1B), benchmarks/foreign_levanter.py (Levanter's Trainer, unmodified, on its
+Llama model with the sizes of Llama 3.2 1B), and a model of the same sizes as the first
+with this library's methods. Others' are compiled with the compiler's own settings, this
+library's with `acco_jax.compiler_options`.
 
 """
 NOTES = """

@@ -1,17 +1,18 @@
 """Four processes, one of them four times slower: what of the machines' speed is used.
 
-    python benchmarks/heterogeneous.py [--quick] [--parts=PARTS] [--json=FILE]
+    python benchmarks/heterogeneous.py [--quick] [--parts=PARTS --each=N] [--json=FILE]
 
 Needs Linux, root, and the CPU controller of cgroups (version 1 or 2). Each process is a
 worker of acco_jax.train, on the source of the standard library, and may use a part of a
-core, a quota of each 10 ms: 0.4 for three of them and 0.1 for the last, together less
+core, a quota of each 10 ms: 0.45 for three of them and 0.11 for the last, together less
 than the machine's two cores, so that they do not take them from each other. What waits
 uses nothing. Quotas are set once all train: start and compilation run at full speed.
 
+    adaptive         acco with microbatches='adaptive'; the mean of its counts, or
+                     --each, is what a worker of the others computes, so that all have
+                     equal batches
     alone            one process, zero1, at each of the two quotas; their sum, 3 fast
                      and 1 slow, is what all others are compared with
-    adaptive         acco with microbatches='adaptive'; the mean of its counts is what a
-                     worker of the others computes, so that all have equal batches
     zero1, acco      the same microbatches for all
     balanced         acco with microbatches='balanced' and as many in all
 
@@ -20,9 +21,9 @@ they have had the same number of tokens, those whose counts do not depend on spe
 without quotas; held-out losses there, interpolated between evaluations, are compared
 with zero1's.
 
-    follows          the balanced run again from its start: all at 0.4, then the last at
-                     0.1, then at 0.4; the half-rounds from each change of the quota
-                     to counts of which no worker ends a tenth later than need be
+    follows          the balanced run again from its start: all at 0.45, then the last
+                     at 0.11, then at 0.45; the half-rounds from each change of the
+                     quota to counts of which no worker ends a tenth later than need be
 
 Exits with 1 if balanced or adaptive use less than 0.75 of the sum, a loss differs from
 zero1's by more than 1 %, a change is followed after more than 20 half-rounds, or probes
@@ -46,12 +47,12 @@ from acco_jax.runner import exits  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES, TIMES, SLOW = 4, 4, 3  # how much slower the last one is
-FAST = 0.4  # of a core
+FAST = 0.45  # of a core
 PERIOD = 10_000  # microseconds
 ADAPTIVE, LOSS, FOLLOWED, PROBES = 0.75, 0.01, 20, 0.01
-EACH = 24  # microbatches of a worker in a half-round, where adaptive did not say
-STEPS, QUICK = (120, 16), (8, 6)  # of all, and half-rounds in which rates are measured
-PARTS = ("alone", "adaptive", "zero1", "acco", "balanced", "follows")
+MOST = 128  # microbatches of an adaptive worker in a half-round
+STEPS, QUICK = (90, 12), (8, 6)  # of adaptive, and half-rounds of a measured rate
+PARTS = ("adaptive", "alone", "zero1", "acco", "balanced", "follows")
 FIELDS: dict[str, dict[str, Any]] = {
     "alone": {"method": "zero1"},
     "adaptive": {"microbatches": "adaptive"},
@@ -73,8 +74,8 @@ EXPERIMENT: dict[str, Any] = {
 
 def fields(part: str, each: int) -> dict[str, Any]:
     """Returns a part's configuration, of so many microbatches a worker."""
-    least = 2 if part == "adaptive" else 2 * each
-    counts = {"microbatches_per_step": least, "most_microbatches": 4 * each}
+    least, most = (2, MOST) if part == "adaptive" else (2 * each, 4 * each)
+    counts = {"microbatches_per_step": least, "most_microbatches": most}
     return EXPERIMENT | counts | FIELDS[part]
 
 
@@ -197,8 +198,8 @@ class Trial:
 
         self._run.until(there, f"{tokens} tokens", 3600.0)
 
-    def rate(self, half_rounds: int) -> tuple[float, float]:
-        """Waits; returns tokens a second of so many half-rounds, and the mean count.
+    def rate(self, half_rounds: int) -> float:
+        """Waits; returns tokens a second of so many half-rounds from the next on.
 
         Those in which an evaluation falls are left out.
         """
@@ -208,12 +209,11 @@ class Trial:
         rows = [r for r in self.rows("train") if r["half_round"] >= first]
         held_out = {r["half_round"] for r in self.rows("validation")}
         pairs = [
-            [b[key] - a[key] for key in ("tokens", "seconds", "half_round")]
+            (b["tokens"] - a["tokens"], b["seconds"] - a["seconds"])
             for a, b in itertools.pairwise(rows)
             if not held_out & set(range(a["half_round"], b["half_round"] + 3))
         ]
-        tokens, seconds, calls = (sum(x) for x in zip(*pairs, strict=True))
-        return tokens / seconds, tokens / calls / self._processes / MICROBATCH
+        return sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
 
     def loss(self, tokens: int) -> float:
         """Returns the held-out loss after so many tokens, between two evaluations."""
@@ -264,8 +264,8 @@ def alone(
     with Trial(place, limit, "alone", config, processes=1) as trial:
         for name, cores in (("fast", FAST), ("slow", FAST / TIMES)):
             trial.bound(cores)
-            found[name], _ = trial.rate(half_rounds)
-            print(f"| one {name} machine | {found[name]:.0f} | | |", flush=True)
+            found[name] = trial.rate(half_rounds)
+            print(f"| one {name} machine | {found[name]:.0f} | |", flush=True)
     return found
 
 
@@ -275,13 +275,16 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="few half-rounds")
     parser.add_argument("--parts", default=",".join(PARTS), help="of these")
+    parser.add_argument(
+        "--each", type=int, default=60, help="where adaptive is no part"
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="keep everything here")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder, quotas() as limit:
             place = args.folder or pathlib.Path(folder)
-            report = experiment(place, limit, args.parts.split(","), args.quick)
+            report = experiment(place, limit, args.parts.split(","), args)
     except OSError as error:
         print(f"error: no quotas of CPUs here: {error}", file=sys.stderr)
         return 2
@@ -291,35 +294,46 @@ def main() -> int:
 
 
 def experiment(
-    place: pathlib.Path, limit: Quotas, parts: list[str], quick: bool
+    place: pathlib.Path, limit: Quotas, parts: list[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    steps, half_rounds = QUICK if quick else STEPS
-    each, tokens = EACH, 0
+    steps, half_rounds = QUICK if args.quick else STEPS
+    each, tokens = args.each, 2 * steps * args.each * PROCESSES * MICROBATCH
     report: dict[str, Any] = {"rates": {}, "losses": {}, "shown": {}}
-    print("| | tokens a second | of the sum | held-out loss |\n|---|---|---|---|")
-    speed = alone(place, limit, half_rounds, fields("alone", each))
-    total = (PROCESSES - 1) * speed["fast"] + speed["slow"]
-    report |= {"alone": speed, "sum": total}
-    for part in (p for p in PARTS if p in parts and p not in ("alone", "follows")):
+    print("| | tokens a second | held-out loss |\n|---|---|---|")
+    for part in (p for p in PARTS if p in parts and p != "follows"):
+        if part == "alone":
+            report["alone"] = alone(place, limit, half_rounds, fields("alone", each))
+            continue
         with Trial(place, limit, part, fields(part, each)) as trial:
             trial.bound(FAST, FAST / TIMES)
             if part == "balanced":  # until it knows
                 trial.wait(trial.half_round() + 2 * FOLLOWED)
-            rate, counts = trial.rate(half_rounds)
+            rate = trial.rate(half_rounds)
             if part == "adaptive":
-                each = round(counts)
-                print(f"| its mean count | {counts:.1f} | | |", flush=True)
+                trial.wait(2 * steps)
+                row = trial.rows("train")[-1]
+                tokens = row["tokens"]
+                each = round(tokens / row["half_round"] / PROCESSES / MICROBATCH)
+                print(f"| {each} a half-round on average | | |", flush=True)
             elif part != "balanced":
                 trial.bound(None)
-            tokens = steps * 2 * each * PROCESSES * MICROBATCH
             trial.until_tokens(tokens)
             loss = trial.loss(tokens)
+            if part == "balanced":
+                report["probes"] = trial.rows("train")[-1]["probes"]
         report["rates"][part], report["losses"][part] = rate, loss
-        print(f"| {part} | {rate:.0f} | {rate / total:.2f} | {loss:.4f} |", flush=True)
+        print(f"| {part} | {rate:.0f} | {loss:.4f} |", flush=True)
     report |= {"each": each, "tokens": tokens}
-    for part in ("balanced", "adaptive"):
-        if part in report["rates"]:
-            report["shown"][part] = report["rates"][part] / total >= ADAPTIVE
+    if "alone" in report:
+        total = (PROCESSES - 1) * report["alone"]["fast"] + report["alone"]["slow"]
+        report["shares"] = {k: v / total for k, v in report["rates"].items()}
+        shares = ", ".join(f"{k} {v:.2f}" for k, v in report["shares"].items())
+        print(f"\nOf the sum, {total:.0f} tokens a second: {shares}")
+        for part in {"balanced", "adaptive"} & report["shares"].keys():
+            report["shown"][part] = report["shares"][part] >= ADAPTIVE
+    if "probes" in report:
+        print(f"Probes took {report['probes']:.2%} of the time.")
+        report["shown"]["probes"] = report["probes"] <= PROBES
     if "zero1" in report["losses"]:
         base = report["losses"]["zero1"]
         ends = [abs(math.log(x / base)) for x in report["losses"].values()]

@@ -133,10 +133,14 @@ def _in_entry(c: Collective, schedule: Schedule) -> Cause | None:
 
 
 def _accumulation(c: Collective, schedule: Schedule) -> Loop | None:
-    """Returns the outermost loop around a collective that has loops with products.
+    """Returns the outermost loop around a collective, if it is over microbatches.
 
-    One over microbatches has those over layers in it.
+    It has those over layers in it, and the gradient's operations: where JAX's names say
+    that the gradient is around the loop, the loop is over layers.
     """
+    before, gradient, _ = c.op_name.partition("transpose(")
+    if gradient and "/while/" not in before:
+        return None
     around = [loop for loop in schedule.loops if loop.body == c.where]
     while around and around[-1].where != "ENTRY":
         around += [x for x in schedule.loops if x.body == around[-1].where][:1]

@@ -159,8 +159,10 @@ class Watch:
         if not isinstance(self._step, BalancedStep) or not self._step.seconds:
             return {}
         slow, counts = self._step.stragglers, self._step.counts
+        spent, elapsed = self._step.probing
+        found = {"stragglers": sorted(slow), "probes": spent / elapsed}
         if jax.process_index():
-            return {"stragglers": sorted(slow)}
+            return found
         for worker in sorted(slow.keys() - self._said):
             logging.warning(
                 "worker %d is slow: a microbatch takes it %.1f times as long as the "
@@ -173,4 +175,4 @@ class Watch:
                 "compute %s", worker, half_round, counts,
             )  # fmt: skip
         self._said = set(slow)
-        return {"stragglers": sorted(slow)}
+        return found

@@ -22,9 +22,13 @@ MESHES = {
     "fsdp_accumulation": {"data": 4, "fsdp": 8},
     "fsdp_fine_remat": {"data": 4, "fsdp": 8},
     "peft_trainer": {"fsdp": 32, "tp": 1},
+    "levanter_step": {"data": 32, "replica": 1},
 }
 EMBED = 32_000 * 2048 * 2 / MIB  # 125: the embedding, or its gradient, in bfloat16
 TABLE = 128_256 * 2048 * 4 / MIB  # that of Llama 3.2, in float32
+# of Levanter's Llama in bfloat16: heads of 64 and two norms, a matrix, the table
+NORM = 2048 * 2 / MIB
+HEADS, MLP, WORDS = 2048 * (2048 + 512) * 2 * 2 / MIB + 2 * NORM, 32, TABLE / 2
 QKV, OUT, UP, DOWN = (2048 * n * 2 / MIB for n in (6144, 2048, 8192, 8192))
 
 
@@ -135,6 +139,32 @@ HAND = {
         ("fsdp", "all-to-all", 32, 1, "ENTRY", 450, 546, False),
         ("fsdp", "all-reduce", 10_256 * 4 / MIB, 1, "ENTRY", 572, 616, False),
     ],
+    # Levanter: 16 layers' weights are gathered twice, their gradients reduced once
+    "levanter_step": [
+        ("data", "all-gather", 1 + NORM, 1, "ENTRY", 4, 7, False),  # tokens
+        ("data", "all-to-all", 32, 1, "ENTRY", 11, 40, False),
+        ("data", "all-gather", WORDS, 1, "ENTRY", 55, 68, False),
+        ("data", "all-reduce", LOSS, 1, "ENTRY", 71, 74, False),
+        ("data", "reduce-scatter", WORDS + NORM, 1, "ENTRY", 105, 108, False),
+        ("data", "all-to-all", 32, 1, "ENTRY", 110, 129, False),
+        ("data", "all-reduce", 2 * LOSS, 1, "ENTRY", 149, 163, False),
+        ("data", "all-gather", HEADS, 16, "region_1.10_spmd", 21, 24, False),
+        ("data", "all-gather", MLP, 16, "region_1.10_spmd", 26, 60, True),
+        ("data", "all-gather", MLP, 16, "region_1.10_spmd", 62, 74, True),
+        ("data", "all-gather", MLP, 16, "region_1.10_spmd", 76, 79, True),
+        ("data", "all-gather", HEADS, 16, "region_21.43_spmd", 21, 33, False),
+        ("data", "all-gather", MLP, 16, "region_21.43_spmd", 35, 71, True),
+        ("data", "all-gather", MLP, 16, "region_21.43_spmd", 73, 79, True),
+        ("data", "all-gather", MLP, 16, "region_21.43_spmd", 81, 85, True),
+        ("data", "reduce-scatter", HEADS + 3 * MLP, 16, "region_21.43_spmd", 159, 161,
+         False),
+    ],
+}  # fmt: skip
+
+
+OWN = {
+    "peft_trainer": "site-packages/tunix/",
+    "levanter_step": ("site-packages/levanter/", "site-packages/haliax/"),
 }
 
 
@@ -162,7 +192,7 @@ def test_a_program_is_read_as_by_hand(name):
 @pytest.mark.parametrize("name", HAND)
 def test_a_collective_has_its_source(name):
     """A line of the program itself, without the folder that it lay in."""
-    own = "site-packages/tunix/" if name == "peft_trainer" else "benchmarks/foreign.py:"
+    own = OWN.get(name, "benchmarks/foreign.py:")
     for verdict in read(name).axes.values():
         for r in verdict.readings:
             assert r.collective.source.startswith(own)
@@ -222,3 +252,10 @@ def test_accumulation_reduces_in_every_microbatch(name, single):
     said = [c for c in causes if f"in each of the 4 trips of {loop}" in c.text]
     assert said and all("reduce once" in c.advice for c in said)
     assert not any("trips" in r.cause.text for r in read(single).verdict().readings)
+
+
+def test_a_loop_over_layers_is_no_accumulation():
+    """Levanter's, with loops over attention's blocks in them."""
+    (data,) = (v for v in read("levanter_step").axes.values() if v.readings)
+    texts = [r.cause.text for r in data.readings if r.collective.times == 16]
+    assert len(texts) == 9 and not any("trips" in text for text in texts)

@@ -1,14 +1,14 @@
 """Records the compiled train steps of others that tests/audit reads.
 
     JAX_PLATFORMS=cpu python tests/data/record_foreign.py plain_dp fsdp ...
-    JAX_PLATFORMS=cpu python tests/data/record_foreign.py peft_trainer  # google-tunix
 
-Compiles the programs of benchmarks/foreign.py and foreign_tunix.py for 4 hosts of 8
-H100 with jax 0.10.2 (google-tunix 0.1.7, flax 0.12.8), needs no GPU but its compiler
-(pip install "acco-jax[plan-gpu]"), and writes tests/data/foreign/NAME.txt.gz. Of the
-text nothing is left out but the paths of this machine's folders, the names of
-operations in the scheduler, and what the compiler noted on operations that are no
-collectives. What must be read from each stands in the test.
+Compiles the programs of benchmarks/foreign.py, foreign_tunix.py (peft_trainer, which
+needs google-tunix) and foreign_levanter.py (levanter_step: marin-levanter) for 4 hosts
+of 8 H100 with jax 0.10.2 (google-tunix 0.1.7, flax 0.12.8; marin-levanter 0.2.227),
+needs no GPU but its compiler (pip install "acco-jax[plan-gpu]"), and writes
+tests/data/foreign/NAME.txt.gz. Of the text nothing is left out but the paths of this
+machine's folders, the names of operations in the scheduler, and what the compiler noted
+on operations that are no collectives. What must be read from each stands in the test.
 """
 
 import gzip
@@ -26,7 +26,7 @@ from acco_jax.plan import topologies
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MACHINE, VERSION = "gpu:h100:4x8", "0.10.2"
-TUNIX = "peft_trainer"
+MODULES = {"peft_trainer": "foreign_tunix", "levanter_step": "foreign_levanter"}
 
 
 def shorten(text: str) -> str:
@@ -45,7 +45,7 @@ def record(name: str) -> None:
     """Compiles one program and writes its text."""
     if jax.__version__ != VERSION:
         raise ValueError(f"recordings are of jax {VERSION}, not {jax.__version__}")
-    module = "benchmarks.foreign" + ("_tunix" if name == TUNIX else "")
+    module = "benchmarks." + MODULES.get(name, "foreign")
     factory = getattr(importlib.import_module(module), name)
     step, arguments = factory(audit.devices(MACHINE))
     text = shorten(step.lower(*arguments).compile().as_text())

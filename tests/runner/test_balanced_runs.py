@@ -65,6 +65,7 @@ def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, c
     assert "worker 1 is slow: a microbatch takes it 4.0 times" in caplog.text
     rows = [r for r in metrics.read(tmp_path / "a") if r["kind"] == "train"]
     assert [1] in [r["stragglers"] for r in rows] and rows[-1]["stragglers"] == []
+    assert all(0 < r["probes"] < 1 for r in rows if "stragglers" in r)
     size = first.config.microbatch_size * first.config.length
     assert [r["tokens"] for r in rows] == [8 * size * r["half_round"] for r in rows]
     measured([[1e-6] * 4])  # of which nothing is to be seen
