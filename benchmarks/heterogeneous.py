@@ -51,7 +51,7 @@ FAST = 0.45  # of a core
 PERIOD = 10_000  # microseconds
 ADAPTIVE, LOSS, FOLLOWED, PROBES = 0.75, 0.01, 20, 0.01
 MOST = 128  # microbatches of an adaptive worker in a half-round
-STEPS, QUICK = (90, 12), (8, 6)  # of adaptive, and half-rounds of a measured rate
+STEPS, QUICK = (90, 12), (12, 6)  # of adaptive, and half-rounds of a measured rate
 PARTS = ("adaptive", "alone", "zero1", "acco", "balanced", "follows")
 FIELDS: dict[str, dict[str, Any]] = {
     "alone": {"method": "zero1"},

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import acco_jax
 from acco_jax.step import balance
 from acco_jax.step.balance import Balancer, dealt, filled, pace
+from acco_jax.step.probe import Probe
 from tests.reference import make_mesh
 
 # ---- the policy: seconds of a microbatch -> counts
@@ -111,7 +112,8 @@ def simulate(bounds, speeds, half_rounds):
         seconds = speeds(h)
         if not balancer.wait:
             each, began = (now - probed) / max(since, 1), now
-            now, spent = now + max(seconds), spent + max(seconds)
+            cost = max(s * max(1, balancer.duration // s) for s in seconds)
+            now, spent = now + cost, spent + cost
             balancer.take(seconds, spent, began, each)
             since, probed = 0, now
         balancer.wait -= 1
@@ -190,7 +192,7 @@ def told(monkeypatch, times):
     times = iter(times)
     last = []
 
-    def seconds(probe, params, inputs):
+    def seconds(probe, params, inputs, duration):
         last[:] = next(times, last)
         return list(last)
 
@@ -253,6 +255,28 @@ def test_a_probe_sends_nothing_and_times_every_worker(name, axes, options):
     train(step, held, 3, per_call=per_call)
     assert len(step.seconds) == N and min(step.seconds) > 0
     assert 0 < step.probing[0] < step.probing[1]
+
+
+def test_a_probe_goes_on_while_there_is_time(monkeypatch):
+    step, held = make(acco_jax.Balanced(N * 2, HELD))
+    train(step, held, 1)
+    probe, run, runs = step._prober(), Probe._run, []
+
+    def slower(self, args):
+        time.sleep(0.05)
+        runs.append(run(self, args))
+        return [x + 0.05 for x in runs[-1]]
+
+    monkeypatch.setattr(Probe, "_run", slower)
+    (batch,) = batches(1)
+    _, held = make(acco_jax.Balanced(N * 2, HELD))
+    args = step._placed(step._arguments(*held, batch))
+    for duration, least, most in ((0.0, 1, 1), (0.07, 1, 1), (0.6, 2, 12)):
+        runs.clear()
+        seconds = probe.seconds(args.params, args.inputs, duration)
+        assert least <= len(runs) <= most
+        means = np.mean(runs, 0) + 0.05
+        np.testing.assert_allclose(seconds, means, rtol=1e-12)
 
 
 def test_a_worker_that_takes_longer_is_found():

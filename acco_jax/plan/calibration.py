@@ -2,9 +2,10 @@
 
 calibrate(config) -> Report: kernels (matrix products, copies, collectives), then a step
 with two numbers of microbatches, of which the difference says how much slower a model's
-own operations are than these kernels, then the experiment's own step, held out, beside
-what plan predicts with those figures. `python -m acco_jax.plan --calibration=FILE` uses
-them for other plans of the same chip.
+own operations are than these kernels, and the rest what a call takes beside its
+schedule; then the experiment's own step, held out, beside what plan predicts with those
+figures. `python -m acco_jax.plan --calibration=FILE` uses them for other plans of the
+same chip.
 """
 
 import dataclasses
@@ -31,7 +32,9 @@ from acco_jax.plan.tables import aligned, quantity, seconds
 from acco_jax.plan.topologies import Topology
 
 WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
-LIMIT = 20.0  # times that collectives may be slower or faster than their kernels
+# Times that collectives may be slower or faster than their kernels. On CPUs no slower:
+# the same cores dispatch, compute and communicate, and that is a call's own time.
+LIMIT = 20.0
 REPEATS = 5  # of each measurement; the least counts, which nothing else slowed
 _SIZES = {"cpu": (256, 512), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
 _BYTES = {"cpu": (1 << 22, 1 << 24), "gpu": (1 << 26, 1 << 28)}
@@ -103,10 +106,14 @@ def calibrate(config: ConfigDict) -> Report:
     rest = max(0.0, times[0] - few.program.microbatches * slope)
     after = Machine(topology, figures(topology.chip, changed))
     p = costs.predict(few.schedule, after, devices.size)
-    if p.communication:  # what its microbatches and the optimizer leave of a step
-        own = p.computation - few.program.microbatches * slope
-        taken = min(max(rest - own, p.communication / LIMIT), p.communication * LIMIT)
+    # what its microbatches and the optimizer leave of a step
+    left = max(0.0, rest - (p.computation - few.program.microbatches * slope))
+    if p.communication:
+        most = p.communication * (1 if platform == "cpu" else LIMIT)
+        taken = min(max(left, p.communication / LIMIT), most)
         changed |= _network(machine, p.communication / taken)
+        left = max(0.0, left - taken)
+    changed["call_seconds"] = _ends(left)
     final = Machine(topology, figures(topology.chip, changed))
     steps = [
         _step(p, measured, old, final, slope, rest, p is held_out)

@@ -53,6 +53,7 @@ class Prediction:
     communication: float  # all collectives, hidden or not
     exposed: float  # waiting for them
     each: tuple[Spent, ...]  # of every collective of the schedule, in its order
+    call: float = 0.0  # what a call takes beside its schedule
 
     @property
     def computation(self) -> float:
@@ -61,7 +62,7 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        return self.computation + self.exposed
+        return self.computation + self.exposed + self.call
 
     @property
     def hidden(self) -> float:
@@ -103,6 +104,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
         sum(spent.seconds for spent in each),
         sum(spent.exposed for spent in each),
         tuple(each),
+        machine.value("call_seconds"),
     )
 
 
@@ -122,9 +124,9 @@ def synchronous(prediction: Prediction, half_rounds: int) -> float:
     """Predicts the seconds of a ZeRO-1 step that does the work of some half-rounds.
 
     All loops and matrix products, once what is beside them (the optimizer), and one
-    half-round's communication with nothing beside it.
+    half-round's communication with nothing beside it, in one call.
     """
-    update = prediction.computation - prediction.matrix
+    update = prediction.computation - prediction.matrix + prediction.call
     return half_rounds * prediction.matrix + update + prediction.communication
 
 

@@ -140,7 +140,8 @@ def _method(plan: Plan, o: Outcome) -> str:
     lines += [
         "  PREDICTED:",
         f"    half-round    {seconds(p.total)} = matrix products {seconds(p.matmul)} + "
-        f"memory {seconds(p.memory)} + communication not hidden {seconds(p.exposed)}",
+        f"memory {seconds(p.memory)} + communication not hidden {seconds(p.exposed)}"
+        + (f" + the call itself {seconds(p.call)}" if p.call else ""),
         f"    communication {seconds(p.communication)}, of which {p.hidden:.0%} hidden",
         f"    optimizer step {seconds(row['step'])} "
         f"({' - '.join(map(seconds, row['step_range']))}), "

@@ -20,8 +20,9 @@ NEWEST = 0.25  # weight of the newest time in a worker's mean
 class Balanced:
     """Microbatches of each worker that follow its measured speed.
 
-    Now and then each worker times one microbatch by itself, in a program without any
-    collective. What it takes is a running mean of these times, unless the smaller of
+    Now and then each worker times a microbatch by itself, in a program without any
+    collective, again and again while `share` leaves time or the slowest is not done.
+    What it takes is a running mean of these times, unless the smaller of
     the last two has left it by a factor of `CHANGED`: then it is that one. So a hiccup
     moves little; a worker that has become much slower is believed at the second probe,
     one that has recovered at the first. There are 8 half-rounds or more between
@@ -115,6 +116,7 @@ class Balancer:
       counts: of every worker.
       seconds: of a microbatch on every worker; empty before the first probe.
       wait: half-rounds until the next probe.
+      duration: seconds for which workers repeat their microbatch in it.
     """
 
     def __init__(self, bounds: Balanced, workers: int) -> None:
@@ -122,7 +124,7 @@ class Balancer:
         self._bounds, self._last = bounds, list[float]()
         self.seconds: list[float] = []
         self.counts = dealt([1.0] * workers, bounds.total, bounds.floor, bounds.most)
-        self.wait = 0
+        self.wait, self.duration = 0, 0.0
 
     def take(
         self, seconds: Sequence[float], spent: float, elapsed: float, half_round: float
@@ -136,7 +138,7 @@ class Balancer:
           half_round: seconds of each since the last probe; 0: there is none.
         """
         b, last = self._bounds, self._last or seconds
-        cost, known = max(seconds), self.seconds or seconds
+        known = self.seconds or seconds
         self._last = list(seconds)
         self.seconds = list(map(_followed, known, last, seconds))
         if b.grows:
@@ -148,6 +150,8 @@ class Balancer:
             self.counts = counts
         ends = max(c * s for c, s in zip(self.counts, self.seconds, strict=True))
         half_round = half_round or max(ends, 1e-12)
+        self.duration = max(max(self.seconds), b.share * EVERY * half_round)
+        cost = max(self.duration, max(seconds))
         within = ((spent + cost) / b.share - elapsed) / half_round
         self.wait = max(EVERY, math.ceil(within))
 

@@ -136,7 +136,7 @@ class BalancedStep(TrainStep):
         start = time.perf_counter()
         self._began = self._began or start
         each = (start - self._probed) / self._since if self._since else 0.0
-        seconds = probe.seconds(params, inputs)
+        seconds = probe.seconds(params, inputs, balancer.duration)
         spent = self._spent + time.perf_counter() - start
         table = probe.gathered([(s, spent, start - self._began, each) for s in seconds])
         times, spents, elapsed, half_rounds = table.T.tolist()

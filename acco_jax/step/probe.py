@@ -114,12 +114,19 @@ class Probe:
             self._kept = args[2:]
             self._run(args)
 
-    def seconds(self, params: PyTree, inputs: Inputs) -> list[float]:
-        """Times a microbatch on each worker of this process.
+    def seconds(
+        self, params: PyTree, inputs: Inputs, duration: float = 0.0
+    ) -> list[float]:
+        """Times a microbatch on each worker of this process, the mean of several.
 
-        It was prepared, and what is under way on the devices must be done.
+        It is repeated while the next one would end within `duration`. It was prepared,
+        and what is under way on the devices must be done.
         """
-        return self._run(self._arguments(params, inputs))
+        args = self._arguments(params, inputs)
+        start, times = time.perf_counter(), [self._run(args)]
+        while time.perf_counter() - start + max(times[-1]) <= duration:
+            times.append(self._run(args))
+        return [sum(found) / len(times) for found in zip(*times, strict=True)]
 
     def _run(self, args: tuple[Any, ...]) -> list[float]:
         start = time.perf_counter()

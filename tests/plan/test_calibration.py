@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from acco_jax.plan import calibration, machines, topologies
+from acco_jax.plan import calibration, costs, machines, schedules, topologies
 from acco_jax.runner.config import default_config
 from tests.plan.test_plan import run
 
@@ -57,6 +57,17 @@ def test_figures_of_a_chip_change_its_plan(tmp_path):
     chip = topologies.parse("gpu:h200:1x8").chip
     found = machines.figures(chip, figures)["compute_efficiency"]
     assert found.value == pytest.approx(0.55) and found.range == (0.5, 0.6)
+
+
+def test_a_call_takes_time_of_its_own():
+    topology = topologies.parse("gpu:h200:1x8")
+    schedule = schedules.Schedule((), (), (), 0, {}, 8)
+    for own in (0.0, 0.25):
+        found = machines.figures(topology.chip, {"call_seconds": own})
+        p = costs.predict(schedule, machines.Machine(topology, found), 8)
+        assert (p.call, p.total, costs.synchronous(p, 2)) == (own, own, own)
+    with pytest.raises(ValueError, match="call_seconds is -1: it must be positive"):
+        machines.figures(topology.chip, {"call_seconds": -1.0})
 
 
 def test_another_chip_s_figures_are_refused(tmp_path, capsys):
