@@ -16,10 +16,11 @@ with --config.method=zero1 --config.microbatches=fixed and --workdir=runs/zero1;
 with counts that follow the workers' measured speed, --config.microbatches=balanced
 --config.microbatches_per_step=16 --config.most_microbatches=12 and
 --workdir=runs/balanced, whose log names the slow one. On two cores, with quotas:
-`python benchmarks/heterogeneous.py`. The
-`tokens_per_second` of each metrics.jsonl and the losses against `seconds` are what
-differs; counts.jsonl has how many microbatches each worker computed in each half-round,
-and --config.microbatches=replay:runs/acco/counts.jsonl repeats them to the bit.
+`python benchmarks/heterogeneous.py`, whose figures are in
+experiments/results/heterogeneous.md. The `tokens_per_second` of each metrics.jsonl and
+the losses against `seconds` are what differs; counts.jsonl has how many microbatches
+each worker computed in each half-round, and
+--config.microbatches=replay:runs/acco/counts.jsonl repeats them to the bit.
 
 Parameters: 1,122,992. Tokens per step of 4 workers: 8,192, and more of fast workers.
 
