@@ -91,7 +91,8 @@ def calibrate(config: ConfigDict) -> Report:
     mesh, platform = Mesh(devices, ("data",)), devices[0].platform
     topology = _topology(devices)
     kernels = (*_products(mesh), *_copies(mesh), *_collectives(mesh))
-    machine = Machine(topology, figures(topology.chip, _of_kernels(kernels, platform)))
+    rates = _of_kernels(kernels, platform)
+    machine = Machine(topology, figures(topology.chip, rates))
 
     shapes = _shapes(config)
     prepared = [_Prepared(*shape, config, mesh) for shape in shapes]
@@ -102,7 +103,7 @@ def calibrate(config: ConfigDict) -> Report:
     before = [costs.predict(p.schedule, machine, devices.size) for p in prepared]
     predicted = (before[1].computation - before[0].computation) / apart
     scale = predicted / slope if slope > 0 else 1.0  # of the rates of all kernels
-    changed = _scaled(machine, scale)
+    changed = rates | _scaled(machine, scale)
     rest = max(0.0, times[0] - few.program.microbatches * slope)
     after = Machine(topology, figures(topology.chip, changed))
     p = costs.predict(few.schedule, after, devices.size)

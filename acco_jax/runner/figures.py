@@ -20,3 +20,18 @@ def subplots(width: float, height: float, *grid: int, **options: Any) -> Any:
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def legend_below(figure: Figure, most: int = 6) -> None:
+    """Puts the legend of a figure's first axes below it, in columns that fit.
+
+    Args:
+      figure: of `subplots`, drawn.
+      most: columns.
+    """
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    widest = 0.6 + 0.09 * max(map(len, labels))  # inches of the mark, and of a letter
+    columns = max(1, min(most, len(labels), int(figure.get_figwidth() / widest)))
+    figure.legend(
+        handles, labels, loc="outside lower center", frameon=False, ncols=columns
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from acco_jax.runner import metrics
-from acco_jax.runner.figures import subplots
+from acco_jax.runner.figures import legend_below, subplots
 from acco_jax.runner.files import is_number, read_object
 
 SUMMARY = "summary.json"
@@ -358,11 +358,7 @@ def draw(runs: list[Result], path: Path) -> None:
         axes[2].xaxis.set_major_formatter(EngFormatter("B"))
     axes[0].set_ylim(*_loss_limits(curves.values()))
     axes[0].set_ylabel("held-out loss (nats per token)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", frameon=False,
-        ncols=min(len(labels), 6),
-    )  # fmt: skip
+    legend_below(figure)
     figure.savefig(path)
 
 

@@ -19,7 +19,7 @@ from absl import logging
 
 from acco_jax import methods
 from acco_jax.runner import exits, metrics, results
-from acco_jax.runner.figures import subplots
+from acco_jax.runner.figures import legend_below, subplots
 from acco_jax.runner.pool import Pool, RunFailed, Task, raise_failed
 
 DIVERGED = "diverged"  # a file in the folder of a run that has
@@ -381,5 +381,5 @@ def draw(
         ax.plot(*at[best], "o", mfc="none", ms=11, c=color)
     ax.set_xlabel(points[0][0])
     ax.set_ylabel("held-out loss (nats per token)")
-    figure.legend(loc="outside lower center", frameon=False, ncols=min(len(groups), 4))
+    legend_below(figure)
     figure.savefig(path)
