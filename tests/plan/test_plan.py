@@ -61,7 +61,7 @@ def machine(name, slices=1, **changes):
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_every_figure_has_a_source(chip):
     for name, figure in machines.figures(chip).items():
-        assert figure.value > 0
+        assert figure.value > 0 or name == "call_seconds"
         assert figure.source
         assert figure.unit or name.endswith(("_efficiency", "_fraction"))
         if figure.range is not None:

@@ -21,7 +21,7 @@ def measured(monkeypatch):
     def use(times):
         left, last = iter(times), []
 
-        def seconds(probe, params, inputs):
+        def seconds(probe, params, inputs, duration):
             last[:] = next(left, last)
             return last[: len(probe._mine)]
 
