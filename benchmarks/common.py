@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from acco_jax.runner import heartbeat  # noqa: E402
 
 # What no two runs share.
-CLOCKS = ("seconds", "tokens_per_second", "goodput", "stragglers")
+CLOCKS = ("seconds", "tokens_per_second", "goodput", "stragglers", "probes")
 
 CONFIG = """
 from acco_jax.runner.config import default_config
