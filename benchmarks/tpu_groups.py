@@ -1,0 +1,75 @@
+"""What compilers for TPUs hide where a worker is a group of chips, by option.
+
+    python benchmarks/tpu_groups.py --topology=tpu:v5e:4x4 --group=fsdp:4
+        [--option=NAME=VALUE ...] [--swap]
+
+Compiles a half-round of acco, two layers of GPT-Neo's width 768 in bfloat16, with
+`acco_jax.compiler_options` and the options given, and prints what share of the bytes is
+hidden of the data axis and of the group's own collectives of at least 1 MiB. `--swap`
+lays neighbouring chips along the data axis instead of the group's. Nothing is run; it
+needs the compiler, `pip install 'acco-jax[plan,train]'`. experiments/results/memory.md
+has the results.
+"""
+
+import argparse
+import pathlib
+import runpy
+import sys
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jax.sharding import Mesh  # noqa: E402
+
+from acco_jax.plan import programs, topologies  # noqa: E402
+from acco_jax.plan.schedules import Collective  # noqa: E402
+
+
+def value(text: str) -> bool | int | str:
+    """Reads an option's value."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdigit() else text
+
+
+def share(found: Sequence[Collective]) -> str:
+    """Says how much of the collectives' bytes is hidden."""
+    whole = sum(c.bytes * c.times for c in found)
+    hidden = sum(c.bytes * c.times for c in found if c.hidden)
+    return f"{hidden / max(whole, 1):.0%} of {whole / 2**20:,.0f} MiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--topology", default="tpu:v5e:4x4")
+    parser.add_argument("--group", default="fsdp:4", help="AXIS:SIZE, fsdp or tensor")
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE")
+    parser.add_argument("--swap", action="store_true")
+    args = parser.parse_args()
+    topologies.use_cpu()
+    config = runpy.run_path(str(ROOT / "experiments/quickstart.py"))["get_config"]()
+    config.method, config.length = "acco", 1024
+    config.microbatch_size, config.microbatches_per_step = 8, 8
+    config.model.width, config.model.heads = 768, 12
+    config.model.dtype = config.model.param_dtype = "bfloat16"
+    axis, size = args.group.split(":")
+    config.mesh[axis] = int(size)
+    mesh = programs.data_mesh(topologies.parse(args.topology), 1, {axis: int(size)})
+    if args.swap:
+        devices = mesh.devices
+        mesh = Mesh(devices.reshape(devices.shape[::-1]).T, mesh.axis_names)
+    program = programs.describe(config, mesh)
+    for option in args.option:
+        name, _, text = option.partition("=")
+        program.step.compiler_options[name] = value(text)
+    found = program.compile().schedule.select()
+    own = [c for c in found if program.in_group(c)]
+    print(f"data axis: {share([c for c in found if c not in own])} hidden")
+    print(f"the group's own: {share(own)} hidden")
+
+
+if __name__ == "__main__":
+    main()
