@@ -82,6 +82,7 @@ def search(
     held: int,
     half_rounds: int,
     most: int,
+    begin: int | None = None,
 ) -> Fit:
     """Tries few candidates around a first one.
 
@@ -92,14 +93,30 @@ def search(
       held: bytes of them that no microbatch changes.
       half_rounds: of an optimizer step.
       most: candidates to compile beside the first.
+      begin: rows of the next candidate, where they are known (`like`).
     """
     found, total = {first.shape.rows: first}, first.shape.total
     for _ in range(most):
-        rows = _next(found, room, held)
-        if rows is None:
+        rows = begin or _next(found, room, held)
+        begin = None
+        if rows is None or rows in found:
             break
         found[rows] = attempt(cut(rows, total, half_rounds))
     return Fit(tuple(found[rows] for rows in sorted(found)), total)
+
+
+def like(other: Fit, more: int, room: float) -> int | None:
+    """Returns the most rows, of those that fit another method, that should fit one.
+
+    A microbatch's own memory is the same for both.
+
+    Args:
+      other: what the other's search found.
+      more: bytes that this one holds beside its microbatches, less the other's.
+      room: bytes on a device.
+    """
+    fits = [t for t in other.tried if t.memory and t.memory + more <= room]
+    return max((t.shape.rows for t in fits), default=None)
 
 
 def _next(found: dict[int, Tried], room: float, held: int) -> int | None:

@@ -27,6 +27,7 @@ from acco_jax.runner.validation import validate
 
 BASELINE = "zero1"
 COMPILES = 3  # at most, beside the experiment's own program, to find what fits
+LATER = 1  # the same for a method after the first, which begins where that one ended
 RANGES = ("step", "tokens_per_second", "speedup", "hidden")  # predicted with intervals
 
 
@@ -188,7 +189,7 @@ def finish(prepared: Prepared) -> Plan:
     outcomes, misfits = [], {}
     for program in described:
         try:
-            outcomes.append(_outcome(program, config, machine, fit))
+            outcomes.append(_outcome(program, config, machine, fit, outcomes))
         except DoesNotFit as error:
             misfits[program.method] = str(error)
     if not outcomes:
@@ -219,7 +220,11 @@ def _check_devices(n: int, machine: Machine) -> None:
 
 
 def _outcome(
-    program: Program, config: ConfigDict, machine: Machine, fit: bool
+    program: Program,
+    config: ConfigDict,
+    machine: Machine,
+    fit: bool,
+    before: Sequence[Outcome],
 ) -> Outcome:
     method, shape = program.method, Shape(config.microbatch_size, program.per_step)
 
@@ -234,13 +239,19 @@ def _outcome(
         return _tried(shape, candidate, found, config, machine)
 
     def search(first: Tried) -> Fit:
+        held, begin = program.held().total, None
+        for o in before[:1]:
+            if o.fit and first.memory:
+                more = held - o.program.held().total
+                begin = fitting.like(o.fit, more, machine.room)
         return fitting.search(
             first,
             attempt,
             room=machine.room,
-            held=program.held().total,
+            held=held,
             half_rounds=program.tx.half_rounds,
-            most=COMPILES,
+            most=LATER if begin else COMPILES,
+            begin=begin,
         )
 
     try:

@@ -8,7 +8,9 @@ from acco_jax.plan.fitting import Shape, Tried
 GIB = 2**30
 
 
-def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=2):
+def searched(
+    memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=2, begin=None
+):
     """Searches; returns the result and the shapes that were tried, in order."""
     tried = []
 
@@ -21,7 +23,7 @@ def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=
 
     found = fitting.search(
         attempt(Shape(*first)), attempt, room=room, held=GIB, half_rounds=half_rounds,
-        most=most,
+        most=most, begin=begin,
     )  # fmt: skip
     return found, tried
 
@@ -76,3 +78,27 @@ def test_a_first_one_that_does_not_fit_is_halved(most):
 def test_nothing_smaller_than_one_row_is_tried():
     found, tried = searched(lambda r: None, lambda r: r, first=(1, 2))
     assert len(tried) == 1 and found.largest is None and found.best is None
+
+
+def test_a_later_method_begins_where_the_first_ended():
+    """It holds less beside its microbatches, so what fitted fits, in one compile."""
+    found, _ = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(4, 60))
+    assert fitting.like(found, -GIB // 2, 16 * GIB) == found.largest
+    later, tried = searched(
+        lambda r: GIB // 2 + r * GIB // 4, lambda r: r, first=(4, 60), most=1,
+        begin=found.largest,
+    )  # fmt: skip
+    assert [s.rows for s in tried] == [4, found.largest]
+    assert later.largest == later.best.shape.rows == found.largest
+
+
+def test_a_later_method_that_holds_more_begins_with_fewer_rows():
+    found, _ = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(4, 60))
+    begin = fitting.like(found, 4 * GIB, 16 * GIB)
+    assert begin < found.largest and 5 * GIB + begin * GIB // 4 <= 16 * GIB
+    assert fitting.like(found, 16 * GIB, 16 * GIB) is None
+
+
+def test_what_was_tried_already_is_not_compiled_again():
+    _, tried = searched(lambda r: GIB, lambda r: r, first=(4, 8), begin=4)
+    assert len(tried) == 1
