@@ -6,10 +6,11 @@
 Compiles each program of benchmarks/foreign.py and this library's acco, zero1 and
 fused_zero1 (the same sizes: a decoder of 8 layers of width 2,048, 4 rows of 2,048
 tokens, 4 microbatches an optimizer step) for each machine, one process at a time, and
-audits the texts, which it keeps in DIR: what is there already is not compiled again.
-peft_trainer needs google-tunix, levanter_step marin-levanter; call the script from an
-environment that has it with the same DIR. --seconds=0 compiles nothing more. Nothing is
-run; it needs the compilers, `pip install 'acco-jax[plan,train]'`.
+audits the texts, which it keeps in DIR, in a folder named by JAX's version: what is
+there already is not compiled again. peft_trainer needs google-tunix, levanter_step
+marin-levanter; call the script from an environment that has it, or another JAX, with
+the same DIR. --seconds=0 compiles nothing more. Nothing is run; it needs the compilers,
+`pip install 'acco-jax[plan,train]'`.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ HEAD = """# What is hidden in train steps of others, and in this library's
 
     python benchmarks/audit_matrix.py --texts=DIR --out=experiments/results/audit.md
 
-Nothing here was run: every row is a program compiled for machines that are not here,
-jax {version}. `MiB` are the bytes of the full buffers, all collectives and all
-executions; `hidden bytes` are READ from the schedule (asynchronous, with matrix
-products between launch and end); the seconds are PREDICTED from the chips' figures in
-`acco_jax/plan/chips.py`, of one execution: an optimizer step, of acco one of the two
-half-rounds that make one. It proves the schedule; that the network keeps up beside
-computation it does not.
+Nothing here was run: every row is a program compiled for machines that are not here;
+there is a table for each version of JAX. `MiB` are the bytes of the full buffers, all
+collectives and all executions; `hidden bytes` are READ from the schedule (asynchronous,
+with matrix products between launch and end); the seconds are PREDICTED from the chips'
+figures in `acco_jax/plan/chips.py`, of one execution: an optimizer step, of acco one of
+the two half-rounds that make one. It proves the schedule; that the network keeps up
+beside computation it does not.
 
 The programs are those of benchmarks/foreign.py (a decoder of 470M parameters in
 bfloat16, 8 scanned layers, 4 rows of 2,048 tokens a device; the accumulating ones, and
@@ -85,8 +86,7 @@ with this library's methods. Others' are compiled with the compiler's own settin
 library's with `acco_jax.compiler_options`.
 
 """
-NOTES = """
-Two known issues, from the schedules alone:
+NOTES = """## Known issues, from the schedules alone
 
 - Fine-grained rematerialization exposes collectives (openxla/xla#14397):
   `fsdp_fine_remat` sends the same bytes as `fsdp` and hides fewer of them; its
@@ -110,6 +110,23 @@ def own(method: str, devices: Sequence[Any]) -> programs.Program:
         microbatches=foreign.MICROBATCHES // tx.half_rounds,
         microbatch=(foreign.ROWS, foreign.LENGTH + 1),
     )
+
+
+Cell = tuple[str, str, pathlib.Path]  # program, machine, file of its text
+
+
+def cells_of(folder: pathlib.Path, options: argparse.Namespace) -> list[Cell]:
+    """Returns the cells that are asked for, whose texts one folder has or will have."""
+    return [
+        (program, machine, folder / f"{program}@{machine.replace(':', '_')}.gz")
+        for machine in options.machines.split(",")
+        for program in options.programs.split(",")
+    ]
+
+
+def known(file: pathlib.Path) -> bool:
+    """Whether a cell was compiled, or tried."""
+    return file.exists() or file.with_suffix(".error").exists()
 
 
 def compile_cell(program: str, machine: str, file: pathlib.Path) -> None:
@@ -159,7 +176,7 @@ def row(program: str, machine: str, file: pathlib.Path) -> str:
     )
 
 
-def table(cells: Sequence[tuple[str, str, pathlib.Path]]) -> str:
+def table(cells: Sequence[Cell]) -> str:
     head = (
         "| program | machine | MiB | hidden bytes | step, ms | communication, ms | "
         "waited for, ms | compiled in, s | likely cause of the dearest |\n"
@@ -178,23 +195,19 @@ def main() -> None:
     parser.add_argument("--cell", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     topologies.use_cpu()
-    options.texts.mkdir(parents=True, exist_ok=True)
-    cells = [
-        (program, machine, options.texts / f"{program}@{machine.replace(':', '_')}.gz")
-        for machine in options.machines.split(",")
-        for program in options.programs.split(",")
-    ]
+    folder = options.texts / jax.__version__
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = cells_of(folder, options)
     if options.cell:
         compile_cell(*cells[0])
         return
     for program, machine, file in cells:
-        tried = file.exists() or file.with_suffix(".error").exists()
-        if tried or not options.seconds:
+        if known(file) or not options.seconds:
             continue
         arguments = [f"--programs={program}", f"--machines={machine}", "--cell"]
         print(f"compiling {program} for {machine}", flush=True)
         try:
-            done = subprocess.run(
+            ended = subprocess.run(
                 [sys.executable, __file__, f"--texts={options.texts}", *arguments],
                 timeout=options.seconds, capture_output=True, text=True,
             )  # fmt: skip
@@ -202,16 +215,17 @@ def main() -> None:
             reason = f"not compiled in {options.seconds} s"
             file.with_suffix(".error").write_text(reason)
             continue
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
+        if ended.returncode:
+            lines = ended.stderr.strip().splitlines()
             file.with_suffix(".error").write_text(programs.what_it_needs(lines[-1]))
-    text = table(
-        [c for c in cells if c[2].exists() or c[2].with_suffix(".error").exists()]
-    )
+    text = ""
+    for place in sorted(options.texts.iterdir()):
+        done = [c for c in cells_of(place, options) if known(c[2])]
+        if done:
+            text += f"## jax {place.name}\n\n{table(done)}\n\n"
     print(text)
     if options.out:
-        head = HEAD.format(version=jax.__version__)
-        options.out.write_text(f"{head}{text}\n{NOTES}")
+        options.out.write_text(f"{HEAD}{text}{NOTES}")
 
 
 if __name__ == "__main__":
