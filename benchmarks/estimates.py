@@ -14,7 +14,7 @@ targets), the loss of its last 60 steps, and how far the point that it computed 
 from the commit, as a part of the commit's own way.
 
 `--table=OUT.jsonl` prints a table of differences to zero1 of equal optimizer, rate,
-warm-up and seed.
+warm-up, batch, experiment and seed.
 """
 
 import argparse
@@ -42,7 +42,9 @@ from acco_jax.gradients import with_arrays  # noqa: E402
 from acco_jax.methods.optimizer import choose  # noqa: E402
 from acco_jax.runner import optimizers, preparation  # noqa: E402
 
-ROWS, STEPS, TARGETS = 32, 300, 400_000  # rows of a step; targets bound the evaluation
+STEPS = {"quickstart": 300, "dynamics": 1000}  # of a run of these experiments' models
+TARGETS = 400_000  # bound the evaluation
+MICROBATCH = 4  # rows whose activations a core's cache holds
 OPTIMIZERS = {
     "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
     "nadamw": functools.partial(optax.nadamw, weight_decay=0.1),
@@ -65,6 +67,8 @@ class Run:
     q: float = 0.0  # an estimate also goes on with so much of the last step
     clip: bool = False  # an estimate's gradient is no longer than the last commit's
     follow: bool = False  # s follows the projection of past commits on past estimates
+    batch: int = 1  # times the experiment's own
+    experiment: str = "quickstart"
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -82,7 +86,7 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
 
     def train(loss_fn, params, tokens, lr, warm, s, k, r, q, clip, follow):  # type: ignore[no-untyped-def]
         steps = tokens.shape[0] - 1
-        cut = round(ROWS * (1 - f))
+        cut = round(tokens.shape[1] * (1 - f))
 
         def rate(t: jax.Array) -> jax.Array:
             part = jnp.clip((t - warm) / (steps - warm), 0, 1)
@@ -100,11 +104,19 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
             return optax.apply_updates(theta, updates), state, norm
 
         def gradient(theta, rows):  # type: ignore[no-untyped-def]
-            def mean(p):  # type: ignore[no-untyped-def]
-                nats, targets, _ = loss_fn(p, {"tokens": rows}, None)
-                return nats / targets
+            def found(microbatch):  # type: ignore[no-untyped-def]
+                def summed(p):  # type: ignore[no-untyped-def]
+                    return loss_fn(p, {"tokens": microbatch}, None)[:2]
 
-            return jax.value_and_grad(mean)(theta)
+                return jax.value_and_grad(summed, has_aux=True)(theta)
+
+            def add(total, microbatch):  # type: ignore[no-untyped-def]
+                return jax.tree.map(jnp.add, total, found(microbatch)), None
+
+            few = rows.reshape(-1, MICROBATCH, *rows.shape[1:])
+            none = jax.tree.map(jnp.zeros_like, jax.eval_shape(found, few[0]))
+            ((nats, targets), grads), _ = jax.lax.scan(add, none, few)
+            return nats / targets, jax.tree.map(lambda g: g / targets, grads)
 
         def one_step(carry, x):  # type: ignore[no-untyped-def]
             theta, state, second, mean, moved, norm, found = carry
@@ -149,16 +161,18 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
 class Data:
     """What runs of a seed learn from."""
 
-    def __init__(self, seed: int) -> None:
-        c = runpy.run_path(str(ROOT / "experiments" / "quickstart.py"))["get_config"]()
-        c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, STEPS
-        c.microbatch_size, c.microbatches_per_step = ROWS // 2, 2
+    def __init__(self, experiment: str, seed: int, batch: int) -> None:
+        path, steps = ROOT / "experiments" / f"{experiment}.py", STEPS[experiment]
+        c = runpy.run_path(str(path))["get_config"]()
+        rows = batch * c.devices * c.microbatch_size * c.microbatches_per_step
+        c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, steps
+        c.microbatch_size, c.microbatches_per_step = rows // 2, 2
         with tempfile.TemporaryDirectory() as folder:
             e = preparation.prepare(c, Path(folder), jax.devices()[:1])
             batches = preparation.batches(e)
-            self.tokens = jnp.stack([next(batches)["tokens"] for _ in range(STEPS + 1)])
+            self.tokens = jnp.stack([next(batches)["tokens"] for _ in range(steps + 1)])
             self.params = preparation.initial(e)[0]
-            limit = TARGETS // (ROWS * c.length)
+            limit = TARGETS // (rows * c.length)
             self.held_out = list(preparation.held_out_batches(e, limit))
         self.loss_fn = with_arrays(e.loss_fn)
 
@@ -180,7 +194,7 @@ def run_all(runs: list[Run], out: Path) -> None:
     for run in runs:
         if any(Run(**row["run"]) == run for row in done(out)):
             continue
-        d = data(run.seed)
+        d = data(run.experiment, run.seed, run.batch)
         theta, (losses, errors) = programs(run.opt, run.f)(
             d.loss_fn, d.params, d.tokens, *map(jnp.asarray, run.numbers)
         )
@@ -203,20 +217,24 @@ def table(rows: list[dict]) -> str:
     losses: dict[tuple, dict[int, float]] = collections.defaultdict(dict)
     for row in rows:
         r = row["run"]
-        losses[r["opt"], r["lr"], r["warm"], r["name"]][r["seed"]] = row["loss"]
+        times = r.get("batch", 1)
+        learnt = f"{r['opt']} {r['lr']:g}, {r['warm']}"
+        learnt += f", batch x {times}" if times > 1 else ""
+        learnt += ", 1.1M" if r.get("experiment") == "dynamics" else ""
+        losses[learnt, r["name"]][r["seed"]] = row["loss"]
     lines = [
         "| optimizer, rate, warm-up | variant | loss, by seed | against zero1 |",
         "|---|---|---|---|",
     ]
-    for (opt, lr, warm, name), found in losses.items():
-        base = losses.get((opt, lr, warm, "zero1"), {})
+    for (learnt, name), found in losses.items():
+        base = losses.get((learnt, "zero1"), {})
         parts = [100 * (found[i] / base[i] - 1) for i in found if i in base]
         text = f"{statistics.fmean(parts):+.2f}" if parts else "-"
         if len(parts) > 1:
             text += f" ± {statistics.stdev(parts) / len(parts) ** 0.5:.2f}"
         shown = ", ".join(f"{found[i]:.4f}" for i in sorted(found))
         text = "" if name == "zero1" else f"{text} %"
-        lines.append(f"| {opt} {lr:g}, {warm} | {name} | {shown} | {text} |")
+        lines.append(f"| {learnt} | {name} | {shown} | {text} |")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import acco_jax
 from tests.reference import make_mesh
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "estimates.py"
-STEPS, WIDTH, RATE, WARM = 12, 5, 3e-2, 3
+STEPS, ROWS, WIDTH, RATE, WARM = 12, 32, 5, 3e-2, 3
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def library(tokens, params, name, f, **options):
 )
 def test_a_run_is_the_library_s(program, name, fields, options):
     run = program.Run(lr=RATE, warm=WARM, **fields)
-    shape = STEPS + 1, program.ROWS, WIDTH
+    shape = STEPS + 1, ROWS, WIDTH
     tokens = np.random.default_rng(0).normal(size=shape)
     params = {"kernel": jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, 4)))}
     train = program.trainer(run.opt, run.f)
