@@ -7,14 +7,15 @@ step is the body of a loop, the whole run one program), with what might bring it
 to zero1. A line of RUNS is a JSON object with fields of `Run`; what OUT has already is
 not run again, and `--part=0/2` takes every second line, for two processes. The model is
 experiments/quickstart.py's (0.45M parameters, float32, the source of Python's standard
-library), a step 4,096 tokens, a run 300 of them. Without --runs it does SHOWN.
+library), a step 4,096 tokens; or experiments/dynamics.py's (1.1M, 2,048 tokens).
+Without --runs it does SHOWN.
 
 Each line of OUT is the run with its held-out loss (nats per token, of the same 199k
 targets), the loss of its last 60 steps, and how far the point that it computed at was
 from the commit, as a part of the commit's own way.
 
 `--table=OUT.jsonl` prints a table of differences to zero1 of equal optimizer, rate,
-warm-up, batch, experiment and seed.
+steps, warm-up, batch, experiment and seed.
 """
 
 import argparse
@@ -42,7 +43,6 @@ from acco_jax.gradients import with_arrays  # noqa: E402
 from acco_jax.methods.optimizer import choose  # noqa: E402
 from acco_jax.runner import optimizers, preparation  # noqa: E402
 
-STEPS = {"quickstart": 300, "dynamics": 1000}  # of a run of these experiments' models
 TARGETS = 400_000  # bound the evaluation
 MICROBATCH = 4  # rows whose activations a core's cache holds
 OPTIMIZERS = {
@@ -69,6 +69,7 @@ class Run:
     follow: bool = False  # s follows the projection of past commits on past estimates
     batch: int = 1  # times the experiment's own
     experiment: str = "quickstart"
+    steps: int = 300
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -161,8 +162,8 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
 class Data:
     """What runs of a seed learn from."""
 
-    def __init__(self, experiment: str, seed: int, batch: int) -> None:
-        path, steps = ROOT / "experiments" / f"{experiment}.py", STEPS[experiment]
+    def __init__(self, experiment: str, seed: int, batch: int, steps: int) -> None:
+        path = ROOT / "experiments" / f"{experiment}.py"
         c = runpy.run_path(str(path))["get_config"]()
         rows = batch * c.devices * c.microbatch_size * c.microbatches_per_step
         c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, steps
@@ -194,7 +195,7 @@ def run_all(runs: list[Run], out: Path) -> None:
     for run in runs:
         if any(Run(**row["run"]) == run for row in done(out)):
             continue
-        d = data(run.experiment, run.seed, run.batch)
+        d = data(run.experiment, run.seed, run.batch, run.steps)
         theta, (losses, errors) = programs(run.opt, run.f)(
             d.loss_fn, d.params, d.tokens, *map(jnp.asarray, run.numbers)
         )
@@ -219,7 +220,9 @@ def table(rows: list[dict]) -> str:
         r = row["run"]
         times = r.get("batch", 1)
         learnt = f"{r['opt']} {r['lr']:g}, {r['warm']}"
+        steps = r.get("steps", 300)
         learnt += f", batch x {times}" if times > 1 else ""
+        learnt += f", {steps:,} steps" if steps != 300 else ""
         learnt += ", 1.1M" if r.get("experiment") == "dynamics" else ""
         losses[learnt, r["name"]][r["seed"]] = row["loss"]
     lines = [

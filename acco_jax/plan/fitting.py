@@ -1,7 +1,8 @@
 """Which microbatches fit into memory, and with which of them a step is fastest.
 
-A few candidates are compiled, no more: the largest microbatch is bracketed by one that
-fits and one that does not, and each that fits is timed at equal tokens. Larger ones are
+A few candidates are compiled, no more: the largest microbatch is one that fills the
+memory, or is bracketed by one that fits and one that does not, and each that fits is
+timed at equal tokens. Larger ones are
 not always better: near the limit a compiler moves collectives out of the computation
 that hid them, and computes anew what it has no room to keep.
 """
@@ -12,8 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CLOSE = 1.15  # rows that do not fit, over rows that do: near enough
+FULL = 0.85  # of the memory that a candidate needs: no larger one is looked for
 LARGER = 1.25  # rows of a step, over those asked for: still the same step
-MOST = 8.0  # rows of the next candidate, over those known to fit
+MOST = 16.0  # rows of the next candidate, over those known to fit
 
 
 class Shape(NamedTuple):
@@ -52,6 +54,11 @@ class Fit:
         return max((t.shape.rows for t in self.tried if t.memory), default=None)
 
     @property
+    def filled(self) -> int | None:
+        """Bytes on a device that the largest needs."""
+        return max((t.memory for t in self.tried if t.memory), default=None)
+
+    @property
     def misfit(self) -> int | None:
         """Rows of the smallest that does not fit, None if none was found."""
         return min((t.shape.rows for t in self.tried if not t.memory), default=None)
@@ -82,7 +89,6 @@ def search(
     held: int,
     half_rounds: int,
     most: int,
-    begin: int | None = None,
 ) -> Fit:
     """Tries few candidates around a first one.
 
@@ -93,40 +99,26 @@ def search(
       held: bytes of them that no microbatch changes.
       half_rounds: of an optimizer step.
       most: candidates to compile beside the first.
-      begin: rows of the next candidate, where they are known (`like`).
     """
     found, total = {first.shape.rows: first}, first.shape.total
     for _ in range(most):
-        rows = begin or _next(found, room, held)
-        begin = None
-        if rows is None or rows in found:
+        rows = _next(found, room, held) or _between(found, total)
+        if rows is None:
             break
         found[rows] = attempt(cut(rows, total, half_rounds))
     return Fit(tuple(found[rows] for rows in sorted(found)), total)
 
 
-def like(other: Fit, more: int, room: float) -> int | None:
-    """Returns the most rows, of those that fit another method, that should fit one.
-
-    A microbatch's own memory is the same for both.
-
-    Args:
-      other: what the other's search found.
-      more: bytes that this one holds beside its microbatches, less the other's.
-      room: bytes on a device.
-    """
-    fits = [t for t in other.tried if t.memory and t.memory + more <= room]
-    return max((t.shape.rows for t in fits), default=None)
-
-
 def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
-    """Returns the rows to try next, None if the bracket is close."""
+    """Returns the rows to try next, None if those found will do."""
     fits = {r: t.memory for r, t in found.items() if t.memory}
     misfits = [r for r in found if r not in fits]
     above = min(misfits, default=None)
     if not fits:
         return above // 2 if above is not None and above > 1 else None
     low = max(fits)
+    if fits[low] >= FULL * room:
+        return None
     if above is not None and (above <= CLOSE * low or above - low <= 1):
         return None
     guess = _extrapolated(fits, room, held)
@@ -136,6 +128,17 @@ def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
     if not low < guess < above:
         guess = round(math.sqrt(low * above))
     return min(max(guess, low + 1), above - 1)
+
+
+def _between(found: dict[int, Tried], total: int) -> int | None:
+    """Returns rows between the first and the largest, None if they need no third.
+
+    With fewer rows than the largest more may be hidden, in as large a step.
+    """
+    same = [r for r, t in found.items() if t.memory and t.shape.total <= LARGER * total]
+    if len(same) != 2 or max(same) < 4 * min(same):
+        return None
+    return round(math.sqrt(min(same) * max(same)))
 
 
 def _extrapolated(fits: dict[int, int], room: float, held: int) -> int:

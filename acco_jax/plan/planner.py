@@ -6,7 +6,9 @@ print(report.text(plan))
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -27,7 +29,6 @@ from acco_jax.runner.validation import validate
 
 BASELINE = "zero1"
 COMPILES = 3  # at most, beside the experiment's own program, to find what fits
-LATER = 1  # the same for a method after the first, which begins where that one ended
 RANGES = ("step", "tokens_per_second", "speedup", "hidden")  # predicted with intervals
 
 
@@ -180,18 +181,21 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
 
 
 def finish(prepared: Prepared) -> Plan:
-    """Compiles what was prepared, reads and predicts.
+    """Compiles what was prepared, a method per core at once, reads and predicts.
 
     Raises:
       NothingFits: no method has room in memory.
     """
     config, model, machine, numbers, described, checked, fit = prepared
     outcomes, misfits = [], {}
-    for program in described:
-        try:
-            outcomes.append(_outcome(program, config, machine, fit, outcomes))
-        except DoesNotFit as error:
-            misfits[program.method] = str(error)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        for program, future in [
+            (p, threads.submit(_outcome, p, config, machine, fit)) for p in described
+        ]:
+            try:
+                outcomes.append(future.result())
+            except DoesNotFit as error:
+                misfits[program.method] = str(error)
     if not outcomes:
         raise NothingFits(misfits)
     rows = (_with_ranges(outcomes, config, model, machine, n) for n in numbers)
@@ -220,11 +224,7 @@ def _check_devices(n: int, machine: Machine) -> None:
 
 
 def _outcome(
-    program: Program,
-    config: ConfigDict,
-    machine: Machine,
-    fit: bool,
-    before: Sequence[Outcome],
+    program: Program, config: ConfigDict, machine: Machine, fit: bool
 ) -> Outcome:
     method, shape = program.method, Shape(config.microbatch_size, program.per_step)
 
@@ -239,19 +239,13 @@ def _outcome(
         return _tried(shape, candidate, found, config, machine)
 
     def search(first: Tried) -> Fit:
-        held, begin = program.held().total, None
-        for o in before[:1]:
-            if o.fit and first.memory:
-                more = held - o.program.held().total
-                begin = fitting.like(o.fit, more, machine.room)
         return fitting.search(
             first,
             attempt,
             room=machine.room,
-            held=held,
+            held=program.held().total,
             half_rounds=program.tx.half_rounds,
-            most=LATER if begin else COMPILES,
-            begin=begin,
+            most=COMPILES,
         )
 
     try:

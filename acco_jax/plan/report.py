@@ -166,7 +166,10 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
             "the fastest" if t is fit.best else "",
         ))  # fmt: skip
     line = f"largest microbatch that fits: {fit.largest} rows"
-    line += f"; {fit.misfit} do not" if fit.misfit else ", or more"
+    if fit.misfit:
+        line += f"; {fit.misfit} do not"
+    elif fit.filled:
+        line += f" ({fit.filled / plan.machine.room:.0%} of the memory)"
     return [
         f"    {line} ({many(fit.compiled, 'program')} compiled):",
         aligned(rows, "rrlrl", indent=6),

@@ -8,9 +8,7 @@ from acco_jax.plan.fitting import Shape, Tried
 GIB = 2**30
 
 
-def searched(
-    memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=2, begin=None
-):
+def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=2):
     """Searches; returns the result and the shapes that were tried, in order."""
     tried = []
 
@@ -23,7 +21,7 @@ def searched(
 
     found = fitting.search(
         attempt(Shape(*first)), attempt, room=room, held=GIB, half_rounds=half_rounds,
-        most=most, begin=begin,
+        most=most,
     )  # fmt: skip
     return found, tried
 
@@ -42,6 +40,15 @@ def test_the_fastest_is_not_the_largest():
         lambda r: GIB + r * GIB // 4, lambda r: r if r < 40 else 10, first=(4, 60)
     )
     assert found.best.shape.rows < found.largest
+
+
+def test_a_candidate_that_fills_the_memory_ends_the_search():
+    _, tried = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(4, 60))
+    assert [s.rows for s in tried] == [4, 60, 15]  # and one between them, as fast?
+    _, tried = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(52, 2))
+    assert [s.rows for s in tried] == [52]  # 14 of 16 GiB
+    found, tried = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(48, 2))
+    assert [s.rows for s in tried] == [48, 60] and found.filled == 16 * GIB
 
 
 def test_the_best_has_as_large_a_step_as_is_asked_for():
@@ -78,27 +85,3 @@ def test_a_first_one_that_does_not_fit_is_halved(most):
 def test_nothing_smaller_than_one_row_is_tried():
     found, tried = searched(lambda r: None, lambda r: r, first=(1, 2))
     assert len(tried) == 1 and found.largest is None and found.best is None
-
-
-def test_a_later_method_begins_where_the_first_ended():
-    """It holds less beside its microbatches, so what fitted fits, in one compile."""
-    found, _ = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(4, 60))
-    assert fitting.like(found, -GIB // 2, 16 * GIB) == found.largest
-    later, tried = searched(
-        lambda r: GIB // 2 + r * GIB // 4, lambda r: r, first=(4, 60), most=1,
-        begin=found.largest,
-    )  # fmt: skip
-    assert [s.rows for s in tried] == [4, found.largest]
-    assert later.largest == later.best.shape.rows == found.largest
-
-
-def test_a_later_method_that_holds_more_begins_with_fewer_rows():
-    found, _ = searched(lambda r: GIB + r * GIB // 4, lambda r: r, first=(4, 60))
-    begin = fitting.like(found, 4 * GIB, 16 * GIB)
-    assert begin < found.largest and 5 * GIB + begin * GIB // 4 <= 16 * GIB
-    assert fitting.like(found, 16 * GIB, 16 * GIB) is None
-
-
-def test_what_was_tried_already_is_not_compiled_again():
-    _, tried = searched(lambda r: GIB, lambda r: r, first=(4, 8), begin=4)
-    assert len(tried) == 1
