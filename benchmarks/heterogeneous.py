@@ -260,7 +260,7 @@ def alone(
         for name, cores in (("fast", FAST), ("slow", FAST / TIMES)):
             trial.bound(cores)
             found[name] = trial.rate(half_rounds // 2)
-            print(f"| one {name} machine | {found[name]:.0f} | |", flush=True)
+            print(f"| one {name} machine | {found[name]:.0f} | | |", flush=True)
     return found
 
 
@@ -293,8 +293,8 @@ def experiment(
 ) -> dict[str, Any]:
     steps, half_rounds = QUICK if args.quick else STEPS
     each = args.each
-    report: dict[str, Any] = {"rates": {}, "losses": {}, "shown": {}}
-    print("| | tokens a second | held-out loss |\n|---|---|---|")
+    report: dict[str, Any] = {"rates": {}, "losses": {}, "tokens": {}, "shown": {}}
+    print("| | tokens a second | held-out loss | after tokens |\n|---|---|---|---|")
     for part in (p for p in PARTS if p in parts and p != "follows"):
         if part == "alone":
             report["alone"] = alone(
@@ -311,13 +311,14 @@ def experiment(
             if part == "adaptive":
                 row = trial.rows("train")[-1]
                 each = round(row["tokens"] / row["half_round"] / PROCESSES / MICROBATCH)
-                print(f"| {each} a half-round on average | | |", flush=True)
+                print(f"| {each} a half-round on average | | | |", flush=True)
             loss = trial.finish()
-            report.setdefault("tokens", {})[part] = trial.rows("train")[-1]["tokens"]
+            tokens = trial.rows("train")[-1]["tokens"]
             if part == "balanced":
                 report["probes"] = trial.rows("train")[-1]["probes"]
         report["rates"][part], report["losses"][part] = rate, loss
-        print(f"| {part} | {rate:.0f} | {loss:.4f} |", flush=True)
+        report["tokens"][part] = tokens
+        print(f"| {part} | {rate:.0f} | {loss:.4f} | {tokens} |", flush=True)
     report["each"] = each
     if "alone" in report:
         total = (PROCESSES - 1) * report["alone"]["fast"] + report["alone"]["slow"]
