@@ -14,8 +14,9 @@ Each line of OUT is the run with its held-out loss (nats per token, of the same 
 targets), the loss of its last 60 steps, and how far the point that it computed at was
 from the commit, as a part of the commit's own way.
 
-`--table=OUT.jsonl` prints a table of differences to zero1 of equal optimizer, rate,
-steps, warm-up, batch, experiment and seed.
+`--table=OUT.jsonl` prints two tables: each variant at its own best rate, by the loss of
+seed 10, against zero1 at its own, on the other seeds; and differences to zero1 of equal
+optimizer, rate, steps, warm-up, batch, experiment and seed.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import collections
 import dataclasses
 import functools
 import json
+import math
 import os
 import runpy
 import statistics
@@ -44,6 +46,7 @@ from acco_jax.methods.optimizer import choose  # noqa: E402
 from acco_jax.runner import optimizers, preparation  # noqa: E402
 
 TARGETS = 400_000  # bound the evaluation
+TUNING, SEEDS = 10, 5  # the seed that chooses rates; seeds that compare
 MICROBATCH = 4  # rows whose activations a core's cache holds
 OPTIMIZERS = {
     "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
@@ -213,31 +216,76 @@ def run_all(runs: list[Run], out: Path) -> None:
         print(json.dumps(row), flush=True)
 
 
+Losses = dict[tuple[str, float, str], dict[int, float]]  # setting, rate, name; seed
+
+
+def by_seed(rows: list[dict]) -> Losses:
+    found: Losses = collections.defaultdict(dict)
+    for row in rows:
+        run = Run(**row["run"])
+        setting = f"{run.opt}, warm-up {run.warm}"
+        setting += f", batch x {run.batch}" if run.batch > 1 else ""
+        setting += f", {run.steps:,} steps" if run.steps != Run.steps else ""
+        setting += ", 1.1M" if run.experiment == "dynamics" else ""
+        found[setting, run.lr, run.name][run.seed] = row["loss"]
+    return found
+
+
+def against(found: dict[int, float], base: dict[int, float]) -> str:
+    """Returns the mean difference of equal seeds and its standard error."""
+    parts = [100 * (found[i] / base[i] - 1) for i in found if i in base]
+    if not parts:
+        return "-"
+    text = f"{statistics.fmean(parts):+.2f}"
+    if len(parts) > 1:
+        text += f" ± {statistics.stdev(parts) / len(parts) ** 0.5:.2f}"
+    return f"{text} %"
+
+
 def table(rows: list[dict]) -> str:
     """Returns Markdown: each variant against zero1, seed by seed and on average."""
-    losses: dict[tuple, dict[int, float]] = collections.defaultdict(dict)
-    for row in rows:
-        r = row["run"]
-        times = r.get("batch", 1)
-        learnt = f"{r['opt']} {r['lr']:g}, {r['warm']}"
-        steps = r.get("steps", 300)
-        learnt += f", batch x {times}" if times > 1 else ""
-        learnt += f", {steps:,} steps" if steps != 300 else ""
-        learnt += ", 1.1M" if r.get("experiment") == "dynamics" else ""
-        losses[learnt, r["name"]][r["seed"]] = row["loss"]
+    losses = by_seed(rows)
     lines = [
-        "| optimizer, rate, warm-up | variant | loss, by seed | against zero1 |",
-        "|---|---|---|---|",
+        "| learning | rate | variant | loss, by seed | against zero1 |",
+        "|---|---|---|---|---|",
     ]
-    for (learnt, name), found in losses.items():
-        base = losses.get((learnt, "zero1"), {})
-        parts = [100 * (found[i] / base[i] - 1) for i in found if i in base]
-        text = f"{statistics.fmean(parts):+.2f}" if parts else "-"
-        if len(parts) > 1:
-            text += f" ± {statistics.stdev(parts) / len(parts) ** 0.5:.2f}"
+    for (setting, lr, name), found in losses.items():
+        base = losses.get((setting, lr, "zero1"), {})
         shown = ", ".join(f"{found[i]:.4f}" for i in sorted(found))
-        text = "" if name == "zero1" else f"{text} %"
-        lines.append(f"| {learnt} | {name} | {shown} | {text} |")
+        text = "" if name == "zero1" else against(found, base)
+        lines.append(f"| {setting} | {lr:g} | {name} | {shown} | {text} |")
+    return "\n".join(lines)
+
+
+def best(rows: list[dict]) -> str:
+    """Returns Markdown: each variant at its own best rate, against zero1 at its own.
+
+    The rate is the best of the tuning seed, the differences are of all others; of
+    variants with five seeds there.
+    """
+    losses = by_seed(rows)
+    tuned: dict[tuple[str, str], float] = {}
+    for (setting, lr, name), found in losses.items():
+        old = losses.get((setting, tuned.get((setting, name), lr), name), {})
+        if found.get(TUNING, math.inf) <= old.get(TUNING, math.inf):
+            tuned[setting, name] = lr
+    lines = [
+        "| learning | variant | its best rate | of | loss | against zero1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (setting, name), lr in tuned.items():
+        found, base = (
+            {i: x for i, x in losses[setting, at, n].items() if i != TUNING}
+            for n, at in ((name, lr), ("zero1", tuned.get((setting, "zero1"), lr)))
+        )
+        if len(found) < SEEDS:
+            continue
+        tried = [k[1] for k in losses if (k[0], k[2]) == (setting, name)]
+        rates = ", ".join(f"{x:g}" for x in sorted(set(tried)) if
+                          TUNING in losses[setting, x, name])  # fmt: skip
+        text = "" if name == "zero1" else against(found, base)
+        mean = statistics.fmean(found.values())
+        lines.append(f"| {setting} | {name} | {lr:g} | {rates} | {mean:.4f} | {text} |")
     return "\n".join(lines)
 
 
@@ -251,7 +299,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print a table of this and stop")
     args = parser.parse_args()
     if args.table:
-        print(table(done(args.table)))
+        print(f"{best(done(args.table))}\n\n{table(done(args.table))}")
         return
     asked = SHOWN
     if args.runs:

@@ -97,5 +97,24 @@ def test_differences_are_of_equal_seeds(program):
     rows = [row("zero1", 0, 2.0), row("zero1", 1, 1.0), row("acco", 1, 1.01)]
     rows += [row("acco", 0, 2.0), row("acco", 2, 9.0)]
     text = program.table(rows)
-    assert "| adamw 0.001, 0 | zero1 | 2.0000, 1.0000 |  |" in text
+    assert "| adamw, warm-up 0 | 0.001 | zero1 | 2.0000, 1.0000 |  |" in text
     assert "| acco | 2.0000, 1.0100, 9.0000 | +0.50 ± 0.50 % |" in text
+
+
+def test_each_variant_is_compared_at_its_own_best_rate(program):
+    """By the tuning seed, however the others end."""
+    rows = []
+    for name, best in (("zero1", 2e-3), ("acco", 1e-3)):
+        for lr in (1e-3, 2e-3):
+            for seed in (*range(program.SEEDS), program.TUNING):
+                loss = 2.0 if name == "zero1" else 2.02
+                loss += lr != best if seed == program.TUNING else seed * (lr == best)
+                run = {"name": name, "lr": lr, "seed": seed}
+                rows.append({"run": run, "loss": loss})
+    text = program.best(rows)
+    assert "| zero1 | 0.002 | 0.001, 0.002 | 4.0000 |  |" in text
+    differences = [2 / (200 + 100 * seed) for seed in range(program.SEEDS)]
+    mean = 100 * np.mean(differences)
+    error = 100 * np.std(differences, ddof=1) / program.SEEDS**0.5
+    expected = f"{mean:+.2f} ± {error:.2f} %"
+    assert f"| acco | 0.001 | 0.001, 0.002 | 4.0200 | {expected} |" in text
