@@ -19,8 +19,8 @@ from acco_jax.plan.schedules import Collective, Operation, Schedule
 
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
-PARTS = ("-start", "-update", "-done")  # of collectives, and of asynchronous COPIES
-COPIES = ("copy-start", "slice-start")
+PARTS = ("-start", "-update", "-done")  # of collectives, and of what is in LAUNCHED
+LAUNCHED = ("copy-start", "slice-start", "fusion-start")  # operations of the device
 FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
 _BITS = {"f32": 32, "bf16": 16, "f16": 16}
 
@@ -219,7 +219,7 @@ class _Timeline:
 
     def _compute(self, o: Operation) -> None:
         """Adds an operation, unless it is part of a collective."""
-        if o.kind.endswith(PARTS) and o.kind not in COPIES:
+        if o.kind.endswith(PARTS) and o.kind not in LAUNCHED:
             return
         matmul, memory = _parts(o, self._machine)
         self.matmul, self.memory = self.matmul + matmul, self.memory + memory

@@ -142,7 +142,7 @@ class Module:
             return self._moved(x.operands[0], x, x.bytes)
         if x.opcode == "dynamic-update-slice":
             return self._moved(x.operands[1], x, x.operands[1].bytes)
-        if x.opcode == "fusion":
+        if x.opcode in ("fusion", "fusion-start"):
             return self._fused_bytes(x)
         if x.opcode == "slice-start":  # ((operand), slice, context)
             size = bytes_of(x.arrays[1:2])
@@ -178,7 +178,9 @@ class Module:
             if p.opcode == "parameter" and int(p.arguments) < len(operands):
                 operand = operands[int(p.arguments)]
                 total += min(self._bytes_read(p), self._size(operand))
-        for i, result in enumerate(_results(inner)):
+        # ((operands), results, context) is what an asynchronous one starts with
+        first = len(operands) if x.opcode == "fusion-start" else 0
+        for i, result in enumerate(_results(inner), first):
             if not self._outside(x, i):
                 continue
             if result.opcode == "parameter" or _is_carried(result):

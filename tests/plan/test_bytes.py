@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from acco_jax.plan import hlo
+from acco_jax.plan import costs, hlo, schedules, topologies
+from acco_jax.plan.machines import Machine, figures
 from acco_jax.plan.module import Module
 
 RECORDED = pathlib.Path(__file__).parents[1] / "data" / "schedules"
@@ -138,3 +139,36 @@ def test_a_window_leaves_fewer_scores():
     )
     seen = sum(min(i + 1, 256) for i in range(1024))
     assert hlo.product_flops(call) == 4 * 8 * 12 * seen * 64
+
+
+# XLA of jax 0.11 and later launches some fusions of a GPU and waits for them later.
+LAUNCHED = """\
+HloModule launched, is_scheduled=true, num_partitions=8
+
+%one_layer (p.0: bf16[8,2048,2048], p.1: s32[]) -> bf16[1,2048,2048] {
+  %p.0 = bf16[8,2048,2048]{2,1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[1,2048,2048]{2,1,0} dynamic-slice(%p.0, %p.1, %zero, %zero), \
+dynamic_slice_sizes={1,2048,2048}
+}
+
+ENTRY %main (a: bf16[8,2048,2048], b: s32[]) -> bf16[1,2048,2048] {
+  %a = bf16[8,2048,2048]{2,1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %fusion-start = ((bf16[8,2048,2048]{2,1,0}, s32[]), bf16[1,2048,2048]{2,1,0}, \
+u32[]) fusion-start(%a, %b), kind=kLoop, calls=%one_layer
+  ROOT %fusion-done = bf16[1,2048,2048]{2,1,0} fusion-done(%fusion-start)
+}
+"""
+
+
+def test_a_launched_fusion_moves_what_a_fusion_does():
+    module = Module(LAUNCHED, None)
+    layer = 2048 * 2048 * 2
+    assert module.bytes_in(module.entry) == 2 * layer + 4  # read, written; the index
+    topology = topologies.parse("gpu:h100:1x8")
+    machine = Machine(topology, figures(topology.chip))
+    found = costs.predict(schedules.read(LAUNCHED), machine, 8)
+    rate = machine.value("memory_bandwidth") * machine.value("memory_efficiency")
+    assert found.memory == pytest.approx((2 * layer + 4) / rate)
