@@ -2,9 +2,9 @@
 
 A few candidates are compiled, no more: the largest microbatch is one that fills the
 memory, or is bracketed by one that fits and one that does not, and each that fits is
-timed at equal tokens. Larger ones are
-not always better: near the limit a compiler moves collectives out of the computation
-that hid them, and computes anew what it has no room to keep.
+timed at equal tokens. Larger ones are not always better: near the limit a compiler
+moves collectives out of the computation that hid them, and computes anew what it has no
+room to keep.
 """
 
 import dataclasses
@@ -56,7 +56,9 @@ class Fit:
     @property
     def filled(self) -> int | None:
         """Bytes on a device that the largest needs."""
-        return max((t.memory for t in self.tried if t.memory), default=None)
+        return next(
+            (t.memory for t in self.tried if t.shape.rows == self.largest), None
+        )
 
     @property
     def misfit(self) -> int | None:

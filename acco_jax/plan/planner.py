@@ -189,13 +189,12 @@ def finish(prepared: Prepared) -> Plan:
     config, model, machine, numbers, described, checked, fit = prepared
     outcomes, misfits = [], {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for program, future in [
-            (p, threads.submit(_outcome, p, config, machine, fit)) for p in described
-        ]:
-            try:
-                outcomes.append(future.result())
-            except DoesNotFit as error:
-                misfits[program.method] = str(error)
+        found = [threads.submit(_outcome, p, config, machine, fit) for p in described]
+    for program, outcome in zip(described, found, strict=True):
+        try:
+            outcomes.append(outcome.result())
+        except DoesNotFit as error:
+            misfits[program.method] = str(error)
     if not outcomes:
         raise NothingFits(misfits)
     rows = (_with_ranges(outcomes, config, model, machine, n) for n in numbers)
