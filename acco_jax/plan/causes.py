@@ -161,14 +161,13 @@ def _last(schedule: Schedule) -> Collective | None:
 def _in_loop(c: Collective, machine: Machine) -> Cause | None:
     if machine.topology.platform != "gpu":
         return None
-    kind = c.kind.replace("-", "_")
-    return Cause(
-        f"{_how(c)} in the loop's body: what comes next needs it",
-        f"xla_gpu_enable_pipelined_{kind}=True, or unroll the loop by 2, so that one "
-        "trip's lies beside another's products"
-        if c.kind in (*_REDUCTIONS, "all-gather")
-        else "unroll the loop by 2",
-    )
+    kind, advice = c.kind.replace("-", "_"), "unroll the loop by 2"
+    if c.kind in (*_REDUCTIONS, "all-gather"):
+        advice += (
+            ", so that one trip's lies beside another's products; before jax 0.11 "
+            f"xla_gpu_enable_pipelined_{kind}=True is another way"
+        )
+    return Cause(f"{_how(c)} in the loop's body: what comes next needs it", advice)
 
 
 def _at_once(c: Collective, machine: Machine) -> Cause:
