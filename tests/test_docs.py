@@ -208,7 +208,7 @@ def test_fields_and_options_in_the_text_exist():
                  "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal",
                  "requeue", "help"}  # fmt: skip
     of_benchmarks = {"microbatches", "shares", "methods", "texts", "out", "machines",
-                     "sizes", "rows", "repetitions"}  # fmt: skip
+                     "sizes", "rows", "repetitions", "table"}  # fmt: skip
     for page, text in TEXTS.items():
         for field in re.findall(r"--config\.([a-z_]+(?:\.[a-z_0-9]+)*)", text):
             assert is_field(field), (name(page), field)
