@@ -83,7 +83,7 @@ benchmarks/foreign_tunix.py (google-tunix's PeftTrainer, unmodified, on two laye
 Llama 3.2 1B), benchmarks/foreign_levanter.py (Levanter's Trainer, unmodified, on its
 Llama model with the sizes of Llama 3.2 1B), and a model of the same sizes as the first
 with this library's methods. Others' are compiled with the compiler's own settings, this
-library's with `acco_jax.compiler_options`.
+library's with `acco_jax.compiler_options`. Levanter asks for jax below 0.12.
 
 """
 NOTES = """## Known issues, from the schedules alone
