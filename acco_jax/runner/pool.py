@@ -98,7 +98,8 @@ class Pool:
         """Runs all of them, in this order.
 
         Returns:
-          The exit code of each: of several processes the first that is not 0.
+          The exit code of each: of several processes that of the first that failed by
+          itself, else the first that is not 0.
 
         Raises:
           Stopped: a signal came; the runs under way have saved what they had.
@@ -131,7 +132,8 @@ class Pool:
 def _ended(processes: list[subprocess.Popen]) -> int | None:
     """Returns the exit code of processes that belong together, None while one runs.
 
-    The others wait in vain for one that failed: they are told to stop.
+    The others wait in vain for one that failed: they are told to stop, and its code
+    is the one that counts.
     """
     codes = [p.poll() for p in processes]
     if any(c not in (None, exits.FINISHED, exits.STOPPED) for c in codes):
@@ -140,7 +142,9 @@ def _ended(processes: list[subprocess.Popen]) -> int | None:
                 process.terminate()
     if None in codes:
         return None
-    return next((c for c in codes if c), exits.FINISHED)
+    found = [c for c in codes if c]
+    own = [c for c in found if c not in (exits.STOPPED, -signal.SIGTERM)]
+    return next(iter(own + found), exits.FINISHED)
 
 
 def raise_failed(codes: Mapping[Task, int]) -> None:

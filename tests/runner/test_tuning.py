@@ -245,3 +245,15 @@ def test_a_pool_fills_its_slots_and_reports_every_code(tmp_path):
     assert [codes[t] for t in tasks] == [0, 4, 75]
     assert [name for name, _ in started] == ["a", "b", "c"]
     assert started[0][1] != started[1][1]
+
+
+@pytest.mark.parametrize(
+    "waits", ["sleep 60", "trap 'exit 75' TERM; while :; do sleep 0.1; done"]
+)
+def test_the_code_of_a_run_is_that_of_the_process_that_failed(tmp_path, waits):
+    # the first one waits for the other and is told to stop: 75 is no failure
+    def start(task, slot):
+        return [subprocess.Popen(["sh", "-c", c]) for c in (waits, "sleep 0.2; exit 5")]
+
+    task = pool.Task("a", tmp_path, ())
+    assert pool.Pool(start, [pool.Slot()]).run([task]) == {task: 5}
