@@ -38,7 +38,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -242,10 +241,10 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     with (
-        tempfile.TemporaryDirectory() as folder,
+        common.place(args.folder) as place,
         network.joined(PROCESSES, args.mbit) as net,
     ):
-        report = experiment(net, args.folder or pathlib.Path(folder), args)
+        report = experiment(net, place, args)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(report["shown"].values()) else 1

@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -47,6 +48,15 @@ for name in sorted(arrays):
     sha.update(name.encode() + np.asarray(arrays[name]).tobytes())
 print(len(arrays), sha.hexdigest())
 """
+
+
+@contextlib.contextmanager
+def place(kept: pathlib.Path | None) -> Iterator[pathlib.Path]:
+    """Yields the folder that everything goes to; without one, one that is removed."""
+    with contextlib.ExitStack() as stack:
+        folder = kept or stack.enter_context(tempfile.TemporaryDirectory())
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        yield pathlib.Path(folder)
 
 
 def texts(place: pathlib.Path) -> pathlib.Path:

@@ -13,13 +13,14 @@ uses nothing. Quotas are set once all train: start and compilation run at full s
                      equal batches
     alone            one process, zero1, at each of the two quotas; their sum, 3 fast
                      and 1 slow, is what all others are compared with
-    zero1, acco      the same microbatches for all
+    zero1, acco      the same microbatches for all; acco's estimates, here and where
+                     counts differ, go 1.3 times as far, which costs nothing
     balanced         acco with microbatches='balanced' and as many in all
 
-Rates are tokens over seconds between rows of metrics.jsonl. Then all train on until
-they have had the same number of tokens, those whose counts do not depend on speed
-without quotas; held-out losses there, interpolated between evaluations, are compared
-with zero1's.
+Rates are tokens over seconds between rows of metrics.jsonl. Then all train on to the
+end of their schedule, a cosine over as many steps, those whose counts do not depend on
+speed without quotas; the losses there, of all held-out documents, are compared with
+zero1's.
 
     follows          the balanced run again from its start: all at 0.45, then the last
                      at 0.11, then at 0.45; the half-rounds from each change of the
@@ -37,7 +38,6 @@ import json
 import math
 import pathlib
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,33 +50,36 @@ PROCESSES, TIMES, SLOW = 4, 4, 3  # how much slower the last one is
 FAST = 0.45  # of a core
 PERIOD = 10_000  # microseconds
 ADAPTIVE, LOSS, FOLLOWED, PROBES = 0.75, 0.01, 20, 0.01
+MANY = 10**6  # steps of a run that is stopped
 MOST = 128  # microbatches of an adaptive worker in a half-round
-STEPS, QUICK = (90, 12), (12, 6)  # of adaptive, and half-rounds of a measured rate
+STEPS, QUICK = (60, 12), (24, 6)  # optimizer steps, and half-rounds of a rate
 PARTS = ("adaptive", "alone", "zero1", "acco", "balanced", "follows")
+ACCO = {"method": "acco", "method_options": {"extrapolation": 1.3}}  # dynamics.md
 FIELDS: dict[str, dict[str, Any]] = {
     "alone": {"method": "zero1"},
-    "adaptive": {"microbatches": "adaptive"},
+    "adaptive": ACCO | {"microbatches": "adaptive"},
     "zero1": {"method": "zero1"},
-    "acco": {},
-    "balanced": {"microbatches": "balanced"},
+    "acco": ACCO,
+    "balanced": ACCO | {"microbatches": "balanced"},
 }
 ROWS, LENGTH = 4, 64
 MICROBATCH = ROWS * LENGTH  # of a microbatch
 EXPERIMENT: dict[str, Any] = {
-    "devices": 1, "steps": 10**6, "length": LENGTH, "microbatch_size": ROWS,
+    "devices": 1, "length": LENGTH, "microbatch_size": ROWS,
     "checkpoint_every": 10**6, "compare_replicas_every": 0,
     "log_every": 1, "eval_every": 8, "eval_batches": 32,
     "model": {"width": 128, "layers": 2, "heads": 4, "window": 32,
               "dtype": "float32", "param_dtype": "float32"},
-    "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "warmup_steps": 20},
+    "data": {"held_out": 0.01},
+    "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
 }  # fmt: skip
 
 
-def fields(part: str, each: int) -> dict[str, Any]:
+def fields(part: str, each: int, steps: int) -> dict[str, Any]:
     """Returns a part's configuration, of so many microbatches a worker."""
     least, most = (2, MOST) if part == "adaptive" else (2 * each, 4 * each)
     counts = {"microbatches_per_step": least, "most_microbatches": most}
-    return EXPERIMENT | counts | FIELDS[part]
+    return EXPERIMENT | counts | FIELDS[part] | {"steps": steps}
 
 
 CONFIG = """
@@ -169,7 +172,7 @@ class Trial:
 
     def __exit__(self, *error: object) -> None:
         self.bound(None)
-        if error[0] is None:
+        if error[0] is None and self._run.running:
             self._run.stop()
             self._run.wait(exits.STOPPED)
         self._run.__exit__()
@@ -192,12 +195,6 @@ class Trial:
 
         self._run.until(there, f"half-round {half_round}", 1800.0)
 
-    def until_tokens(self, tokens: int) -> None:
-        def there() -> bool:
-            return any(r["tokens"] >= tokens for r in self.rows("validation"))
-
-        self._run.until(there, f"{tokens} tokens", 3600.0)
-
     def rate(self, half_rounds: int) -> float:
         """Waits; returns tokens a second of so many half-rounds from the next on.
 
@@ -205,24 +202,30 @@ class Trial:
         """
         self.wait(self.half_round() + 4)
         first = self.half_round()
-        self.wait(first + half_rounds)
-        rows = [r for r in self.rows("train") if r["half_round"] >= first]
-        held_out = {r["half_round"] for r in self.rows("validation")}
-        pairs = [
-            (b["tokens"] - a["tokens"], b["seconds"] - a["seconds"])
-            for a, b in itertools.pairwise(rows)
-            if not held_out & set(range(a["half_round"], b["half_round"] + 3))
-        ]
-        return sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
 
-    def loss(self, tokens: int) -> float:
-        """Returns the held-out loss after so many tokens, between two evaluations."""
-        rows = self.rows("validation")
-        for a, b in itertools.pairwise(rows):
-            if a["tokens"] <= tokens <= b["tokens"]:
-                part = (tokens - a["tokens"]) / (b["tokens"] - a["tokens"])
-                return a["loss"] + part * (b["loss"] - a["loss"])
-        raise RuntimeError(f"no evaluations around {tokens} tokens")
+        def measured() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+            rows = [r for r in self.rows("train") if r["half_round"] >= first]
+            held_out = {r["half_round"] for r in self.rows("validation")}
+            return [
+                (a, b)
+                for a, b in itertools.pairwise(rows)
+                if not held_out & set(range(a["half_round"], b["half_round"] + 3))
+            ]
+
+        def there() -> bool:
+            done = sum(b["half_round"] - a["half_round"] for a, b in measured())
+            return done >= half_rounds
+
+        self._run.until(there, f"{half_rounds} half-rounds after {first}", 1800.0)
+        pairs = measured()
+        seconds = sum(b["seconds"] - a["seconds"] for a, b in pairs)
+        return sum(b["tokens"] - a["tokens"] for a, b in pairs) / seconds
+
+    def finish(self) -> float:
+        """Trains to the end without quotas; returns the loss of all held-out rows."""
+        self.bound(None)
+        self._run.wait(0)
+        return self.rows("final")[-1]["loss"]
 
     def counts(self) -> list[list[int]]:
         text = (self._run.workdir / "counts.jsonl").read_text()
@@ -264,8 +267,8 @@ def alone(
     with Trial(place, limit, "alone", config, processes=1) as trial:
         for name, cores in (("fast", FAST), ("slow", FAST / TIMES)):
             trial.bound(cores)
-            found[name] = trial.rate(half_rounds)
-            print(f"| one {name} machine | {found[name]:.0f} | |", flush=True)
+            found[name] = trial.rate(half_rounds // 2)
+            print(f"| one {name} machine | {found[name]:.0f} | | |", flush=True)
     return found
 
 
@@ -282,8 +285,7 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     try:
-        with tempfile.TemporaryDirectory() as folder, quotas() as limit:
-            place = args.folder or pathlib.Path(folder)
+        with common.place(args.folder) as place, quotas() as limit:
             report = experiment(place, limit, args.parts.split(","), args)
     except OSError as error:
         print(f"error: no quotas of CPUs here: {error}", file=sys.stderr)
@@ -297,33 +299,34 @@ def experiment(
     place: pathlib.Path, limit: Quotas, parts: list[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     steps, half_rounds = QUICK if args.quick else STEPS
-    each, tokens = args.each, 2 * steps * args.each * PROCESSES * MICROBATCH
-    report: dict[str, Any] = {"rates": {}, "losses": {}, "shown": {}}
-    print("| | tokens a second | held-out loss |\n|---|---|---|")
+    each = args.each
+    report: dict[str, Any] = {"rates": {}, "losses": {}, "tokens": {}, "shown": {}}
+    print("| | tokens a second | held-out loss | after tokens |\n|---|---|---|---|")
     for part in (p for p in PARTS if p in parts and p != "follows"):
         if part == "alone":
-            report["alone"] = alone(place, limit, half_rounds, fields("alone", each))
+            report["alone"] = alone(
+                place, limit, half_rounds, fields("alone", each, MANY)
+            )
             continue
-        with Trial(place, limit, part, fields(part, each)) as trial:
+        with Trial(place, limit, part, fields(part, each, steps)) as trial:
             trial.bound(FAST, FAST / TIMES)
             if part == "balanced":  # until it knows
                 trial.wait(trial.half_round() + 2 * FOLLOWED)
-            rate = trial.rate(half_rounds)
+            rate = trial.rate(half_rounds // 2 if part == "zero1" else half_rounds)
+            if part in ("adaptive", "balanced"):  # whose counts depend on speed
+                trial.wait(2 * (steps - 1))
             if part == "adaptive":
-                trial.wait(2 * steps)
                 row = trial.rows("train")[-1]
-                tokens = row["tokens"]
-                each = round(tokens / row["half_round"] / PROCESSES / MICROBATCH)
-                print(f"| {each} a half-round on average | | |", flush=True)
-            elif part != "balanced":
-                trial.bound(None)
-            trial.until_tokens(tokens)
-            loss = trial.loss(tokens)
+                each = round(row["tokens"] / row["half_round"] / PROCESSES / MICROBATCH)
+                print(f"| {each} a half-round on average | | | |", flush=True)
+            loss = trial.finish()
+            tokens = trial.rows("train")[-1]["tokens"]
             if part == "balanced":
                 report["probes"] = trial.rows("train")[-1]["probes"]
         report["rates"][part], report["losses"][part] = rate, loss
-        print(f"| {part} | {rate:.0f} | {loss:.4f} |", flush=True)
-    report |= {"each": each, "tokens": tokens}
+        report["tokens"][part] = tokens
+        print(f"| {part} | {rate:.0f} | {loss:.4f} | {tokens} |", flush=True)
+    report["each"] = each
     if "alone" in report:
         total = (PROCESSES - 1) * report["alone"]["fast"] + report["alone"]["slow"]
         report["shares"] = {k: v / total for k, v in report["rates"].items()}
@@ -341,7 +344,7 @@ def experiment(
     if "follows" in parts:
         print("\n| after half-round | times slower | followed after | counts |\n"
               "|---|---|---|---|")  # fmt: skip
-        with Trial(place, limit, "follows", fields("balanced", each)) as trial:
+        with Trial(place, limit, "follows", fields("balanced", each, MANY)) as trial:
             report["follows"] = follow(trial, 2 * FOLLOWED)
         ends = [c["followed"] for c in report["follows"]["changes"]]
         report["shown"]["followed"] = None not in ends and max(ends) <= FOLLOWED

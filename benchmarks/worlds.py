@@ -21,7 +21,6 @@ import json
 import pathlib
 import random
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -110,8 +109,8 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     random.seed(args.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        report = experiment(args.folder or pathlib.Path(folder), args)
+    with common.place(args.folder) as place:
+        report = experiment(place, args)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if report["bits"] and report["rows"] else 1
