@@ -1,6 +1,5 @@
 """A run goes on with other devices, and its record repeats it."""
 
-import itertools
 import json
 
 import jax
@@ -106,35 +105,37 @@ def test_a_replay_of_another_world_or_run_is_refused(world, changed, tmp_path):
 
 METHODS = {
     "zero1": {},
-    "diloco": {"method_options": {"local_steps": 2}},
+    "diloco": {"steps": 10, "method_options": {"local_steps": 2}},
     "few bits": {"method_options": {"gather_bits": 8, "reduce_bits": 8}},
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zero1", "diloco", "few bits"])
-def test_other_methods_go_on(world, name, tmp_path):
+@pytest.mark.parametrize("name", list(METHODS))
+def test_other_methods_go_on_and_are_repeated(world, name, tmp_path):
     """zero1 exactly, the others to half a per cent of the undisturbed run's loss."""
-    changes = METHODS[name] | {"method": name if name in METHODS else "acco"}
-    if name == "few bits":
-        changes["method"] = "acco"
+    changes = {"method": "acco" if name == "few bits" else name} | METHODS[name]
     world(tmp_path / "whole", 4, **changes)
-    experiment, _ = world(tmp_path / "changed", 4, 1, **changes)
-    ends = range(2, 1 + experiment.half_rounds)
-    for devices, end in zip(itertools.cycle([2, 3, 1, 4]), ends, strict=False):
-        world(tmp_path / "changed", devices, end, **changes)
-        if end >= 5:
-            break
-    world(tmp_path / "changed", 2, **changes)
-    rows = [
+    visits = list(zip([4, 2, 3, 1, 4], [1, 2, 3, 4, None], strict=True))
+    for devices, end in visits:
+        experiment, summary = world(tmp_path / "changed", devices, end, **changes)
+    assert summary is not None and experiment.half_rounds > 4
+    for devices, _ in visits:
+        again, repeated = world(
+            tmp_path / "again", devices, replay=tmp_path / "changed", **changes
+        )
+    assert repeated["loss"] == summary["loss"]
+    jax.tree.map(np.testing.assert_array_equal, theta(again), theta(experiment))
+    whole, changed, replayed = (
         series(metrics.read(tmp_path / w), "loss", "tokens")
-        for w in ("whole", "changed")
-    ]
-    assert rows[0].keys() == rows[1].keys()
+        for w in ("whole", "changed", "again")
+    )
+    assert replayed == changed and whole.keys() == changed.keys()
     exact = name == "zero1"
-    for key, value in rows[0].items():
-        np.testing.assert_allclose(rows[1][key], value, rtol=1e-9 if exact else 5e-3)
-        assert rows[1][key][1] == value[1]
+    for key, (loss, tokens) in whole.items():
+        assert changed[key][1] == tokens
+        rtol = 1e-9 if exact else 5e-3
+        np.testing.assert_allclose(changed[key][0], loss, rtol=rtol)
 
 
 @pytest.mark.slow
