@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from acco_jax.plan import arguments, topologies
 from acco_jax.plan.machines import Change
 from acco_jax.plan.topologies import Topology
-from acco_jax.runner import commands, exits
+from acco_jax.runner import commands, devices, exits
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -75,7 +75,9 @@ _REQUIRE_HIDDEN = flags.DEFINE_bool(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         exits.end(exits.REFUSED, f"unexpected argument {argv[1]!r}")
-    if not _CALIBRATE.value:
+    if _CALIBRATE.value:
+        devices.choose_platform(None, several_processes=False)
+    else:
         topologies.use_cpu()
     logging.set_verbosity(logging.INFO)
     try:
@@ -106,9 +108,9 @@ def _run() -> dict[str, str]:
     several = len(places) > 1 or len(networks) > 1
     if networks and not several:
         changes["slow_bandwidth"] = networks[0]
-    devices = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
+    sizes = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
     terms = _terms(places, networks, several)
-    if terms is not None and (devices or programs):
+    if terms is not None and (sizes or programs):
         raise ValueError(
             "--devices and --dump-hlo are of one plan: leave out --tokens, and give "
             "one --topology and one --network."
@@ -116,7 +118,7 @@ def _run() -> dict[str, str]:
     # slow: after the flags' check
     from acco_jax.plan import decision, exports, planner, report
 
-    request = planner.Request(tuple(_METHODS.value), devices, changes, _FIT.value)
+    request = planner.Request(tuple(_METHODS.value), sizes, changes, _FIT.value)
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(report.text(plan))

@@ -12,8 +12,9 @@ from absl import logging
 
 def has_accelerator() -> bool:
     """Whether this machine has a device file of a GPU or a TPU."""
-    files = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
-    return any(glob.glob(pattern) for pattern in files)
+    gpus = "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"  # NVIDIA's, WSL's, AMD's
+    tpus = "/dev/accel*", "/dev/vfio/[0-9]*"
+    return any(glob.glob(pattern) for pattern in gpus + tpus)
 
 
 def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None:
