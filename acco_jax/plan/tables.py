@@ -32,6 +32,8 @@ def aligned(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
 
 
 def seconds(value: float) -> str:
+    if 0 < value < 1e-9:  # of a fusion over few numbers: its launch takes longer
+        return "under 1 ns"
     return quantity(Figure(value, "s", ""))
 
 

@@ -28,6 +28,7 @@ from acco_jax.plan import (
     programs,
     report,
     schedules,
+    tables,
     topologies,
 )
 from acco_jax.plan.chips import CHIPS, LARGEST_SLICE
@@ -379,6 +380,14 @@ def refusal(capsys):
         return line
 
     return refused
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 s"), (3e-12, "under 1 ns"), (1.25e-9, "1.25 ns"), (0.0042, "4.2 ms")],
+)
+def test_seconds_have_a_unit_that_fits(value, text):
+    assert tables.seconds(value) == text
 
 
 def test_the_whole_report(stand_in, tmp_path, capsys):
