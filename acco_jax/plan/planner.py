@@ -110,7 +110,7 @@ class NothingFits(ValueError):
     """
 
     def __init__(self, misfits: Mapping[str, str]) -> None:
-        super().__init__("; ".join(misfits.values()))
+        super().__init__(" ".join(misfits.values()))
         self.misfits = misfits
 
 
