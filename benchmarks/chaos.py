@@ -241,7 +241,7 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     with (
-        common.place(args.folder) as place,
+        common.workplace(args.folder) as place,
         network.joined(PROCESSES, args.mbit) as net,
     ):
         report = experiment(net, place, args)

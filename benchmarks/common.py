@@ -51,12 +51,13 @@ print(len(arrays), sha.hexdigest())
 
 
 @contextlib.contextmanager
-def place(kept: pathlib.Path | None) -> Iterator[pathlib.Path]:
+def workplace(kept: pathlib.Path | None) -> Iterator[pathlib.Path]:
     """Yields the folder that everything goes to; without one, one that is removed."""
     with contextlib.ExitStack() as stack:
         folder = kept or stack.enter_context(tempfile.TemporaryDirectory())
-        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-        yield pathlib.Path(folder)
+        place = pathlib.Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        yield place
 
 
 def texts(place: pathlib.Path) -> pathlib.Path:

@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     try:
-        with common.place(args.folder) as place, quotas() as limit:
+        with common.workplace(args.folder) as place, quotas() as limit:
             report = experiment(place, limit, args.parts.split(","), args)
     except OSError as error:
         print(f"error: no quotas of CPUs here: {error}", file=sys.stderr)

@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     random.seed(args.seed)
-    with common.place(args.folder) as place:
+    with common.workplace(args.folder) as place:
         report = experiment(place, args)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
