@@ -163,7 +163,7 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
             f"{t.memory / GIB:,.1f} GiB",
             "" if t.hidden is None else f"{t.hidden:.0%} of the bytes hidden",
             f"{t.tokens_per_second:,.0f} tokens/s",
-            "the fastest" if t is fit.best else "",
+            "the fastest at as many tokens a step" if t is fit.best else "",
         ))  # fmt: skip
     line = f"largest microbatch that fits: {fit.largest} rows"
     if fit.misfit:
