@@ -40,7 +40,7 @@ class _Pullback:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["loss_fn"],
-    meta_fields=["mesh", "axis", "microbatches", "dtype", "drop_nonfinite"],
+    meta_fields=["mesh", "axis", "microbatches", "dtype", "drop_nonfinite", "room"],
 )
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
@@ -53,9 +53,10 @@ class Accumulator:
     loss_fn: Callable[..., Any]  # as for `local_gradients`; becomes a Partial
     mesh: Mesh
     axis: tuple[str, ...]  # the data axes; the others stay as they are inside `loss_fn`
-    microbatches: int  # how many each worker's part of the batch holds
+    microbatches: int  # how many each worker computes, or where counts vary the most
     dtype: Any = None  # of the sums; None: each parameter's own
     drop_nonfinite: bool = False  # see `acco_jax.make_train_step`
+    room: int | None = None  # how many its part of the batch holds; None: as many
 
     def __post_init__(self) -> None:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
@@ -75,6 +76,11 @@ class Accumulator:
     @property
     def workers(self) -> int:
         return math.prod(self.mesh.shape[a] for a in self.axis)
+
+    @property
+    def held(self) -> int:
+        """How many microbatches each worker's part of the batch holds."""
+        return self.room or self.microbatches
 
     @property
     def rows(self) -> P:
@@ -111,14 +117,14 @@ class Accumulator:
         Raises:
           ValueError: it does not divide by n * microbatches, or leaves differ in it.
         """
-        parts = self.workers * self.microbatches
+        parts = self.workers * self.held
         first: tuple[str, int] | None = None
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             shape, name = jnp.shape(x), jax.tree_util.keystr(path) or "batch"
             if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
                     f"batch leaf {name} of shape {shape} does not divide into "
-                    f"{self.workers} workers x {self.microbatches} microbatches: its "
+                    f"{self.workers} workers x {self.held} microbatches: its "
                     f"axis 0 must be a multiple of {parts}."
                 )
             first = first or (name, shape[0])
@@ -166,6 +172,11 @@ class Accumulator:
         with jax.transfer_guard_host_to_device("allow"):  # here it is meant
             return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
+    def abstract_counts(self) -> jax.ShapeDtypeStruct:
+        """What `counts_here` returns, without values."""
+        sharding = NamedSharding(self.mesh, self.rows)
+        return jax.ShapeDtypeStruct((self.workers,), jnp.int32, sharding=sharding)
+
     def _on_workers(self, fn: Callable, out_specs: Any, *args: Any) -> Any:
         """fn(self, params, batch, rng, sums, counts) on each worker's own rows."""
         rows = self.rows
@@ -176,7 +187,7 @@ class Accumulator:
         """Return the sums of no microbatch."""
 
         def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
-            return to_row(self.zeros_here(params, batch, rng, self.microbatches))
+            return to_row(self.zeros_here(params, batch, rng, self.held))
 
         return self._on_workers(local, self.rows, params, batch, rng)
 
@@ -198,8 +209,9 @@ class Accumulator:
             first, end = span(count)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
-            total = self.microbatches
-            return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
+            return to_row(
+                self.sum_here(sums, params, batch, rng, self.held, first, end)
+            )
 
         return self._on_workers(local, self.rows, params, batch, rng, sums, counts)
 
@@ -237,8 +249,8 @@ class Accumulator:
         def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
             key = rng
             if rng is not None:
-                key = jax.random.fold_in(rng, lax.axis_index(self.axis))
-            loss_of = self._loss_of(batch, key, 1, 0)
+                key = jax.random.fold_in(rng, lax.axis_index(self.axis) * self.held)
+            loss_of = self._loss_of(batch, key, self.held, 0)
             loss, pullback, rest = jax.vjp(loss_of, params, has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
             own = {id(x): i for i, x in enumerate(jax.tree.leaves((params, self)))}
@@ -327,7 +339,7 @@ class Accumulator:
         """
 
         def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
-            total, i, valid, key = self.microbatches, self.microbatches - 1, None, rng
+            total, i, valid, key = self.held, self.microbatches - 1, None, rng
             if counts is not None:
                 valid = counts[0] > 0
                 i = jnp.clip(counts[0] - 1, 0, i)

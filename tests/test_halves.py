@@ -1,5 +1,6 @@
 """Unequal halves: the counts of each half-round, and what they do to stability."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,11 @@ def batches(number, most):
     return [draw.normal(size=shape) for _ in range(number)]
 
 
-def make(halves, form, name="acco"):
+def noisy(params, microbatch, rng):
+    return loss_fn(params, microbatch * jax.random.bernoulli(rng, 0.7, (WIDTH,)), rng)
+
+
+def make(halves, form, name="acco", loss_fn=loss_fn):
     tx = getattr(acco_jax, name)(optax.adamw(1e-2), mesh=make_mesh(N))
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=halves, form=form)
     params = {"w": jnp.ones((WIDTH, WIDTH), jnp.float64) / 8}
@@ -78,6 +83,44 @@ def test_a_larger_second_half_is_stable_where_equal_ones_are_not():
     assert ends(4, 4, "zero1") < 0.1
     assert ends(2, 2) > 1e6
     assert ends(HALVES, 3) < 0.1
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("first", [1, [1, 0, 1, 1]])
+def test_a_single_microbatch_is_what_its_count_would_compute(first):
+    """Its program is another, its rows and its random numbers are not."""
+    rng, halves = jax.random.key(3), acco_jax.Halves(first, 3)
+    turns = Turns(halves, N)
+    step, held = make(halves, "fused", loss_fn=noisy)
+    other, same = make(3, "fused", loss_fn=noisy)
+    for number, batch in enumerate(batches(5, 3)):
+        key, counts = jax.random.fold_in(rng, number), np.int32(turns.line(number))
+        *held, found = step(*held, batch, rng=key)
+        *same, asked = other(*same, batch, counts=counts, rng=key)
+        chex.assert_trees_all_close((held, found), (same, asked), rtol=0, atol=1e-12)
+    sizes = [program._cache_size() for program in step._programs.values()]
+    assert sizes == [2]  # of one microbatch, and of any number
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_the_state_knows_which_half_comes_next(form):
+    """A step that is built anew for a restored state computes that half."""
+    _, (params, state) = make(HALVES, form)
+    for batch, expected in zip(batches(4, 3), [3, 1, 3, 1], strict=True):
+        step, _ = make(HALVES, form)
+        params, state, metrics = step(params, state, batch)
+        assert metrics["counts"].tolist() == [expected] * N
+
+
+def test_both_halves_are_compiled_ahead(caplog):
+    step, held = make(HALVES, "fused")
+    calls = batches(3, 3)
+    step.compile(*held, calls[0])
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for batch in calls:
+            *held, _ = step(*held, batch)
+    done = [m for m in caplog.messages if "Finished XLA compilation" in m]
+    assert not [m for m in done if "half_round" in m]
 
 
 def test_counts_may_be_of_each_worker():

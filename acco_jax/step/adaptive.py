@@ -54,6 +54,7 @@ class AdaptiveStep(SplitStep):
 
     Attributes:
       half_round: the next one, which a log has a line of; set it when a run continues.
+        Which half comes next, the state knows.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class AdaptiveStep(SplitStep):
             self.repeat(microbatches)
         elif isinstance(microbatches, Halves):
             self._log = Turns(microbatches, gradients.workers)
+            self._numbers_calls = True
         else:
             self._least = microbatches.least
         # the number in one place, or the second microbatch would compile anew
@@ -85,6 +87,12 @@ class AdaptiveStep(SplitStep):
         """
         self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
         self.half_round = log.first
+
+    def _call(self, state: Any) -> int:
+        call = super()._call(state)
+        if isinstance(self._log, Turns):
+            self.half_round = call
+        return call
 
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program

@@ -126,6 +126,11 @@ class Balancer:
         self.counts = dealt([1.0] * workers, bounds.total, bounds.floor, bounds.most)
         self.wait, self.duration = 0, 0.0
 
+    @property
+    def may_be_single(self) -> bool:
+        """Whether no worker may ever compute more than one microbatch."""
+        return self._bounds.total <= len(self.counts)
+
     def take(
         self, seconds: Sequence[float], spent: float, elapsed: float, half_round: float
     ) -> None:

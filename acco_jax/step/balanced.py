@@ -1,8 +1,12 @@
 """The fused step whose counts are known before it runs: balanced, halves, or a log's.
 
-Counts are data of the program, (n,) integers: another speed compiles nothing anew.
+Counts are data of the program, (n,) integers: another speed compiles nothing anew. The
+exception is a half-round in which no worker computes more than one microbatch: a loop
+of one leaves nothing for a second collective to hide behind, so that half-round has a
+program of its own, with the forward and the backward pass apart.
 """
 
+import dataclasses
 import time
 from collections.abc import Hashable
 from typing import Any
@@ -29,6 +33,7 @@ class BalancedStep(TrainStep):
     Attributes:
       counts: microbatches of every worker in the last call that was not given any.
       half_round: the next one, which a log has a line of; set it when a run continues.
+        Which half comes next, the state knows.
     """
 
     def __init__(
@@ -39,6 +44,8 @@ class BalancedStep(TrainStep):
         microbatches: Balanced | Halves | Replay,
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
+        most = gradients.microbatches
+        self._single = dataclasses.replace(gradients, microbatches=1, room=most)
         self.half_round, self.counts = 0, list[int]()
         self._log: Lines | Turns | None = None
         self._balancer: Balancer | None = None
@@ -51,6 +58,7 @@ class BalancedStep(TrainStep):
             self.repeat(microbatches)
         elif isinstance(microbatches, Halves):
             self._log = Turns(microbatches, gradients.workers)
+            self._numbers_calls = True
         else:
             self._balancer = Balancer(microbatches, gradients.workers)
 
@@ -96,17 +104,43 @@ class BalancedStep(TrainStep):
         self, phase: Hashable, args: Arguments
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         if args.inputs.counts is None:
-            self._put(self._next(args.params, args.inputs))
-            inputs = args.inputs._replace(counts=self._there)
-            args = args._replace(inputs=inputs)
+            line = self._next(args.params, args.inputs)
+            self._put(line)
+            args = self._with(args, self._there, _is_single(line))
         self.half_round += 1
         return super()._run(phase, args)
 
-    def _lowered(self, phase: Hashable, args: Arguments) -> tuple[Any, ...]:
-        if args.inputs.counts is None:
-            zeros = self._gradients.counts_here([0] * self._gradients.workers)
-            args = args._replace(inputs=args.inputs._replace(counts=zeros))
-        return super()._lowered(phase, args)
+    def _call(self, state: Any) -> int:
+        call = super()._call(state)
+        if isinstance(self._log, Turns):
+            self.half_round = call
+        return call
+
+    def _expected(self, call: int, args: Arguments) -> Arguments:
+        turns = isinstance(self._log, Turns)
+        single = turns and _is_single(self._log.line(call))
+        return self._without_counts(args, single)
+
+    def _variants(self, args: Arguments) -> list[Arguments]:
+        if self._log is not None:
+            found = {_is_single(line) for line in self._log.lines}
+        else:
+            assert self._balancer is not None
+            found = {False, self._balancer.may_be_single}
+        return [self._without_counts(args, single) for single in sorted(found)]
+
+    def _without_counts(self, args: Arguments, single: bool) -> Arguments:
+        """Arguments for a program that is compiled: of counts only their shape."""
+        if args.inputs.counts is not None:
+            return args
+        return self._with(args, self._gradients.abstract_counts(), single)
+
+    def _with(self, args: Arguments, counts: Any, single: bool) -> Arguments:
+        gradients = self._gradients
+        if single and not self._tx.local:  # local steps have nothing beside them
+            gradients = self._single
+        inputs = args.inputs._replace(gradients=gradients, counts=counts)
+        return args._replace(inputs=inputs)
 
     def _put(self, counts: list[int]) -> None:
         if counts != self.counts:
@@ -143,3 +177,7 @@ class BalancedStep(TrainStep):
         balancer.take(times, max(spents), min(elapsed), min(half_rounds))
         self._since, self._probed = 0, time.perf_counter()
         self._spent += self._probed - start
+
+
+def _is_single(line: list[int]) -> bool:
+    return max(line) == 1

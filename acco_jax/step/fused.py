@@ -37,6 +37,7 @@ class TrainStep:
         microbatches = gradients.microbatches * tx.steps_per_call
         self._batches = dataclasses.replace(gradients, microbatches=microbatches)
         self._programs: dict[tuple[Any, ...], Any] = {}
+        self._numbers_calls = bool(tx.changes)  # whether they differ by their number
         # the counter of the state that was returned last, and its value
         self._counted: tuple[Any, int] = None, 0
 
@@ -84,8 +85,9 @@ class TrainStep:
         """The programs that one call runs; arguments are as for `lower`."""
         if half_round is None:
             half_round = self._tx.half_rounds - 1
-        phase = self._tx.phase(self._tx.warmup + half_round)
-        return self._lowered(phase, self._arguments(*args, **named))
+        call = self._tx.warmup + half_round
+        args = self._expected(call, self._arguments(*args, **named))
+        return self._lowered(self._tx.phase(call), args)
 
     def turns(self) -> dict[int, int]:
         """Maps each distinct half-round to how often it occurs in one period.
@@ -99,20 +101,29 @@ class TrainStep:
             times[first] = times.get(first, 0) + 1
         return times
 
-    def compile(self, *args: Any, **named: Any) -> None:
+    def compile(self, *given: Any, **named: Any) -> None:
         """Compiles what the next calls would; nothing runs and nothing is donated.
 
         Several processes can then meet before they start: a collective waits only so
         long for a process that is still compiling. Arguments are those of a call.
         """
-        placed = self._placed(self._arguments(*args, **named))
+        placed = self._placed(self._arguments(*given, **named))
         tx, call = self._tx, self._call(placed.state)
         warming = range(call, min(tx.warmup, call + tx.period))
         steady = (tx.warmup + k for k in self.turns())
         with naming_unknown_options():
             for phase in {tx.phase(k) for k in (*warming, *steady)}:
-                for program in self._lowered(phase, placed):
-                    program.compile()
+                for args in self._variants(placed):
+                    for program in self._lowered(phase, args):
+                        program.compile()
+
+    def _expected(self, call: int, args: Arguments) -> Arguments:
+        """The arguments as the call of this number gives them to its programs."""
+        return args
+
+    def _variants(self, args: Arguments) -> list[Arguments]:
+        """All forms that arguments may take in the calls of one kind."""
+        return [args]
 
     def _arguments(
         self,
@@ -139,12 +150,12 @@ class TrainStep:
 
     def _call(self, state: Any) -> int:
         """The number of the next call; waits for the devices only after a restore."""
-        tx, (counter, call) = self._tx, self._counted
-        if not tx.changes or state.half_rounds is counter:
+        counter, call = self._counted
+        if not self._numbers_calls or state.half_rounds is counter:
             return call
         if isinstance(state.half_rounds, jax.core.Tracer):
             raise ValueError(
-                f"with {tx.changes} a step reads off the devices which one is next, "
+                f"with {self._tx.changes} a step reads off the devices which one is next, "
                 "which cannot be done inside jit or scan: leave it out, or use a "
                 "Python loop."
             )

@@ -20,7 +20,8 @@ class Halves:
     and enters the gradient as f h e: a larger f is stable at larger rates, and what is
     left of the error is smaller (f (1 - f) of its variance). f -> 1 is zero1. What it
     costs is time to hide: the estimate's communication has `first` alone beside it, so
-    take the fewest that take as long.
+    take the fewest that take as long. A single one hides both of its collectives, its
+    forward and its backward pass one each.
 
     Attributes:
       first: of each worker, or one number for every worker.
@@ -62,15 +63,15 @@ class Turns:
         Raises:
           ValueError: they are of another number of workers.
         """
-        self._counts = []
+        self.lines = list[list[int]]()  # of the second half, which primes, and the first
         for counts in (halves._second, halves._first):
             if len(counts) not in (1, workers):
                 raise ValueError(
                     f"{halves} has {len(counts)} counts: give one for each of the "
                     f"{workers} workers, or one for all."
                 )
-            self._counts.append(list(counts) * (workers // len(counts)))
+            self.lines.append(list(counts) * (workers // len(counts)))
 
     def line(self, half_round: int) -> list[int]:
         """The counts of a half-round, numbered from 0, which primes."""
-        return self._counts[half_round % 2]
+        return self.lines[half_round % 2]

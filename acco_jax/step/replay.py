@@ -33,8 +33,8 @@ class Lines:
         """
         log = Path(replay.log)
         self._rows = read_counts(log, replay.last)
-        own = self._rows[replay.first :]
-        check_counts(own, log, workers, most, first=replay.first)
+        self.lines = self._rows[replay.first :]  # those to repeat
+        check_counts(self.lines, log, workers, most, first=replay.first)
 
     def line(self, half_round: int) -> list[int]:
         """The counts of a half-round; a ValueError once the log is at its end."""
