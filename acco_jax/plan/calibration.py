@@ -140,6 +140,8 @@ class _Prepared:
     ) -> None:
         other = of_method(config, method)
         other.microbatches_per_step = microbatches
+        if other.microbatches == "halves":  # equal ones will do
+            other.microbatches = "fixed"
         self.program: Program = programs.describe(other, mesh)
         lowered = self.program.step.lower(*self.program.arguments)
         text = lowered.compile().as_text()

@@ -44,7 +44,7 @@ class Spent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One execution of the program, in seconds."""
+    """One execution of a program, or of several one after the other, in seconds."""
 
     spans: tuple[Span, ...]  # for a timeline
     matrix: float  # loops and operations that hold matrix products
@@ -54,6 +54,7 @@ class Prediction:
     exposed: float  # waiting for them
     each: tuple[Spent, ...]  # of every collective of the schedule, in its order
     call: float = 0.0  # what a call takes beside its schedule
+    executions: int = 1
 
     @property
     def computation(self) -> float:
@@ -108,6 +109,33 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
     )
 
 
+def in_turn(
+    schedules: Sequence[Schedule], machine: Machine, devices: int
+) -> Prediction:
+    """Predicts how long schedules take one after the other, each once.
+
+    Arguments are as for `predict`; `each` has the collectives of all of them.
+    """
+    found = [predict(schedule, machine, devices) for schedule in schedules]
+    spans, start = [], 0.0
+    for p in found:
+        spans += [
+            dataclasses.replace(s, start=s.start + start, end=s.end + start)
+            for s in p.spans
+        ]
+        start += p.total
+    return Prediction(
+        tuple(spans),
+        *(
+            sum(getattr(p, part) for p in found)
+            for part in ("matrix", "matmul", "memory", "communication", "exposed")
+        ),
+        each=tuple(spent for p in found for spent in p.each),
+        call=sum(p.call for p in found),
+        executions=len(found),
+    )
+
+
 def operation_seconds(o: Operation, machine: Machine) -> float:
     """Predicts the time of an operation without the collectives in it, in seconds."""
     return sum(_parts(o, machine))
@@ -120,14 +148,15 @@ def _parts(o: Operation, machine: Machine) -> tuple[float, float]:
     return o.flops / products, o.bytes / memory
 
 
-def synchronous(prediction: Prediction, half_rounds: int) -> float:
+def synchronous(prediction: Prediction, repeats: float) -> float:
     """Predicts the seconds of a ZeRO-1 step that does the work of some half-rounds.
 
     All loops and matrix products, once what is beside them (the optimizer), and one
     half-round's communication with nothing beside it, in one call.
     """
     update = prediction.computation - prediction.matrix + prediction.call
-    return half_rounds * prediction.matrix + update + prediction.communication
+    once = (update + prediction.communication) / prediction.executions
+    return repeats * prediction.matrix + once
 
 
 def in_few_bits(

@@ -262,7 +262,7 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
 def _speed(o: Outcome, machine: Machine) -> float:
     """Returns microbatches per second, of all workers."""
     devices = machine.topology.devices
-    p = costs.predict(o.compiled.schedule, machine, devices)
+    p = costs.in_turn(o.schedules, machine, devices)
     return o.program.computed / p.total
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from acco_jax.plan import pictures
-from acco_jax.plan.planner import Outcome, Plan
+from acco_jax.plan.planner import Outcome, Part, Plan
 from acco_jax.plan.schedules import Collective
 from acco_jax.plan.verdict import Reading
 
@@ -59,9 +59,11 @@ def write(
     if hlo_folder:
         hlo_folder.mkdir(parents=True, exist_ok=True)
         for o in plan.outcomes:
-            path = hlo_folder / f"{o.method}.hlo.txt"
-            path.write_text(o.compiled.text)
-            lines.append(f"program  {path}")
+            for part in o.parts:
+                half = ("", "-first", "-second")[len(o.parts) > 1 and part.program.half + 1]
+                path = hlo_folder / f"{o.method}{half}.hlo.txt"
+                path.write_text(part.compiled.text)
+                lines.append(f"program  {path}")
     return lines
 
 
@@ -70,7 +72,7 @@ def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
     tokens = {o.method: plan.row(o.method)["tokens_per_step"] for o in plan.outcomes}
     most = max(tokens.values())
     return [
-        pictures.Row(o.method, o.prediction, o.half_rounds * most / tokens[o.method])
+        pictures.Row(o.method, o.prediction, o.program.repeats * most / tokens[o.method])
         for o in plan.outcomes
     ]
 
@@ -78,10 +80,11 @@ def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
 def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
     memory = o.compiled.memory
     return {
-        "half_rounds_per_step": o.half_rounds,
+        "half_rounds_per_step": o.program.repeats * len(o.parts),
         "microbatches": o.program.microbatches,
+        "halves": [_half_dict(part) for part in o.parts if o.program.halves],
         "compile_seconds": o.compiled.seconds,
-        "flops": o.compiled.schedule.flops,
+        "flops": sum(schedule.flops for schedule in o.schedules),
         "hidden_bytes_fraction": o.verdict.hidden_share,
         "hidden_or_negligible": o.verdict.share,
         "optimizers_own": o.own and own_dict(o.own),
@@ -110,6 +113,15 @@ def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
             }
             for t in o.fit.tried
         ],
+    }
+
+
+def _half_dict(part: Part) -> dict[str, Any]:
+    return {
+        "microbatches": max(part.program.counts),
+        "seconds": part.verdict.total,
+        "hidden_bytes_fraction": part.verdict.hidden_share,
+        "flops": part.compiled.schedule.flops,
     }
 
 

@@ -77,10 +77,13 @@ class Fit:
         return max(same or fits, key=lambda t: t.tokens_per_second, default=None)
 
 
-def cut(rows: int, total: int, half_rounds: int) -> Shape:
-    """Returns microbatches of so many rows that are nearest to `total` rows a step."""
-    each = max(1, round(total / rows / half_rounds))
-    return Shape(rows, each * half_rounds)
+def cut(rows: int, total: int, unit: int) -> Shape:
+    """Returns microbatches of so many rows that are nearest to `total` rows a step.
+
+    They are a multiple of `unit`.
+    """
+    each = max(1, round(total / rows / unit))
+    return Shape(rows, each * unit)
 
 
 def search(
@@ -89,7 +92,7 @@ def search(
     *,
     room: float,
     held: int,
-    half_rounds: int,
+    unit: int,
     most: int,
 ) -> Fit:
     """Tries few candidates around a first one.
@@ -99,7 +102,8 @@ def search(
       attempt: compiles a candidate.
       room: bytes on a device.
       held: bytes of them that no microbatch changes.
-      half_rounds: of an optimizer step.
+      unit: microbatches of an optimizer step are a multiple of it: of its half-rounds,
+        or, so that unequal ones keep their ratio, of those asked for.
       most: candidates to compile beside the first.
     """
     found, total = {first.shape.rows: first}, first.shape.total
@@ -107,7 +111,7 @@ def search(
         rows = _next(found, room, held) or _between(found, total)
         if rows is None:
             break
-        found[rows] = attempt(cut(rows, total, half_rounds))
+        found[rows] = attempt(cut(rows, total, unit))
     return Fit(tuple(found[rows] for rows in sorted(found)), total)
 
 

@@ -19,7 +19,7 @@ from acco_jax.plan import costs, fitting, optimizers, programs, verdict
 from acco_jax.plan.fitting import Fit, Shape, Tried
 from acco_jax.plan.machines import Change, Machine, figures
 from acco_jax.plan.programs import Compiled, DoesNotFit, Program
-from acco_jax.plan.schedules import Collective, hidden_share
+from acco_jax.plan.schedules import Collective, Schedule, hidden_share
 from acco_jax.plan.topologies import Topology
 from acco_jax.plan.verdict import Verdict
 from acco_jax.runner import models
@@ -44,15 +44,27 @@ class Request:
     fit: bool = True  # look for the best and the largest microbatch: more compiles
 
 
+class Part(NamedTuple):
+    """A half-round of a method, and what its schedule says."""
+
+    program: Program
+    compiled: Compiled
+    verdict: Verdict  # on the data axis's collectives, of whatever size
+    in_groups: Verdict  # on those among the devices of one worker
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
+        return self.compiled.schedule.select(groups=self.program.groups)
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """One method's program, what its compiler made of it, and what that may cost."""
 
     program: Program
-    compiled: Compiled
-    prediction: costs.Prediction
-    verdict: Verdict  # on the data axis's collectives, of whatever size
-    in_groups: Verdict  # on those among the devices of one worker
+    parts: tuple[Part, ...]  # its half-round, or each of those that differ
+    prediction: costs.Prediction  # of all parts, one after the other
     fit: Fit | None  # None: not looked for
     own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
 
@@ -61,15 +73,27 @@ class Outcome:
         return self.program.method
 
     @property
-    def half_rounds(self) -> float:
-        """Half-rounds of an optimizer step; below 1 where one takes inner steps."""
-        tx = self.program.tx
-        return tx.half_rounds if tx.steps_per_call == 1 else 1 / tx.steps_per_call
+    def schedules(self) -> list[Schedule]:
+        return [part.compiled.schedule for part in self.parts]
+
+    @property
+    def compiled(self) -> Compiled:
+        """The part's that needs the most memory."""
+        return max((p.compiled for p in self.parts), key=lambda c: c.memory.total)
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the data axis's collectives of all parts."""
+        return verdict.merged([part.verdict for part in self.parts])
+
+    @property
+    def in_groups(self) -> Verdict:
+        return verdict.merged([part.in_groups for part in self.parts])
 
     @property
     def collectives(self) -> list[Collective]:
         """The data axis's collectives of at least 1 MiB: gradients and parameters."""
-        return self.compiled.schedule.select(groups=self.program.groups)
+        return [c for part in self.parts for c in part.collectives]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +233,8 @@ def of_method(config: ConfigDict, method: str) -> ConfigDict:
     with other.unlocked():
         if method != config.method:
             other.method_options = ConfigDict(type_safe=False)
+            if config.microbatches == "halves":  # acco's alone
+                other.microbatches = "fixed"
         other.method = method
     return other
 
@@ -230,6 +256,8 @@ def _outcome(
     def attempt(shape: Shape) -> Tried:
         other = of_method(config, method)
         other.microbatch_size, other.microbatches_per_step = shape
+        # unequal halves keep their ratio
+        other.first_half *= shape.microbatches // config.microbatches_per_step or 1
         candidate = programs.describe(other, program.mesh)
         try:
             found = programs.compile_within(candidate, machine)
@@ -243,7 +271,7 @@ def _outcome(
             attempt,
             room=machine.room,
             held=program.held().total,
-            half_rounds=program.tx.half_rounds,
+            unit=program.per_step if program.halves else program.tx.half_rounds,
             most=COMPILES,
         )
 
@@ -264,14 +292,25 @@ def _outcome(
         ) from None
     found = None
     if program.adaptive:
-        program, compiled = _settled(program, compiled, machine)
+        program, *compiled = _settled(program, compiled[0], machine)
     elif fit:
         found = search(_tried(shape, program, compiled, config, machine))
+    parts = tuple(map(_part, program.parts, compiled, itertools.repeat(machine)))
+    return Outcome(
+        program,
+        parts,
+        _predicted(compiled, machine),
+        found,
+        optimizers_own(program, compiled[0], machine.topology),
+    )
+
+
+def _part(program: Program, compiled: Compiled, machine: Machine) -> Part:
     schedule = compiled.schedule
     prediction = costs.predict(schedule, machine, machine.topology.devices)
     data = {id(c) for c in schedule.select(0, groups=program.groups)}
     own = {id(c) for c in schedule.collectives if program.in_group(c)}
-    on_data, in_groups = (
+    verdicts = (
         verdict.judge(
             schedule,
             prediction,
@@ -280,15 +319,12 @@ def _outcome(
         )
         for chosen in (data, own)
     )
-    return Outcome(
-        program,
-        compiled,
-        prediction,
-        on_data,
-        in_groups,
-        found,
-        optimizers_own(program, compiled, machine.topology),
-    )
+    return Part(program, compiled, *verdicts)
+
+
+def _predicted(compiled: Sequence[Compiled], machine: Machine) -> costs.Prediction:
+    schedules = [c.schedule for c in compiled]
+    return costs.in_turn(schedules, machine, machine.topology.devices)
 
 
 def optimizers_own(
@@ -341,22 +377,23 @@ def _settled(
 def _tried(
     shape: Shape,
     program: Program,
-    compiled: Compiled,
+    compiled: Sequence[Compiled],
     config: ConfigDict,
     machine: Machine,
 ) -> Tried:
     """Times a candidate that was compiled."""
-    p = costs.predict(compiled.schedule, machine, machine.topology.devices)
     tokens = program.computed * shape.rows * config.length
-    data = compiled.schedule.select(0, groups=program.groups)
-    times = [p.total]
-    for corner in machine.corners():
-        at = costs.predict(compiled.schedule, corner, machine.topology.devices)
-        times.append(at.total)
+    data = [
+        c
+        for part, found in zip(program.parts, compiled, strict=True)
+        for c in found.schedule.select(0, groups=part.groups)
+    ]
+    machines = (machine, *machine.corners())
+    times = [_predicted(compiled, m).total for m in machines]
     return Tried(
         shape,
-        compiled.memory.total,
-        tokens / p.total,
+        max(c.memory.total for c in compiled),
+        tokens / times[0],
         (tokens / max(times), tokens / min(times)),
         hidden_share(data) if data else None,
     )
@@ -371,8 +408,6 @@ def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str
     tx = o.program.tx
     if {"gather_bits", "reduce_bits"} & set(of_method(config, o.method).method_options):
         return []
-    names = [c.name for c in o.collectives]
-    within = [c.name for c in o.collectives if machine.domains(c) == 1]
     rows: list[dict[str, Any]] = []
     for gather_bits, reduce_bits in ((None, None), *costs.FEW_BITS):
         bits: dict[str, Any] = {"gather_bits": gather_bits, "reduce_bits": reduce_bits}
@@ -384,22 +419,30 @@ def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str
             of_config(other, o.method, tx.mesh, tx.axis)
         except ValueError:
             continue
-        schedule = costs.in_few_bits(
-            o.compiled.schedule,
-            names,
-            **bits,
-            hide_reduction=machine.topology.platform == "gpu",
-            within=within if len(tx.axis) > 1 else (),
-        )
-        p = costs.predict(schedule, machine, machine.topology.devices)
-        sent = sum(c.bytes * c.times for c in schedule.collectives if c.name in names)
+        schedules, sent = [], 0
+        for part in o.parts:
+            names = [c.name for c in part.collectives]
+            within = [c.name for c in part.collectives if machine.domains(c) == 1]
+            schedule = costs.in_few_bits(
+                part.compiled.schedule,
+                names,
+                **bits,
+                hide_reduction=machine.topology.platform == "gpu",
+                within=within if len(tx.axis) > 1 else (),
+            )
+            schedules.append(schedule)
+            sent += sum(
+                c.bytes * c.times for c in schedule.collectives if c.name in names
+            )
+        p = costs.in_turn(schedules, machine, machine.topology.devices)
+        times = o.program.repeats
         row: dict[str, Any] = {
             "method": o.method,
             **bits,
-            "bytes": o.half_rounds * sent,
-            "communication": o.half_rounds * p.communication,
+            "bytes": times * sent,
+            "communication": times * p.communication,
             "hidden": p.hidden,
-            "step": o.half_rounds * p.total,
+            "step": times * p.total,
         }
         first = rows[0] if rows else row
         row["share_of_bytes"] = row["bytes"] / max(first["bytes"], 1)
@@ -441,25 +484,26 @@ def _growth(
     flops_per_token = model.flops_per_token and model.flops_per_token(config.length)
     rows, formulas = [], []
     for o in outcomes:
-        p = costs.predict(o.compiled.schedule, machine, devices)
-        step, memory = o.half_rounds * p.total, o.compiled.memory
-        tokens = o.half_rounds * o.program.computed * devices / here
+        p = costs.in_turn(o.schedules, machine, devices)
+        times, memory = o.program.repeats, o.compiled.memory
+        step = times * p.total
+        tokens = times * o.program.computed * devices / here
         tokens *= config.microbatch_size * config.length
         peak_flops = step * devices * machine.value("flops")
         # zero1 stands for methods that communicate in each step
         formula = None
         if not o.program.tx.local:
-            formula = tokens / costs.synchronous(p, o.program.tx.half_rounds)
+            formula = tokens / costs.synchronous(p, times)
         formulas.append(formula)
         rows.append(
             {
                 "method": o.method,
                 "devices": devices,
-                "matmul": o.half_rounds * p.matmul,
-                "memory_access": o.half_rounds * p.memory,
-                "computation": o.half_rounds * p.computation,
-                "communication": o.half_rounds * p.communication,
-                "exposed": o.half_rounds * p.exposed,
+                "matmul": times * p.matmul,
+                "memory_access": times * p.memory,
+                "computation": times * p.computation,
+                "communication": times * p.communication,
+                "exposed": times * p.exposed,
                 "hidden": p.hidden,
                 "step": step,
                 "tokens_per_step": int(tokens),

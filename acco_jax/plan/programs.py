@@ -117,6 +117,9 @@ class Program:
     # Whether `counts` are what plan takes an adaptive run to compute: any up to
     # `microbatches`, and at least as many as here at first.
     adaptive: bool = False
+    # Of acco's unequal halves: each worker's microbatches in the first and the second.
+    halves: tuple[int, ...] = ()
+    half: int | None = None  # which of them this is, 0 or 1
 
     @property
     def mesh(self) -> Mesh:
@@ -127,9 +130,32 @@ class Program:
         return math.prod(self.mesh.shape[a] for a in self.tx.axis)
 
     @property
+    def parts(self) -> "tuple[Program, ...]":
+        """The half-rounds that differ: this one, or each of unequal halves."""
+        if not self.halves or self.half is not None:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, half=k, counts=(count,) * self.workers)
+            for k, count in enumerate(self.halves)
+        )
+
+    @property
+    def repeats(self) -> float:
+        """How often its parts occur in an optimizer step; below 1 where one takes
+        several of them."""
+        if self.tx.steps_per_call > 1:
+            return 1 / self.tx.steps_per_call
+        return 1 if self.halves else self.tx.half_rounds
+
+    @property
+    def single(self) -> bool:
+        """Whether each worker computes one microbatch, by a program that knows it."""
+        return max(self.counts if self.half is not None else (self.microbatches,)) == 1
+
+    @property
     def per_step(self) -> int:
         """Microbatches of each worker in an optimizer step."""
-        return self.microbatches * self.tx.half_rounds
+        return sum(self.halves) or self.microbatches * self.tx.half_rounds
 
     @property
     def rows(self) -> int:
@@ -139,8 +165,9 @@ class Program:
 
     @property
     def computed(self) -> int:
-        """Microbatches that all workers compute in a half-round."""
-        counts = self.counts or [self.microbatches] * self.workers
+        """Microbatches that all workers compute in its parts."""
+        whole = [self.microbatches] * self.workers
+        counts = (sum(part.counts or whole) for part in self.parts)
         return sum(counts) * self.tx.steps_per_call
 
     @property
@@ -170,11 +197,15 @@ class Program:
     def compile(self) -> Compiled:
         """Compiles ahead of time, or finds it compiled, and reads the schedule.
 
+        Where its halves differ, call it on each of its parts.
+
         Raises:
           DoesNotFit: the chip has too little memory.
         """
         start = time.perf_counter()
-        lowered = self.step.lower(*self.arguments)
+        # acco's odd half-rounds are estimates, which a step's first half is
+        number = None if self.half is None else 1 - self.half
+        lowered = self.step.lower(*self.arguments, half_round=number)
         name = cache.key(lowered, self.step.compiler_options, self.mesh.devices)
         found = cache.load(name)
         entry = found or _compiled(lowered, self.mesh)
@@ -207,7 +238,7 @@ class Program:
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most, pieces = max(self.counts, default=self.microbatches), len(loops)
-        if self.microbatches == 1 or self.tx.local:
+        if self.single or self.tx.local:
             return dict.fromkeys(loops, most)  # or an inner step's microbatches
         if pieces < 2:
             return dict.fromkeys(loops, most - 1 if self.counts else 1)
@@ -267,8 +298,8 @@ def _peak(m: Any) -> int:
     return total + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
-def compile_within(program: Program, machine: Machine) -> Compiled:
-    """Compiles, and refuses what has no room; what surely has none before.
+def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
+    """Compiles each part, and refuses what has no room; what surely has none before.
 
     Raises:
       DoesNotFit: says what it needs.
@@ -279,14 +310,22 @@ def compile_within(program: Program, machine: Machine) -> Compiled:
             f"parameters, state and batch alone {_needed(least, machine)}",
             compiled=False,
         )
-    logging.info(
-        "compiling %s for %s, microbatches of %d",
-        program.method, machine.topology, program.rows,
-    )  # fmt: skip
-    compiled = program.compile()
-    if compiled.memory.total > machine.room:
-        raise DoesNotFit(f"it {_needed(compiled.memory.total, machine)}")
-    return compiled
+    found: dict[bool, Compiled] = {}  # whether of one microbatch; others share theirs
+    compiled = []
+    for part in program.parts:
+        if part.single in found:
+            same = found[part.single]
+            compiled.append(dataclasses.replace(same, schedule=part.read(same.text)))
+            continue
+        logging.info(
+            "compiling %s for %s, microbatches of %d",
+            part.method, machine.topology, part.rows,
+        )  # fmt: skip
+        found[part.single] = part.compile()
+        compiled.append(found[part.single])
+        if compiled[-1].memory.total > machine.room:
+            raise DoesNotFit(f"it {_needed(compiled[-1].memory.total, machine)}")
+    return tuple(compiled)
 
 
 def _needed(size: int, machine: Machine) -> str:
@@ -380,17 +419,15 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, workers)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
+    if config.microbatches not in ("fixed", "adaptive", "halves"):
+        raise ValueError(
+            f"microbatches is {config.microbatches!r}, which a run finds or has logged: "
+            "plan needs 'fixed', 'halves' or 'adaptive'."
+        )
+    halves: tuple[int, ...] = ()
     if config.microbatches == "halves":
-        raise ValueError(
-            "microbatches is 'halves': plan the smaller one, which has the least to "
-            "hide communication behind, with microbatches='fixed' and "
-            f"microbatches_per_step={2 * config.first_half}."
-        )
-    if config.microbatches not in ("fixed", "adaptive"):
-        raise ValueError(
-            f"microbatches is {config.microbatches!r}, which a run has logged: plan "
-            "needs 'fixed' or 'adaptive'."
-        )
+        halves = configs.halves(config, tx.half_rounds)
+        microbatches = max(halves)
     counts, adaptive = tuple(config.counts), config.microbatches == "adaptive"
     if adaptive:
         least, microbatches = microbatches, config.most_microbatches
@@ -408,6 +445,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         microbatches=microbatches,
         counts=counts,
         adaptive=adaptive,
+        halves=halves,
         microbatch=(config.microbatch_size, max(data.lengths or [config.length]) + 1),
         beside={
             **({"mask": jnp.float32} if data.task == "instruct" else {}),
@@ -428,6 +466,7 @@ def assemble(
     microbatch: tuple[int, int],
     counts: tuple[int, ...] = (),
     adaptive: bool = False,
+    halves: tuple[int, ...] = (),
     beside: Mapping[str, Any] | None = None,
     rng: Any = None,
     drop_nonfinite: bool = False,
@@ -443,14 +482,16 @@ def assemble(
       microbatch: rows and length of one microbatch's tokens.
       counts: how many microbatches each worker computes; () for all.
       adaptive: whether a run finds them, of which these are the least.
+      halves: of each worker in acco's two half-rounds, if they differ; `microbatches`
+        is the larger number.
       beside: dtypes of further arrays (rows, length - 1) in a batch, by their names.
       rng: an abstract key, if the loss draws.
       drop_nonfinite: as for `acco_jax.make_train_step`.
     """
     mesh, axes = tx.mesh, tx.axis
     step = acco_jax.make_train_step(
-        loss_fn, tx, microbatches=microbatches, form="fused",
-        drop_nonfinite=drop_nonfinite,
+        loss_fn, tx, microbatches=acco_jax.Halves(*halves) if halves else microbatches,
+        form="fused", drop_nonfinite=drop_nonfinite,
     )  # fmt: skip
     workers = math.prod(mesh.shape[a] for a in axes)
     rows = workers * microbatches * tx.steps_per_call * microbatch[0]
@@ -471,4 +512,6 @@ def assemble(
         *(() if rng is None else (rng,)),
     )
     frozen = bytes_held(with_arrays(loss_fn))
-    return Program(method, tx, step, microbatches, counts, arguments, frozen, adaptive)
+    return Program(
+        method, tx, step, microbatches, counts, arguments, frozen, adaptive, halves
+    )

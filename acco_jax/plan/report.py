@@ -9,7 +9,7 @@ from acco_jax.plan.causes import explained
 from acco_jax.plan.fitting import Fit
 from acco_jax.plan.footprint import NEGLIGIBLE
 from acco_jax.plan.machines import Figure
-from acco_jax.plan.planner import Outcome, Plan
+from acco_jax.plan.planner import Outcome, Part, Plan
 from acco_jax.plan.tables import (
     Columns,
     aligned,
@@ -23,6 +23,7 @@ from acco_jax.plan.tables import (
 from acco_jax.plan.verdict import HIDDEN, Reading, Verdict
 
 GIB = 2**30
+STEPS = "estimate", "commit"  # acco's half-rounds
 LISTED = 1 << 20  # bytes of a collective that has a line of its own, or an objection
 
 
@@ -66,6 +67,8 @@ def text(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     program, config = plan.outcomes[0].program, plan.config
     counts = f", computed: {list(config.counts)}" if config.counts else ""
+    if halves := next((o.program.halves for o in plan.outcomes if o.program.halves), ()):
+        counts = f", of acco {halves[0]} in the first half and {halves[1]} in the second"
     shape = program.mesh.shape
     sizes = " x ".join(str(shape[a]) for a in program.tx.axis)
     axes = f"; two data axes, {sizes}" if len(program.tx.axis) > 1 else ""
@@ -122,12 +125,12 @@ def _method(plan: Plan, o: Outcome) -> str:
         calls = f"{tx.steps_per_call} inner steps per half-round"
     share = row["model_flops_utilization"]
     utilization = "" if share is None else f", {share:.0%} of peak FLOP/s"
+    each = f"{microbatches} in each"
+    if o.program.halves:
+        each = "{} and {} microbatches in them".format(*o.program.halves)
     lines = [
-        f"{o.method}: {calls}, {microbatches} in each",
-        f"  READ from the schedule (compiled in {o.compiled.seconds:.0f} s"
-        f"{', at another time' if o.compiled.cached else ''}), "
-        "collectives of the data axis:",
-        *_collectives(o.verdict),
+        f"{o.method}: {calls}, {each}",
+        *(line for part in o.parts for line in _part(plan, part)),
         *(f"    {note}" for note in _notes(plan, o)),
         *_own(o),
         *_in_groups(o),
@@ -137,17 +140,46 @@ def _method(plan: Plan, o: Outcome) -> str:
     ]
     if o.fit is not None:
         lines += _fit(plan, o.fit)
+    what = "both halves   " if o.program.halves else "half-round    "
     lines += [
         "  PREDICTED:",
-        f"    half-round    {seconds(p.total)} = matrix products {seconds(p.matmul)} + "
+        f"    {what}{seconds(p.total)} = matrix products {seconds(p.matmul)} + "
         f"memory {seconds(p.memory)} + communication not hidden {seconds(p.exposed)}"
         + (f" + the call itself {seconds(p.call)}" if p.call else ""),
+        *_halves(o),
         f"    communication {seconds(p.communication)}, of which {p.hidden:.0%} hidden",
         f"    optimizer step {seconds(row['step'])} "
         f"({' - '.join(map(seconds, row['step_range']))}), "
         f"{row['tokens_per_second']:,.0f} tokens/s{utilization}",
     ]
     return "\n".join(lines)
+
+
+def _part(plan: Plan, part: Part) -> list[str]:
+    """Describes the collectives of a half-round."""
+    compiled, half = part.compiled, part.program.half
+    of = ""
+    if half is not None:
+        of = f" of the {('first', 'second')[half]} half, the {STEPS[half]}"
+    return [
+        f"  READ from the schedule{of} (compiled in {compiled.seconds:.0f} s"
+        f"{', at another time' if compiled.cached else ''}), "
+        "collectives of the data axis:",
+        *_collectives(part.verdict),
+    ]
+
+
+def _halves(o: Outcome) -> list[str]:
+    """Says what each of unequal halves takes."""
+    rows = []
+    for part in o.parts if o.program.halves else ():
+        waited = part.verdict.exposed + part.in_groups.exposed
+        name = ("the first", "the second")[part.program.half or 0]
+        rows.append(
+            f"      {name:<12}{seconds(part.verdict.total)}, of which "
+            f"{seconds(waited)} waits for communication"
+        )
+    return rows
 
 
 def _fit(plan: Plan, fit: Fit) -> list[str]:

@@ -159,6 +159,15 @@ def judge(
     return Verdict(readings, prediction.total, schedule.unknown)
 
 
+def merged(verdicts: Sequence[Verdict]) -> Verdict:
+    """Judges several programs as one, in which each runs once."""
+    return Verdict(
+        tuple(r for v in verdicts for r in v.readings),
+        sum(v.total for v in verdicts),
+        tuple(dict.fromkeys(name for v in verdicts for name in v.unknown)),
+    )
+
+
 def _beside(c: Collective, schedule: Schedule, machine: Machine) -> tuple[Beside, ...]:
     if not c.asynchronous or c.done is None:
         return ()

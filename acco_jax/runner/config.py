@@ -338,6 +338,21 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
     return microbatches
 
 
+def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
+    """Returns the microbatches of each worker in the halves of a step, the first first.
+
+    Raises:
+      ValueError: there are not two half-rounds, or not so many microbatches.
+    """
+    per_step, first = config.microbatches_per_step, config.first_half
+    if half_rounds != 2 or not 0 < first < per_step:
+        raise ValueError(
+            f"first_half is {first} of microbatches_per_step={per_step} with "
+            f"{config.method}: it is for acco, from 1 to one less than these."
+        )
+    return first, per_step - first
+
+
 def replayed(config: ConfigDict) -> str:
     """Returns the log that a run repeats; '' if it repeats none."""
     kind, _, file = config.microbatches.partition(":")

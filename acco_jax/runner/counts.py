@@ -127,13 +127,7 @@ def _halves(
     config: ConfigDict, microbatches: int, first: int, workers: int
 ) -> acco_jax.Halves:
     """Returns the halves of a step, dealt out anew where there were `first` workers."""
-    per_step, small = config.microbatches_per_step, config.first_half
-    if per_step != 2 * microbatches or not 0 < small < per_step:
-        raise ValueError(
-            f"first_half is {small} of microbatches_per_step={per_step} with "
-            f"{config.method}: it is for acco, from 1 to one less than these."
-        )
-    parts = small, per_step - small
+    parts = configs.halves(config, config.microbatches_per_step // microbatches)
     if first in (0, workers):
         return acco_jax.Halves(*parts)
     return acco_jax.Halves(*(worlds.dealt(part * first, workers) for part in parts))

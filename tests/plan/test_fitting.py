@@ -8,7 +8,7 @@ from acco_jax.plan.fitting import Shape, Tried
 GIB = 2**30
 
 
-def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=2):
+def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, unit=2):
     """Searches; returns the result and the shapes that were tried, in order."""
     tried = []
 
@@ -20,7 +20,7 @@ def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, half_rounds=
         return Tried(shape, size, speed(shape.rows), (0.0, 0.0), 1.0)
 
     found = fitting.search(
-        attempt(Shape(*first)), attempt, room=room, held=GIB, half_rounds=half_rounds,
+        attempt(Shape(*first)), attempt, room=room, held=GIB, unit=unit,
         most=most,
     )  # fmt: skip
     return found, tried

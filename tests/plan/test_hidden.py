@@ -92,7 +92,7 @@ def specs(params):
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def described(method, machine, microbatches, model, dynamic):
+def described(method, machine, microbatches, model, dynamic, **further):
     topology = topologies.parse(machine)
     modules = topologies._PLUGINS[topology.platform]
     assert any(map(topologies._installed, modules)), (
@@ -117,6 +117,7 @@ def described(method, machine, microbatches, model, dynamic):
         microbatch=(ROWS, MODEL.max_length + 1),
         # workers of unequal speed: all but the first compute all
         counts=(microbatches - 1, *[microbatches] * (workers - 1)) if dynamic else (),
+        **further,
     )
 
 
@@ -155,6 +156,27 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     tokens = ROWS * MODEL.max_length
     want = transformer.flops_per_token(MODEL, MODEL.max_length) * tokens / model
     assert one == pytest.approx(want, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        "gpu:h200:2x8",
+        pytest.param("tpu:v6e:4x4", marks=long),
+        pytest.param("tpu:v5p:2x2x2", marks=long),
+    ],
+)
+def test_a_first_half_of_one_microbatch_hides_both(machine):
+    """Its collectives are as well hidden as those of the half with three."""
+    program = described("acco", machine, 3, 1, dynamic=False, halves=(1, 3))
+    first, second = (part.compile().schedule for part in program.parts)
+    for schedule in first, second:
+        kinds = [c.kind for c in schedule.select(groups=program.groups)]
+        assert kinds == ["reduce-scatter", "all-gather"]
+        assert schedule.hidden_fraction(groups=program.groups) == 1.0
+        beside = [c.flops_between for c in schedule.select(groups=program.groups)]
+        assert min(beside) >= 0.3 * schedule.flops
+    assert second.flops == pytest.approx(3 * first.flops, rel=0.02)
 
 
 FSDP = "gpu:h100:8x8", {"mesh.fsdp": 8}, {"all-gather", "reduce-scatter"}

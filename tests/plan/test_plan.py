@@ -648,7 +648,11 @@ def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, cap
         (["--config.microbatch_size=0"], "microbatch_size is 0: it must be at least 1"),
         (["--config.counts=(1,)"], "counts is (1,): give one number from 0 to 1 for"),
         (["--config.form=split"], "form is 'split', which is for CPUs"),
-        (["--config.microbatches=replay:x"], "which a run has logged: plan needs"),
+        (["--config.microbatches=replay:x"], "which a run finds or has logged: plan"),
+        (
+            ["--config.microbatches=halves", "--config.first_half=2"],
+            "first_half is 2 of microbatches_per_step=2 with acco: it is for acco, from",
+        ),
         (["--config.data.tokenizer=bpe"], "set model.vocab_size, or data.vocab_size"),
         (["--config.model.heads=3"], "width=128 is not divisible by heads=3"),
     ],
@@ -837,6 +841,38 @@ def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
     assert (whole.frozen, program.frozen) == (0, 2 * whole.parameters)  # bfloat16
     assert program.parameters < whole.parameters / 20
     assert len(program.step.lower(*program.arguments).as_text()) < 1_000_000
+
+
+def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
+    file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
+    arguments = ["--config.microbatches=halves", "--config.microbatches_per_step=8",
+                 f"--json={file}", f"--dump-hlo={hlo}", f"--out={tmp_path}"]  # fmt: skip
+    run(*arguments, "--config.first_half=2")
+    out = capsys.readouterr().out
+    assert "2 half-rounds per step, 2 and 6 microbatches in them" in out
+    assert "READ from the schedule of the first half, the estimate" in out
+    assert "READ from the schedule of the second half, the commit" in out
+    assert "both halves" in out and "the second  " in out
+    plan = json.loads(file.read_text())
+    first, second = plan["methods"]["acco"]["halves"]
+    assert (first["microbatches"], second["microbatches"]) == (2, 6)
+    assert second["flops"] > first["flops"]
+    acco, zero1 = plan["predicted"]
+    assert acco["step"] == pytest.approx(first["seconds"] + second["seconds"])
+    assert acco["tokens_per_step"] == zero1["tokens_per_step"]  # its own are equal
+    assert plan["methods"]["zero1"]["halves"] == []
+    assert {p.name for p in hlo.iterdir()} == {
+        "acco-first.hlo.txt", "acco-second.hlo.txt", "zero1.hlo.txt"}  # fmt: skip
+    # larger and smaller microbatches are tried in the same ratio, with one program each
+    tried = [p for p in stand_in if p.method == "acco"]
+    assert len({p.rows for p in tried}) == len(tried) > 1
+    for program in tried:
+        assert program.counts == (program.halves[0],) * 8
+        assert program.halves[1] == 3 * program.halves[0]
+
+    stand_in.clear()
+    run("--nofit", *arguments)  # one of eight: its program is another
+    assert [p.halves for p in stand_in if p.method == "acco"] == [(1, 7)] * 2
 
 
 def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):
