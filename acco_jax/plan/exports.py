@@ -60,8 +60,9 @@ def write(
         hlo_folder.mkdir(parents=True, exist_ok=True)
         for o in plan.outcomes:
             for part in o.parts:
-                half = ("", "-first", "-second")[len(o.parts) > 1 and part.program.half + 1]
-                path = hlo_folder / f"{o.method}{half}.hlo.txt"
+                half = part.program.half
+                name = "" if half is None else ("-first", "-second")[half]
+                path = hlo_folder / f"{o.method}{name}.hlo.txt"
                 path.write_text(part.compiled.text)
                 lines.append(f"program  {path}")
     return lines
@@ -71,9 +72,11 @@ def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
     """Returns a timeline of each method that takes as many tokens as the others'."""
     tokens = {o.method: plan.row(o.method)["tokens_per_step"] for o in plan.outcomes}
     most = max(tokens.values())
+    times = {
+        o.method: o.program.repeats * most / tokens[o.method] for o in plan.outcomes
+    }
     return [
-        pictures.Row(o.method, o.prediction, o.program.repeats * most / tokens[o.method])
-        for o in plan.outcomes
+        pictures.Row(o.method, o.prediction, times[o.method]) for o in plan.outcomes
     ]
 
 

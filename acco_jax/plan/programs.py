@@ -421,8 +421,8 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
     if config.microbatches not in ("fixed", "adaptive", "halves"):
         raise ValueError(
-            f"microbatches is {config.microbatches!r}, which a run finds or has logged: "
-            "plan needs 'fixed', 'halves' or 'adaptive'."
+            f"microbatches is {config.microbatches!r}, which a run finds or has "
+            "logged: plan needs 'fixed', 'halves' or 'adaptive'."
         )
     halves: tuple[int, ...] = ()
     if config.microbatches == "halves":

@@ -67,8 +67,8 @@ def text(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     program, config = plan.outcomes[0].program, plan.config
     counts = f", computed: {list(config.counts)}" if config.counts else ""
-    if halves := next((o.program.halves for o in plan.outcomes if o.program.halves), ()):
-        counts = f", of acco {halves[0]} in the first half and {halves[1]} in the second"
+    for first, second in (o.program.halves for o in plan.outcomes if o.program.halves):
+        counts = f", of acco {first} in the first half and {second} in the second"
     shape = program.mesh.shape
     sizes = " x ".join(str(shape[a]) for a in program.tx.axis)
     axes = f"; two data axes, {sizes}" if len(program.tx.axis) > 1 else ""

@@ -155,8 +155,8 @@ class TrainStep:
             return call
         if isinstance(state.half_rounds, jax.core.Tracer):
             raise ValueError(
-                f"with {self._tx.changes} a step reads off the devices which one is next, "
-                "which cannot be done inside jit or scan: leave it out, or use a "
+                f"with {self._tx.changes} a step reads off the devices which one is "
+                "next, which cannot be done inside jit or scan: leave it out, or use a "
                 "Python loop."
             )
         return int(jax.device_get(state.half_rounds))

@@ -63,7 +63,7 @@ class Turns:
         Raises:
           ValueError: they are of another number of workers.
         """
-        self.lines = list[list[int]]()  # of the second half, which primes, and the first
+        self.lines = list[list[int]]()  # the second half's, which primes, the first's
         for counts in (halves._second, halves._first):
             if len(counts) not in (1, workers):
                 raise ValueError(

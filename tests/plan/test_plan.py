@@ -651,7 +651,7 @@ def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, cap
         (["--config.microbatches=replay:x"], "which a run finds or has logged: plan"),
         (
             ["--config.microbatches=halves", "--config.first_half=2"],
-            "first_half is 2 of microbatches_per_step=2 with acco: it is for acco, from",
+            "first_half is 2 of microbatches_per_step=2 with acco: it is for acco,",
         ),
         (["--config.data.tokenizer=bpe"], "set model.vocab_size, or data.vocab_size"),
         (["--config.model.heads=3"], "width=128 is not divisible by heads=3"),
@@ -845,8 +845,8 @@ def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
 
 def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
     file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
-    arguments = ["--config.microbatches=halves", "--config.microbatches_per_step=8",
-                 f"--json={file}", f"--dump-hlo={hlo}", f"--out={tmp_path}"]  # fmt: skip
+    halves = "--config.microbatches=halves", "--config.microbatches_per_step=8"
+    arguments = *halves, f"--json={file}", f"--dump-hlo={hlo}", f"--out={tmp_path}"
     run(*arguments, "--config.first_half=2")
     out = capsys.readouterr().out
     assert "2 half-rounds per step, 2 and 6 microbatches in them" in out
