@@ -126,10 +126,11 @@ def in_turn(
         start += p.total
     return Prediction(
         tuple(spans),
-        *(
-            sum(getattr(p, part) for p in found)
-            for part in ("matrix", "matmul", "memory", "communication", "exposed")
-        ),
+        matrix=sum(p.matrix for p in found),
+        matmul=sum(p.matmul for p in found),
+        memory=sum(p.memory for p in found),
+        communication=sum(p.communication for p in found),
+        exposed=sum(p.exposed for p in found),
         each=tuple(spent for p in found for spent in p.each),
         call=sum(p.call for p in found),
         executions=len(found),

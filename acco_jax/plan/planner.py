@@ -292,7 +292,8 @@ def _outcome(
         ) from None
     found = None
     if program.adaptive:
-        program, *compiled = _settled(program, compiled[0], machine)
+        program, settled = _settled(program, compiled[0], machine)
+        compiled = (settled,)
     elif fit:
         found = search(_tried(shape, program, compiled, config, machine))
     parts = tuple(map(_part, program.parts, compiled, itertools.repeat(machine)))

@@ -117,8 +117,8 @@ class BalancedStep(TrainStep):
         return call
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
-        turns = isinstance(self._log, Turns)
-        single = turns and _is_single(self._log.line(call))
+        log = self._log
+        single = isinstance(log, Turns) and _is_single(log.line(call))
         return self._without_counts(args, single)
 
     def _variants(self, args: Arguments) -> list[Arguments]:
