@@ -209,9 +209,8 @@ class Accumulator:
             first, end = span(count)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
-            return to_row(
-                self.sum_here(sums, params, batch, rng, self.held, first, end)
-            )
+            total = self.held
+            return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
         return self._on_workers(local, self.rows, params, batch, rng, sums, counts)
 

@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 
 from acco_jax.plan import costs, planner
 from acco_jax.plan.machines import Figure, Machine
-from acco_jax.plan.planner import Outcome, Plan, Request
+from acco_jax.plan.outcomes import Outcome
+from acco_jax.plan.planner import Plan, Request
 from acco_jax.plan.tables import aligned, paragraph, seconds
 from acco_jax.plan.topologies import Topology
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from acco_jax.plan import pictures
-from acco_jax.plan.planner import Outcome, Part, Plan
+from acco_jax.plan.outcomes import Outcome, Part
+from acco_jax.plan.planner import Plan
 from acco_jax.plan.schedules import Collective
 from acco_jax.plan.verdict import Reading
 

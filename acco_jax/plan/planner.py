@@ -16,12 +16,13 @@ from ml_collections import ConfigDict
 from acco_jax.methods import METHODS
 from acco_jax.models.base import Model
 from acco_jax.plan import costs, fitting, optimizers, programs, verdict
+from acco_jax.plan.compiled import Compiled, DoesNotFit
 from acco_jax.plan.fitting import Fit, Shape, Tried
 from acco_jax.plan.machines import Change, Machine, figures
-from acco_jax.plan.programs import Compiled, DoesNotFit, Program
-from acco_jax.plan.schedules import Collective, Schedule, hidden_share
+from acco_jax.plan.outcomes import Outcome, Part
+from acco_jax.plan.programs import Program
+from acco_jax.plan.schedules import Collective, hidden_share
 from acco_jax.plan.topologies import Topology
-from acco_jax.plan.verdict import Verdict
 from acco_jax.runner import models
 from acco_jax.runner.names import check_name
 from acco_jax.runner.optimizers import method as of_config
@@ -42,58 +43,6 @@ class Request:
         default_factory=dict
     )  # of figures
     fit: bool = True  # look for the best and the largest microbatch: more compiles
-
-
-class Part(NamedTuple):
-    """A half-round of a method, and what its schedule says."""
-
-    program: Program
-    compiled: Compiled
-    verdict: Verdict  # on the data axis's collectives, of whatever size
-    in_groups: Verdict  # on those among the devices of one worker
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
-        return self.compiled.schedule.select(groups=self.program.groups)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """One method's program, what its compiler made of it, and what that may cost."""
-
-    program: Program
-    parts: tuple[Part, ...]  # its half-round, or each of those that differ
-    prediction: costs.Prediction  # of all parts, one after the other
-    fit: Fit | None  # None: not looked for
-    own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
-
-    @property
-    def method(self) -> str:
-        return self.program.method
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        return [part.compiled.schedule for part in self.parts]
-
-    @property
-    def compiled(self) -> Compiled:
-        """The part's that needs the most memory."""
-        return max((p.compiled for p in self.parts), key=lambda c: c.memory.total)
-
-    @property
-    def verdict(self) -> Verdict:
-        """On the data axis's collectives of all parts."""
-        return verdict.merged([part.verdict for part in self.parts])
-
-    @property
-    def in_groups(self) -> Verdict:
-        return verdict.merged([part.in_groups for part in self.parts])
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
-        return [c for part in self.parts for c in part.collectives]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import re
 import time
 import types
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ import acco_jax
 from acco_jax.gradients import piece, with_arrays
 from acco_jax.groups import data_axes, members
 from acco_jax.plan import cache, footprint, hlo, schedules, topologies
+from acco_jax.plan.compiled import Compiled, DoesNotFit, Memory, what_it_needs
 from acco_jax.plan.footprint import bytes_held
 from acco_jax.plan.machines import Machine
 from acco_jax.plan.topologies import Topology
@@ -43,63 +43,6 @@ _NAMES = {
     "carry": "carried gradient",
     "residue": "residue of few bits",
 }
-
-
-class DoesNotFit(Exception):
-    """A program has no room in the chip's memory.
-
-    Attributes:
-      compiled: whether the compiler, or what it compiled, says so.
-    """
-
-    def __init__(self, message: str = "", *, compiled: bool = True) -> None:
-        super().__init__(message)
-        self.compiled = compiled
-
-
-def what_it_needs(message: str) -> str:
-    """Shortens a compiler's out-of-memory message.
-
-    libtpu says "Used 40.00G of 31.25G hbm", or "... for HLO temporaries (3.76T) exceeds
-    available HBM (31.25G)"; of what is worded otherwise the first line stays.
-    """
-    for pattern in (
-        r"Used ([\d.]+\w) of ([\d.]+\w) \w+",
-        r"\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)",
-    ):
-        if match := re.search(pattern, message):
-            return f"it needs {match[1]} of {match[2]} of memory"
-    return message.splitlines()[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device."""
-
-    parts: dict[str, int]  # what stays from one half-round to the next, and the batch
-    total: int  # peak of the compiled program, by its memory analysis
-    shards: int = 0  # those of the parts that more devices divide among them
-
-    @property
-    def temporaries(self) -> int:
-        """Activations, gradients, packed buffers: what the program needs beside."""
-        return self.total - sum(self.parts.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A compiled program and what was read from it."""
-
-    text: str  # its optimized HLO
-    schedule: schedules.Schedule
-    memory: Memory
-    seconds: float  # that the compiler took
-    # By the compiler's own analysis of cost; None where it has none.
-    bytes_accessed: float | None = None
-    # The collectives of the program as written; None where one is in a loop whose
-    # length the program does not say.
-    source_collectives: tuple[footprint.Collective, ...] | None = None
-    cached: bool = False  # whether it was compiled before
 
 
 @dataclasses.dataclass(frozen=True)

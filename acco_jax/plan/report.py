@@ -9,7 +9,8 @@ from acco_jax.plan.causes import explained
 from acco_jax.plan.fitting import Fit
 from acco_jax.plan.footprint import NEGLIGIBLE
 from acco_jax.plan.machines import Figure
-from acco_jax.plan.planner import Outcome, Part, Plan
+from acco_jax.plan.outcomes import Outcome, Part
+from acco_jax.plan.planner import Plan
 from acco_jax.plan.tables import (
     Columns,
     aligned,

@@ -1,0 +1,63 @@
+"""What was read and predicted of one method."""
+
+import dataclasses
+from typing import NamedTuple
+
+from acco_jax.plan import costs, verdict
+from acco_jax.plan.compiled import Compiled
+from acco_jax.plan.fitting import Fit
+from acco_jax.plan.programs import Program
+from acco_jax.plan.schedules import Collective, Schedule
+from acco_jax.plan.verdict import Verdict
+
+
+class Part(NamedTuple):
+    """A half-round of a method, and what its schedule says."""
+
+    program: Program
+    compiled: Compiled
+    verdict: Verdict  # on the data axis's collectives, of whatever size
+    in_groups: Verdict  # on those among the devices of one worker
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
+        return self.compiled.schedule.select(groups=self.program.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One method's program, what its compiler made of it, and what that may cost."""
+
+    program: Program
+    parts: tuple[Part, ...]  # its half-round, or each of those that differ
+    prediction: costs.Prediction  # of all parts, one after the other
+    fit: Fit | None  # None: not looked for
+    own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
+
+    @property
+    def method(self) -> str:
+        return self.program.method
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        return [part.compiled.schedule for part in self.parts]
+
+    @property
+    def compiled(self) -> Compiled:
+        """The part's that needs the most memory."""
+        return max((p.compiled for p in self.parts), key=lambda c: c.memory.total)
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the data axis's collectives of all parts."""
+        return verdict.merged([part.verdict for part in self.parts])
+
+    @property
+    def in_groups(self) -> Verdict:
+        return verdict.merged([part.in_groups for part in self.parts])
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
+        return [c for part in self.parts for c in part.collectives]
