@@ -286,7 +286,7 @@ def test_a_worker_that_takes_longer_is_found():
         me = jax.lax.axis_index("data")
 
         def wait(x, me):
-            time.sleep(0.15 if me == 2 else 0.05)
+            time.sleep(0.12 if me == 2 else 0.05)
             return x
 
         x = jax.lax.stop_gradient(microbatch)

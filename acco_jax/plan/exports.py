@@ -61,9 +61,8 @@ def write(
         hlo_folder.mkdir(parents=True, exist_ok=True)
         for o in plan.outcomes:
             for part in o.parts:
-                half = part.program.half
-                name = "" if half is None else ("-first", "-second")[half]
-                path = hlo_folder / f"{o.method}{name}.hlo.txt"
+                name = "-".join(filter(None, (o.method, part.program.half_name)))
+                path = hlo_folder / f"{name}.hlo.txt"
                 path.write_text(part.compiled.text)
                 lines.append(f"program  {path}")
     return lines

@@ -205,8 +205,8 @@ def _outcome(
     def attempt(shape: Shape) -> Tried:
         other = of_method(config, method)
         other.microbatch_size, other.microbatches_per_step = shape
-        # unequal halves keep their ratio
-        other.first_half *= shape.microbatches // config.microbatches_per_step or 1
+        if program.halves:  # their ratio stays
+            other.first_half *= shape.microbatches // program.per_step
         candidate = programs.describe(other, program.mesh)
         try:
             found = programs.compile_within(candidate, machine)

@@ -62,7 +62,7 @@ class Program:
     adaptive: bool = False
     # Of acco's unequal halves: each worker's microbatches in the first and the second.
     halves: tuple[int, ...] = ()
-    half: int | None = None  # which of them this is, 0 or 1
+    half: int | None = None  # which of them this is, 0 or 1; None: not one of `parts`
 
     @property
     def mesh(self) -> Mesh:
@@ -83,9 +83,13 @@ class Program:
         )
 
     @property
+    def half_name(self) -> str:
+        """'first' or 'second'; '' unless it is one of unequal halves."""
+        return "" if self.half is None else ("first", "second")[self.half]
+
+    @property
     def repeats(self) -> float:
-        """How often its parts occur in an optimizer step; below 1 where one takes
-        several of them."""
+        """How often its parts occur in an optimizer step; below 1: in several."""
         if self.tx.steps_per_call > 1:
             return 1 / self.tx.steps_per_call
         return 1 if self.halves else self.tx.half_rounds

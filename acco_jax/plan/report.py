@@ -24,7 +24,7 @@ from acco_jax.plan.tables import (
 from acco_jax.plan.verdict import HIDDEN, Reading, Verdict
 
 GIB = 2**30
-STEPS = "estimate", "commit"  # acco's half-rounds
+ENDS = {"first": "estimate", "second": "commit"}  # of acco's halves
 LISTED = 1 << 20  # bytes of a collective that has a line of its own, or an objection
 
 
@@ -158,10 +158,8 @@ def _method(plan: Plan, o: Outcome) -> str:
 
 def _part(plan: Plan, part: Part) -> list[str]:
     """Describes the collectives of a half-round."""
-    compiled, half = part.compiled, part.program.half
-    of = ""
-    if half is not None:
-        of = f" of the {('first', 'second')[half]} half, the {STEPS[half]}"
+    compiled, half = part.compiled, part.program.half_name
+    of = f" of the {half} half, the {ENDS[half]}" if half else ""
     return [
         f"  READ from the schedule{of} (compiled in {compiled.seconds:.0f} s"
         f"{', at another time' if compiled.cached else ''}), "
@@ -175,7 +173,7 @@ def _halves(o: Outcome) -> list[str]:
     rows = []
     for part in o.parts if o.program.halves else ():
         waited = part.verdict.exposed + part.in_groups.exposed
-        name = ("the first", "the second")[part.program.half or 0]
+        name = f"the {part.program.half_name}"
         rows.append(
             f"      {name:<12}{seconds(part.verdict.total)}, of which "
             f"{seconds(waited)} waits for communication"

@@ -20,8 +20,9 @@ from acco_jax.gradients import Accumulator, Sums
 from acco_jax.half_round import Inputs
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
-from acco_jax.step.halves import Halves, Turns
-from acco_jax.step.replay import Lines, Replay
+from acco_jax.step.halves import Halves
+from acco_jax.step.logged import LoggedStep
+from acco_jax.step.replay import Replay
 from acco_jax.step.split import Programs, SplitStep, placed
 
 
@@ -44,17 +45,13 @@ class Adaptive:
             )
 
 
-class AdaptiveStep(SplitStep):
+class AdaptiveStep(LoggedStep, SplitStep):
     """A split train step whose microbatch counts are found while it runs.
 
     Its batches hold `most` microbatches for each worker; those that no worker had the
     time for are not computed. Every process counts for the workers on its devices. The
     counts of a half-round are in its metrics; given as `counts=` (or read from the log
     of a run) they are repeated, bit for bit.
-
-    Attributes:
-      half_round: the next one, which a log has a line of; set it when a run continues.
-        Which half comes next, the state knows.
     """
 
     def __init__(
@@ -65,34 +62,17 @@ class AdaptiveStep(SplitStep):
         microbatches: Adaptive | Halves | Replay,
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
-        self.half_round, self._least = 0, 1
-        self._log: Lines | Turns | None = None
+        self._least = 1
         if isinstance(microbatches, Replay):
             self.repeat(microbatches)
         elif isinstance(microbatches, Halves):
-            self._log = Turns(microbatches, gradients.workers)
-            self._numbers_calls = True
+            self.alternate(microbatches)
         else:
             self._least = microbatches.least
         # the number in one place, or the second microbatch would compile anew
         homes = (None, NamedSharding(gradients.mesh, P()))
         self._zeros = jax.jit(_zeros, out_shardings=homes)
         self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
-
-    def repeat(self, log: Replay) -> None:
-        """Takes the counts of the calls to come from a log.
-
-        Raises:
-          ValueError: it has others than these workers could compute.
-        """
-        self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
-        self.half_round = log.first
-
-    def _call(self, state: Any) -> int:
-        call = super()._call(state)
-        if isinstance(self._log, Turns):
-            self.half_round = call
-        return call
 
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program

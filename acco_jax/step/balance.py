@@ -128,7 +128,7 @@ class Balancer:
 
     @property
     def may_be_single(self) -> bool:
-        """Whether no worker may ever compute more than one microbatch."""
+        """Whether it can come to no worker computing more than one microbatch."""
         return self._bounds.total <= len(self.counts)
 
     def take(

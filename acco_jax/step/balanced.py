@@ -18,13 +18,14 @@ from acco_jax.half_round import Inputs
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
 from acco_jax.step.balance import Balanced, Balancer
-from acco_jax.step.fused import Arguments, TrainStep
+from acco_jax.step.fused import Arguments
 from acco_jax.step.halves import Halves, Turns
+from acco_jax.step.logged import LoggedStep
 from acco_jax.step.probe import Probe
-from acco_jax.step.replay import Lines, Replay
+from acco_jax.step.replay import Replay
 
 
-class BalancedStep(TrainStep):
+class BalancedStep(LoggedStep):
     """A fused train step that finds its counts, the same in every process.
 
     Its batches hold `most` microbatches for each worker. The counts of a call are in
@@ -32,8 +33,6 @@ class BalancedStep(TrainStep):
 
     Attributes:
       counts: microbatches of every worker in the last call that was not given any.
-      half_round: the next one, which a log has a line of; set it when a run continues.
-        Which half comes next, the state knows.
     """
 
     def __init__(
@@ -46,8 +45,7 @@ class BalancedStep(TrainStep):
         super().__init__(tx, gradients, compiler_options)
         most = gradients.microbatches
         self._single = dataclasses.replace(gradients, microbatches=1, room=most)
-        self.half_round, self.counts = 0, list[int]()
-        self._log: Lines | Turns | None = None
+        self.counts = list[int]()
         self._balancer: Balancer | None = None
         self._probe: Probe | None = None
         # half-rounds since the last probe, and when it ended; the first one's beginning
@@ -57,8 +55,7 @@ class BalancedStep(TrainStep):
         if isinstance(microbatches, Replay):
             self.repeat(microbatches)
         elif isinstance(microbatches, Halves):
-            self._log = Turns(microbatches, gradients.workers)
-            self._numbers_calls = True
+            self.alternate(microbatches)
         else:
             self._balancer = Balancer(microbatches, gradients.workers)
 
@@ -68,8 +65,8 @@ class BalancedStep(TrainStep):
         Raises:
           ValueError: it has others than these workers could compute.
         """
-        self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
-        self._balancer, self.half_round = None, log.first
+        super().repeat(log)
+        self._balancer = None
 
     @property
     def seconds(self) -> list[float]:
@@ -109,12 +106,6 @@ class BalancedStep(TrainStep):
             args = self._with(args, self._there, _is_single(line))
         self.half_round += 1
         return super()._run(phase, args)
-
-    def _call(self, state: Any) -> int:
-        call = super()._call(state)
-        if isinstance(self._log, Turns):
-            self.half_round = call
-        return call
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
         log = self._log

@@ -326,6 +326,15 @@ def test_zero1_by_formula():
     )
 
 
+def test_two_halves_one_after_the_other():
+    schedule, m = recorded("gpu_hidden"), machine("gpu:h200:2x8")
+    once, both = costs.predict(schedule, m, 16), costs.in_turn([schedule] * 2, m, 16)
+    assert both.total == pytest.approx(2 * once.total)
+    assert (both.hidden, both.each) == (pytest.approx(once.hidden), once.each * 2)
+    assert both.spans[-1].end == pytest.approx(once.total + once.spans[-1].end)
+    assert costs.synchronous(both, 1) == pytest.approx(costs.synchronous(once, 2))
+
+
 # ------------------------------------------------------------------- the command
 
 
@@ -872,7 +881,8 @@ def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
 
     stand_in.clear()
     run("--nofit", *arguments)  # one of eight: its program is another
-    assert [p.halves for p in stand_in if p.method == "acco"] == [(1, 7)] * 2
+    compiled = [(p.counts[0], p.single) for p in stand_in if p.method == "acco"]
+    assert compiled == [(1, True), (7, False)]
 
 
 def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):

@@ -1,0 +1,48 @@
+"""A train step whose counts are known before it runs: those of halves, or of a log."""
+
+from typing import Any
+
+from acco_jax.gradients import Accumulator
+from acco_jax.methods.base import Method
+from acco_jax.step.fused import TrainStep
+from acco_jax.step.halves import Halves, Turns
+from acco_jax.step.replay import Lines, Replay
+
+
+class LoggedStep(TrainStep):
+    """What steps of either form do with such counts.
+
+    Attributes:
+      half_round: the next one, which a log has a line of; set it when a run continues.
+        Which half comes next, the state knows.
+    """
+
+    def __init__(
+        self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]
+    ) -> None:
+        super().__init__(tx, gradients, compiler_options)
+        self.half_round = 0
+        self._log: Lines | Turns | None = None
+
+    def alternate(self, halves: Halves) -> None:
+        """Takes the counts of the calls to come from two halves.
+
+        Raises:
+          ValueError: they are of another number of workers.
+        """
+        self._log, self._numbers_calls = Turns(halves, self._gradients.workers), True
+
+    def repeat(self, log: Replay) -> None:
+        """Takes the counts of the calls to come from a log.
+
+        Raises:
+          ValueError: it has others than these workers could compute.
+        """
+        self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
+        self.half_round = log.first
+
+    def _call(self, state: Any) -> int:
+        call = super()._call(state)
+        if isinstance(self._log, Turns):
+            self.half_round = call
+        return call
