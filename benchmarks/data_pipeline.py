@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from acco_jax import data
+from acco_jax.data import stored
 
 # The median of tokens_per_second that `make train` has logged on two free cores.
 CONSUMED = 29_000
@@ -33,7 +34,7 @@ def corpus(path, tokens):
             part = draw.integers(0, 256, min(2**22, tokens - start), np.uint16)
             part[draw.random(len(part)) < 1e-3] = 256
             file.write(part.tobytes())
-    train = np.memmap(path, np.uint16, mode="r")
+    train = stored.Tokens(path, "uint16", stored.block_sums(path))
     tokenizer = data.ByteTokenizer()
     return data.Corpus(tokenizer, train, train[:1000], tokens, 1000, 1, 1, 0)
 

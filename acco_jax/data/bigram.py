@@ -3,6 +3,7 @@
 import numpy as np
 
 from acco_jax.data.pipeline import Corpus, bits_per_byte
+from acco_jax.data.stored import Tokens
 
 _DENSE_VOCABULARY = 4096
 _CHUNK = 2**22
@@ -46,7 +47,7 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
 
 
 def _count_pairs(
-    tokens: np.ndarray, spans: np.ndarray | None, vocab_size: int
+    tokens: np.ndarray | Tokens, spans: np.ndarray | None, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count adjacent tokens x, y: the distinct x V + y, ascending, and their counts.
 

@@ -1,11 +1,15 @@
-"""Tokens on disk, written once and memory-mapped from then on."""
+"""Tokens on disk, written once and verified whenever they are read.
+
+Beside the tokens lie the checksums of their blocks, verified as a whole when the
+cache is opened; the checksum of these is in counts.json, which has one of its own.
+"""
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import json
 import os
-import platform
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
@@ -16,13 +20,14 @@ import numpy as np
 
 from acco_jax.data import tasks
 from acco_jax.data.corpora import Source
+from acco_jax.data.stored import Tokens, block_sums, damaged
 from acco_jax.data.tasks import Document
 from acco_jax.data.tokenizers import Tokenizer
 
 # What `Corpus` takes of counts.json, beside the tokens.
 _COUNTS = ("train_bytes", "train_documents", "validation_bytes",
            "validation_documents", "checksum")  # fmt: skip
-FORMAT = 2  # of the files; part of their folder's name
+FORMAT = 3  # of the files; part of their folder's name
 _DOCUMENTS_AT_ONCE = 256
 
 
@@ -32,10 +37,15 @@ def write_tokens(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # a killed process left it
     partial.mkdir(parents=True)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    counts: dict[str, int | str] = {"dtype": dtype.name}
+    counts: dict[str, Any] = {"dtype": dtype.name}
+    digest = hashlib.sha256()
     for split, texts in ("train", source.train()), ("validation", source.validation()):
-        with open(partial / f"{split}.bin", "wb") as file:
-            documents, size, spans = _pack(texts, tokenizer, dtype, file)
+        path = partial / f"{split}.bin"
+        with open(path, "wb") as file:
+            documents, size, spans = _pack(
+                _digested(texts, digest), tokenizer, dtype, file
+            )
+        np.save(partial / f"{split}.sums.npy", block_sums(path))
         if spans:
             np.save(partial / f"{split}.spans.npy", np.concatenate(spans))
         if not documents:
@@ -44,18 +54,24 @@ def write_tokens(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
                 f"{split}_split or held_out"
             )
         counts |= {f"{split}_documents": documents, f"{split}_bytes": size}
-    counts["checksum"] = _checksum(partial)
-    sizes = {path.name: path.stat().st_size for path in _files(partial)}
-    text = json.dumps(counts | {"sizes": sizes}, indent=2)
-    (partial / "counts.json").write_text(text)
+        digest.update(b"end of split")
+    counts |= {"documents": digest.hexdigest()[:16], "checksum": _checksum(partial)}
+    counts["sizes"] = {path.name: path.stat().st_size for path in _files(partial)}
+    write_counts(partial, counts)
     os.replace(partial, folder)
+
+
+def write_counts(folder: Path, counts: dict[str, Any]) -> None:
+    """Write counts.json, with a checksum of its own."""
+    text = json.dumps({"counts": counts, "sum": _sum(counts)}, indent=2)
+    (folder / "counts.json").write_text(text)
 
 
 def read_counts(folder: Path) -> dict[str, Any]:
     """Return what was counted as tokens were written, if they are still the same.
 
-    Sizes are compared always; checksums once on every machine, and again for files that
-    have another time of change since.
+    That is seen of counts.json, of the sizes of all files, and of the checksums of
+    blocks and spans; of a block itself whenever it is read.
 
     Raises:
       ValueError: in one line, which file is damaged.
@@ -63,46 +79,41 @@ def read_counts(folder: Path) -> dict[str, Any]:
     path = folder / "counts.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        whole, found = found["sum"] == _sum(found["counts"]), found["counts"]
         sizes, counts = dict(found["sizes"]), {name: found[name] for name in _COUNTS}
-        expected, dtype = counts["checksum"], found["dtype"]
+        said = {name: str(found[name]) for name in ("dtype", "documents")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path) from error
-    whole = all(type(count) is int and count >= 0 for count in counts.values())
-    if not whole or dtype not in ("uint16", "uint32"):
-        raise _damaged(path)
+        raise damaged(path) from error
+    whole &= all(type(count) is int and count >= 0 for count in counts.values())
+    if not whole or said["dtype"] not in ("uint16", "uint32"):
+        raise damaged(path)
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
-            raise _damaged(file)
-    stamp = folder / f"verified.{platform.node()}.json"
-    stats = [[p.name, p.stat().st_mtime_ns, p.stat().st_ino] for p in _files(folder)]
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(stamp.read_text()) == stats:
-            return counts | {"dtype": dtype}
-    if _checksum(folder) != expected:
-        raise _damaged(folder)
-    with contextlib.suppress(OSError):  # a cache that others may only read
-        stamp.write_text(json.dumps(stats))
-    return counts | {"dtype": dtype}
+            raise damaged(file)
+    if _checksum(folder) != counts["checksum"]:
+        raise damaged(folder)
+    return counts | said
 
 
-def open_arrays(folder: Path, dtype: str) -> dict[str, np.ndarray]:
-    """Memory-map tokens and spans, by their names in `Corpus`.
+def open_arrays(folder: Path, dtype: str) -> dict[str, Any]:
+    """Open tokens and spans, by their names in `Corpus`.
 
     Raises:
       ValueError: in one line, which file is damaged.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for split in ("train", "validation"):
         path = folder / f"{split}.bin"
         try:
-            tokens = arrays[f"{split}_tokens"] = np.memmap(path, dtype, mode="r")
+            sums = np.load(folder / f"{split}.sums.npy")
+            tokens = arrays[f"{split}_tokens"] = Tokens(path, dtype, sums)
             path = folder / f"{split}.spans.npy"
             if path.exists():
                 spans = arrays[f"{split}_spans"] = np.load(path, mmap_mode="r")
                 _check_spans(spans, len(tokens))
         except Exception as error:  # numpy's, of any type
-            raise _damaged(path) from error
+            raise damaged(path) from error
     return arrays
 
 
@@ -115,25 +126,32 @@ def _check_spans(spans: np.ndarray, tokens: int) -> None:
         raise ValueError("spans beyond the tokens")
 
 
-def _damaged(path: Path) -> ValueError:
-    return ValueError(
-        f"{path} is damaged: remove the folder of tokens, which is then made anew"
-    )
-
-
 def _files(folder: Path) -> list[Path]:
-    """List the files of tokens and spans, in the order of their names."""
+    """List the files of tokens, checksums and spans, in the order of their names."""
     return sorted([*folder.glob("*.bin"), *folder.glob("*.npy")])
 
 
 def _checksum(folder: Path) -> int:
-    """CRC-32 of the tokens and spans in a folder."""
+    """CRC-32 of the blocks' checksums and the spans in a folder: of all tokens, too."""
     checksum = 0
-    for path in _files(folder):
+    for path in sorted(folder.glob("*.npy")):
         with open(path, "rb") as file:
             while part := file.read(2**24):
                 checksum = zlib.crc32(part, checksum)
     return checksum
+
+
+def _sum(counts: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(counts, sort_keys=True).encode())
+
+
+def _digested(documents: Iterable[Document], digest: Any) -> Iterator[Document]:
+    """Add each document to a digest on its way."""
+    for document in documents:
+        for text in tasks.texts(document):
+            content = text.encode()
+            digest.update(len(content).to_bytes(8, "big") + content)
+        yield document
 
 
 def _pack(

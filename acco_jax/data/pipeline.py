@@ -22,6 +22,7 @@ from acco_jax.data.rows import (
     by_mean,
     fitting,
 )
+from acco_jax.data.stored import Tokens
 from acco_jax.data.tasks import Document
 from acco_jax.data.tokenizers import (
     BpeTokenizer,
@@ -42,23 +43,24 @@ class Corpus:
     """
 
     tokenizer: Tokenizer
-    train_tokens: np.ndarray  # uint16 or uint32 (n,), memory-mapped
-    validation_tokens: np.ndarray
+    train_tokens: np.ndarray | Tokens  # uint16 or uint32 (n,)
+    validation_tokens: np.ndarray | Tokens
     train_bytes: int  # in UTF-8, of the text that is to be predicted
     validation_bytes: int
     train_documents: int
     validation_documents: int
-    checksum: int  # CRC-32 of all tokens, training's first
+    checksum: int  # of all tokens and spans
     # Of instructions, int64 (documents, 3): the places of a prompt's first token, of
     # its answer's first, and of the end of text after that.
     train_spans: np.ndarray | None = None
     validation_spans: np.ndarray | None = None
+    documents: str = ""  # a digest of both splits' documents, in their order
 
 
 def load_corpus(
     config: ml_collections.ConfigDict, *, workdir: str | os.PathLike
 ) -> Corpus:
-    """Prepare a corpus, or find it prepared, and memory-map its tokens.
+    """Prepare a corpus, or find it prepared, and open its tokens.
 
     Args:
       config: the fields of `data` in `acco_jax.runner.config`, which says what each is:
@@ -265,15 +267,16 @@ def _rows(
         spans, _ = fitting(spans, lengths[-1])
         if not groups:
             return Examples(tokens, spans, lengths, end)
-        order = by_mean(tokens, spans[:, ::2], groups)
+        order = by_mean(np.asarray(tokens), spans[:, ::2], groups)
         sizes = [len(group) for group in order]
         _check_groups(sizes, lengths[-1])
         return Examples(tokens, spans[np.concatenate(order)], lengths, end, sizes)
-    parts: list[np.ndarray | Documents] = [tokens]
+    parts: list[np.ndarray | Tokens | Documents] = [tokens]
     if groups:
-        ends = np.flatnonzero(tokens == end)
+        whole = np.asarray(tokens)
+        ends = np.flatnonzero(whole == end)
         places = np.stack([ends[:-1] + 1, ends[1:]], 1)
-        parts = [Documents(tokens, places[g]) for g in by_mean(tokens, places, groups)]
+        parts = [Documents(tokens, places[g]) for g in by_mean(whole, places, groups)]
     mask = split == "validation"
     rows = PackedRows(parts, length, end, segments=document_mask, mask=mask)
     _check_groups(rows.groups if groups else (), length)

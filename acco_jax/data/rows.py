@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from acco_jax.data.stored import Tokens
+
 Batch = dict[str, np.ndarray]
 
 
@@ -48,7 +50,7 @@ class PackedRows(Rows):
 
     def __init__(
         self,
-        groups: Sequence[np.ndarray | Documents],
+        groups: Sequence[np.ndarray | Tokens | Documents],
         length: int,
         end_of_text: int,
         *,
@@ -104,7 +106,7 @@ class Examples(Rows):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | Tokens,
         spans: np.ndarray,
         lengths: Sequence[int],
         end_of_text: int,
@@ -181,7 +183,7 @@ def by_mean(tokens: np.ndarray, spans: np.ndarray, count: int) -> list[np.ndarra
 class Documents:
     """Some documents of a token array, as an array of their own: see `Corpus`."""
 
-    def __init__(self, tokens: np.ndarray, spans: np.ndarray):
+    def __init__(self, tokens: np.ndarray | Tokens, spans: np.ndarray):
         # the end of text before the first document is one of a single token
         self._tokens = tokens
         self._starts = np.concatenate([[0], spans[:, 0]])

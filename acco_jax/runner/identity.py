@@ -8,10 +8,10 @@ HARMLESS = frozenset(
      "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
      "spike.policy", "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row",
      "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
-     "devices", "form", "workers", "profile"}
+     "devices", "form", "workers", "profile", "data.data_dir", "data.path"}
 )  # fmt: skip
-# Nor where these lie; what is in them is in an identity by itself.
-PLACES = frozenset({"init_from"})
+# Nor where these lie; what is in them, as in data.path, is in an identity by itself.
+PLACES = {"init_from": (), "data.tokenizer": ("bytes", "bpe")}  # except these names
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
@@ -21,9 +21,13 @@ def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
         if isinstance(a, dict) and isinstance(b, dict):
             if difference := differing_field(a, b, f"{prefix}{key}."):
                 return difference
-        elif a and b and prefix + key in PLACES:
+        elif _is_place(prefix + key, a) and _is_place(prefix + key, b):
             continue
         elif a != b and prefix + key not in HARMLESS:
             name = repr(prefix + key)[1:-1]  # of a file that may hold anything
             return f"{name}={a!r}, not {b!r}"
     return ""
+
+
+def _is_place(name: str, value: Any) -> bool:
+    return name in PLACES and isinstance(value, str) and value not in PLACES[name]

@@ -168,8 +168,11 @@ def prepare(
     if jax.process_count() > 1:
         _check_same_text(corpus.checksum)
         _check_same_weights(identity)
-    sizes = ("train_bytes", "train_documents", "validation_bytes", "checksum")
-    identity["corpus"] = {name: getattr(corpus, name) for name in sizes}
+    identity["corpus"] = {
+        "documents": corpus.documents,
+        "tokenizer": corpus.tokenizer.fingerprint,
+        "tokens": corpus.checksum,
+    }
     _check_workdir(workdir, identity)
     lengths = tuple(config.data.lengths)
     rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
@@ -346,7 +349,15 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
     if not path.exists():
         return
     old = read_object(path)
-    if field := differing_field(old, old | identity):
+    field = differing_field(old, old | identity)
+    if field.startswith("corpus.documents"):
+        fields = identity["data"]
+        raise ValueError(
+            f"the documents of data.name={fields['name']!r}, data.path="
+            f"{fields['path']!r} are not those of the run in workdir {workdir} "
+            f"({field}): restore them, or use another workdir."
+        )
+    if field:
         raise ValueError(
             f"workdir {workdir} belongs to a run with {field}: use another workdir, "
             "or the same config."

@@ -57,7 +57,7 @@ def _corpus(run: Run) -> data.Corpus:
     fields = pretrained.data_fields(run.config)
     corpus = data.load_corpus(fields, workdir=run.workdir)
     then = read_object(run.workdir / "config.json").get("corpus", {})
-    if then.get("checksum") != corpus.checksum:
+    if then.get("documents") != corpus.documents:
         raise ValueError(
             f"{run.workdir} was trained on other data than data.name="
             f"{run.config.data.name!r} gives now: restore them, or give --file."
@@ -67,7 +67,7 @@ def _corpus(run: Run) -> data.Corpus:
 
 def _words(corpus: data.Corpus) -> int:
     """Returns the words of a split's held-out text: of instructions, of the answers."""
-    tokens, spans = corpus.validation_tokens, corpus.validation_spans
+    tokens, spans = np.asarray(corpus.validation_tokens), corpus.validation_spans
     if spans is None:
         ends = np.flatnonzero(tokens == corpus.tokenizer.end_of_text)
         spans = np.stack([ends[:-1], ends[:-1] + 1, ends[1:]], axis=1)

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
-from acco_jax.data import cache
+from acco_jax.data import cache, stored
 from acco_jax.runner import checkpoints as saves
 from acco_jax.runner import commands, comparison, preparation, reports, results
 from acco_jax.runner import config as configs
@@ -413,7 +413,9 @@ def tokens(case: Case) -> None:
 def _sum_up(folder: Path) -> None:
     """Makes the sums of damaged tokens right: what is behind them is reached."""
     with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
-        counted = json.loads((folder / "counts.json").read_text())
+        counted = json.loads((folder / "counts.json").read_text())["counts"]
+        for path in folder.glob("*.bin"):
+            np.save(path.with_suffix(".sums.npy"), stored.block_sums(path))
         counted["checksum"] = cache._checksum(folder)
         counted["sizes"] = {p.name: p.stat().st_size for p in cache._files(folder)}
-        (folder / "counts.json").write_text(json.dumps(counted))
+        cache.write_counts(folder, counted)

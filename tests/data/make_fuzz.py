@@ -193,8 +193,7 @@ def tokens():
         config.data_dir, config.held_out = "data", 0.25
         data.load_corpus(config, workdir="work")
         (folder,) = (OUT / "data" / "tokens").iterdir()
-        names = shutil.ignore_patterns("verified*")  # of this machine
-        shutil.copytree(folder, OUT / "tokens" / task, ignore=names)
+        shutil.copytree(folder, OUT / "tokens" / task)
         shutil.rmtree(OUT / "data")
 
 

@@ -1,13 +1,16 @@
 """Damaged tokens are refused, not trained on."""
 
 import json
-import platform
+import os
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from acco_jax import data
-from acco_jax.data import cache
+from acco_jax.data import cache, stored
 from acco_jax.runner.config import default_config
 
 
@@ -29,16 +32,9 @@ def load(tmp_path):
         (found,) = (tmp_path / "data" / "tokens").iterdir()
         return found
 
-    corpus.folder = folder
+    corpus.folder, corpus.config = folder, config
     corpus()
     return corpus
-
-
-def overwritten(folder):
-    path = folder / "train.bin"
-    content = bytearray(path.read_bytes())
-    content[500:1950] = bytes(1450)
-    path.write_bytes(content)
 
 
 def halved(folder):
@@ -54,18 +50,40 @@ def other_counts(folder):
     (folder / "counts.json").write_text('{"dtype": 7}')
 
 
+def one_digit(folder):
+    path = folder / "counts.json"
+    size = str(json.loads(path.read_text())["counts"]["validation_bytes"])
+    path.write_text(path.read_text().replace(size, size[:-1] + "7"))
+    assert size[-1] != "7"
+
+
 def removed(folder):
     (folder / "validation.bin").unlink()
+
+
+def flip(path, place, bit=0):
+    """Changes one bit of a file, and keeps its time."""
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    with path.open("r+b") as file:  # in place
+        file.write(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def other_sums(folder):
+    flip(folder / "train.sums.npy", -1)
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (overwritten, ""),
         (halved, "/train.bin"),
         (empty_counts, "/counts.json"),
         (other_counts, "/counts.json"),
+        (one_digit, "/counts.json"),
         (removed, "/validation.bin"),
+        (other_sums, ""),
     ],
 )
 def test_damage_is_one_line_with_the_files_name(load, damage, named):
@@ -77,18 +95,101 @@ def test_damage_is_one_line_with_the_files_name(load, damage, named):
     assert "\n" not in str(error.value)
 
 
-def test_checksums_are_compared_once_on_each_machine(load, monkeypatch):
-    folder, calls = load.folder(), []
-    checksum = cache._checksum
-    monkeypatch.setattr(cache, "_checksum", lambda f: calls.append(f) or checksum(f))
-    load()
-    assert calls == []  # the first time was when the tokens were written
-    stamp = folder / f"verified.{platform.node()}.json"
-    assert len(json.loads(stamp.read_text())) == 2
-    (folder / "train.bin").touch()
-    load()
-    load()
-    assert calls == [folder]
-    monkeypatch.setattr(platform, "node", lambda: "another")
-    load()
-    assert calls == [folder] * 2
+def test_each_bit_of_the_counts_is_known(load):
+    """A changed bit is seen, or changes nothing that is read."""
+    folder, path = load.folder(), load.folder() / "counts.json"
+    whole, content = cache.read_counts(folder), path.read_bytes()
+    lines = []
+    for place in range(len(content)):
+        for bit in (0, 3, 6):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            path.write_bytes(changed)
+            try:
+                assert cache.read_counts(folder) == whole
+            except ValueError as error:
+                lines.append(str(error))
+    assert len(lines) > 2 * len(content)
+    assert all(line.startswith(f"{path} is damaged") for line in lines)
+
+
+def train(corpus, **options):
+    return data.train_iterator(
+        corpus, length=64, batch_size=32, seed=0, process_index=0, process_count=1,
+        prefetch=False, **options,
+    )  # fmt: skip
+
+
+def everything(corpus):
+    """Reads each training row once, and the held-out ones."""
+    batches = train(corpus)
+    for _ in range(data.rows_per_epoch(corpus, 64) // 32 + 1):
+        next(batches)
+    for _ in data.validation_batches(
+        corpus, length=64, batch_size=4, process_index=0, process_count=1
+    ):
+        pass
+
+
+READS = {
+    "rows": everything,
+    "rows of workers' own": lambda corpus: train(corpus, skew=0.5, workers=2),
+    "the bigram": data.bigram_bits_per_byte,
+    "an array": lambda corpus: [
+        np.asarray(x) for x in (corpus.train_tokens, corpus.validation_tokens)
+    ],
+}
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize(("place", "bit"), [(0, 7), (4096, 0), (-1, 7)])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_bit_that_changes_in_place_is_never_read(load, read, split, place, bit):
+    """The time of the file stays; ids may lie beyond the vocabulary then."""
+    if read is READS["rows of workers' own"] and split == "validation":
+        split = "train"
+    corpus, path = load(), load.folder() / f"{split}.bin"
+    if place == 4096 and split == "validation":
+        place = 2048
+    read(corpus)
+    flip(path, place, bit)
+    for again in (corpus, load()):  # while it is open, and before
+        with pytest.raises(ValueError, match=f"{split}.bin is damaged: remove"):
+            read(again)
+    flip(path, place, bit)
+    read(load())
+
+
+def test_a_file_that_was_cut_while_it_is_open(load):
+    corpus, path = load(), load.folder() / "train.bin"
+    os.truncate(path, 5000)
+    with pytest.raises(ValueError, match=r"train\.bin is damaged"):
+        everything(corpus)
+
+
+@given(
+    size=st.sampled_from([1, 7, 1023, 1024, 1025, 2048, 5000]),
+    span=st.tuples(*[st.none() | st.integers(-5100, 5100)] * 2),
+    step=st.sampled_from([None, 1, 3, -1]),
+    dtype=st.sampled_from(["uint16", "uint32"]),
+)
+def test_slices_are_those_of_an_array(tmp_path_factory, size, span, step, dtype):
+    path = tmp_path_factory.mktemp("stored") / "tokens"
+    tokens = np.random.default_rng(size).integers(0, 2**16, size).astype(dtype)
+    tokens.tofile(path)
+    kept = stored.Tokens(path, dtype, stored.block_sums(path))
+    assert len(kept) == size and kept[-1] == tokens[-1]
+    part = slice(*span, step)
+    assert kept[part].dtype == dtype
+    np.testing.assert_array_equal(kept[part], tokens[part])
+    np.testing.assert_array_equal(kept, tokens)
+
+
+def test_documents_have_a_digest_wherever_they_lie(load, tmp_path):
+    before = load()
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    load.config.path = str(tmp_path / "moved")
+    assert load().documents == before.documents != ""
+    text = tmp_path / "moved" / "7.txt"
+    text.write_text(text.read_text().replace("document", "documenT", 1))
+    assert load().documents != before.documents

@@ -1,12 +1,13 @@
 """Runs on instructions, on masked documents and with adaptive counts: their rows."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from acco_jax.runner import loop, metrics, preparation
+from acco_jax.runner import identity, loop, metrics, preparation
 from tests.runner.test_loop import arrays_of, compilations, rows_of
 
 
@@ -94,3 +95,55 @@ def test_adaptive_runs_compute_every_row_once(train, tmp_path, monkeypatch):
     state = host["batches"]
     everything = sorted([*done.tolist(), *state["left"]])
     assert everything == list(range(state["row"]))
+
+
+def test_data_may_move_but_not_change(instructions, tiny, tmp_path):
+    def prepared(**changes):
+        config = tiny(**{**instructions, **changes})
+        return preparation.prepare(config, tmp_path / "run", jax.devices()[:2])
+
+    before = prepared().corpus
+    moved = {"data.path": str(tmp_path / "scratch" / "*.jsonl")}
+    moved["data.data_dir"] = str(tmp_path / "other")
+    (tmp_path / "scratch").mkdir()
+    path = tmp_path / "scratch" / "a name.jsonl"
+    shutil.copy(instructions["data.path"], path)
+    after = prepared(**moved).corpus
+    assert after.documents == before.documents and after.checksum == before.checksum
+    rows = path.read_text().splitlines(keepends=True)
+    (tmp_path / "scratch" / "b.jsonl").write_text("".join(rows[40:]))  # in two files
+    path.write_text("".join(rows[:40]))
+    prepared(**moved)
+    for changed in (rows[1:40], rows[39::-1], [rows[0].replace("Count", "count")]):
+        path.write_text("".join(changed) * (40 // len(changed)))
+        with pytest.raises(
+            ValueError, match=r"run in workdir .*: restore them"
+        ) as error:
+            prepared(**moved)
+        line = str(error.value)
+        assert line.startswith(
+            f"the documents of data.name='jsonl', data.path='{tmp_path}"
+        )
+        assert before.documents in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differ"),
+    [
+        ({"data": {"data_dir": None}}, {"data": {"data_dir": "/x"}}, False),
+        ({"data": {"path": "/y"}}, {"data": {"path": "/x"}}, False),
+        ({"data": {"path": "/y", "name": "jsonl"}}, {"data": {"name": "stdlib"}}, True),
+        ({"data": {"tokenizer": "/y.json"}}, {"data": {"tokenizer": "/x.json"}}, False),
+        ({"data": {"tokenizer": "bytes"}}, {"data": {"tokenizer": "/x.json"}}, True),
+        ({"data": {"tokenizer": "bytes"}}, {"data": {"tokenizer": "bpe"}}, True),
+        ({"init_from": "/y"}, {"init_from": "/x"}, False),
+        ({"init_from": "/y"}, {"init_from": None}, True),
+        ({"init_from": ["/y"]}, {"init_from": "/x"}, True),
+        ({"corpus": {"documents": "a"}}, {"corpus": {"documents": "b"}}, True),
+        ({"corpus": {"tokenizer": "a"}}, {"corpus": {"tokenizer": "b"}}, True),
+        ({"corpus": {"documents": "a"}}, {}, True),
+    ],
+)
+def test_what_makes_another_run(a, b, differ):
+    for old, new in ((a, b), (b, a)):
+        assert bool(identity.differing_field(old, new)) == differ

@@ -39,7 +39,7 @@ def test_a_run_writes_texts_and_its_splits_are_evaluated(train, texts, tmp_path)
     assert sum(both) == sum(words) and both[0] < both[1]
 
     described = json.loads((tmp_path / "config.json").read_text())
-    described["corpus"]["checksum"] += 1
+    described["corpus"]["documents"] = "other"
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match=r"was trained on other data than data\.name"):
         splits.of_split(tmp_path, "validation")
