@@ -412,7 +412,8 @@ def tokens(case: Case) -> None:
 
 def _sum_up(folder: Path) -> None:
     """Makes the sums of damaged tokens right: what is behind them is reached."""
-    with contextlib.suppress(ValueError, TypeError, OSError, RecursionError):
+    nothing = (ValueError, TypeError, KeyError, OSError, RecursionError)
+    with contextlib.suppress(*nothing):
         counted = json.loads((folder / "counts.json").read_text())["counts"]
         for path in folder.glob("*.bin"):
             np.save(path.with_suffix(".sums.npy"), stored.block_sums(path))
