@@ -18,11 +18,14 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-from acco_jax.data import records, tasks
+from acco_jax.data import listing, records, tasks
 from acco_jax.data.tasks import Document
 
 RECORDS = ("jsonl", "parquet", "huggingface")
 BUILT_IN = ("stdlib", "text_folder", *RECORDS)
+_FEATURES = "features.json"  # of tfds
+_READ_AS = 2  # is raised where the same files give other documents
+_LARGEST_TEXT = 2**30  # bytes: a record of tfds holds less than twice as many
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -37,11 +40,13 @@ class Source:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class FolderConfig(tfds.core.BuilderConfig):
-    """Name the files of a folder, and the fraction of them that is held out."""
+    """Name the files of a folder: paths below `root`."""
 
     root: Path
-    suffix: str = ""
+    train: tuple[str, ...]
+    validation: tuple[str, ...] = ()  # (): `held_out` of those of `train`
     held_out: float = 0.05
+    checked: bool = True  # whether a file that is no text is refused, or left out
 
 
 class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -61,21 +66,28 @@ class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager  # nothing is downloaded
         config = self.builder_config
-        paths = _files(config.root, config.suffix)
-        if not config.suffix:  # not the standard library
+        paths = [*config.train, *config.validation]
+        if config.checked:
             _check_text(config.root, paths)
         paths = [path for path in paths if _read_text(config.root / path)]
-        if len(paths) < 2:
+        held_out = sorted({*paths} & {*config.validation})
+        if (
+            len(paths) < 2
+            or len(held_out) == len(paths)
+            or (config.validation and not held_out)
+        ):
             raise ValueError(
-                f"{config.root} has {len(paths)} files of UTF-8 text: put in at least "
-                "2, one document each (training and held-out documents are apart)"
+                f"{config.root} has {len(paths)} files of UTF-8 text, {len(held_out)} "
+                "of them held out: put in at least 2, one document each (training and "
+                "held-out documents are apart)"
             )
-        paths.sort(key=_uniform)
-        count = sum(_uniform(path) < config.held_out for path in paths)
-        count = min(max(count, 1), len(paths) - 1)
+        if not config.validation:
+            paths.sort(key=_uniform)
+            count = sum(_uniform(path) < config.held_out for path in paths)
+            held_out = paths[: min(max(count, 1), len(paths) - 1)]
         return {
-            "train": self._generate_examples(sorted(paths[count:])),
-            "validation": self._generate_examples(sorted(paths[:count])),
+            "train": self._generate_examples(sorted({*paths} - {*held_out})),
+            "validation": self._generate_examples(sorted(held_out)),
         }
 
     def _generate_examples(self, paths: list[str]) -> Iterator[tuple[bytes, Any]]:
@@ -99,33 +111,56 @@ def stdlib_config(held_out: float = 0.05) -> FolderConfig:
       ValueError: if the interpreter came without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _files(root, ".py")
+    files = _modules(root)
     if len(files) < 2:
         raise ValueError(
             f"no standard library sources in {root}: use an interpreter that has them, "
-            "or name='text_folder' with a folder of text"
+            "or data.name='text_folder' with a folder of text"
         )
     digest = _digest([(path, (root / path).stat().st_size) for path in files], held_out)
     name = f"{platform.python_implementation().lower()}-{platform.python_version()}"
     return FolderConfig(
-        name=f"{name}-{digest}", root=root, suffix=".py", held_out=held_out
-    )
+        name=f"{name}-{digest}", root=root, train=tuple(files), held_out=held_out,
+        checked=False,
+    )  # fmt: skip
 
 
-def folder_config(folder: str | os.PathLike, held_out: float = 0.05) -> FolderConfig:
-    """Describe a folder of text; a changed folder gets another name.
+def folder_config(config: ml_collections.ConfigDict) -> FolderConfig:
+    """Describe a folder of text, a document a file; a changed folder has another name.
 
     Raises:
-      ValueError: if there is no such folder.
+      ValueError: if there is no such folder, or its files may be of several splits.
     """
-    root = Path(folder).expanduser().absolute()
+    if not config.path:
+        raise ValueError("data.name='text_folder' needs data.path: a folder of text")
+    root = Path(config.path).expanduser().absolute()
     if not root.is_dir():
         raise ValueError(f"no folder {root}: set data.path to a folder of text files")
-    stats = [(path, (root / path).stat()) for path in _files(root)]
-    listing = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    return FolderConfig(
-        name=_digest(str(root), listing, held_out), root=root, held_out=held_out
+    files = [root / path for path in listing.walk(root, _EXCLUDED)]
+    splits = listing.choose(
+        files, root, config.train_split, config.validation_split, documents=True
     )
+    train, validation, unused = (
+        tuple(path.relative_to(root).as_posix() for path in paths)
+        for paths in (splits.train, splits.validation, splits.unused)
+    )
+    stats = [(p, (root / p).stat()) for p in (*train, *validation)]
+    listed = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    _say_splits(config, train, validation, unused)
+    return FolderConfig(
+        name=_digest(_READ_AS, str(root), listed, len(train), config.held_out),
+        root=root, train=train, validation=validation, held_out=config.held_out,
+    )  # fmt: skip
+
+
+def _say_splits(
+    config: ml_collections.ConfigDict,
+    train: Sequence[str],
+    validation: Sequence[str],
+    unused: Sequence[str],
+) -> None:
+    said = listing.said(train, validation, unused, config.held_out)
+    logging.info("Splits of data.name=%r: %s.", config.name, said)
 
 
 def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
@@ -161,11 +196,7 @@ def _builder(
         folder = stdlib_config(config.held_out)
         return StdlibSource(config=folder, data_dir=data_dir)
     if config.name == "text_folder":
-        if not config.path:
-            raise ValueError("name='text_folder' needs path: a folder of text")
-        return TextFolder(
-            config=folder_config(config.path, config.held_out), data_dir=data_dir
-        )
+        return TextFolder(config=folder_config(config), data_dir=data_dir)
     return _named_builder(config.name, data_dir)
 
 
@@ -185,7 +216,10 @@ def _from_records(config: ml_collections.ConfigDict) -> Source:
         return read
 
     by_hash = None if files.validation else config.held_out
-    digest = _digest(files.listing(), columns, optional, len(files.train), by_hash)
+    digest = _digest(
+        _READ_AS, files.listing(), columns, optional, len(files.train), by_hash
+    )
+    _say_splits(config, *files.names)
     train, validation = documents(files.train), documents(files.validation)
     return _source(f"{config.name}-{digest}", train, validation, by_hash)
 
@@ -219,12 +253,12 @@ def _named_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
         raise ValueError(
             f"no data set {name!r} in tfds or in {data_dir}: "
             + "".join(f"did you mean {other!r}? " for other in nearest)
-            + "For your own text set name='text_folder' and path"
+            + "For your own text set data.name='text_folder' and data.path"
         ) from error
     except Exception as error:  # whatever the builder's own code raises
         raise ValueError(
             f"data set {name!r} cannot be opened ({_line(error)}): fix the name, or "
-            "set data_dir to where it is, or can be made, in array_record files"
+            "set data.data_dir to where it is, or can be made, in array_record files"
         ) from error
 
 
@@ -240,7 +274,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str) -> None:
             raise
         raise ValueError(
             f"data set {name!r} cannot be prepared here ({_line(error)}): prepare it "
-            "elsewhere with file_format='array_record' and set data_dir to the result"
+            "elsewhere with file_format='array_record', set data.data_dir to the result"
         ) from error
 
 
@@ -248,27 +282,62 @@ def _documents(
     builder: tfds.core.DatasetBuilder, config: ml_collections.ConfigDict
 ) -> Source:
     """Choose the splits: the named ones, or a held-out part of the training split."""
-    train, validation = config.train_split, None
-    if config.validation_split != "validation" or "validation" in builder.info.splits:
-        validation = config.validation_split
+    train: str = "train"
+    validation: str | None = "validation"
+    declared = sorted(builder.info.splits)
+    if config.name != "text_folder":  # whose files are split by their names
+        train = config.train_split
+        listing.check_names(train, config.validation_split)
+        validation = listing.held_out(declared, config.validation_split)
     splits = [split for split in (train, validation) if split]
     columns = tasks.columns(config.task, config.text_feature)
     rows = {split: _rows(builder, config.name, columns, split) for split in splits}
+    if config.name != "text_folder":
+        _check_apart(builder, splits)
+        parts = {part.split("[")[0].strip() for s in splits for part in s.split("+")}
+        _say_splits(config, splits[:1], splits[1:], sorted({*declared} - parts))
     columns += tasks.optional_columns(config.task)
 
     def read(split: str | None) -> Iterator[Document]:
         for example in _examples(rows[split or train], config.name):
             texts = {name: _text(example[name]) for name in columns if name in example}
-            yield tasks.document(texts, config.task, config.text_feature)
+            if config.name == "stdlib":  # byte for byte
+                yield texts[config.text_feature]
+            else:
+                yield tasks.document(texts, config.task, config.text_feature)
 
     sizes = [
         (s.name, s.num_examples, s.num_bytes) for s in builder.info.splits.values()
     ]
     by_hash = None if validation else config.held_out
     what = config.text_feature if config.task == "pretrain" else config.task
-    digest = _digest(builder.info.full_name, sizes, what, splits, by_hash)
+    digest = _digest(_READ_AS, builder.info.full_name, sizes, what, splits, by_hash)
     fingerprint = f"{builder.name}-{digest}"
     return _source(fingerprint, lambda: read(train), lambda: read(validation), by_hash)
+
+
+def _check_apart(builder: tfds.core.DatasetBuilder, splits: Sequence[str]) -> None:
+    """Refuse parts of splits, such as 'train[:90%]', that overlap.
+
+    Raises:
+      ValueError: in one line, which.
+    """
+    if len(splits) < 2:
+        return
+    train, held_out = (
+        tfds.core.ReadInstruction.from_spec(split).to_absolute(builder.info.splits)
+        for split in splits
+    )
+    for a in train:
+        size = builder.info.splits[a.splitname].num_examples
+        for b in (b for b in held_out if b.splitname == a.splitname):
+            start = max(a.from_ or 0, b.from_ or 0)
+            if start < min(size if e.to is None else e.to for e in (a, b)):
+                raise ValueError(
+                    f"data.train_split={splits[0]!r} and data.validation_split="
+                    f"{splits[1]!r} have examples in common: choose parts that do not "
+                    "overlap"
+                )
 
 
 def _examples(rows: Sequence[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
@@ -303,16 +372,15 @@ def _rows(
     parts = [part.split("[")[0].strip() for part in split.split("+")]
     if not set(parts) <= set(splits):
         raise ValueError(
-            f"data set {name!r} has no split {split!r}: name one of {splits} "
-            "(where there is no split 'validation', that name holds out documents)"
+            f"data set {name!r} has no split {split!r}: set data.train_split and "
+            f"data.validation_split to some of {splits}"
         )
     kinds = builder.info.features.items()
     texts = [key for key, k in kinds if k.shape == () and k.np_dtype == np.object_]
     for feature in columns:
         if feature not in texts:
             raise ValueError(
-                f"data set {name!r} has no text in feature {feature!r}: set "
-                f"text_feature to one of {texts}, or task to what they are for"
+                f"data set {name!r} {records.lacks(feature, texts, columns)}"
             )
     try:
         return builder.as_data_source(split)
@@ -320,13 +388,13 @@ def _rows(
         raise _unreadable(name, error) from error
 
 
-def _files(root: Path, suffix: str = "") -> list[str]:
-    """List the files under a folder: sorted relative paths, nothing hidden."""
+def _modules(root: Path) -> list[str]:
+    """List the Python files under a folder: sorted relative paths, nothing hidden."""
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in _EXCLUDED and f[0] != "."]
         relative = Path(folder).relative_to(root)
-        names = [n for n in names if n[0] != "." and n.endswith(suffix)]
+        names = [n for n in names if n[0] != "." and n.endswith(".py")]
         paths += [(relative / n).as_posix() for n in names]
     return sorted(path for path in paths if (root / path).is_file())
 
@@ -338,9 +406,13 @@ def _check_text(root: Path, paths: Sequence[str]) -> None:
       ValueError: in one line, which file is no text, and what to do.
     """
     for path in paths:
-        records.check_name(root / path)
         if say := records.remedy(Path(path).name):
             raise ValueError(f"{root / path} is no text but data: {say}, or move it")
+        if (root / path).stat().st_size > _LARGEST_TEXT:
+            raise ValueError(
+                f"{root / path} has more than {_LARGEST_TEXT:,} bytes, too many for a "
+                "document: split it"
+            )
         if _read_text(root / path) is None:
             raise ValueError(
                 f"{root / path} is no UTF-8 text: move it out of the folder, or "
@@ -354,7 +426,9 @@ def _check_features(name: str, data_dir: Path) -> None:
     Raises:
       ValueError: in one line, the file and the class.
     """
-    for path in (data_dir / name.split(":")[0].split("/")[0]).rglob("features.json"):
+    root = data_dir / name.split(":")[0].split("/")[0]
+    found = listing.folders(root) if root.is_dir() else ()
+    for path in (Path(f, _FEATURES) for f, names in found if _FEATURES in names):
         try:
             nodes = [json.loads(path.read_text())]
         except (OSError, ValueError, RecursionError):
@@ -384,7 +458,7 @@ def _read_text(path: Path) -> str | None:
         return None
     if "\0" in text:
         return None
-    return text if text.strip() else ""
+    return text if text.lstrip("\ufeff").strip() else ""
 
 
 def _uniform(text: str) -> float:

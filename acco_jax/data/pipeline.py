@@ -150,7 +150,7 @@ def train_iterator(
     _rows_per_process(batch_size, length, process_index, process_count)
     workers = process_count if workers is None else workers
     if not 0 <= skew <= 1:
-        raise ValueError(f"skew {skew} is out of range: set it to 0 .. 1")
+        raise ValueError(f"data.skew {skew} is out of range: set it to 0 .. 1")
     if workers % process_count:
         raise ValueError(
             f"{workers} workers are not divisible by {process_count} processes: "
@@ -165,7 +165,7 @@ def train_iterator(
     rows = _rows(
         corpus, "train", length, lengths, document_mask, workers if skew else 0
     )
-    check_rows(len(rows), length, batch_size)
+    check_rows(corpus, len(rows), length, batch_size, lengths)
     order = Skewed(rows.groups, seed, skew) if skew else Shuffled(len(rows), seed)
     counts = None if counts is None else tuple(counts)
     slots = Slots(workers, steps, microbatches, batch_size // parts, counts)
@@ -202,9 +202,10 @@ def validation_batches(
     share = _rows_per_process(batch_size, length, process_index, process_count)
     rows = _rows(corpus, "validation", length, lengths, document_mask)
     if not len(rows):
+        longest, names = _longest(length, lengths)
         raise ValueError(
-            f"no held-out example has room for its answer in {length} tokens: raise "
-            "length, or hold out more"
+            f"no held-out example has room for its answer in {longest} tokens: raise "
+            f"{names}, or hold out more"
         )
     block = batch_size if block is None else block
     blocks = math.ceil(len(rows) / block)
@@ -242,13 +243,39 @@ def rows_per_epoch(corpus: Corpus, length: int, lengths: Sequence[int] = ()) -> 
     return len(_rows(corpus, "train", length, lengths, document_mask=False))
 
 
-def check_rows(rows: int, length: int, batch_size: int) -> None:
-    """Refuse a training split that has less than one batch."""
-    if rows < batch_size:
+def check_rows(
+    corpus: Corpus, rows: int, length: int, batch_size: int, lengths: Sequence[int] = ()
+) -> None:
+    """Refuse a training split that has less than one batch.
+
+    Args:
+      corpus: from `load_corpus`.
+      rows: of its training split: see `rows_per_epoch`.
+      length, batch_size, lengths: as `train_iterator`'s.
+
+    Raises:
+      ValueError: in one line, what is too few, and what to change.
+    """
+    if rows >= batch_size:
+        return
+    longest, names = _longest(length, lengths)
+    remedy = "lower microbatch_size, microbatches_per_step or the number of workers"
+    if (spans := corpus.train_spans) is None:
         raise ValueError(
-            f"the training split has {rows} rows of {length} tokens, less than a "
-            f"batch of {batch_size}: lower batch_size or length, or use more text"
+            f"the training split has {rows} rows of {length} tokens, less than a batch "
+            f"of {batch_size}: {remedy}, lower length, or use more text"
         )
+    if out := len(spans) - rows:
+        remedy = f"raise {names} for the {out} longer ones, {remedy}"
+    raise ValueError(
+        f"the training split has {rows} examples with room for their answers in "
+        f"{longest} tokens, less than a batch of {batch_size}: {remedy}, or use more"
+    )
+
+
+def _longest(length: int, lengths: Sequence[int]) -> tuple[int, str]:
+    """Return the longest row of instructions, and which fields say so."""
+    return (lengths[-1], "data.lengths (and length)") if lengths else (length, "length")
 
 
 def _rows(
@@ -269,7 +296,11 @@ def _rows(
             return Examples(tokens, spans, lengths, end)
         order = by_mean(np.asarray(tokens), spans[:, ::2], groups)
         sizes = [len(group) for group in order]
-        _check_groups(sizes, lengths[-1])
+        if not all(sizes):
+            raise ValueError(
+                f"worker {sizes.index(0)} has none of the {len(spans)} examples: set "
+                "data.skew to 0, or use more of them"
+            )
         return Examples(tokens, spans[np.concatenate(order)], lengths, end, sizes)
     parts: list[np.ndarray | Tokens | Documents] = [tokens]
     if groups:
@@ -306,7 +337,7 @@ def _check_groups(sizes: Sequence[int], length: int) -> None:
         if not size:
             raise ValueError(
                 f"the documents of worker {worker} have less than a row of {length} "
-                "tokens: lower length, set skew to 0, or use more text"
+                "tokens: lower length, set data.skew to 0, or use more text"
             )
 
 
@@ -332,32 +363,34 @@ def _rows_per_process(
 def _check(config: ml_collections.ConfigDict) -> None:
     """Refuse settings that no data set could make right."""
     if config.task not in tasks.TASKS:
-        raise ValueError(f"task {config.task!r} must be one of {tasks.TASKS}")
+        raise ValueError(f"data.task {config.task!r} must be one of {tasks.TASKS}")
     own = config.tokenizer not in ("bytes", "bpe")
     if own and not config.tokenizer.endswith((".json", ".model")):
         raise ValueError(
-            f"tokenizer {config.tokenizer!r} must be 'bytes', 'bpe', or the path of a "
-            "tokenizer.json or of a SentencePiece .model"
+            f"data.tokenizer {config.tokenizer!r} must be 'bytes', 'bpe', or the path "
+            "of a tokenizer.json or of a SentencePiece .model"
         )
     if config.tokenizer == "bpe" and config.vocab_size is None:
-        raise ValueError("tokenizer='bpe' needs vocab_size: set it, e.g. to 10000")
+        raise ValueError(
+            "data.tokenizer='bpe' needs data.vocab_size: set it, e.g. to 10000"
+        )
     if config.tokenizer == "bytes" and config.vocab_size not in (None, 257):
         raise ValueError(
-            f"vocab_size {config.vocab_size} is not the 257 of tokenizer='bytes': set "
-            "it to None, or tokenizer to 'bpe'"
+            f"data.vocab_size {config.vocab_size} is not the 257 of data.tokenizer="
+            "'bytes': set it to None, or data.tokenizer to 'bpe'"
         )
     if own and config.vocab_size is not None:
         raise ValueError(
-            f"vocab_size {config.vocab_size} is of 'bpe' alone, {config.tokenizer} has "
-            "its own: set it to None"
+            f"data.vocab_size {config.vocab_size} is of 'bpe' alone, "
+            f"{config.tokenizer} has its own: set it to None"
         )
     if not own and config.end_of_text is not None:
         raise ValueError(
-            f"end_of_text {config.end_of_text!r} is of a tokenizer's file: set it to "
-            f"None, {config.tokenizer!r} has its own"
+            f"data.end_of_text {config.end_of_text!r} is of a tokenizer's file: set it "
+            f"to None, {config.tokenizer!r} has its own"
         )
     if not 0 < config.held_out < 1:
-        raise ValueError(f"held_out {config.held_out} must be between 0 and 1")
+        raise ValueError(f"data.held_out {config.held_out} must be between 0 and 1")
 
 
 def kept_tokenizer(
@@ -397,14 +430,14 @@ def _tokenizer(
     old = workdir / "tokenizer.json"
     if config.tokenizer in ("bytes", "bpe") and kept is not None:
         raise ValueError(
-            f"tokenizer {config.tokenizer!r} is not the one that {workdir} keeps a "
-            "copy of: use another workdir"
+            f"data.tokenizer {config.tokenizer!r} is not the one that {workdir} keeps "
+            "a copy of: use another workdir"
         )
     if config.tokenizer == "bpe":
         return _trained(config, source, data_dir, old)
     if old.exists() and kept is None:
         raise ValueError(
-            f"tokenizer {config.tokenizer!r} is not the 'bpe' of {old}: set it to "
+            f"data.tokenizer {config.tokenizer!r} is not the 'bpe' of {old}: set it to "
             "'bpe', or use another workdir"
         )
     if config.tokenizer == "bytes":
@@ -416,8 +449,8 @@ def _tokenizer(
         given.save(workdir)
     elif kept.fingerprint != given.fingerprint:
         raise ValueError(
-            f"tokenizer {config.tokenizer} is not the one that {workdir} keeps a copy "
-            "of: give that one, or use another workdir"
+            f"data.tokenizer {config.tokenizer} is not the one that {workdir} keeps "
+            "a copy of: give that one, or use another workdir"
         )
     return given
 
@@ -434,8 +467,9 @@ def _trained(
         tokenizer = BpeTokenizer.load(path)
         if tokenizer.vocab_size != config.vocab_size:
             raise ValueError(
-                f"vocab_size {config.vocab_size} is not the {tokenizer.vocab_size} of "
-                f"{path}: set it to {tokenizer.vocab_size}, or use another workdir"
+                f"data.vocab_size {config.vocab_size} is not the "
+                f"{tokenizer.vocab_size} of {path}: set it to {tokenizer.vocab_size}, "
+                "or use another workdir"
             )
         return tokenizer
     if trained.exists():

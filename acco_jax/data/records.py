@@ -3,8 +3,8 @@
 Nothing here runs code of the data set's, and pyarrow alone is needed for its formats.
 """
 
+import codecs
 import dataclasses
-import glob
 import gzip
 import json
 import os
@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from acco_jax.data import listing
+
 SUFFIXES = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"),
+    "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
     "parquet": (".parquet",),
     "huggingface": (".arrow",),
 }
@@ -36,6 +38,7 @@ METADATA = {
     "features.json": "",  # tfds
 }
 _ROWS_AT_ONCE = 1024
+LONGEST_LINE = 2**28  # bytes: a small .gz may hold a line that no memory does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Files:
     kind: str
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
+    # Of training, of what is held out and of what is not used: files, or splits that
+    # the data set declares.
+    names: list[list[str]]
 
     def listing(self) -> list[tuple[str, int, int]]:
         """Return what tells the files from changed ones."""
@@ -66,29 +72,29 @@ def remedy(name: str) -> str | None:
 def find(kind: str, path: str | None, train_split: str, validation_split: str) -> Files:
     """Find the files of a data set.
 
-    Of 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; files whose
-    names begin with the name of a split are that split; if none is for training, all
-    others are.
+    Of 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; the words
+    in a file's name, and in those of its folders, say which split it is (see
+    `acco_jax.data.listing`).
     Of 'huggingface' it is a folder that `datasets` has saved to disk.
 
     Raises:
       ValueError: in one line, what is not there or cannot be read.
     """
     if not path:
-        raise ValueError(f"name={kind!r} needs path: set data.path to where it is")
+        raise ValueError(
+            f"data.name={kind!r} needs a path: set data.path to where it is"
+        )
     root = Path(path).expanduser().absolute()
     if kind == "huggingface":
         return _saved(root, train_split, validation_split)
-    files = _listed(kind, root)
-    train = _named(files, root, train_split, "train")
-    held_out = _named(files, root, validation_split, "validation")
-    rest = train or tuple(path for path in files if path not in held_out)
-    if not rest:
-        raise ValueError(
-            f"{root} has files of the split {validation_split!r} alone: name others "
-            f"{train_split}*, or set data.validation_split to what they are not"
-        )
-    return Files(kind, rest, held_out)
+    base, files = listing.matching(root)
+    files = _readable(kind, root, files)
+    splits = listing.choose(files, base, train_split, validation_split)
+    names = [
+        [path.relative_to(base).as_posix() for path in paths]
+        for paths in (splits.train, splits.validation, splits.unused)
+    ]
+    return Files(kind, splits.train, splits.validation, names)
 
 
 def read(
@@ -106,27 +112,21 @@ def read(
             yield from _table(files.kind, path, columns, optional)
 
 
-def _listed(kind: str, root: Path) -> list[Path]:
-    """List the files at a path: a file, a folder's or a pattern's."""
-    if root.is_dir():
-        found = [
-            path
-            for path in sorted(root.rglob("*"))
-            if path.is_file()
-            and not any(p[0] == "." for p in path.relative_to(root).parts)
-        ]
-    else:
-        found = [Path(p) for p in sorted(glob.glob(str(root), recursive=True))]
+def _readable(kind: str, root: Path, found: Sequence[Path]) -> list[Path]:
+    """Return those of the files found that hold records of a kind.
+
+    Raises:
+      ValueError: in one line, there are none, or others that hold records too.
+    """
     good = [p for p in found if p.name.lower().endswith(SUFFIXES[kind])]
     for path in found:
-        check_name(path)
         say = remedy(path.name)
         if path not in good and (
             not root.is_dir() or (say and path.name not in METADATA)
         ):
             raise ValueError(
                 f"{path} is not {' or '.join(SUFFIXES[kind])}, as data.name={kind!r} "
-                f"wants: {say or 'rename it, or name other files by a pattern'}"
+                f"wants: {say or 'rename it, or name other files in data.path'}"
             )
     if not good:
         raise ValueError(
@@ -136,48 +136,29 @@ def _listed(kind: str, root: Path) -> list[Path]:
     return good
 
 
-def check_name(path: Path) -> None:
-    """Refuse a file whose name would make two lines of every line about it.
-
-    Raises:
-      ValueError: in one line, its name has a line break.
-    """
-    if len(path.name.splitlines()) > 1:
-        raise ValueError(
-            f"the name of the file {str(path)!r} has a line break: rename it"
-        )
-
-
-def _named(
-    files: Sequence[Path], root: Path, split: str, default: str
-) -> tuple[Path, ...]:
-    """Return the files whose names begin with a split's name."""
-    named = tuple(path for path in files if path.name.startswith(split))
-    if not named and split != default:
-        raise ValueError(
-            f"no file of {root} has a name that begins with {split!r}: set "
-            f"data.{default}_split to how one begins"
-        )
-    return named
-
-
 def _saved(root: Path, train_split: str, validation_split: str) -> Files:
     """Find the arrow files of a folder that `datasets` has saved."""
+    listing.check_names(train_split, validation_split)
     if (root / "dataset_dict.json").is_file():
         splits = _json(root / "dataset_dict.json").get("splits")
         splits = splits if isinstance(splits, list) else []
-        for name in (train_split, validation_split):
-            if name not in splits and name != "validation":
+        splits = [s for s in splits if isinstance(s, str)]
+        held_out = listing.held_out(splits, validation_split)
+        chosen = [train_split, *([held_out] if held_out else [])]
+        for name in chosen:
+            if name not in splits:
                 raise ValueError(
                     f"{root} has no split {name!r}: set data.train_split and "
                     f"data.validation_split to some of {splits}"
                 )
-        validation = (
-            _shards(root / validation_split) if validation_split in splits else ()
+        names = [chosen[:1], chosen[1:], [s for s in splits if s not in chosen]]
+        train, validation = (
+            tuple(path for split in part for path in _shards(root / split))
+            for part in names[:2]
         )
-        return Files("huggingface", _shards(root / train_split), validation)
+        return Files("huggingface", train, validation, names)
     if (root / "state.json").is_file():
-        return Files("huggingface", _shards(root), ())
+        return Files("huggingface", _shards(root), (), [[root.name], [], []])
     raise ValueError(
         f"{root} is no folder that datasets' save_to_disk wrote (it has neither "
         "dataset_dict.json nor state.json): save it so, or set data.name='parquet'"
@@ -221,12 +202,21 @@ def _json(path: Path) -> dict[str, Any]:
 def _json_lines(
     path: Path, columns: Sequence[str], optional: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    opened: Any = gzip.open if path.suffix == ".gz" else open
+    opened: Any = gzip.open if path.name.lower().endswith(".gz") else open
     with opened(path, "rb") as file:
         try:
-            for number, line in enumerate(file, 1):
+            lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+            for number, line in enumerate(lines, 1):
+                where = f"line {number} of {path}"
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(
+                        f"{where} has more than {LONGEST_LINE:,} bytes: write one "
+                        "record a line, and long documents in several"
+                    )
+                # byte order marks of the files that were put together
+                line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
-                    yield _record(line, f"line {number} of {path}", columns, optional)
+                    yield _record(line, where, columns, optional)
         except (OSError, EOFError, zlib.error) as error:  # of gzip
             raise ValueError(f"{path} is damaged ({error}): restore it") from error
 
@@ -241,9 +231,11 @@ def _record(
     if not isinstance(record, dict):
         raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
     for name in columns:
+        if name in record and record[name] is None:
+            raise ValueError(f"{where} has null in {name!r}: leave such lines out")
         if not isinstance(record.get(name), str):
             texts = sorted(k for k, v in record.items() if isinstance(v, str))
-            raise ValueError(f"{where} {_lacks(name, texts)}")
+            raise ValueError(f"{where} {lacks(name, texts, columns)}")
     for name in optional:
         if not isinstance(record.get(name, ""), str | None):
             raise ValueError(f"{where} has {name!r} that is no text: write a string")
@@ -281,15 +273,18 @@ def _present(
     path: Path, schema: Any, columns: Sequence[str], optional: Sequence[str]
 ) -> list[str]:
     """Return the columns to read, if those that must be there are, and are text."""
-    texts = [
-        f.name
-        for f in schema
-        if str(f.type) in ("string", "large_string", "string_view")
-    ]
+    texts = [f.name for f in schema if _is_text(f.type)]
     for name in columns:
         if name not in texts:
-            raise ValueError(f"{path} {_lacks(name, texts)}")
+            raise ValueError(f"{path} {lacks(name, texts, columns)}")
     return [*columns, *(name for name in optional if name in texts)]
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a type of Arrow's is text, of which repeated ones may be encoded."""
+    while str(kind).startswith(("dictionary<", "run_end_encoded<")):
+        kind = kind.value_type
+    return str(kind) in ("string", "large_string", "string_view")
 
 
 def _complete(
@@ -304,23 +299,47 @@ def _complete(
         yield record
 
 
-def _lacks(name: str, texts: Sequence[str]) -> str:
+def lacks(name: str, texts: Sequence[str], columns: Sequence[str]) -> str:
+    """Say that there is no column of text of a name, and what to do.
+
+    Args:
+      name: of the column.
+      texts: names of the columns of text that there are.
+      columns: names of those that the task reads.
+    """
+    others = [text for text in texts if text != name]
+    if len(columns) > 1:
+        return (
+            f"has no text in {name!r}, its columns of text are {others}: rename them "
+            f"to {', '.join(columns)}, or set data.task='pretrain'"
+        )
+    if not others:
+        return f"has no text in {name!r}, nor in another column: use other data"
     return (
-        f"has no text in {name!r}: set data.text_feature to one of {list(texts)}, or "
+        f"has no text in {name!r}: set data.text_feature to one of {others}, or "
         "data.task to what its columns are for"
     )
 
 
-def outside(root: Path, *ours: str | os.PathLike) -> None:
+def outside(path: Path, *ours: str | os.PathLike) -> None:
     """Refuse a folder of data in which our own files would become data.
+
+    Args:
+      path: of the data: a folder, or a pattern of files in one and those below it.
+      ours: folders that training writes to.
 
     Raises:
       ValueError: in one line, which of `ours` is in the folder.
     """
-    root = root.expanduser().resolve()
-    for path in map(Path, ours):
-        if root.is_dir() and path.expanduser().resolve().is_relative_to(root):
+    path = path.expanduser().absolute()
+    if not path.is_dir() and "**" not in path.parts:
+        return
+    root = listing.base(path)
+    below = {os.path.realpath(folder) for folder, _ in listing.folders(root)}
+    for own in map(Path, ours):
+        real = own.expanduser().resolve()
+        if below & {str(real), *map(str, real.parents)}:
             raise ValueError(
-                f"folder {root} holds {path}, which training writes to: its files "
-                "would become text; use a workdir and a data_dir outside"
+                f"folder {root} holds {own}, which training writes to: its files would "
+                "become text; use a workdir and a data_dir outside"
             )

@@ -1,5 +1,6 @@
 """What a data set is read for: documents to go on with, or answers to instructions."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ Document = str | tuple[str, str]
 # The columns of Alpaca's format, of which `input` may be missing or empty.
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 
+_HALF = re.compile("[\ud800-\udfff]")  # no UTF-8, but an escape in JSON
 _WITH_INPUT = """\
 Below is an instruction that describes a task, paired with an input that provides \
 further context. Write a response that appropriately completes the request.
@@ -57,9 +59,17 @@ def optional_columns(task: str) -> tuple[str, ...]:
 def document(record: Mapping[str, Any], task: str, text_feature: str) -> Document:
     """Return the document of a data set's record, whose columns are text."""
     if task == "pretrain":
-        return record[text_feature]
-    context = record.get(INPUT) or ""
-    return alpaca_prompt(record[INSTRUCTION], context), record[OUTPUT]
+        return _encodable(record[text_feature])
+    context = _encodable(record.get(INPUT) or "")
+    prompt = alpaca_prompt(_encodable(record[INSTRUCTION]), context)
+    return prompt, _encodable(record[OUTPUT])
+
+
+def _encodable(text: str) -> str:
+    """Return a text without byte order mark, halves of surrogates as U+FFFD."""
+    if text.isascii():
+        return text
+    return _HALF.sub("\ufffd", text.lstrip("\ufeff"))
 
 
 def texts(document: Document) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import tokenizers
 
 _BYTES = 256
+_MOST_GROWTH = 1000  # characters that normalizers make of one; "ﷺ" becomes 18
 _MOST_IDS = 2**24  # more than any vocabulary has
 
 # Ends of text of well-known tokenizers, in the order in which they are looked for.
@@ -113,8 +115,8 @@ class BpeTokenizer(Tokenizer):
         """
         if vocab_size <= _BYTES:
             raise ValueError(
-                f"vocab_size {vocab_size} is smaller than the {_BYTES} bytes and the "
-                f"end of text: set it to {_BYTES + 1} or more"
+                f"data.vocab_size {vocab_size} is smaller than the {_BYTES} bytes and "
+                f"the end of text: set it to {_BYTES + 1} or more"
             )
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -129,7 +131,7 @@ class BpeTokenizer(Tokenizer):
         if tokenizer.vocab_size != vocab_size:
             raise ValueError(
                 f"the training documents give a BPE of {tokenizer.vocab_size} tokens, "
-                f"not vocab_size {vocab_size}: lower it, or train on more text"
+                f"not data.vocab_size {vocab_size}: lower it, or train on more text"
             )
         return tokenizer
 
@@ -150,7 +152,8 @@ class BpeTokenizer(Tokenizer):
         _write(Path(path), self._bpe.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._bpe.encode_batch_fast(list(texts))  # in parallel threads
+        with _no_panic("the tokenizer"):
+            encodings = self._bpe.encode_batch_fast(list(texts))  # in parallel threads
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -188,7 +191,8 @@ class FileTokenizer(Tokenizer):
         model.encode_special_tokens = True  # encodes them as text
         self.end_string, self.end_of_text = _end_of_text(path, model, end_of_text)
         self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
-        self.prefix = _prefix(model)
+        with _no_panic(path):
+            self.prefix = _prefix(model)
         named = f"{self.end_string}\n{model.to_str()}"
         digest = hashlib.sha256(named.encode()).hexdigest()
         self.fingerprint = f"file-{digest[:16]}"
@@ -204,7 +208,8 @@ class FileTokenizer(Tokenizer):
         said.pop("auto_map", None)  # names code
         template = self._path.with_name("chat_template.jinja")
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            said["chat_template"] = template.read_text(encoding="utf-8")
+            if template.is_file():
+                said["chat_template"] = template.read_text(encoding="utf-8")
         said["eos_token"] = self.end_string
         _write(folder / _ASIDE[0], json.dumps(said) + "\n")
         _write(folder / "tokenizer.json", self._path.read_text(encoding="utf-8"))
@@ -226,13 +231,17 @@ class FileTokenizer(Tokenizer):
         return found
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _no_panic(self._path):
+            encodings = self._model.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
         kept: list[int] = ids[ids != self.end_of_text].tolist()
-        return self._model.decode(kept, skip_special_tokens=False)
+        with _no_panic(self._path):
+            return self._model.decode(kept, skip_special_tokens=False)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -330,19 +339,61 @@ def _read(path: Path) -> tokenizers.Tokenizer:
       ValueError: in one line, if it is none.
     """
     try:
-        model = tokenizers.Tokenizer.from_file(os.fspath(path))
+        with _no_panic(path):
+            model = tokenizers.Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # tokenizers raises Exception itself
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} is no tokenizer.json ({why}): give a file that Hugging Face's "
             "tokenizers wrote"
         ) from error
+    _check_growth(path, _object(path))
     largest = max(model.get_vocab().values(), default=0)
     if largest > _MOST_IDS:  # tokenizers makes a list that long of them
         raise ValueError(
             f"{path} is damaged: it has the id {largest}, above {_MOST_IDS}; restore it"
         )
     return model
+
+
+def _check_growth(path: Path, said: dict[str, Any]) -> None:
+    """Refuse a tokenizer.json that makes long texts of single characters.
+
+    Raises:
+      ValueError: in one line, how long.
+    """
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (size := _growth(said.get(part))) > _MOST_GROWTH:
+            raise ValueError(
+                f"{path} has a {part} that makes {size:.3g} characters of one, more "
+                f"than {_MOST_GROWTH}: give a tokenizer without its replacements"
+            )
+
+
+def _growth(node: Any) -> float:
+    """Return how many characters the replacements in a node may make of one."""
+    parts = node if isinstance(node, list) else []
+    own = 0
+    if isinstance(node, dict):
+        parts = [part for part in node.values() if isinstance(part, dict | list)]
+        texts = (node.get("content"), node.get("prepend"))
+        own = sum(len(text) for text in texts if isinstance(text, str))
+    return max(own, 1.0) * math.prod(map(_growth, parts), start=1.0)
+
+
+@contextlib.contextmanager
+def _no_panic(what: str | Path) -> Iterator[None]:
+    """Turn a panic of tokenizers' Rust, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        why = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{what} fails at a text ({why[:200]}): correct its regular expressions, "
+            "or give another tokenizer"
+        ) from error
 
 
 def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
@@ -375,6 +426,8 @@ def _as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[st
 
 def _object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, {} where there is none."""
+    if not path.is_file():  # reading a pipe would block
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -163,7 +163,7 @@ def _data_fields() -> ConfigDict:
     # save_to_disk wrote), or any tensorflow_datasets name.
     c.name = "stdlib"
     # Of the first four: a folder; of 'jsonl' and 'parquet' also a file, or a pattern of
-    # files. Those whose names begin with a split's name are that split.
+    # files.
     c.path = PLACEHOLDER(str)
     # 'pretrain': documents, packed into rows; 'instruct': an answer to each instruction
     # (Alpaca's columns instruction, input, output), a row each.
@@ -173,9 +173,11 @@ def _data_fields() -> ConfigDict:
     # batch to the smallest that fits; longer answers are cut. (): to `length`.
     c.lengths = ()
     c.text_feature = "text"  # of 'pretrain'
+    # Words in the names of files and folders, or splits of 'huggingface' and tfds; of
+    # 'train' and 'validation' also their synonyms. 'all': all files are for training.
     c.train_split = "train"
     c.validation_split = "validation"
-    c.held_out = 0.05  # of the documents, where there is no validation split
+    c.held_out = 0.05  # of the documents, where there is no validation or test split
     c.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
     # 'bytes', 'bpe', trained on the training split, 'init_from', that of the folder
     # that the run starts from, or the path of a tokenizer.json or of a SentencePiece

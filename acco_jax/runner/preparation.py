@@ -177,7 +177,7 @@ def prepare(
     lengths = tuple(config.data.lengths)
     rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
     most = workers * capacity * tx.steps_per_call * config.microbatch_size
-    data.check_rows(rows_per_epoch, config.length, most)
+    data.check_rows(corpus, rows_per_epoch, config.length, most, lengths)
     config = configs.with_steps(
         config, rows_per_step, rows_per_epoch, tx.steps_per_call
     )

@@ -105,9 +105,8 @@ def test_stdlib_needs_neither_network_nor_tensorflow_and_is_silent(
 
 def test_stdlib_has_no_installed_packages():
     config = corpora.stdlib_config()
-    paths = corpora._files(config.root, config.suffix)
-    assert "argparse.py" in paths
-    assert not any("site-packages" in path for path in paths)
+    assert "argparse.py" in config.train
+    assert not any("site-packages" in path for path in config.train)
     assert "{}.{}.{}".format(*sys.version_info) in config.name
 
 
@@ -230,15 +229,52 @@ def test_data_set_that_cannot_be_prepared(data_dir, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
-def test_named_data_set_without_validation_holds_out_documents(prepared, data_dir):
-    source = corpora.open_source(prepared, data_dir)
+def test_named_data_set_without_held_out_split_holds_out_documents(
+    data_dir, monkeypatch
+):
+    examples = {"train": TinyStoriesOfOurs._examples}
+    monkeypatch.setattr(
+        TinyStoriesOfOurs,
+        "_split_generators",
+        lambda self, _: {split: f(self) for split, f in examples.items()},
+    )
+    with corpora._quiet():
+        builder = TinyStoriesOfOurs(data_dir=data_dir)
+        builder.download_and_prepare(file_format="array_record")
+    config = source_config(name="tiny_stories_of_ours", text_feature="story")
+    source = corpora.open_source(config, data_dir)
     train, validation = list(source.train()), list(source.validation())
     assert sorted(train + validation) == sorted(TinyStoriesOfOurs.stories)
     assert 5 < len(validation) < 40
-    prepared.held_out = 0.5
-    more = corpora.open_source(prepared, data_dir)
+    config.held_out = 0.5
+    more = corpora.open_source(config, data_dir)
     assert more.fingerprint != source.fingerprint
     assert set(more.validation()) > set(validation)
+
+
+def test_named_data_set_without_validation_holds_out_its_test_split(prepared, data_dir):
+    source = corpora.open_source(prepared, data_dir)
+    assert set(source.train()) == set(TinyStoriesOfOurs.stories)
+    assert set(source.validation()) == {f"test {s}" for s in TinyStoriesOfOurs.stories}
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "common"),
+    [
+        ("train[:90%]", "train[90%:]", False),
+        ("train[10:20]+test", "train[:10]+train[20:]", False),
+        ("train[:90%]", "train[80%:]", True),
+        ("train", "train[:1]", True),
+        ("test+train[:5]", "train[4:]", True),
+    ],
+)
+def test_parts_of_splits_do_not_overlap(prepared, data_dir, train, held_out, common):
+    prepared.train_split, prepared.validation_split = train, held_out
+    if common:
+        assert "have examples in common: choose parts" in refusal(prepared, data_dir)
+        return
+    source = corpora.open_source(prepared, data_dir)
+    assert not {*source.train()} & {*source.validation()}
 
 
 def test_named_splits(prepared, data_dir):

@@ -110,8 +110,25 @@ def test_long_answers_are_cut_and_long_prompts_left_out(corpus):
         f"{cut} of 40 examples of the train split are cut to 6 tokens; {40 - kept} "
         "more are left out, whose prompt alone is as long"
     ]
-    with pytest.raises(ValueError, match="0 rows of 1 tokens"):
-        iterate(corpus, length=1)
+
+
+@pytest.mark.parametrize("lengths", [(), (1,)])
+def test_instructions_that_do_not_fit_need_a_longer_row(corpus, lengths):
+    field = r"data\.lengths \(and length\)" if lengths else "length"
+    length = 60 if lengths else 1
+    with pytest.raises(
+        ValueError, match=f"0 examples .* in 1 tokens.*: raise {field} "
+    ):
+        iterate(corpus, length=length, lengths=lengths)
+    with pytest.raises(ValueError, match=f"answer in 1 tokens: raise {field}, or hold"):
+        data.validation_batches(
+            corpus, length=length, batch_size=4, process_index=0, process_count=1,
+            lengths=lengths,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"40 examples .*: lower microbatch_size, "):
+        iterate(corpus, batch_size=41)
+    with pytest.raises(ValueError, match=r"none of the 40 examples: set data\.skew"):
+        iterate(corpus, batch_size=50, workers=50, skew=1.0)
 
 
 def test_a_skew_groups_instructions(corpus):

@@ -283,16 +283,16 @@ REFUSED = {
     "list": r"alpaca\.json is not \.jsonl .*: write it as one JSON object a line",
     "no object": r"line 25 of .*a\.jsonl is no JSON object: write one a line",
     "no column": r"line 1 of .*a\.jsonl has no text in 'story': set .*'text'\]",
-    "no instructions": r"a\.parquet has no text in 'instruction': .*\['text'\]",
+    "no instructions": r"a\.parquet has no text in 'instruction', .*\['text'\]: rename",
     "cut": r"a\.parquet is no whole parquet file \(.*\): restore it",
     "null": r"a\.parquet has a row whose 'text' is null: leave such rows out",
     "not saved": r"is no folder that datasets' save_to_disk wrote .*: save it so",
     "shard missing": r"\.arrow is missing: restore it",
     "shard cut": r"\.arrow is no whole huggingface file \(.*\): restore it",
     "no split": r"has no split 'test': set data\.train_split .*\['train', 'valid",
-    "no such files": r"no file of .* begins with 'dev': set data\.validation_split",
+    "no such files": r"no file of .* has 'dev' in its name: set data\.validation_split",
     "nothing": r"no \.jsonl files at .*: set data\.path to a file, a folder",
-    "no path": r"name='parquet' needs path: set data\.path",
+    "no path": r"data\.name='parquet' needs a path: set data\.path",
 }
 
 

@@ -349,7 +349,7 @@ REFUSED = [
         {"data.name": "text_foldr"},
         "no data set 'text_foldr'.*did you mean 'text_folder'",
     ),
-    ({"data.tokenizer": "bpe"}, "needs vocab_size"),
+    ({"data.tokenizer": "bpe"}, "needs data.vocab_size"),
     ({"model.vocab_size": 200}, "is 200, but the tokenizer has 257 tokens"),
     ({"model.heads": 3}, "heads"),
     ({"model.size": "gpt-neo-9b"}, "'gpt-neo-9b' is unknown"),
