@@ -224,7 +224,8 @@ class _Run:
         with self._recorder.pause(self.tokens):
             self._goodput.trained(self.done)
             self._replicas.judge()
-            params = acco_jax.committed_params(self.state, self.params)
+            point = optimizers.evaluated(self.state)
+            params = acco_jax.committed_params(point, self.params)
             loss, bits = self._evaluate(params, limit)
             row: dict[str, Any] = {
                 "kind": "validation" if limit else "final",

@@ -36,6 +36,9 @@ NOT_DECAYED = ("bias", "scale")  # last names of paths; and all of one dimension
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
+# Optimizers that train at one point and are evaluated at another.
+SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_sgd")
+
 
 def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedule:
     """Returns the schedule, counted in optimizer steps.
@@ -140,6 +143,10 @@ def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransform
             "optax optimizer, such as adamw, lion or sgd."
         )
     names.remove("learning_rate")
+    if c.name in SCHEDULE_FREE and not fields.get("b1", c.options.get("b1", 0.9)):
+        raise ValueError(
+            f"optimizer.options.b1 is 0: {c.name} divides by it, give more than 0."
+        )
     rate = learning_rate(config, fields.pop("learning_rate", None))
     for field in c.options:
         check_name(f"optimizer.options of {c.name}", field, names)
@@ -223,16 +230,48 @@ def averaged(state: Any, decay: float) -> Any:
       state: of a method whose inner optimizer has `average_parameters(decay)`.
       decay: of the average.
     """
-    is_average = lambda x: isinstance(x, AverageState)  # noqa: E731
-    leaves = jax.tree.leaves(state.inner, is_leaf=is_average)
-    average = next(filter(is_average, leaves))
+    (average,) = _states(state, AverageState)
+    return state._replace(master=_average(average, state.master, decay))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _average(average: AverageState, theta: PyTree, decay: float) -> PyTree:
     share = 1 - decay ** average.steps.astype(jnp.float32)
-    master = jax.tree.map(
-        lambda total, now: jnp.where(share > 0, total / share, now),
-        average.sum,
-        state.master,
+    return jax.tree.map(
+        lambda total, now: jnp.where(share > 0, total / share, now), average.sum, theta
     )
-    return state._replace(master=master)
+
+
+def evaluated(state: Any) -> Any:
+    """Returns a method's state whose committed parameters are those to evaluate.
+
+    Schedule-free optimizers commit y, at which gradients are computed, and are
+    evaluated at x (Defazio et al., arXiv 2405.15682). All others commit what is
+    evaluated; their state is returned as it is.
+
+    Args:
+      state: of a method, with any inner optimizer.
+    """
+    for found in _states(state, optax.contrib.ScheduleFreeState):  # one per group
+        state = state._replace(master=_schedule_free_x(found.b1, found.z, state.master))
+    return state
+
+
+@jax.jit
+def _schedule_free_x(b1: jax.Array, z: PyTree, y: PyTree) -> PyTree:
+    """Returns x of y = (1 - b1) z + b1 x, and y where z is of another group."""
+
+    def x(z: Any, y: jax.Array) -> jax.Array:
+        return y if masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
+
+    masked = lambda z: isinstance(z, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(x, z, y, is_leaf=masked)
+
+
+def _states(state: Any, kind: type) -> list[Any]:
+    """Returns the optimizer states of one kind, wherever they are in a state."""
+    is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+    return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
 
 
 def method(
@@ -271,10 +310,18 @@ def method(
         accumulate_dtype=dtype("accumulate_dtype", config.accumulate_dtype),
         **options,
     )
-    if config.optimizer.ema and tx.local:
+    c = config.optimizer
+    average = f"optimizer.ema is {c.ema}" if c.ema else ""
+    if c.name in SCHEDULE_FREE:
+        if average:
+            raise ValueError(
+                f"{average}, but {c.name} averages the parameters itself: leave it out."
+            )
+        average = f"optimizer.name is {c.name!r}, which averages parameters"
+    if average and tx.local:
         raise ValueError(
-            f"optimizer.ema is {config.optimizer.ema}, but each worker of {name} has "
-            "parameters of its own: leave it out, or use a sharded method."
+            f"{average}, but each worker of {name} has parameters of its own: leave it "
+            "out, or use a sharded method."
         )
     return tx
 

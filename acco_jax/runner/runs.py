@@ -38,7 +38,7 @@ class Run:
     workdir: Path
     config: ConfigDict
     model: Model
-    params: PyTree  # theta, committed; adapters are merged into what they adapt
+    params: PyTree  # committed, to evaluate; adapters are merged into what they adapt
     tokenizer: data.Tokenizer
     half_round: int  # of the checkpoint
     architecture: transformer.Config | None  # of the model; None: a factory's
@@ -159,7 +159,7 @@ class Saved:
             )
 
     def _theta(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Reads the committed parameters of what was trained, and nothing else.
+        """Reads the parameters to evaluate of what was trained, and nothing else.
 
         Args:
           params: their shapes.
@@ -178,7 +178,7 @@ class Saved:
         def theta(arrays: dict[int, Any]) -> PyTree:
             every = [arrays.get(i, x) for i, x in enumerate(leaves)]
             loop_params, state = jax.tree.unflatten(treedef, every)
-            return state.theta(loop_params)
+            return optimizers.evaluated(state).theta(loop_params)
 
         read = _arguments_read(theta, dict(enumerate(leaves)))
         found = self._checkpoints.restore_some(self.half_round, like, read)

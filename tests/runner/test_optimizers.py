@@ -217,16 +217,106 @@ def test_the_average_is_of_the_committed_parameters(name):
         old = average or jax.tree.map(np.zeros_like, now)
         average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, old, now)
         expected = jax.tree.map(lambda a: a / (1 - decay**steps), average)  # noqa: B023
-        found = acco_jax.committed_params(optimizers.averaged(state, decay), params)
+        with jax.transfer_guard("disallow"):  # as in the loop
+            at = optimizers.averaged(state, decay)
+        found = acco_jax.committed_params(at, params)
         chex.assert_trees_all_close(found, expected, rtol=1e-5)
     assert steps >= 3
 
 
-def test_a_local_method_has_no_average():
+FREE = {
+    "adamw": {"name": "schedule_free_adamw"},
+    "sgd": {"name": "schedule_free_sgd", "clip": 0.0, "options": {"b1": 0.7}},
+    "narrow z": {
+        "name": "schedule_free_sgd",
+        "clip": 0.0,
+        "options": {"b1": 0.7, "state_dtype": "bfloat16"},
+    },
+    "groups": {
+        "name": "schedule_free_adamw",
+        "groups": (("b", {"learning_rate": 0.2, "b1": 0.6}),),
+    },
+}
+
+
+@pytest.mark.parametrize("changes", FREE.values(), ids=list(FREE))
+@pytest.mark.parametrize("name", ["zero1", "acco"])
+def test_schedule_free_optimizers_are_evaluated_at_x(name, changes):
+    """x is the mean of all z where the learning rate is constant."""
+    n = 2
+    mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
+    config = config_of(20, learning_rate=0.5, schedule="constant", **changes)
+    tx = optimizers.method(config, name, mesh, "data")
+    params = {"w": jnp.linspace(0.0, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
+    state, every_z, steps = tx.init(params), [], 0
+    key, update = jax.random.key(0), jax.jit(tx.update)
+    for t in range(8):
+        grads = jax.tree.map(
+            lambda p, t=t: jax.random.normal(jax.random.fold_in(key, t), (n, *p.shape)),
+            params,
+        )
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        if int(state.steps) == steps:
+            continue
+        steps = int(state.steps)
+        every_z.append(_z(state, params))
+        x = jax.tree.map(lambda *z: np.mean(z, axis=0), *every_z)
+        with jax.transfer_guard("disallow"):
+            at = optimizers.evaluated(state)
+        found = acco_jax.committed_params(at, params)
+        rtol = 0.005 if "state_dtype" in changes.get("options", {}) else 1e-5
+        chex.assert_trees_all_close(found, x, rtol=rtol, atol=rtol)
+    assert steps >= 3
+    y = acco_jax.committed_params(state, params)
+    for name in params:
+        assert abs(y[name] - found[name]).max() > max(2 * rtol, 0.002)
+
+
+def _z(state, params):
+    """The iterates of all groups, as one tree."""
+    is_free = lambda s: isinstance(s, optax.contrib.ScheduleFreeState)  # noqa: E731
+    leaves = jax.tree.leaves(state.inner, is_leaf=is_free)
+    zs = [s.z for s in leaves if is_free(s)]
+    merged = {
+        name: next(z[name] for z in zs if not isinstance(z[name], optax.MaskedNode))
+        for name in params
+    }
+    at = jax.tree.map(lambda z, y: z.astype(y.dtype), merged, state.master)
+    return jax.device_get(acco_jax.committed_params(state._replace(master=at), params))
+
+
+def test_other_optimizers_are_evaluated_where_they_commit():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    config = config_of(ema=0.9)
-    with pytest.raises(ValueError, match="each worker of diloco has parameters of its"):
-        optimizers.method(config, "diloco", mesh, "data")
+    for name in ("zero1", "diloco"):
+        tx = optimizers.method(config_of(), name, mesh, "data")
+        _, state = jax.eval_shape(tx.start, {"w": jnp.ones(3)})
+        assert optimizers.evaluated(state) is state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ema": 0.9}, "ema is 0.9, but each worker of diloco has parameters of its"),
+        (
+            {"name": "schedule_free_adamw"},
+            "'schedule_free_adamw', .* each worker of diloco has .*: leave it out",
+        ),
+        (
+            {"name": "schedule_free_sgd", "ema": 0.9},
+            "ema is 0.9, but schedule_free_sgd averages .*: leave it out",
+        ),
+        ({"name": "schedule_free_sgd", "options": {"b1": 0}}, r"options\.b1 is 0: "),
+        (
+            {"name": "schedule_free_sgd", "groups": (("w", {"b1": 0.0}),)},
+            r"options\.b1 is 0: .* more than 0",
+        ),
+    ],
+)
+def test_averages_that_cannot_be_evaluated_are_refused(changes, message):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=message):
+        optimizers.method(config_of(**changes), "diloco", mesh, "data")
 
 
 @pytest.mark.parametrize(

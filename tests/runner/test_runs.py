@@ -1,13 +1,16 @@
 """A trained run, read on the devices that there are."""
 
+import contextlib
 import json
 
 import chex
 import jax
 import pytest
+from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
+import acco_jax
 from acco_jax.models import lora
-from acco_jax.runner import load_run, preparation
+from acco_jax.runner import load_run, loop, metrics, preparation
 
 METHODS = {
     "acco": {"model.param_dtype": "bfloat16"},
@@ -36,6 +39,29 @@ def test_theta_is_what_was_committed(saved, tmp_path, method):
     assert run.config.method == method
     assert run.tokenizer.fingerprint == "bytes"
     assert run.architecture.width == 16
+
+
+def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
+    name = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
+    e, summary = train(tmp_path, **name, **{"optimizer.learning_rate": 0.02})
+    with contextlib.closing(loop._Run(e)) as trained:
+        y = acco_jax.committed_params(trained.state, trained.params)
+        is_free = lambda s: isinstance(s, ScheduleFreeState)  # noqa: E731
+        leaves = jax.tree.leaves(trained.state.inner, is_leaf=is_free)
+        (free,) = filter(is_free, leaves)
+        x_state = trained.state._replace(
+            master=schedule_free_eval_params(free, trained.state.master)
+        )
+        x = acco_jax.committed_params(x_state, trained.params)
+        at_x, _ = trained._evaluate(x, None)
+        at_y, _ = trained._evaluate(y, None)
+    assert summary["loss"] == pytest.approx(at_x, rel=1e-6)
+    assert abs(at_x - at_y) > 0.01
+    run = load_run(tmp_path, jax.devices()[:1])
+    chex.assert_trees_all_close(run.params, jax.device_get(x), rtol=1e-5, atol=1e-6)
+    rows = [r for r in metrics.read(tmp_path) if r["kind"] == "validation"]
+    host = e.checkpoints.host(e.half_rounds)
+    assert host["held_out_loss"] == rows[-1]["loss"]
 
 
 def test_groups_are_left_and_formed(saved, tmp_path):
