@@ -30,7 +30,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, comparison, exits, pool, tuning
+from acco_jax.runner import commands, comparison, exits, tuning
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -69,38 +69,32 @@ _CHECK = flags.DEFINE_bool(
 )
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.INFO)
-    try:
-        if flags.FLAGS["processes"].present and not _NETWORK.value:
-            raise ValueError("--processes is for --network: give both, or neither.")
-        if _NETWORK.value and _AT_ONCE.value != 1:
-            raise ValueError("--at_once is for runs that share no --network: drop one.")
-        if not _TUNE.value and (_BUDGET.value or flags.FLAGS["tune_seeds"].present):
-            raise ValueError("--budget and --tune_seeds are for --tune: give it, too.")
-        request = comparison.Request(
-            config=tuple(commands.config_arguments()),
-            entries=comparison.parse(str(_METHODS.value)),
-            workdir=Path(str(_WORKDIR.value)).expanduser(),
-            seeds=_SEEDS.value,
-            rate=_NETWORK.value,
-            processes=_PROCESSES.value if _NETWORK.value else 1,
-            at_once=_AT_ONCE.value,
-            sweep=tuning.parse(_TUNE.value),
-            tune_seeds=_TUNE_SEEDS.value,
-            budget=None if _BUDGET.value is None else round(_BUDGET.value),
-        )
-        if _CHECK.value:
-            print(json.dumps(comparison.check(request)))
-            return
-        print(comparison.compare(request, [*sys.argv[1:], "--check"]))
-    except exits.Stopped as error:
-        exits.end(exits.STOPPED, error)
-    except pool.RunFailed as error:
-        exits.end(exits.FAILED, error)
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    if flags.FLAGS["processes"].present and not _NETWORK.value:
+        raise ValueError("--processes is for --network: give both, or neither.")
+    if _NETWORK.value and _AT_ONCE.value != 1:
+        raise ValueError("--at_once is for runs that share no --network: drop one.")
+    if not _TUNE.value and (_BUDGET.value or flags.FLAGS["tune_seeds"].present):
+        raise ValueError("--budget and --tune_seeds are for --tune: give it, too.")
+    request = comparison.Request(
+        config=tuple(commands.config_arguments()),
+        entries=comparison.parse(str(_METHODS.value)),
+        workdir=Path(str(_WORKDIR.value)).expanduser(),
+        seeds=_SEEDS.value,
+        rate=_NETWORK.value,
+        processes=_PROCESSES.value if _NETWORK.value else 1,
+        at_once=_AT_ONCE.value,
+        sweep=tuning.parse(_TUNE.value),
+        tune_seeds=_TUNE_SEEDS.value,
+        budget=None if _BUDGET.value is None else round(_BUDGET.value),
+    )
+    if _CHECK.value:
+        print(json.dumps(comparison.check(request)))
+        return
+    print(comparison.compare(request, [*sys.argv[1:], "--check"]))
 
 
 if __name__ == "__main__":

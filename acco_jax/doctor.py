@@ -28,25 +28,23 @@ _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there a
 _PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     del argv
     together = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
-    try:
-        devices.check_together(*together)
-        several = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
-        devices.choose_platform(_DEVICES.value, several_processes=several)
-        devices.connect(*together)
-        # slow, and only now may anything touch devices
-        from acco_jax.runner import diagnosis
+    devices.check_together(*together)
+    several = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
+    devices.choose_platform(_DEVICES.value, several_processes=several)
+    devices.connect(*together)
+    # slow, and only now may anything touch devices
+    from acco_jax.runner import diagnosis
 
-        workdir = Path(_WORKDIR.value).expanduser().absolute()
-        problems = 0
-        for finding in diagnosis.examined(workdir):
-            problems += bool(finding.remedy)
-            if jax.process_index() == 0:
-                print(finding, flush=True)
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    workdir = Path(_WORKDIR.value).expanduser().absolute()
+    problems = 0
+    for finding in diagnosis.examined(workdir):
+        problems += bool(finding.remedy)
+        if jax.process_index() == 0:
+            print(finding, flush=True)
     if problems:
         number = f"{problems} problems" if problems > 1 else "a problem"
         exits.end(exits.FAILED, f"{number}: see above")

@@ -45,17 +45,11 @@ _STRIDE = flags.DEFINE_integer(
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     del argv
-    try:
-        devices.choose_platform(None, several_processes=False)
-        figures = _figures()
-    except FloatingPointError as error:
-        exits.end(exits.DIVERGED, error)
-    except KeyboardInterrupt:
-        exits.end(exits.FAILED, "interrupted")
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    devices.choose_platform(None, several_processes=False)
+    figures = _figures()
     print(json.dumps(figures) if _JSON.value else "\n".join(_lines(figures)))
 
 

@@ -31,22 +31,20 @@ _HALF_ROUND = flags.DEFINE_integer(
 )
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
-    try:
-        devices.choose_platform(None, several_processes=False)
-        # slow, and only now may anything touch devices
-        from acco_jax.runner import exporting
+    devices.choose_platform(None, several_processes=False)
+    # slow, and only now may anything touch devices
+    from acco_jax.runner import exporting
 
-        line = exporting.export(
-            Path(str(_WORKDIR.value)).expanduser(),
-            Path(str(_OUT.value)).expanduser(),
-            _DTYPE.value,
-            _HALF_ROUND.value,
-        )
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    line = exporting.export(
+        Path(str(_WORKDIR.value)).expanduser(),
+        Path(str(_OUT.value)).expanduser(),
+        _DTYPE.value,
+        _HALF_ROUND.value,
+    )
     print(line)
 
 

@@ -38,33 +38,29 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of what is drawn.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "How many texts.", 1)
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     del argv
-    try:
-        devices.choose_platform(None, several_processes=False)
-        # slow, and only now may anything touch devices
-        from acco_jax.runner import language
-        from acco_jax.runner.language import Sampling
+    devices.choose_platform(None, several_processes=False)
+    # slow, and only now may anything touch devices
+    from acco_jax.runner import language
+    from acco_jax.runner.language import Sampling
 
-        how = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
-        model = language.opened(_MODEL)
-        keys = language.keys_of(_SEED.value, _SAMPLES.value)
-        prompt = [model.tokens(_PROMPT.value)]
-        for number, key in enumerate(keys):
-            if number:
-                _show(f"--- {number + 1} of {len(keys)}\n")
-            texts = model.write(prompt, _TOKENS.value, how, key[None], chunk=1)
-            first = next(texts)  # refuses before anything is shown
-            _show(_PROMPT.value)
-            shown = 0
-            for (text,) in itertools.chain([first], texts):
-                _show(text[shown:])
-                shown = len(text)
-            _show("\n")
-    except KeyboardInterrupt:
-        exits.end(exits.FAILED, "interrupted")
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    how = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+    model = language.opened(_MODEL)
+    keys = language.keys_of(_SEED.value, _SAMPLES.value)
+    prompt = [model.tokens(_PROMPT.value)]
+    for number, key in enumerate(keys):
+        if number:
+            _show(f"--- {number + 1} of {len(keys)}\n")
+        texts = model.write(prompt, _TOKENS.value, how, key[None], chunk=1)
+        first = next(texts)  # refuses before anything is shown
+        _show(_PROMPT.value)
+        shown = 0
+        for (text,) in itertools.chain([first], texts):
+            _show(text[shown:])
+            shown = len(text)
+        _show("\n")
 
 
 def _show(text: str) -> None:

@@ -32,25 +32,23 @@ _OUT = flags.DEFINE_string(
 )
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     folders = [Path(name).expanduser() for name in argv[1:]]
-    try:
-        if not folders:
-            raise ValueError("no folder: name the workdir of a run, or several.")
-        if importlib.util.find_spec("bokeh") is None:
-            raise ValueError(
-                "the page's curves need Bokeh, which is not installed: pip install "
-                "'acco-jax[report]'."
-            )
-        from acco_jax.runner.pages import page, records  # slow, and bokeh is optional
+    if not folders:
+        raise ValueError("no folder: name the workdir of a run, or several.")
+    if importlib.util.find_spec("bokeh") is None:
+        raise ValueError(
+            "the page's curves need Bokeh, which is not installed: pip install "
+            "'acco-jax[report]'."
+        )
+    from acco_jax.runner.pages import page, records  # slow, and bokeh is optional
 
-        runs = records.read(folders)
-        single = folders[0] if len(folders) == 1 else Path()
-        path = Path(_OUT.value).expanduser() if _OUT.value else single / FILE
-        text = page.written(runs, datetime.datetime.now())
-        write_whole(path, text)
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    runs = records.read(folders)
+    single = folders[0] if len(folders) == 1 else Path()
+    path = Path(_OUT.value).expanduser() if _OUT.value else single / FILE
+    text = page.written(runs, datetime.datetime.now())
+    write_whole(path, text)
     number = f"{len(runs)} runs" if len(runs) > 1 else "a run"
     print(f"{path}: {number}, {len(text.encode()) / 1e6:.1f} MB")
 

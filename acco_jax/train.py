@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
+from jax import process_count
 
 from acco_jax.runner import (
     commands,
@@ -67,18 +68,16 @@ def _ours_or_serious(record: levels.LogRecord) -> bool:
     return record.levelno >= levels.WARNING or record.pathname.startswith(_PACKAGE)
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     del argv
     heartbeat.keep_stacks()
-    try:
-        if not str(_WORKDIR.value):
-            raise ValueError("--workdir is empty: name a folder.")
-        devices.check_together(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
-        _check_fewer()
-        if _ORDERS is None and (_COORDINATOR.value or _RESTARTS.value):
-            sys.exit(supervisor.supervise(_job()))
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    if not str(_WORKDIR.value):
+        raise ValueError("--workdir is empty: name a folder.")
+    devices.check_together(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    _check_fewer()
+    if _ORDERS is None and (_COORDINATOR.value or _RESTARTS.value):
+        sys.exit(supervisor.supervise(_job()))
     with contextlib.ExitStack() as claim:
         _train(claim)
 
@@ -175,15 +174,16 @@ def _train(claim: contextlib.ExitStack) -> None:
             time_gradients=_TIME_GRADIENTS.value,
             replay=replay,
         )
-    except checkpoints.Damaged as error:
-        exits.end(exits.REFUSED, error)
-    except FloatingPointError as error:
-        exits.end(exits.DIVERGED, error)
     except (OSError, KeyboardInterrupt) as error:
         what = str(error) or "interrupted"
-        exits.end(
-            exits.FAILED, f"{what}: the same command continues from its checkpoint."
-        )
+        raise exits.Failed(
+            f"{what}: the same command continues from its checkpoint."
+        ) from error
+    except ValueError as error:
+        if process_count() == 1 or isinstance(error, checkpoints.Damaged):
+            raise
+        # a collective whose peer is gone may raise one: nothing was refused
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if summary is None:
         sys.exit(exits.STOPPED)
 

@@ -77,6 +77,7 @@ _REQUIRE_HIDDEN = flags.DEFINE_float(
 )
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     topologies.use_cpu()
     try:

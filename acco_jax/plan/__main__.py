@@ -72,6 +72,7 @@ _REQUIRE_HIDDEN = flags.DEFINE_bool(
 )
 
 
+@exits.lines()
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         exits.end(exits.REFUSED, f"unexpected argument {argv[1]!r}")

@@ -1,6 +1,10 @@
 """Exit codes of all commands: what a scheduler, or a person, reads off them."""
 
+import contextlib
 import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from acco_jax.runner import heartbeat
@@ -25,8 +29,83 @@ Exit codes:
 """
 
 
+MEMORY = "lower microbatch_size, or use more devices."
+_PACKAGE = Path(__file__).parent.parent
+
+
 class Stopped(Exception):
     """A run was told to stop, and has saved what it had."""
+
+
+class Failed(Exception):
+    """A command could not do its work, for a reason that its message names."""
+
+
+@contextlib.contextmanager
+def lines() -> Iterator[None]:
+    """Ends a command whose body raises with one line on stderr and a code.
+
+    A program's error that nothing has foreseen has its traceback before that line. In
+    a process that a supervisor started such an error is raised again: the supervisor
+    is told of it, and decides whether it comes of a peer that was lost.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        code, line = ended(error)
+        if code is None:
+            if heartbeat.supervised():
+                raise
+            traceback.print_exception(error)
+        end(FAILED if code is None else code, line)
+
+
+def ended(error: BaseException) -> tuple[int | None, str]:
+    """Returns the code and the line that a command ends with.
+
+    The code is None for an error that nothing has foreseen.
+    """
+    text = str(error)
+    match error:
+        case Stopped():
+            return STOPPED, text
+        case Failed():
+            return FAILED, text
+        case KeyboardInterrupt():
+            return FAILED, text or "interrupted"
+        case FloatingPointError():
+            return DIVERGED, text
+        case MemoryError():
+            return FAILED, f"out of memory: {MEMORY}"
+        case RuntimeError() if text.startswith("RESOURCE_EXHAUSTED"):
+            return FAILED, f"out of memory ({text:.200}): {MEMORY}"
+        case OSError():
+            return REFUSED, text
+        case ValueError():
+            ours, where = _place(error)
+            return REFUSED, text if ours else f"{text} ({where})"
+    return None, f"{type(error).__name__}: {text} ({_place(error)[1]})"
+
+
+def _place(error: BaseException) -> tuple[bool, str]:
+    """Returns whether this package raised an error, and the file and line that did.
+
+    Of an error in an installed library it is the line that called the library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = not frames or Path(frames[-1].filename).is_relative_to(_PACKAGE)
+    installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent))
+    own = [
+        f for f in frames
+        if Path(f.filename).is_relative_to(_PACKAGE)
+        or not any(part in f.filename for part in installed)
+    ]  # fmt: skip
+    if not (own or frames):
+        return ours, "nowhere"
+    frame = (own or frames)[-1]
+    return ours, f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
 def end(code: int, message: object) -> NoReturn:

@@ -84,6 +84,11 @@ def follow() -> Orders | None:
     return orders
 
 
+def supervised() -> bool:
+    """Whether a command started this process and listens to it."""
+    return _pipe is not None
+
+
 def keep_stacks() -> None:
     """Sends the stacks of a crash to the file; absl would show them on the terminal."""
     if _stacks is not None:

@@ -18,7 +18,7 @@ RUN_BYTES = 2 << 30  # host memory that a run is given where several fit
 POLL_SECONDS = 0.05
 
 
-class RunFailed(Exception):
+class RunFailed(exits.Failed):
     """Some runs have no result; those of the others are written."""
 
 
