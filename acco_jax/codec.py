@@ -215,7 +215,10 @@ class Codecs:
         """The number of a half-round's codec; of an int or an array."""
         number = half_round % len(self.phases)
         if self.resync_every:
-            full = half_round % self.resync_every == 0
+            # 1 or 0, without a bool, which strict promotion does not take for a number
+            full = (self.resync_every - half_round % self.resync_every) // (
+                self.resync_every
+            )
             number = number * (1 - full) + len(self.phases) * full
         return number
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.collectives import Alone, check_constraints, naming_constraints
 from acco_jax.loss import (
     Sums,
     add,
@@ -23,7 +24,15 @@ from acco_jax.loss import (
     widened,
     with_arrays,
 )
-from acco_jax.workers import axis_names, from_row, over_data, to_row
+from acco_jax.microbatches import differ, piece, place_counts
+from acco_jax.workers import (
+    axis_names,
+    check_compiled,
+    from_row,
+    over_data,
+    place,
+    to_row,
+)
 
 PyTree = Any
 
@@ -120,7 +129,7 @@ class Accumulator:
         parts = self.workers * self.held
         first: tuple[str, int] | None = None
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            shape, name = jnp.shape(x), jax.tree_util.keystr(path) or "batch"
+            shape, name = np.shape(x), jax.tree_util.keystr(path) or "batch"
             if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
                     f"batch leaf {name} of shape {shape} does not divide into "
@@ -133,7 +142,7 @@ class Accumulator:
                     f"batch leaf {first[0]} has {first[1]} rows and {name} has "
                     f"{shape[0]}: row k of every leaf must be of the same example."
                 )
-        return jax.device_put(batch, NamedSharding(self.mesh, self.rows))
+        return place(batch, NamedSharding(self.mesh, self.rows))
 
     def place_counts(self, counts: Any) -> jax.Array | None:
         """Put microbatch counts on their workers: (n,) int32.
@@ -144,27 +153,8 @@ class Accumulator:
         Raises:
           ValueError: wrong shape or dtype, or a count that can be read is out of range.
         """
-        if counts is None:
-            return None
-        if np.shape(counts) != (self.workers,):
-            raise ValueError(
-                f"counts has shape {np.shape(counts)}: give one count per worker, "
-                f"shape ({self.workers},)."
-            )
-        on_device = isinstance(counts, jax.Array)
-        counts = counts if on_device else np.asarray(counts)
-        if not jnp.issubdtype(counts.dtype, jnp.integer):
-            raise ValueError(f"counts are {counts.dtype}: they must be integers.")
-        if on_device:
-            counts = _clip(counts, self.microbatches)
-        elif counts.min() < 0 or counts.max() > self.microbatches:
-            raise ValueError(
-                f"counts {counts.tolist()} must lie between 0 and microbatches = "
-                f"{self.microbatches}."
-            )
-        return jax.device_put(
-            jnp.asarray(counts, jnp.int32), NamedSharding(self.mesh, self.rows)
-        )
+        sharding = NamedSharding(self.mesh, self.rows)
+        return place_counts(counts, self.workers, self.microbatches, sharding)
 
     def counts_here(self, counts: Sequence[int]) -> jax.Array:
         """(n,) counts, of which each process gives those of its own workers."""
@@ -250,6 +240,7 @@ class Accumulator:
             if rng is not None:
                 key = jax.random.fold_in(rng, lax.axis_index(self.axis) * self.held)
             loss_of = self._loss_of(batch, key, self.held, 0)
+            self._checked(loss_of, params)
             loss, pullback, rest = jax.vjp(loss_of, params, has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
             own = {id(x): i for i, x in enumerate(jax.tree.leaves((params, self)))}
@@ -346,6 +337,8 @@ class Accumulator:
                 first = lax.axis_index(self.axis) * total
                 key = jax.random.fold_in(rng, first + i)
             loss_of = self._loss_of(batch, key, total, i)
+            if sums is None:
+                self._checked(loss_of, params)
             sums = from_row(sums)
             grads = None if sums is None else sums.grads
             (loss, (weight, aux)), out = take(loss_of, params, grads, valid)
@@ -383,11 +376,17 @@ class Accumulator:
     def zeros_here(self, params: PyTree, batch: PyTree, rng: Any, total: int) -> Sums:
         """Return the sums of no microbatch, for `sum_here`."""
         gradient = functools.partial(self._gradient, total=total, i=0)
-        out = jax.eval_shape(gradient, params, batch, rng)
+        out = self._checked(gradient, params, batch, rng)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
         # zeros_like keeps how other mesh axes split the parameter
         grads = jax.tree.map(jnp.zeros_like, params)
         return self._widened(zeros._replace(grads=grads), params)
+
+    def _checked(self, fn: Callable, *args: Any) -> Any:
+        """The abstract results of a function that evaluates the loss function."""
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        check_constraints(jaxpr.jaxpr, self.axis)
+        return out
 
     def _gradient(
         self, params: PyTree, batch: PyTree, key: Any, total: int, i: Any
@@ -404,33 +403,16 @@ class Accumulator:
             x = x.reshape(total, x.shape[0] // total, *x.shape[1:])
             return lax.dynamic_index_in_dim(x, i, keepdims=False)
 
-        return functools.partial(evaluate, self.loss_fn, jax.tree.map(pick, batch), key)
+        def loss_of(params: PyTree) -> Any:
+            with naming_constraints(self.axis):
+                return evaluate(self.loss_fn, jax.tree.map(pick, batch), key, params)
+
+        return loss_of
 
     def _widened(self, sums: Sums, params: PyTree) -> Sums:
         """In the dtypes of the accumulator."""
         cast = lambda g, p: g.astype(self.dtype or p.dtype)  # noqa: E731
         return widened(sums)._replace(grads=jax.tree.map(cast, sums.grads, params))
-
-
-def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
-    """Return (first, end) of the microbatches of the k-th of `parts` pieces.
-
-    Half of `count`, rounded down, comes before the middle; what does not divide further
-    goes to the pieces there.
-    """
-    middle, before = parts // 2, count // 2
-
-    def bound(k: int) -> Any:
-        if k <= middle:
-            return before * k // middle
-        return count - (count - before) * (parts - k) // middle
-
-    return bound(k), bound(k + 1)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _clip(counts: jax.Array, most: int) -> jax.Array:
-    return jnp.clip(counts.astype(jnp.int32), 0, most)
 
 
 def local_gradients(
@@ -482,6 +464,8 @@ def local_gradients(
         drop_nonfinite,
     ).placed()
 
+    alone = Alone(acc)
+
     @jax.jit
     def run(acc, params, batch, counts, rng):  # type: ignore[no-untyped-def]
         zeros = acc.zeros(params, batch, rng)
@@ -495,6 +479,10 @@ def local_gradients(
     def gradients(
         params: PyTree, batch: PyTree, counts: Any = None, rng: Any = None
     ) -> tuple[PyTree, jax.Array, PyTree]:
-        return run(acc, params, acc.place_batch(batch), acc.place_counts(counts), rng)
+        check_compiled()
+        batch = acc.place_batch(batch)
+        if differ(counts):
+            alone(params, batch, rng)
+        return run(acc, params, batch, acc.place_counts(counts), rng)
 
     return gradients

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from acco_jax.dtypes import promoted
 from acco_jax.gradients import Accumulator, Sums
 from acco_jax.layout import PyTree
 
@@ -194,7 +195,7 @@ def _totals(sums: Sums) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     if sums.dropped is None:
         weight = sums.weight.sum()
         return sums.loss.sum(), weight, {}
-    dtype = jnp.promote_types(sums.loss.dtype, sums.weight.dtype)
+    dtype = promoted(sums.loss.dtype, sums.weight.dtype)
     columns = (sums.loss[:, None], sums.weight[:, None], sums.dropped)
     rows = jnp.concatenate([x.astype(dtype) for x in columns], axis=1)
     loss, weight, *dropped = jnp.split(rows.sum(0), (1, 2))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from acco_jax.dtypes import promoted
+
 PyTree = Any
 
 
@@ -118,7 +120,7 @@ def widened(sums: Sums) -> Sums:
     """
 
     def wide(x: jax.Array, least: Any = jnp.float32) -> jax.Array:
-        return x.astype(jnp.promote_types(x.dtype, least))
+        return x.astype(promoted(x.dtype, least))
 
     def number(x: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)

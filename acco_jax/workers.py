@@ -27,6 +27,15 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     return axis
 
 
+def check_compiled() -> None:
+    """Raises a ValueError inside jax.disable_jit, where collectives may not end."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            "jax.disable_jit is on, but what runs on several workers is compiled: turn "
+            "it off, and call loss_fn by itself or use jax.debug.print inside it."
+        )
+
+
 def over_data(
     fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable:
@@ -38,6 +47,19 @@ def over_data(
     """
     shard_map = functools.partial(jax.shard_map, axis_names=set(axis), check_vma=False)
     return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def place(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Put arrays where they belong; abstract ones without a sharding get theirs."""
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        return jax.device_put(tree, shardings)
+    shardings = jax.tree.broadcast(shardings, tree)
+
+    def one(x: Any, sharding: Any) -> Any:
+        at = x.sharding or sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def to_row(tree: PyTree) -> PyTree:

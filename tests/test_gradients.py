@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import acco_jax
-from acco_jax.gradients import piece
+from acco_jax.microbatches import piece
 from tests.reference import AUTO, EXPLICIT, make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")

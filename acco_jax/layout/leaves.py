@@ -12,6 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.dtypes import promoted
+
 PyTree = Any
 
 
@@ -47,7 +49,7 @@ class Leaf:
 
     @property
     def master(self) -> np.dtype:
-        return np.dtype(jnp.promote_types(self.dtype, jnp.float32))
+        return np.dtype(promoted(self.dtype, jnp.float32))
 
     @property
     def whole(self) -> bool:
@@ -199,7 +201,7 @@ def _transpose(x: jax.Array, order: Sequence[int]) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
     """Return x in float32 if its dtype is narrower."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(promoted(x.dtype, jnp.float32))
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
@@ -304,7 +306,7 @@ def _visible_spec(x: Any) -> P | None:
 def _check_trainable(name: str, x: Any) -> None:
     if not hasattr(x, "dtype"):
         raise ValueError(f"{name} is {x!r}: params must be a tree of arrays.")
-    dtype = np.dtype(x.dtype)
+    dtype = x.dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name} is {dtype}: only floating-point parameters can be trained, "

@@ -88,7 +88,7 @@ def advance(
         )
         point = choose(commit, theta, ahead)
     state = state._replace(
-        steps=state.steps + (commit & (total.weight != 0)),
+        steps=state.steps + jnp.int32(commit & (total.weight != 0)),
         master=choose(commit, theta, state.master),
         inner=choose(commit, inner_state, state.inner),
         carry=gradient,

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from acco_jax.half_round import Round
 from acco_jax.layout import Layout, PyTree, check_floating
-from acco_jax.workers import axis_names
+from acco_jax.workers import axis_names, check_compiled
 
 
 class CommonOptions(TypedDict, total=False):
@@ -179,6 +179,7 @@ def find_state(state: PyTree) -> Any:
 
 def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
     """The state make(params), every array of it where its `shardings` say."""
+    check_compiled()
     like = jax.eval_shape(make, params)
     params = jax.device_put(params, like.layout.params_shardings)
     return jax.jit(make, out_shardings=like.shardings())(params)

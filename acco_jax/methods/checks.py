@@ -177,8 +177,9 @@ def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
     """Whether what jnp.where chooses of the two has the dtype of either."""
     if new is None or old is None or jnp.shape(new) != jnp.shape(old):
         return False
-    dtypes = [jnp.result_type(x) for x in ((old,) if in_loop else (old, new))]
-    return jnp.result_type(new, old) in dtypes
+    with jax.numpy_dtype_promotion("standard"):  # as guarded by `choose`
+        dtypes = [jnp.result_type(x) for x in ((old,) if in_loop else (old, new))]
+        return jnp.result_type(new, old) in dtypes
 
 
 # --------------------------------------------- what a method may and may not stand in

@@ -50,7 +50,7 @@ def advance(
     """One step on the gradient that has arrived; with `predict` a second one ahead."""
     theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
     ahead = step(gradient, totals, inner_state, theta)[0] if predict else theta
-    steps = state.steps + (totals.weight != 0)
+    steps = state.steps + jnp.int32(totals.weight != 0)
     state = state._replace(steps=steps, master=theta, inner=inner_state)
     return state, Point(ahead, norm)
 

@@ -20,6 +20,7 @@ from acco_jax.gradients import Sums
 from acco_jax.half_round import Inputs, Round, run
 from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
 from acco_jax.methods import base, checks, optimizer
+from acco_jax.workers import check_compiled, place
 
 StateType = TypeVar("StateType", bound=type)
 Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
@@ -203,7 +204,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             )
         self.check_state(state)
         checks.check_params(state.layout, params)
-        return jax.device_put(params, state.layout.params_shardings)
+        return place(params, state.layout.params_shardings)
 
     def check_state(self, state: Any) -> None:
         """Raises a ValueError for a state of another method."""
@@ -279,6 +280,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def _update(
         self, grads: PyTree, state: Any, params: PyTree | None, weight: Any, extra: Any
     ) -> tuple[PyTree, Any]:
+        check_compiled()
         self.check_state(state)
         layout = state.layout
         checks.check_params(layout, params)

@@ -41,7 +41,7 @@ def advance(
     state: Zero1State, gradient: PyTree, totals: Totals, step: Step
 ) -> tuple[Zero1State, Point]:
     theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
-    steps = state.steps + (totals.weight != 0)
+    steps = state.steps + jnp.int32(totals.weight != 0)
     state = state._replace(steps=steps, master=theta, inner=inner_state)
     return state, Point(theta, norm)
 

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
-from acco_jax.gradients import piece, with_arrays
 from acco_jax.groups import data_axes, members
+from acco_jax.loss import with_arrays
+from acco_jax.microbatches import piece
 from acco_jax.plan import cache, footprint, hlo, schedules, topologies
 from acco_jax.plan.compiled import Compiled, DoesNotFit, Memory, what_it_needs
 from acco_jax.plan.footprint import bytes_held

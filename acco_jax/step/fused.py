@@ -2,16 +2,22 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from acco_jax.collectives import Alone
 from acco_jax.compiler import naming_unknown_options
 from acco_jax.gradients import Accumulator
 from acco_jax.half_round import Inputs, half_round
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
+from acco_jax.microbatches import differ
+from acco_jax.workers import check_compiled, place
 
 
 class Arguments(NamedTuple):
@@ -37,6 +43,9 @@ class TrainStep:
         microbatches = gradients.microbatches * tx.steps_per_call
         self._batches = dataclasses.replace(gradients, microbatches=microbatches)
         self._programs: dict[tuple[Any, ...], Any] = {}
+        self._alone = Alone(self._batches, tx.local)
+        # the parameters and the state that were returned last
+        self._returned: list[weakref.ref[Any]] = []
         self._numbers_calls = bool(tx.changes)  # whether they differ by their number
         # the counter of the state that was returned last, and its value
         self._counted: tuple[Any, int] = None, 0
@@ -51,7 +60,9 @@ class TrainStep:
         extra: dict[str, Any] | None = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         """Runs one call; see `acco_jax.make_train_step`."""
-        args = self._placed(self._arguments(params, state, batch, counts, rng, extra))
+        check_compiled()
+        args = self._arguments(params, state, batch, counts, rng, extra)
+        args = self._placed(self._donated(args))
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
         if traced:
             self._refuse_trace()
@@ -62,6 +73,7 @@ class TrainStep:
         with naming_unknown_options():
             params, state, metrics = self._run(phase, args)
         self._counted = state.half_rounds, call + 1
+        self._returned = [weakref.ref(x) for x in jax.tree.leaves((params, state))]
         return params, state, metrics
 
     def lower(self, *args: Any, half_round: int | None = None, **named: Any) -> Any:
@@ -86,7 +98,9 @@ class TrainStep:
         if half_round is None:
             half_round = self._tx.half_rounds - 1
         call = self._tx.warmup + half_round
-        args = self._expected(call, self._arguments(*args, **named))
+        args = self._placed(self._described(self._arguments(*args, **named)))
+        args = args._replace(state=place(args.state, args.state.shardings()))
+        args = self._expected(call, args)
         return self._lowered(self._tx.phase(call), args)
 
     def turns(self) -> dict[int, int]:
@@ -140,10 +154,53 @@ class TrainStep:
     def _placed(self, args: Arguments) -> Arguments:
         """The same, checked and on their devices."""
         inputs, params = args.inputs, self._tx.place(args.params, args.state)
-        batch = self._batches.place_batch(inputs.batch)
-        counts = self._gradients.place_counts(inputs.counts)
+        batch, counts = self._batches.place_batch(inputs.batch), inputs.counts
+        if self._may_differ(counts):
+            self._alone(params, batch, inputs.rng)
+        if not isinstance(counts, jax.ShapeDtypeStruct):
+            counts = self._gradients.place_counts(counts)
         inputs = inputs._replace(batch=batch, counts=counts)
         return args._replace(params=params, inputs=inputs)
+
+    def _may_differ(self, counts: Any) -> bool:
+        """Whether workers may compute different numbers of microbatches."""
+        return differ(counts)
+
+    def _described(self, args: Arguments) -> Arguments:
+        """The same without the values of parameters, state and batch."""
+        mesh = self._tx.mesh
+
+        def one(x: Any) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return x
+            at = getattr(x, "sharding", None)
+            at = at if getattr(at, "mesh", None) == mesh else None
+            dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
+            return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=at)
+
+        params, state, batch = jax.tree.map(one, (*args[:2], args.inputs.batch))
+        inputs = args.inputs._replace(batch=batch)
+        return args._replace(params=params, state=state, inputs=inputs)
+
+    def _donated(self, args: Arguments) -> Arguments:
+        """The same, with copies of parameters and state where arrays share memory.
+
+        What the last call returned shares none.
+        """
+        given, treedef = jax.tree.flatten((args.params, args.state))
+        others = jax.tree.leaves((args.inputs, args.extra))
+        ours = {id(x) for ref in self._returned if (x := ref()) is not None}
+        ids = set(map(id, given))
+        if len(ids) == len(given) and ids <= ours and ours.isdisjoint(map(id, others)):
+            return args
+        seen = {where for x in others for where in _memory(x)}
+        for i, x in enumerate(given):
+            here = _memory(x)
+            if not seen.isdisjoint(here):
+                given[i] = jnp.copy(x)
+            seen |= here
+        params, state = jax.tree.unflatten(treedef, given)
+        return args._replace(params=params, state=state)
 
     def _refuse_trace(self) -> None:
         """Raises a ValueError unless the step may be part of a caller's program."""
@@ -192,3 +249,15 @@ class TrainStep:
         layout = state.layout
         rows = layout.grads_shardings if self._tx.local else layout.params_shardings
         return rows, state.shardings()
+
+
+def _memory(x: Any) -> set[Any]:
+    """Where an array lies on this process's devices, or which object it is."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if not concrete or x.is_deleted():
+        return {id(x)}
+    try:
+        shards = x.addressable_shards
+        return {(s.device, s.data.unsafe_buffer_pointer()) for s in shards}
+    except jax.errors.JaxRuntimeError:  # a backend that has no pointers
+        return {id(x)}

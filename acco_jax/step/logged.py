@@ -4,6 +4,7 @@ from typing import Any
 
 from acco_jax.gradients import Accumulator
 from acco_jax.methods.base import Method
+from acco_jax.microbatches import differ
 from acco_jax.step.fused import TrainStep
 from acco_jax.step.halves import Halves, Turns
 from acco_jax.step.replay import Lines, Replay
@@ -40,6 +41,11 @@ class LoggedStep(TrainStep):
         """
         self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
         self.half_round = log.first
+
+    def _may_differ(self, counts: Any) -> bool:
+        if counts is not None:
+            return differ(counts)
+        return self._log is None or any(map(differ, self._log.lines))
 
     def _call(self, state: Any) -> int:
         call = super()._call(state)

@@ -98,7 +98,10 @@ class Probe:
 
         kept = self._kept
         if kept is None:
-            rng = None if inputs.rng is None else self._here(inputs.rng, P())
+            rng = inputs.rng
+            if rng is not None:  # which may lie on one device
+                whole = NamedSharding(self._all, P())
+                rng = self._here(jax.device_put(rng, whole), P())
             kept = jax.tree.map(first, inputs.batch), rng
         params = jax.tree.map(lambda x: self._here(x, self._params), params)
         return self._gradients, params, *kept

@@ -26,7 +26,7 @@ from acco_jax.methods.base import find_state, is_state
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
-from acco_jax.workers import from_row, over_data, to_row
+from acco_jax.workers import from_row, over_data, place, to_row
 
 
 class Work(NamedTuple):
@@ -126,7 +126,7 @@ class InnerSteps:
             choose(valid, inner, work.inner),
             jax.tree.map(jnp.add, work.sums, sums),
             work.norm + optax.tree.norm(mean).astype(work.norm.dtype),
-            work.steps + valid,
+            work.steps + valid.astype(work.steps.dtype),
         )
 
 
@@ -314,7 +314,7 @@ class LocalMethod:
                 "give those of acco_jax.start(tx, params)."
             ) from None
         check_dtypes(layout, params)
-        return jax.device_put(params, layout.grads_shardings)
+        return place(params, layout.grads_shardings)
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
         if extra:
@@ -330,8 +330,8 @@ class LocalMethod:
             state = self.inner.init(theta)
             return checked_update(self.inner, theta, state, theta, {}, in_loop=True)
 
-        jax.eval_shape(step, params)
         jax.eval_shape(self.make_state, params)
+        jax.eval_shape(step, params)
 
 
 def check_optimizer(name: str, optimizer: Any, why: str) -> None:

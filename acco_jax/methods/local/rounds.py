@@ -34,7 +34,7 @@ from acco_jax.methods.base import (
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
-from acco_jax.workers import over_data
+from acco_jax.workers import over_data, to_row
 
 OF_ROUNDS = ("weighted", "accumulate_dtype")  # the rest is the exchange's
 
@@ -73,6 +73,8 @@ def differences(
         def one(a: jax.Array, b: jax.Array) -> jax.Array:
             return weight[0].astype(b.dtype) * (a.astype(b.dtype) - b)
 
+        if origin_spec == P():
+            origin = to_row(origin)
         return jax.tree.map(one, origin, theta)
 
     rows = P(layout.axis)

@@ -199,7 +199,7 @@ class StreamingRound(ExchangeRound, LocalRound):
             keeps = (weight[0] != 0) & self.overlaps
 
             def one(x: jax.Array, common: jax.Array) -> jax.Array:
-                common = common.astype(x.dtype)
+                common = common[None].astype(x.dtype)
                 mixed = self.mixing * x + (1 - self.mixing) * common
                 return jnp.where(total != 0, jnp.where(keeps, mixed, common), x)
 

@@ -1,0 +1,61 @@
+"""How many microbatches each worker computes, and which of them in which piece."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+def differ(counts: Any) -> bool:
+    """Whether workers' counts may differ; those of a jax.Array are not read."""
+    if counts is None:
+        return False
+    return isinstance(counts, jax.Array) or len(np.unique(np.asarray(counts))) > 1
+
+
+def place_counts(
+    counts: Any, workers: int, most: int, sharding: NamedSharding
+) -> jax.Array | None:
+    """Put microbatch counts on their workers; see `Accumulator.place_counts`."""
+    if counts is None:
+        return None
+    if np.shape(counts) != (workers,):
+        raise ValueError(
+            f"counts has shape {np.shape(counts)}: give one count per worker, "
+            f"shape ({workers},)."
+        )
+    on_device = isinstance(counts, jax.Array)
+    counts = counts if on_device else np.asarray(counts)
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ValueError(f"counts are {counts.dtype}: they must be integers.")
+    if on_device:
+        counts = _clip(counts, most)
+    elif counts.min() < 0 or counts.max() > most:
+        raise ValueError(
+            f"counts {counts.tolist()} must lie between 0 and microbatches = {most}."
+        )
+    return jax.device_put(jnp.asarray(counts, jnp.int32), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _clip(counts: jax.Array, most: int) -> jax.Array:
+    return jnp.clip(counts.astype(jnp.int32), 0, most)
+
+
+def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
+    """Return (first, end) of the microbatches of the k-th of `parts` pieces.
+
+    Half of `count`, rounded down, comes before the middle; what does not divide further
+    goes to the pieces there.
+    """
+    middle, before = parts // 2, count // 2
+
+    def bound(k: int) -> Any:
+        if k <= middle:
+            return before * k // middle
+        return count - (count - before) * (parts - k) // middle
+
+    return bound(k), bound(k + 1)
