@@ -1,0 +1,153 @@
+"""A step is given its arrays to keep: arrays that share memory are copied first."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import acco_jax
+from tests.reference import make_mesh
+from tests.test_contract import LOCAL
+
+METHODS = ("acco", "zero1", "fused_zero1", "ddp", "dpu", "wp", *LOCAL)
+
+
+def loss_fn(params, batch, rng):
+    y = batch["x"] @ params["w"] + params["b1"][None, :] + 2 * params["b2"][None, :]
+    return jnp.mean(y**2)
+
+
+def method(name, n=2):
+    options = {"local_steps": 2} if name in LOCAL else {}
+    if name == "streaming_diloco":
+        options |= {"fragments": 1, "overlap_steps": 1}
+    return getattr(acco_jax, name)(optax.sgd(0.1), mesh=make_mesh(n), **options)
+
+
+def batch_for(tx):
+    rows = 2 * tx.mesh.size * tx.steps_per_call
+    return {"x": np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)}
+
+
+def separate():
+    return {"w": jnp.ones((3, 2)), "b1": jnp.zeros(2), "b2": jnp.zeros(2)}
+
+
+def tied():
+    z = jnp.zeros(2)
+    return {"w": jnp.ones((3, 2)), "b1": z, "b2": z}
+
+
+def tied_on_the_mesh(mesh):
+    """Other objects, of one memory: what device_put makes of the same array."""
+    return jax.device_put(tied(), NamedSharding(mesh, P()))
+
+
+def tied_of_numpy():
+    z = np.zeros(2, np.float32)
+    return {"w": np.ones((3, 2), np.float32), "b1": z, "b2": z}
+
+
+def run(step, params, state, batch, calls=2, **named):
+    for _ in range(calls):
+        params, state, metrics = step(params, state, batch, **named)
+    return acco_jax.committed_params(state, params), metrics["loss"]
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_array_twice(name, form):
+    """Two leaves of one array are two parameters, each with a gradient of its own."""
+    tx = method(name)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
+    batch = batch_for(tx)
+    expected = run(step, *acco_jax.start(tx, separate()), batch)
+    trees = [tied(), tied_on_the_mesh(tx.mesh), tied_of_numpy()]
+    for params in trees:
+        same(run(step, *acco_jax.start(tx, params), batch), expected)
+    # rows of a local method, tied after they were made
+    params, state = acco_jax.start(tx, separate())
+    params["b2"] = params["b1"]
+    same(run(step, params, state, batch), expected)
+    # tied again between two calls
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch)
+    params["b2"] = params["b1"]
+    step(params, state, batch)
+
+
+def test_one_device():
+    """There what is put on the mesh is what was given."""
+    tx = method("acco", n=1)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    batch = batch_for(tx)
+    expected = run(step, *acco_jax.start(tx, separate()), batch)
+    same(run(step, *acco_jax.start(tx, tied()), batch), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_parameters_in_the_batch(n):
+    def loss(params, batch, rng):
+        return loss_fn(params, batch, rng) + jnp.sum(batch["w"]) * jnp.sum(params["w"])
+
+    def trained(w, other):
+        tx = method("zero1", n)
+        step = acco_jax.make_train_step(loss, tx, microbatches=1)
+        batch = {"x": np.ones((6, 6), np.float32), "w": other}
+        return run(step, *acco_jax.start(tx, separate() | {"w": w}), batch, calls=1)
+
+    w = np.arange(12, dtype=np.float32).reshape(6, 2)
+    shared = jnp.asarray(w)
+    same(trained(shared, shared), trained(jnp.asarray(w), w))
+
+
+def test_parameters_in_the_loss_function():
+    """A teacher that starts as the student."""
+
+    def loss(teacher, params, batch, rng):
+        return loss_fn(params, batch, rng) + jnp.sum(params["w"] * teacher["w"])
+
+    def trained(teacher, student):
+        tx = method("acco")
+        partial = jax.tree_util.Partial(loss, teacher)
+        step = acco_jax.make_train_step(partial, tx, microbatches=1)
+        return run(step, *acco_jax.start(tx, student), batch_for(tx), calls=3)
+
+    params = separate()
+    same(trained(params, params), trained(separate(), separate()))
+
+
+def test_parameters_in_the_state_and_the_extra_arguments():
+    def update(updates, state, params, *, anchor, **extra):
+        moved = jax.tree.map(lambda g, a: -0.1 * (g + a), updates, anchor)
+        return moved, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: params, update)
+    tx = acco_jax.ddp(inner, mesh=make_mesh(2))
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+
+    def trained(share):
+        params = jax.device_put(separate(), NamedSharding(tx.mesh, P()))
+        state = tx.init(params)
+        apart = lambda tree: tree if share else jax.tree.map(jnp.copy, tree)  # noqa: E731
+        state = state._replace(inner=apart(state.master))
+        return run(
+            step, params, state, batch_for(tx), 1, extra={"anchor": apart(params)}
+        )
+
+    same(trained(share=True), trained(share=False))
+
+
+def test_what_a_step_returned_is_not_copied(monkeypatch):
+    tx = method("acco")
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch_for(tx))
+    monkeypatch.setattr(jnp, "copy", None)
+    monkeypatch.setattr(acco_jax.step.fused, "_memory", None)
+    step(params, state, batch_for(tx))
