@@ -359,13 +359,36 @@ def test_multi_steps():
     many = optax.MultiSteps(optax.sgd(0.1), 2)
     with refused("inside optax.MultiSteps: put MultiSteps inside, .* microbatches"):
         optax.MultiSteps(method(), 2).init(theta())
-    with refused(r"is MultiSteps: give its gradient_transformation\(\)\."):
-        method(inner=many)
+    for name in ("acco", "fused_zero1", "diloco", "cellm"):
+        with refused(r"is a MultiSteps: give its gradient_transformation\(\),"):
+            method(name, inner=many)
     tx = method("zero1", inner=many.gradient_transformation())
     params, state = theta(), tx.init(theta())
     for moved in (False, True):
         updates, state = tx.update({"w": np.ones((2, 3, 2))}, state, params)
         assert bool(np.any(updates["w"] != 0)) == moved
+
+
+@pytest.mark.parametrize("name", ["zero1", "acco"])
+def test_multi_steps_inside_count_optimizer_steps(name):
+    """Of zero1 the numbers are optax's; an estimate of acco is none of the k."""
+    many = optax.MultiSteps(optax.adamw(0.1), 2)
+    tx, calls = method(name, inner=many.gradient_transformation()), 6
+    step = step_of(tx)
+    params, state = acco_jax.start(tx, theta())
+    expected, optimizer = theta(), many.init(theta())
+    for seed in range(calls):
+        batch = batch_for(tx, seed)
+        params, state, _ = step(params, state, batch)
+        grads = jax.grad(loss_fn)(expected, batch, None)
+        updates, optimizer = many.update(grads, optimizer, expected)
+        expected = optax.apply_updates(expected, updates)
+    if name == "zero1":
+        chex.assert_trees_all_close(params, expected, rtol=1e-6)
+        chex.assert_trees_all_close(state.inner, optimizer, rtol=1e-5)
+    done = tx.steps_done(calls) if name == "zero1" else 2  # calls: primes, 2 and a half
+    assert int(state.steps) == done
+    assert int(state.inner.gradient_step) == done // 2
 
 
 @pytest.mark.parametrize("name", ["acco", "ddp", "fused_zero1", "diloco", "cellm"])

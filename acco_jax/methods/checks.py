@@ -182,6 +182,18 @@ def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
         return jnp.result_type(new, old) in dtypes
 
 
+def check_optimizer(name: str, optimizer: Any, give: str) -> None:
+    """Raises a ValueError unless an argument is an optax transformation."""
+    if isinstance(optimizer, optax.GradientTransformation):
+        return
+    if hasattr(optimizer, "gradient_transformation"):  # optax.MultiSteps
+        give = (
+            "its gradient_transformation(), whose k count optimizer steps, or more "
+            "microbatches instead"
+        )
+    raise ValueError(f"{name} is a {type(optimizer).__name__}: give {give}.")
+
+
 # --------------------------------------------- what a method may and may not stand in
 
 # A sharding method must see every parameter and have the last word on the updates.

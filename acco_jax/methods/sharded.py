@@ -374,13 +374,10 @@ def sharded(
     Raises:
       ValueError: the mesh lacks the axis, or an option is none of the choices.
     """
-    if isinstance(inner, ShardedMethod) or not isinstance(
-        inner, optax.GradientTransformation
-    ):
-        give = "an optax.GradientTransformation that is not sharded itself"
-        if hasattr(inner, "gradient_transformation"):  # optax.MultiSteps
-            give = "its gradient_transformation()"
-        raise ValueError(f"the optimizer is {type(inner).__name__}: give {give}.")
+    give = "an optax.GradientTransformation that is not sharded itself"
+    checks.check_optimizer("the optimizer", inner, give)
+    if isinstance(inner, ShardedMethod):
+        raise ValueError(f"the optimizer is a {type(inner).__name__}: give {give}.")
     choices: Any = options
     bits = choices.get("gather_bits"), choices.get("reduce_bits")
     return ShardedMethod(

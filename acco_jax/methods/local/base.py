@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.gradients import Accumulator, Sums
 from acco_jax.half_round import Inputs, Round
 from acco_jax.layout import Layout, PyTree, wide
+from acco_jax.methods import checks
 from acco_jax.methods.base import find_state, is_state
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.optimizer import choose
@@ -336,12 +337,10 @@ class LocalMethod:
 
 def check_optimizer(name: str, optimizer: Any, why: str) -> None:
     """Raises a ValueError unless an argument is a plain optax transformation."""
-    plain = isinstance(optimizer, optax.GradientTransformation)
-    if not plain or isinstance(optimizer, ShardedMethod):
-        raise ValueError(
-            f"{name} is a {type(optimizer).__name__}: give a plain optax optimizer, "
-            f"because {why}."
-        )
+    give = f"a plain optax optimizer, because {why}"
+    checks.check_optimizer(name, optimizer, give)
+    if isinstance(optimizer, ShardedMethod):
+        raise ValueError(f"{name} is a {type(optimizer).__name__}: give {give}.")
 
 
 def local_method(
