@@ -429,7 +429,8 @@ def local_gradients(
     Args:
       loss_fn: (params, microbatch, rng) -> loss, or (loss, aux), or
         (loss, weight, aux). Without a weight the loss is a mean and weighs 1; with a
-        weight w it is the SUM over w targets. It must not communicate over `axis_name`.
+        weight w it is the SUM over w targets. It must not communicate over `axis_name`;
+        where counts may differ this raises a ValueError.
         The arrays of a jax.tree_util.Partial are not differentiated and are arguments
         of the program, whole on every device; those in a closure are constants.
       mesh: the devices.

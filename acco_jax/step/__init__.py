@@ -30,7 +30,7 @@ def make_train_step(
 
     Args:
       loss_fn: as for `acco_jax.local_gradients`; it must not communicate over the data
-        axis, or nothing overlaps.
+        axis, or nothing overlaps. Where counts may differ this raises a ValueError.
       tx: a method of this library (acco, zero1, diloco, ...), not wrapped.
       microbatches: N, how many each worker's part of a batch holds for a step. Where a
         call is several inner steps of each worker (`tx.steps_per_call`, diloco's H),
@@ -52,8 +52,8 @@ def make_train_step(
 
     Returns:
       step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
-      metrics). params and state are donated. batch, counts and rng are as for
-      `local_gradients`. extra: keyword arguments (arrays) for the optimizer; one that
+      metrics). params and state are donated; arrays in them that share memory are
+      copied first. batch, counts and rng are as for `local_gradients`. extra: keyword arguments (arrays) for the optimizer; one that
       takes any is also given `value` [], the weighted mean loss of exactly the
       gradients that it is given.
       metrics, all of this half-round: "loss" [] (the mean of microbatch means, or of
