@@ -53,9 +53,9 @@ def make_train_step(
     Returns:
       step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
       metrics). params and state are donated; arrays in them that share memory are
-      copied first. batch, counts and rng are as for `local_gradients`. extra: keyword arguments (arrays) for the optimizer; one that
-      takes any is also given `value` [], the weighted mean loss of exactly the
-      gradients that it is given.
+      copied first. batch, counts and rng are as for `local_gradients`. extra: keyword
+      arguments (arrays) for the optimizer; one that takes any is also given `value` [],
+      the weighted mean loss of exactly the gradients that it is given.
       metrics, all of this half-round: "loss" [] (the mean of microbatch means, or of
       targets where loss_fn gives a weight), "weight" [], "grad_norm" [] (of the mean
       gradient that the optimizer was given; where each worker has its own, the mean
