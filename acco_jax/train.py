@@ -40,6 +40,9 @@ _TIME_GRADIENTS = flags.DEFINE_bool(
 _REPLAY = flags.DEFINE_string(
     "replay", None, "Workdir of a run of this config to repeat, to the bit."
 )
+_STRICT_HOOKS = flags.DEFINE_bool(
+    "strict_hooks", False, "End the run where metrics_hook, W&B or TensorBoard fails."
+)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
 _PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
@@ -173,6 +176,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             stop_after=_STOP_AFTER.value,
             time_gradients=_TIME_GRADIENTS.value,
             replay=replay,
+            strict_hooks=_STRICT_HOOKS.value,
         )
     except (OSError, KeyboardInterrupt) as error:
         what = str(error) or "interrupted"
@@ -190,7 +194,9 @@ def _train(claim: contextlib.ExitStack) -> None:
 
 GROUPS = {
     "Needed": ("config", "workdir"),
-    "One start of a run": ("stop_after", "time_gradients", "replay"),
+    "One start of a run": (
+        "stop_after", "time_gradients", "replay", "strict_hooks",
+    ),
     "Several processes, where no launcher says it (SLURM, MPI, Kubernetes, TPU)": (
         "coordinator", "processes", "process",
     ),

@@ -30,6 +30,8 @@ MINIMA = {
     "optimizer.final_fraction": (0, "give 0 for none."),
     "optimizer.ema": (0, "give 0 for none."),
     "spike.threshold": (0, "give nats."),
+    "spike.calls": (1, "it must be at least 1."),
+    "spike.tokens": (1, "it must be at least 1."),
     "compare_replicas_every": (0, "give 0 for never."),
     "samples": (0, "give 0 for none."),
     "sample_tokens": (1, "it must be at least 1."),

@@ -122,11 +122,14 @@ def default_config() -> ConfigDict:
 
 def _spike_fields() -> ConfigDict:
     c = ConfigDict()
-    # What a training loss does that rises by more than `threshold` nats above the
+    # What happens where the training loss rises by more than `threshold` nats above the
     # lowest one: 'stop', 'rollback' (to the newest checkpoint, going on with later
-    # rows, at most three times), 'off'.
+    # rows, at most three times), 'off'. Both losses are means over the newest `calls`
+    # calls or more, with at least `tokens` tokens; most of the calls must be as high.
     c.policy = "stop"
     c.threshold = 3.0
+    c.calls = 8
+    c.tokens = 8192
     return c
 
 

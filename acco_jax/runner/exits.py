@@ -55,9 +55,10 @@ def lines() -> Iterator[None]:
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
         code, line = ended(error)
+        told = isinstance(error, KeyboardInterrupt)  # by a signal, as the supervisor
+        if heartbeat.supervised() and (code is None or told):
+            raise
         if code is None:
-            if heartbeat.supervised():
-                raise
             traceback.print_exception(error)
         end(FAILED if code is None else code, line)
 

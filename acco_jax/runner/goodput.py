@@ -13,14 +13,15 @@ Every second is of one cause:
   start_up     from the start of a process, or from a spike that is rolled back, until
                half-rounds can begin: imports, data, parameters or a checkpoint.
   compiling    JAX traces, lowers or compiles, or loads what it has compiled before.
-  evaluation   of held-out documents; half-rounds still under way may end in it.
+  evaluation   of held-out documents.
   checkpoints  checks that what is saved is sound, and writes it.
   profiling    starts traces of config.profile, ends them and sums them up.
   waiting      for other processes at the start; then for batches to train on, less what
                the host then waited for the devices, which still had work to do.
   down         no process ran, or the one that ran was killed before its next line.
 
-The times are those of the host: nothing here waits for a device.
+The times are those of the host: nothing here waits for a device. The loop waits for
+its half-rounds before it marks what follows them.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from typing import Any
 
 import jax
 
+from acco_jax.runner import timing
 from acco_jax.runner.files import append_row, is_number, read_rows, write_rows
 
 FILE = "goodput.jsonl"
@@ -39,7 +41,6 @@ CAUSES = (
     "half_rounds", "repeated", "start_up", "compiling", "evaluation", "checkpoints",
     "profiling", "waiting", "down",
 )  # fmt: skip
-COMPILER = "/jax/core/compile/"  # its events, of which some contain others
 
 Row = dict[str, Any]  # time (s since 1970), cause; half_round, compiling, waiting, over
 
@@ -89,7 +90,7 @@ class Record:
         if not self._writes:
             return
         row = {"time": time.time(), "cause": cause, "half_round": half_round}
-        seconds = _covered(self._compiled, self._rows[-1]["time"])
+        seconds = timing.covered(self._compiled, self._rows[-1]["time"])
         self._compiled.clear()
         more = {"compiling": seconds, "waiting": waiting, "over": over}
         self._add(row | {name: value for name, value in more.items() if value})
@@ -134,7 +135,7 @@ class Record:
     def _notice(
         self, event: str, start_time: float, end_time: float, **_: str | int
     ) -> None:
-        if event.startswith(COMPILER):
+        if event.startswith(timing.COMPILER):
             self._compiled.append((start_time, end_time))
 
     def _add(self, row: Row) -> None:
@@ -204,12 +205,3 @@ def _lose(kept: list[tuple[int, int, float]], reach: int) -> float:
             seconds -= stays
         lost += seconds
     return lost
-
-
-def _covered(spans: Sequence[tuple[float, float]], start: float) -> float:
-    """Returns how many seconds after `start` are in at least one span."""
-    total = 0.0
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, start))
-        start = max(start, end)
-    return total

@@ -1,43 +1,157 @@
-"""Where else the rows of metrics.jsonl go: a function of the user's, or W&B."""
+"""Where else the rows of metrics.jsonl go: TensorBoard, W&B, a function of the user's.
 
+A run outlives them: one that raises is named in a warning and not called again.
+"""
+
+import contextlib
 import importlib
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 from ml_collections import ConfigDict
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
 
-from acco_jax.runner.metrics import Hook
+from acco_jax.runner import exits
 from acco_jax.runner.names import named
 
+Row = dict[str, Any]
+Hook = Callable[[Row], None]  # takes a row of metrics.jsonl
+BOARD = "TensorBoard's writer"
 
-def of(config: ConfigDict, workdir: Path) -> list[Hook]:
-    """Returns what process 0 calls with each row; nothing for other processes.
+
+class Hooks:
+    """What is called beside training, and may fail without it."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        """Begins with none. If `strict`, one that raises ends the run."""
+        self._strict = strict
+        self._functions: dict[str, Hook] = {}
+        self._board: Board | None = None
+        self._broken: set[str] = set()
+
+    def add(self, name: str, make: Callable[[], Hook]) -> None:
+        """Adds the hook that `make` returns, which may fail as a hook may."""
+        if (hook := self.call(name, "its start", make)) is not None:
+            self._functions[name] = hook
+
+    def open_board(self, workdir: Path, done: int) -> None:
+        """Begins a file for TensorBoard, of rows after half-round `done`."""
+        self.close_board()
+        self._board = self.call(BOARD, "its start", Board, workdir, done)
+
+    def close_board(self) -> None:
+        if self._board is not None:
+            with contextlib.suppress(Exception):  # it has raised before
+                self._board.close()
+        self._board = None
+
+    def row(self, row: Row) -> None:
+        """Gives everyone a row, each a copy of its own.
+
+        Raises:
+          exits.Failed: hooks are strict, and one of them raised.
+        """
+        where = f"the {row['kind']} row of half-round {row['half_round']}"
+        board = {} if self._board is None else {BOARD: self._board}
+        for name, hook in (self._functions | board).items():
+            self.call(name, where, hook, dict(row))
+
+    def call(
+        self, name: str, where: str, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Returns what a function returns, None where it raises or has raised before.
+
+        Args:
+          name: of what is called; it is warned of once.
+          where: the row, in words.
+          function: to call.
+          *arguments: of the function.
+
+        Raises:
+          exits.Failed: hooks are strict, and the function raised.
+        """
+        if name in self._broken:
+            return None
+        try:
+            return function(*arguments)
+        except Exception as error:  # another's program: it may raise anything
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            what = f"{name} raised at {where}: {why}"
+            if self._strict:
+                raise exits.Failed(
+                    f"{what}: mend it, or leave out --strict_hooks; the same command "
+                    "continues from its checkpoint."
+                ) from error
+            logging.warning(
+                "%s: training goes on without it (--strict_hooks ends the run)", what
+            )
+            self._broken.add(name)
+            return None
+
+
+class Board:
+    """Writes rows for TensorBoard, at once: a thread that dies would block training."""
+
+    def __init__(self, workdir: Path, done: int) -> None:
+        """Begins a file; TensorBoard forgets what others say after `done`."""
+        folder = workdir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = f".{time.time_ns()}"  # the name has whole seconds
+        self._file = event_file_writer.EventsWriter(str(folder / "events"), suffix)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(done + 1, session_log=start)
+
+    def __call__(self, row: Row) -> None:
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "half_round":
+                tag = f"{row['kind']}/{name}"
+                self._add(row["half_round"], summary=summary.scalar(tag, value))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        event = event_pb2.Event(wall_time=time.time(), step=step, **what)
+        self._file.write_event(event)
+
+
+def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
+    """Returns the hooks of an experiment; process 0 alone calls them with rows.
 
     Raises:
-      ValueError: Weights & Biases is asked for and not installed.
+      ValueError: Weights & Biases is asked for and not installed, or there is no such
+        metrics_hook.
     """
+    hooks = Hooks(strict=strict)
     if jax.process_index():
-        return []
-    hooks = [named("metrics_hook", config.metrics_hook)]
+        return hooks
+    if (hook := named("metrics_hook", config.metrics_hook)) is not None:
+        hooks.add(f"metrics_hook {config.metrics_hook}", lambda: hook)
     if config.wandb_project:
-        hooks.append(_wandb(config, workdir))
-    return [hook for hook in hooks if hook is not None]
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ValueError(
+                f"wandb_project is {config.wandb_project!r}, but wandb is not "
+                "installed: pip install wandb, or leave it out."
+            ) from error
+        name = f"wandb (wandb_project={config.wandb_project})"
+        hooks.add(name, lambda: _wandb(wandb, config, workdir))
+    return hooks
 
 
-def _wandb(config: ConfigDict, workdir: Path) -> Hook:
+def _wandb(wandb: Any, config: ConfigDict, workdir: Path) -> Hook:
     """Returns a hook that logs rows to a run of Weights & Biases.
 
     The run has an id of the workdir's own, so that a continued run goes on in it.
     """
-    try:
-        wandb = importlib.import_module("wandb")
-    except ImportError as error:
-        raise ValueError(
-            f"wandb_project is {config.wandb_project!r}, but wandb is not installed: "
-            "pip install wandb, or leave it out."
-        ) from error
     path = workdir / "wandb_id.txt"
     if not path.exists():
         path.write_text(wandb.util.generate_id())
@@ -49,7 +163,7 @@ def _wandb(config: ConfigDict, workdir: Path) -> Hook:
         config=json.loads(config.to_json_best_effort()),
     )
 
-    def log(row: dict[str, Any]) -> None:
+    def log(row: Row) -> None:
         kind = row["kind"]
         values = {f"{kind}/{k}": v for k, v in row.items() if k != "kind"}
         run.log(values, step=row["half_round"])

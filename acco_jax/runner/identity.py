@@ -6,7 +6,8 @@ from typing import Any
 HARMLESS = frozenset(
     {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
      "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
-     "spike.policy", "spike.threshold", "drop_nonfinite", "most_dropped_in_a_row",
+     "spike.policy", "spike.threshold", "spike.calls", "spike.tokens",
+     "drop_nonfinite", "most_dropped_in_a_row",
      "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
      "devices", "form", "workers", "profile", "data.data_dir", "data.path"}
 )  # fmt: skip

@@ -16,13 +16,13 @@ from orbax.checkpoint import multihost
 import acco_jax
 from acco_jax import data
 from acco_jax.gradients import with_arrays
-from acco_jax.plan import chips, footprint
-from acco_jax.runner import config as configs
+from acco_jax.plan import chips
 from acco_jax.runner import (
     exits,
     goodput,
     heartbeat,
     hooks,
+    measures,
     metrics,
     optimizers,
     profiling,
@@ -30,7 +30,7 @@ from acco_jax.runner import (
     reports,
     samples,
     signals,
-    timing,
+    spikes,
     worlds,
 )
 from acco_jax.runner.counts import CountsLog, Watch
@@ -55,7 +55,10 @@ class _Run:
     """A run under way: what half-rounds change, and what is done between them."""
 
     def __init__(
-        self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
+        self,
+        experiment: Experiment,
+        stopped: Callable[[], bool] = lambda: False,
+        strict_hooks: bool = False,
     ) -> None:
         e = self._experiment = experiment
         over = e.checkpoints.latest() == e.half_rounds
@@ -76,6 +79,7 @@ class _Run:
         self._metrics: dict[str, Any] = {}
         self._held_out: float | None = None  # the last held-out loss
         self._dropped: dict[str, Any] | None = None  # up to a checkpoint
+        self._lowest: dict[str, Any] | None = None  # loss of a window, likewise
         self._log: CountsLog | None = None
         self._watch = Watch(e.step)
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
@@ -89,7 +93,7 @@ class _Run:
         if jax.process_index() == 0:
             worlds.record(e.workdir, self.done, e.world)
         heartbeat.reached(self.done)
-        self._hooks = hooks.of(e.config, e.workdir)
+        self._hooks = hooks.of(e.config, e.workdir, strict=strict_hooks)
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
@@ -119,7 +123,7 @@ class _Run:
         self.done, arrays, host = found
         self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
-        self._dropped = host.get("dropped")
+        self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
         return host
 
     def _open_records(self, seconds: float) -> None:
@@ -128,7 +132,9 @@ class _Run:
         if e.config.microbatches != "fixed":
             self._log = CountsLog(e.workdir, self.done)
             e.step.half_round = self.done  # type: ignore[attr-defined]
-        spike = e.config.spike
+        c = e.config.spike
+        threshold = math.inf if c.policy == "off" else c.threshold
+        self._spikes = spikes.Spikes(threshold, c.calls, c.tokens, self._lowest)
         self._drops = Drops(
             optimizers.drops_nonfinite(e.config, e.tx),
             e.mesh,
@@ -146,7 +152,7 @@ class _Run:
             hooks=self._hooks,
             flops=_flops_rate(e),
             drops=self._drops,
-            spike=math.inf if spike.policy == "off" else spike.threshold,
+            spikes=self._spikes,
             record=self._goodput,
         )
 
@@ -166,7 +172,7 @@ class _Run:
     def half_round(self) -> None:
         """Dispatches a half-round and waits for none but an interval long past."""
         e = self._experiment
-        start = self._batches.position
+        start, before = self._batches.position, self.tokens
         with self._goodput.waiting():
             rows = next(self._batches)
         batch = to_devices(rows, e.mesh)
@@ -182,6 +188,7 @@ class _Run:
             self._log.add(self._watch.counts(self._metrics))
             microbatches = self._log.last
             self._batches.computed(microbatches)
+        self._spikes.add(self.done, self.tokens - before, self._metrics)
         if _crossed(e, self.done, e.config.log_every):
             host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
                     "microbatches": microbatches} | slow  # fmt: skip
@@ -221,8 +228,7 @@ class _Run:
     def validate(self, limit: int | None) -> dict[str, Any]:
         """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
         e = self._experiment
-        with self._recorder.pause(self.tokens):
-            self._goodput.trained(self.done)
+        with self._settled():
             self._replicas.judge()
             point = optimizers.evaluated(self.state)
             params = acco_jax.committed_params(point, self.params)
@@ -237,7 +243,9 @@ class _Run:
                 "bits_per_byte": bits,
             }
             if e.config.samples:
-                row["samples"] = samples.written(e, params)
+                at = f"the {row['kind']} row of half-round {self.done}"
+                written = self._hooks.call("samples", at, samples.written, e, params)
+                row |= {} if written is None else {"samples": written}
             if decay := e.config.optimizer.ema:
                 average = optimizers.averaged(self.state, decay)
                 params = acco_jax.committed_params(average, self.params)
@@ -259,8 +267,8 @@ class _Run:
         e.checkpoints.wait()
         if e.checkpoints.latest() == self.done:
             return
-        with self._recorder.pause(self.tokens):
-            self._goodput.trained(self.done)
+        with self._settled():
+            self._spikes.read(self.done)
             self._drops.read(self.done)
             if self._drops.nobody > int(last):
                 logging.warning("no checkpoint of half-round %d: nothing of it was "
@@ -274,7 +282,8 @@ class _Run:
             host = {"batches": position, "seconds": seconds, "identity": e.identity,
                     "axes": dict(e.mesh.shape),
                     "held_out_loss": self._held_out,
-                    "dropped": self._drops.state()}  # fmt: skip
+                    "dropped": self._drops.state(),
+                    "spikes": self._spikes.state()}  # fmt: skip
             e.checkpoints.save(self.done, (self.params, self.state), host)
             self._goodput.mark("checkpoints", self.done)
 
@@ -285,10 +294,17 @@ class _Run:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Keeps the time inside out of what half-rounds take."""
-        with self._recorder.pause(self.tokens):
-            self._goodput.trained(self.done)
+        with self._settled():
             yield
             self._goodput.mark("profiling", self.done)
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Waits for half-rounds under way; what is done inside is none of theirs."""
+        with self._recorder.pause(self.tokens):
+            self.wait()
+            self._goodput.trained(self.done)
+            yield
 
     def spent(self) -> dict[str, Any]:
         """Returns the goodput so far, on process 0."""
@@ -310,6 +326,7 @@ def run(
     stop_after: int | None = None,
     time_gradients: bool = False,
     replay: worlds.Replay | None = None,
+    strict_hooks: bool = False,
 ) -> dict[str, Any] | None:
     """Trains, or continues a run, to its end.
 
@@ -320,6 +337,7 @@ def run(
       time_gradients: at the end also time the gradients by themselves.
       replay: the record of the run that this one repeats: it stops, with a checkpoint,
         where other devices went on.
+      strict_hooks: a hook that raises ends the run.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -327,6 +345,7 @@ def run(
     Raises:
       FloatingPointError: the loss is not finite, or a `LossSpike`; the last checkpoint
         stays.
+      exits.Failed: a hook raised, and hooks are strict.
       ReplicasDiffer: a worker has other parameters than the others; likewise.
     """
     config, total = experiment.config, experiment.half_rounds
@@ -339,7 +358,7 @@ def run(
     with (
         signals.stopping() as stopped,
         experiment.checkpoints as checkpoints,
-        contextlib.closing(_Run(experiment, stopped)) as runner,
+        contextlib.closing(_Run(experiment, stopped, strict_hooks)) as runner,
         jax.transfer_guard("disallow"),
     ):
         rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
@@ -350,7 +369,7 @@ def run(
             except exits.Stopped:  # in an evaluation, which the continued run owes
                 runner.save(last=True)
                 break
-            except metrics.LossSpike as spike:
+            except spikes.LossSpike as spike:
                 checkpoints.wait()
                 if not rollbacks or checkpoints.latest() is None:
                     raise
@@ -361,10 +380,10 @@ def run(
                 logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
         measured = runner.spent()
-        measured |= _footprint(experiment, runner.params, runner.state)
+        measured |= measures.footprint(experiment, runner.params, runner.state)
         if time_gradients:
             params = acco_jax.committed_params(runner.state, runner.params)
-            seconds = _gradient_seconds(experiment, params)
+            seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
     stopped_at = f"stopped after half-round {runner.done} of {total}"
@@ -432,44 +451,6 @@ def _announce(experiment: Experiment) -> None:
     )  # fmt: skip
     for line in data.cuts(e.corpus, max(e.config.data.lengths or [e.config.length])):
         logging.info("%s", line)
-
-
-def _footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
-    """Returns what a worker has sent in the whole run, and what a device holds."""
-    e = experiment
-    arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
-    turns, sent = e.step.turns(), None
-    try:
-        period_bytes = sum(
-            times * footprint.bytes_sent(*programs, mesh=e.mesh)
-            for k, times in turns.items()
-            for programs in [e.step.lowered(*arrays, half_round=k)]
-        )
-        sent = round(e.half_rounds * period_bytes / sum(turns.values()))
-    except ValueError as error:  # a finished run is not lost for it
-        logging.warning("bytes_sent_per_worker is not known: %s", error)
-    return {
-        "bytes_sent_per_worker": sent,
-        "state_bytes_per_device": footprint.bytes_held((params, state)),
-    }
-
-
-def _gradient_seconds(experiment: Experiment, params: PyTree) -> float:
-    """Times local gradients alone: seconds of all workers per token."""
-    e, counts = experiment, counts_of(experiment)
-    steps, found = e.tx.steps_per_call, batches(e)
-    batch = to_devices(next(found), e.mesh)
-    found.computed([e.capacity] * e.workers)
-    seconds = timing.gradient_seconds(
-        e.loss_fn,
-        e.mesh,
-        params,
-        batch,
-        None if counts is None else counts * steps,
-        microbatches=e.capacity * steps,
-        accumulate_dtype=configs.dtype("accumulate_dtype", e.config.accumulate_dtype),
-    )
-    return seconds / found.targets
 
 
 def _finish(

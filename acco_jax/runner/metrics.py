@@ -1,40 +1,35 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar on a terminal."""
+"""Metrics of a run: metrics.jsonl, hooks, and a progress bar on a terminal."""
 
 import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import tensorboardX
 import tqdm
 from absl import logging
 
-from acco_jax.runner import goodput
+from acco_jax.runner import goodput, timing
 from acco_jax.runner.drops import Drops
 from acco_jax.runner.files import is_number, read_rows, write_rows
+from acco_jax.runner.hooks import Hooks
 from acco_jax.runner.progress import Progress
+from acco_jax.runner.spikes import Spikes
 
 FILE = "metrics.jsonl"
-
-
-class LossSpike(FloatingPointError):
-    """A loss is finite, and far above what it was."""
-
-
-Hook = Callable[[dict[str, Any]], None]  # takes a row of the file
+COMPILED = 0.05  # of an interval: if it compiled for longer, its rate is not known
 
 
 class Recorder:
     """Writes metrics one logging interval late, so that fetching never waits.
 
     Every process looks at its losses, process 0 alone writes them. Times are those at
-    which an interval was fetched: by then the device has just finished it. Where the
-    step itself waits for the device they are written at once.
+    which the devices finished an interval, whenever it is fetched. Where the step
+    itself waits for the device they are written at once.
     """
 
     def __init__(
@@ -46,10 +41,10 @@ class Recorder:
         tokens: int,
         seconds: float,
         late: bool = True,
-        hooks: Sequence[Hook] = (),
+        hooks: Hooks | None = None,
         flops: tuple[float, float] | None = None,
         drops: Drops | None = None,
-        spike: float = math.inf,
+        spikes: Spikes | None = None,
         record: goodput.Record | None = None,
     ) -> None:
         """Opens the records of a run, without rows later than where it stands.
@@ -59,30 +54,26 @@ class Recorder:
         the hooks with each row. With `flops`, the model's per token and the devices'
         peak per second, rows of training have the model FLOPs utilization; with `drops`
         how often workers were dropped since the row before, and a half-round that
-        nobody counted in has no row. A training loss that is more than `spike` above
-        the lowest one stops the run. A `record` is told of the half-rounds that were
-        fetched.
+        nobody counted in has no row. `spikes` judge the half-rounds that were fetched,
+        and a `record` is told of them.
         """
-        self._late, self._hooks, self._flops = late, hooks, flops
-        self._record = record
+        self._late, self._hooks, self._flops = late, hooks or Hooks(), flops
+        self._record, self._spikes = record, spikes
         self._drops = drops if drops is not None and drops.dropping else None
-        self._pending: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._pending: tuple[dict[str, Any], dict[str, Any], Any] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
         path, rows = workdir / FILE, read(workdir)
         # evaluations come before a checkpoint, but for the final one
         rows = [r for r in rows if r["kind"] != "final" and r["half_round"] <= done]
-        losses = (r["loss"] for r in rows if r["kind"] == "train")
-        self._spike, self._lowest = spike, min(losses, default=math.inf)
         if not self._writes:
             return
         workdir.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows)
         self._file = path.open("a")
-        self._board = tensorboardX.SummaryWriter(
-            str(workdir / "tensorboard"), purge_step=done + 1
-        )
+        self._hooks.open_board(workdir, done)
+        self._ends, self._compilations = timing.Ends(), timing.Compilations()
         self._progress = Progress(total, done)
 
     @property
@@ -100,10 +91,11 @@ class Recorder:
         Raises:
           FloatingPointError: the last interval's loss is not finite, or that of a
             worker was not for too long.
-          LossSpike: it is far above the lowest one.
+          LossSpike: a window of losses is far above the lowest one.
         """
+        end = self._ends.of(device) if self._writes else None
         self.flush()
-        self._pending = (host, device)
+        self._pending = (host, device, end)
         if not self._late:
             self.flush()
 
@@ -111,7 +103,7 @@ class Recorder:
         """Writes the pending metrics; raises as `train` does."""
         if self._pending is None:
             return
-        (host, device), self._pending = self._pending, None
+        (host, device, ended), self._pending = self._pending, None
         begin = time.perf_counter()
         values = {k: v.item() for k, v in jax.device_get(device).items()}
         if self._record is not None:
@@ -123,29 +115,30 @@ class Recorder:
                 return
             dropped["dropped"] = self._drops.since_last()
         check(values["loss"], "the loss", host["half_round"])
-        self._check_spike(values["loss"], host["half_round"])
+        if self._spikes is not None:
+            self._spikes.read(host["half_round"])
         if not self._writes:
             return
-        before, tokens = self._mark
-        self._mark = (time.perf_counter(), host["tokens"])
-        rate = (host["tokens"] - tokens) / max(self._mark[0] - before, 1e-9)
-        times = {"seconds": self.seconds, "tokens_per_second": rate}
-        if self._flops is not None:
-            per_token, peak = self._flops
-            times["model_flops_utilization"] = rate * per_token / peak
+        end = ended.result()
+        times = {"seconds": end - self._start} | self._rates(end, host["tokens"])
         row = host | values | dropped | times
         self._write(row)
         self._progress.show(row)
 
-    def _check_spike(self, loss: float, half_round: int) -> None:
-        if loss > self._lowest + self._spike:
-            raise LossSpike(
-                f"the loss is {loss:.3f} at half-round {half_round}, "
-                f"{loss - self._lowest:.3f} above the lowest one: lower "
-                "optimizer.learning_rate, or allow it with spike.policy='off'; the "
-                "checkpoints were written before that half-round."
-            )
-        self._lowest = min(loss, self._lowest)
+    def _rates(self, end: float, tokens: int) -> dict[str, float | None]:
+        """Returns the speed of an interval, None for what cannot be known or be."""
+        (begin, before), self._mark = self._mark, (end, tokens)
+        seconds = end - begin
+        compiling = self._compilations.seconds(begin, end)
+        known = seconds > 0 and compiling <= COMPILED * seconds
+        rate = (tokens - before) / seconds if known else None
+        if self._flops is None:
+            return {"tokens_per_second": rate}
+        per_token, peak = self._flops
+        used = None if rate is None else rate * per_token / peak
+        if used is not None and used > 1:
+            rate = used = None
+        return {"tokens_per_second": rate, "model_flops_utilization": used}
 
     @contextlib.contextmanager
     def pause(self, tokens: int) -> Iterator[None]:
@@ -177,18 +170,15 @@ class Recorder:
         """Closes the files; pending metrics are lost."""
         if self._writes:
             self._progress.close()
-            self._board.close()
+            self._hooks.close_board()
+            self._ends.close()
+            self._compilations.close()
             self._file.close()
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "half_round":
-                tag = f"{row['kind']}/{name}"
-                self._board.add_scalar(tag, value, row["half_round"])
-        for hook in self._hooks:
-            hook(row)
+        self._hooks.row(row)
 
 
 def check(loss: float, what: str, half_round: int) -> None:
@@ -210,8 +200,8 @@ def read(workdir: Path) -> list[dict[str, Any]]:
     path, numbers = workdir / FILE, ("half_round", "loss", "tokens", "seconds")
     rows = read_rows(path, {"kind", *numbers})
     for number, row in enumerate(rows, 1):
-        rate = row.get("tokens_per_second", None if row["kind"] == "train" else 0)
-        values = (*(row[name] for name in numbers), rate)
+        rate = row.get("tokens_per_second", "none" if row["kind"] == "train" else 0)
+        values = (*(row[name] for name in numbers), 0 if rate is None else rate)
         if not all(map(is_number, values)) or row["half_round"] < 1:
             raise ValueError(f"{path} is damaged in line {number}: restore it.")
     return rows

@@ -1,7 +1,6 @@
 """The line on a terminal that says how far a run is."""
 
 import sys
-import time
 from typing import Any
 
 import tqdm
@@ -13,7 +12,7 @@ class Progress:
     def __init__(self, total: int, done: int) -> None:
         """Begins a line for a run that has done so many of all half-rounds."""
         self._total = total
-        self._first: tuple[int, float] | None = None  # half-round, and when it was done
+        self._first: dict[str, Any] | None = None  # row
         self._bar = tqdm.tqdm(
             total=total,
             initial=done,
@@ -24,31 +23,31 @@ class Progress:
 
     def show(self, row: dict[str, Any]) -> None:
         """Shows a row of metrics."""
-        left = self._left(row["half_round"])
+        left = self._left(row)
         self._bar.set_description_str(text(row, left), refresh=False)
         self._bar.n = row["half_round"]
         self._bar.refresh()
 
-    def _left(self, half_round: int) -> float | None:
+    def _left(self, row: dict[str, Any]) -> float | None:
         """Returns how many seconds are left; None at the first row.
 
         Evaluations and checkpoints since that row count, its compilation does not.
         """
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = half_round, now
-        done, begin = self._first
-        if half_round <= done:
+        first = self._first = self._first or row
+        done, seconds = (row[k] - first[k] for k in ("half_round", "seconds"))
+        if done <= 0 or seconds <= 0:
             return None
-        return (self._total - half_round) * (now - begin) / (half_round - done)
+        return float((self._total - row["half_round"]) * seconds / done)
 
     def close(self) -> None:
         self._bar.close()
 
 
 def text(row: dict[str, Any], left: float | None) -> str:
-    """Returns what the line says: loss, tokens/s, MFU where it is known, time left."""
-    parts = [f"loss {row['loss']:.3f}", f"{row['tokens_per_second']:,.0f} tokens/s"]
+    """Returns what the line says: loss, tokens/s, MFU and time left where known."""
+    parts = [f"loss {row['loss']:.3f}"]
+    if (rate := row["tokens_per_second"]) is not None:
+        parts.append(f"{rate:,.0f} tokens/s")
     if (utilization := row.get("model_flops_utilization")) is not None:
         parts.append(f"MFU {utilization:.1%}")
     if row.get("dropped"):

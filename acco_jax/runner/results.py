@@ -96,16 +96,18 @@ def _cause(summary: dict[str, Any], cause: str) -> float | None:
 def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
     """Returns the median tokens per second of a run's rows; None if it is not known.
 
-    The first interval does not count: it holds the compilation.
+    Intervals that compiled have none.
     """
-    rates = [r["tokens_per_second"] for r in rows if r["kind"] == "train"][1:]
-    return statistics.median(rates) if rates else None
+    rates = [r["tokens_per_second"] for r in rows if r["kind"] == "train"]
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else None
 
 
 def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
     """Returns what an optimizer step takes beyond its gradients, in milliseconds.
 
-    None where the gradients were not timed.
+    None where the gradients were not timed, or the whole took less than they did: then
+    one of the two was timed on a machine that did something else.
 
     Args:
       rate: tokens per second of training.
@@ -114,7 +116,8 @@ def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
     alone = summary.get("gradient_seconds_per_token")
     if not rate or alone is None:
         return None
-    return 1000 * (1 / rate - alone) * summary["tokens"] / summary["steps"]
+    exposed: float = 1000 * (1 / rate - alone) * summary["tokens"] / summary["steps"]
+    return exposed if exposed >= 0 else None
 
 
 def numbers(
@@ -171,7 +174,7 @@ Time of a run, the seeds' mean: "training" in half-rounds that counted,
 "compiling" apart from it, "in all" with evaluations and checkpoints.
 "tokens/s" is the median of logging intervals, without compiling and
 evaluating. "exposed" is what a step takes beyond its gradients alone:
-communication not hidden, and the optimizer."""
+communication not hidden, and the optimizer; n/a if that is less than nothing."""
 SIZES = """\
 "microbatches" are those of all workers in the whole run. "sent" is by each
 worker in it, at a ring's costs; "state" is parameters and optimizer state on a

@@ -1,8 +1,9 @@
-"""Times a run's gradients by themselves, which no communication can shorten."""
+"""When a run's work ended, and what its gradients take by themselves."""
 
+import concurrent.futures
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,63 @@ from acco_jax.groups import data_axes
 from acco_jax.runner import processes
 
 PyTree = Any
+Span = tuple[float, float]  # begin and end, of time.perf_counter
+COMPILER = "/jax/core/compile/"  # its events, of which some contain others
+
+
+class Ends:
+    """Notes when arrays are computed, though nobody looks at them then."""
+
+    def __init__(self) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "ends")
+
+    def of(self, arrays: PyTree) -> concurrent.futures.Future[float]:
+        """Returns the time at which arrays that may be under way are computed."""
+        if all(x.is_ready() for x in jax.tree.leaves(arrays)):
+            done: concurrent.futures.Future[float] = concurrent.futures.Future()
+            done.set_result(time.perf_counter())
+            return done
+        return self._thread.submit(_end, arrays)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+
+def _end(arrays: PyTree) -> float:
+    jax.block_until_ready(arrays)
+    return time.perf_counter()
+
+
+class Compilations:
+    """Notes when JAX traces, lowers or compiles, until it is closed."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        jax.monitoring.register_event_time_span_listener(self._notice)
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Returns for how much of a span JAX compiled; forgets what was before it."""
+        self._spans = [span for span in self._spans if span[1] > begin]
+        return covered([(b, min(e, end)) for b, e in self._spans], begin)
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_time_span_listener(self._notice)
+
+    def _notice(
+        self, event: str, start_time: float, end_time: float, **_: str | int
+    ) -> None:
+        if event.startswith(COMPILER):
+            now = time.perf_counter()
+            self._spans.append((now - (end_time - start_time), now))
+
+
+def covered(spans: Sequence[Span], start: float) -> float:
+    """Returns how many seconds after `start` are in at least one span."""
+    total = 0.0
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, start))
+        start = max(start, end)
+    return total
 
 
 def gradient_seconds(

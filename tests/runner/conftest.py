@@ -45,9 +45,9 @@ def tiny(texts, tmp_path_factory):
 def train(tiny):
     """train(workdir, stop_after=None, **changes): a run on two devices."""
 
-    def run(workdir, stop_after=None, **changes):
+    def run(workdir, stop_after=None, strict_hooks=False, **changes):
         experiment = preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
-        summary = loop.run(experiment, stop_after=stop_after)
+        summary = loop.run(experiment, stop_after=stop_after, strict_hooks=strict_hooks)
         return experiment, summary
 
     return run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import acco_jax
-from acco_jax.runner import exits, heartbeat, metrics, pool, replicas
+from acco_jax.runner import exits, heartbeat, pool, replicas, spikes
 from acco_jax.runner.checkpoints import Damaged
 
 PACKAGE = Path(acco_jax.__file__).parent
@@ -24,7 +24,7 @@ class Panic(BaseException):
     [
         (Damaged("every one"), exits.REFUSED, r"every one \(test_exits.py, line .*"),
         (OSError(28, "No space left"), exits.REFUSED, r"\[Errno 28\] No space left"),
-        (metrics.LossSpike("the loss"), exits.DIVERGED, "the loss"),
+        (spikes.LossSpike("the loss"), exits.DIVERGED, "the loss"),
         (FloatingPointError("nan"), exits.DIVERGED, "nan"),
         (KeyboardInterrupt(), exits.FAILED, "interrupted"),
         (pool.RunFailed("no result"), exits.FAILED, "no result"),
@@ -77,6 +77,8 @@ def test_a_supervisor_judges_what_nothing_has_foreseen(monkeypatch, capsys):
     monkeypatch.setattr(heartbeat, "_pipe", writer)
     with pytest.raises(RuntimeError, match="Gloo"), exits.lines():
         raise RuntimeError("Gloo AllGather failed")
+    with pytest.raises(KeyboardInterrupt), exits.lines():
+        raise KeyboardInterrupt
     with pytest.raises(SystemExit), exits.lines():
         raise exits.Failed("a full disk")
     told = json.loads(os.read(reader, 4096))

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import jax
 import pytest
 
-from acco_jax.runner import goodput, preparation
+from acco_jax.runner import goodput, preparation, timing
 
 
 def rows(*lines):
@@ -112,11 +112,11 @@ def test_the_record_measures_waiting_and_compiling(tmp_path, clock):
     record.trained(5, 0)  # no half-round more: no line
     clock[0] += 10
     for begin, end in ((1014, 1016), (1018, 1022), (1019, 1021), (1021.5, 1024)):
-        jax.monitoring.record_event_time_span(goodput.COMPILER + "x", begin, end)
+        jax.monitoring.record_event_time_span(timing.COMPILER + "x", begin, end)
     jax.monitoring.record_event_time_span("/other", 1000, 1024)
     record.mark("evaluation", 5)
     record.close()
-    jax.monitoring.record_event_time_span(goodput.COMPILER + "x", 1000, 1024)
+    jax.monitoring.record_event_time_span(timing.COMPILER + "x", 1000, 1024)
     found = goodput.spent(goodput.read(tmp_path))
     assert found == record.summary()["seconds_by_cause"]
     assert {k: v for k, v in found.items() if v} == {

@@ -2,12 +2,15 @@
 
 import json
 import struct
+import threading
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from acco_jax.runner import metrics
+from acco_jax.runner import metrics, timing
 
 
 def record(workdir, start, stop, total=6, losses=None):
@@ -55,7 +58,7 @@ def test_writes_an_interval_late_and_everything_in_the_end(tmp_path):
     rows = metrics.read(tmp_path)
     assert written(tmp_path) == [("t", 1), ("t", 2), ("t", 3), ("v", 3)]
     assert [row["loss"] for row in rows[:2]] == [1, 0.5]
-    assert all(row["tokens_per_second"] > 0 for row in rows[:3])
+    assert all(row["tokens_per_second"] != 0 for row in rows[:3])
     seconds = [row["seconds"] for row in rows[:3]]
     assert seconds == sorted(seconds)
     found = scalars(tmp_path)
@@ -81,8 +84,75 @@ def test_a_pause_does_not_slow_the_rate(tmp_path, monkeypatch):
     recorder.flush()
     recorder.close()
     rates = [row["tokens_per_second"] for row in metrics.read(tmp_path)]
-    assert (rates[0], rates[2]) == (2.5, 5)  # 2 is fetched the moment after 1
-    assert metrics.read(tmp_path)[-1]["seconds"] == 1006
+    assert rates == [5, 5, 5]  # though 2 is fetched the moment after 1
+    assert [row["seconds"] for row in metrics.read(tmp_path)] == [2, 4, 1006]
+
+
+class Slow:
+    """A scalar that is computed when it is told so."""
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def is_ready(self):
+        return self.done.is_set()
+
+    def block_until_ready(self):
+        self.done.wait()
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(1.0, dtype)
+
+
+def test_a_rate_is_of_work_that_has_ended(tmp_path, monkeypatch):
+    """Three intervals are sent at once, and computed in 4, 2 and 2 seconds."""
+    now, slow = [100.0], [Slow() for _ in range(3)]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics.jax, "device_get", lambda tree: {
+        k: np.asarray(x) for k, x in jax.block_until_ready(tree).items()})  # fmt: skip
+    recorder = metrics.Recorder(tmp_path, total=9, done=0, tokens=0, seconds=0.0)
+    ends = [recorder._ends.of({"loss": x}) for x in slow]
+    monkeypatch.setattr(recorder._ends, "of", lambda device: ends.pop(0))
+    for x, seconds, end in zip(slow, (4, 2, 2), list(ends), strict=True):
+        now[0] += seconds
+        x.done.set()
+        end.result()
+    for h, x in enumerate(slow, 1):
+        now[0] += 0.001  # the host, late
+        recorder.train({"kind": "train", "half_round": h, "tokens": 40 * h},
+                       {"loss": x})  # fmt: skip
+    recorder.flush()
+    recorder.close()
+    rows = metrics.read(tmp_path)
+    assert [row["tokens_per_second"] for row in rows] == [10, 20, 20]
+    assert [row["seconds"] for row in rows] == [4, 6, 8]
+
+
+def test_figures_that_cannot_be_are_not_written(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    recorder = metrics.Recorder(
+        tmp_path, total=9, done=0, tokens=0, seconds=0.0, late=False, flops=(1.0, 8.0)
+    )
+    compiling = timing.COMPILER + "backend_compile_duration"
+
+    def interval(h, seconds, compiled=0.0):
+        now[0] += seconds
+        recorder._compilations._notice(compiling, 0.0, compiled)
+        recorder.train({"kind": "train", "half_round": h, "tokens": 10 * h},
+                       {"loss": jnp.float32(1)})  # fmt: skip
+
+    interval(1, 10.0, compiled=8.0)
+    interval(2, 2.0)
+    interval(3, 0.0)  # no time at all
+    interval(4, 1.0)  # more than the devices' peak
+    interval(5, 4.0, compiled=0.1)  # too little to matter
+    recorder.close()
+    rows = metrics.read(tmp_path)
+    assert [r["tokens_per_second"] for r in rows] == [None, 5, None, None, 2.5]
+    used = [r["model_flops_utilization"] for r in rows]
+    assert used == [None, 5 / 8, None, None, 2.5 / 8]
 
 
 def test_a_step_that_waits_is_written_at_once(tmp_path, monkeypatch):

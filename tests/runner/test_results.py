@@ -21,9 +21,9 @@ def make_run(folder, *, loss, rate=1000.0, sent=4_000_000, alone=8e-4, rows=10):
     for k in range(1, rows + 1):
         tokens = 256 * EVERY * k
         at = {"half_round": EVERY * k, "tokens": tokens, "seconds": tokens / rate}
-        slow = 1.0 if k == 1 else rate  # the first interval compiles
+        known = None if k == 1 else rate  # the first interval compiles
         lines.append(
-            {"kind": "train", "loss": 9.0, "tokens_per_second": slow, **at}
+            {"kind": "train", "loss": 9.0, "tokens_per_second": known, **at}
         )  # fmt: skip
         held_out = loss + 2 / k if k != rows - 1 else loss - 0.5
         held_out = loss if k == rows else held_out
@@ -169,6 +169,17 @@ def test_draws_a_single_evaluation(tmp_path):
     assert result.tokens_per_second is None and result.exposed_ms_per_step is None
     results.draw([result], tmp_path / "loss.png")
     assert sum(pixels(tmp_path / "loss.png", BLUE)[0]) > 30
+
+
+@pytest.mark.parametrize(
+    ("alone", "exposed"), [(8e-4, 51.2), (1e-3, 0.0), (1.1e-3, None), (None, None)]
+)
+def test_no_time_is_exposed_that_is_less_than_nothing(tmp_path, alone, exposed):
+    """Of 256 tokens a step, at 1 ms each in training."""
+    result = results.read(make_run(tmp_path / "a", loss=2.0, alone=alone), "acco", 0)
+    assert result.exposed_ms_per_step == pytest.approx(exposed)
+    shown = cells(results.table([result]))["acco"]["exposed"]
+    assert shown == ("n/a" if exposed is None else f"{exposed:.1f} ms/step")
 
 
 def test_unfinished_runs_are_not_results(tmp_path):

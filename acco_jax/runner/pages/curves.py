@@ -47,29 +47,29 @@ def thinned(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
 
 
 def rates(run: Run) -> list[Row]:
-    """Returns tokens per second over parts of a run, without its first row.
+    """Returns tokens per second over parts of a run, without rows that compiled.
 
-    That row holds compilations. Parts lie between two evaluations, and are at least
-    `ROWS` rows long if there are so many: where the host runs ahead of what it has
-    fetched, the first row after an evaluation may have taken twice its time, and the
-    last one before the next none.
+    Parts lie between two evaluations, and are at least `ROWS` rows long if there are
+    so many.
     """
-    rows, ends = run.train[1:], {row["half_round"] for row in run.evaluations}
+    rows = [row for row in run.train if row["tokens_per_second"] is not None]
+    ends = {row["half_round"] for row in run.evaluations}
+    pairs = itertools.pairwise([{"tokens": 0}, *run.train])
+    own = {row["half_round"]: row["tokens"] - last["tokens"] for last, row in pairs}
     size = max(ROWS, math.ceil(len(rows) / POINTS))
     segments: list[list[Row]] = [[]]
     for row in rows:
         segments[-1].append(row)
         if row["half_round"] in ends:
             segments.append([])
-    found, before = [], run.train[0]["tokens"] if run.train else 0
+    found = []
     for segment in segments:
         cuts = [*range(0, len(segment) - size + 1, size)] or [0]
         for begin, end in itertools.pairwise([*cuts, len(segment)]):
             tokens, seconds = 0, 0.0
             for row in segment[begin:end]:
-                tokens += row["tokens"] - before
-                seconds += (row["tokens"] - before) / row["tokens_per_second"]
-                before = row["tokens"]
+                tokens += own[row["half_round"]]
+                seconds += own[row["half_round"]] / row["tokens_per_second"]
             if seconds:
                 found.append(row | {"tokens_per_second": tokens / seconds})
     return found

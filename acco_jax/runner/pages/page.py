@@ -158,7 +158,7 @@ def _rate(run: Run) -> float | None:
 
 def _utilization(run: Run) -> float | None:
     name = "model_flops_utilization"
-    found = [r[name] for r in run.train[1:] if r.get(name) is not None]
+    found = [r[name] for r in run.train if r.get(name) is not None]
     return statistics.median(found) if found else None
 
 
