@@ -29,6 +29,7 @@ class AccoLM(LM):
         workdir: str | None = None,
         model: str | None = None,
         dtype: str | None = None,
+        ignore_weights: str | None = None,
         batch_size: int | str = 8,
         **unused: Any,
     ) -> None:
@@ -38,6 +39,7 @@ class AccoLM(LM):
           workdir: of a run.
           model: a Hugging Face folder, instead.
           dtype: of the folder's model; None: its own.
+          ignore_weights: a regular expression of weights of the folder to leave out.
           batch_size: texts that are written together.
           **unused: what the harness gives every model, such as a device.
 
@@ -53,7 +55,7 @@ class AccoLM(LM):
         if workdir is not None:
             self._language = language.from_run(workdir)
         else:
-            self._language = language.from_folder(str(model), dtype)
+            self._language = language.from_folder(str(model), dtype, ignore_weights)
 
     @property
     def tokenizer_name(self) -> str:

@@ -10,12 +10,15 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
+
+from acco_jax import smallfiles
+from acco_jax.data import beside
 
 _BYTES = 256
 _MOST_GROWTH = 1000  # characters that normalizers make of one; "ﷺ" becomes 18
@@ -23,7 +26,6 @@ _MOST_IDS = 2**24  # more than any vocabulary has
 
 # Ends of text of well-known tokenizers, in the order in which they are looked for.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-_ASIDE = ("tokenizer_config.json", "special_tokens_map.json")  # beside tokenizer.json
 
 
 class Tokenizer(abc.ABC):
@@ -57,12 +59,18 @@ class Tokenizer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def export(self, folder: Path, max_length: int) -> None:
+    def export(
+        self, folder: Path, max_length: int, special: Mapping[str, int]
+    ) -> dict[str, int]:
         """Write it into a folder as AutoTokenizer of transformers reads it.
 
         Args:
           folder: where it is written.
           max_length: of the model, in tokens.
+          special: ids of tokens that `beside.SPECIAL` names, as far as they are known.
+
+        Returns:
+          The ids of the tokens that the folder names now, by those names.
         """
 
 
@@ -80,14 +88,16 @@ class ByteTokenizer(Tokenizer):
         ids = np.asarray(ids)
         return ids[ids < _BYTES].astype(np.uint8).tobytes().decode(errors="replace")
 
-    def export(self, folder: Path, max_length: int) -> None:
+    def export(
+        self, folder: Path, max_length: int, special: Mapping[str, int]
+    ) -> dict[str, int]:
         plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = iter(range(_BYTES, 2 * _BYTES))
         vocabulary = {chr(b if b in plain else next(others)): b for b in range(_BYTES)}
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
-        _export(folder, bpe, max_length)
+        return _export(folder, bpe, max_length, special)
 
 
 class BpeTokenizer(Tokenizer):
@@ -149,7 +159,7 @@ class BpeTokenizer(Tokenizer):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, whole or not at all."""
-        _write(Path(path), self._bpe.to_str())
+        beside.write(Path(path), self._bpe.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _no_panic("the tokenizer"):
@@ -160,8 +170,11 @@ class BpeTokenizer(Tokenizer):
         ids = np.asarray(ids)
         return self._bpe.decode(ids[ids < self.end_of_text].tolist())
 
-    def export(self, folder: Path, max_length: int) -> None:
-        _export(folder, tokenizers.Tokenizer.from_str(self._bpe.to_str()), max_length)
+    def export(
+        self, folder: Path, max_length: int, special: Mapping[str, int]
+    ) -> dict[str, int]:
+        bpe = tokenizers.Tokenizer.from_str(self._bpe.to_str())
+        return _export(folder, bpe, max_length, special)
 
 
 class FileTokenizer(Tokenizer):
@@ -204,20 +217,16 @@ class FileTokenizer(Tokenizer):
         That is its tokenizer_config.json, which also names its end of text, and its
         chat template.
         """
-        said = _object(self._path.with_name(_ASIDE[0]))
-        said.pop("auto_map", None)  # names code
-        template = self._path.with_name("chat_template.jinja")
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if template.is_file():
-                said["chat_template"] = template.read_text(encoding="utf-8")
-        said["eos_token"] = self.end_string
-        _write(folder / _ASIDE[0], json.dumps(said) + "\n")
-        _write(folder / "tokenizer.json", self._path.read_text(encoding="utf-8"))
+        said = beside.kept(self._path) | {"eos_token": self.end_string}
+        beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
+        beside.write(folder / "tokenizer.json", self._path.read_text(encoding="utf-8"))
 
-    def export(self, folder: Path, max_length: int) -> None:
+    def export(
+        self, folder: Path, max_length: int, special: Mapping[str, int]
+    ) -> dict[str, int]:
         self.save(folder)
-        said = _object(folder / _ASIDE[0]) | _as_it_is(max_length)
-        _write(folder / _ASIDE[0], json.dumps(said, indent=2) + "\n")
+        said = beside.read(folder / beside.CONFIG) | beside.as_it_is(max_length)
+        return beside.written(folder, said, special, self._model)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = self._encode(texts)
@@ -256,7 +265,8 @@ class SentencePieceTokenizer(Tokenizer):
 
         Args:
           path: of the file.
-          end_of_text: a piece of it; None: its own end of sentence.
+          end_of_text: a piece of it; None: the eos_token of tokenizer_config.json or
+            special_tokens_map.json beside it, or else its own end of sentence.
 
         Raises:
           ValueError: in one line, if it cannot be read, or has no end of text.
@@ -269,40 +279,51 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         self._path, self._model = Path(path), sentencepiece.SentencePieceProcessor()
         try:
-            self._model.LoadFromSerializedProto(self._path.read_bytes())
+            proto = smallfiles.content(path, smallfiles.TOKENIZER)
+            self._model.LoadFromSerializedProto(proto)
             for number in range(self._model.get_piece_size()):
                 self._model.id_to_piece(number)  # is no text in a damaged file
         except (OSError, RuntimeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is no SentencePiece model: give a .model file"
             ) from error
-        end = self._model.eos_id()
-        if end_of_text is not None:
-            end = self._model.piece_to_id(end_of_text)
-            end = -1 if end == self._model.unk_id() else end
-        if end < 0:
+        named = beside.named_end(self._path) if end_of_text is None else end_of_text
+        end = self._model.eos_id() if named is None else self.token_to_id(named)
+        if end is None or end < 0:
             raise ValueError(
-                f"{path} has no end of text {end_of_text or ''!r}: set "
-                "data.end_of_text to one of its pieces"
+                f"{path} has no end of text {named or ''!r}: set data.end_of_text to "
+                "one of its pieces"
             )
         self.end_of_text = end
         self.end_string = self._model.id_to_piece(end)
         self.vocab_size = self._model.get_piece_size()
-        digest = hashlib.sha256(self._path.read_bytes() + bytes(str(end), "ascii"))
+        digest = hashlib.sha256(proto + bytes(str(end), "ascii"))
         self.fingerprint = f"sentencepiece-{digest.hexdigest()[:16]}"
 
     def save(self, folder: Path) -> None:
-        """Copy the file into a folder, and name its end of text beside it."""
-        _write(folder / _ASIDE[0], json.dumps({"eos_token": self.end_string}) + "\n")
+        """Copy the file into a folder, and what is said of it, as `FileTokenizer`."""
+        said = beside.kept(self._path) | {"eos_token": self.end_string}
+        beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"tokenizer.model.{os.getpid()}"
         shutil.copyfile(self._path, partial)
         os.replace(partial, folder / "tokenizer.model")
 
-    def export(self, folder: Path, max_length: int) -> None:
+    def export(
+        self, folder: Path, max_length: int, special: Mapping[str, int]
+    ) -> dict[str, int]:
         self.save(folder)
-        said = _as_it_is(max_length, "LlamaTokenizer") | {"eos_token": self.end_string}
-        _write(folder / _ASIDE[0], json.dumps(said, indent=2) + "\n")
+        said = beside.read(folder / beside.CONFIG) | beside.as_it_is(
+            max_length, "LlamaTokenizer"
+        )
+        return beside.written(folder, said, special, self)
+
+    def token_to_id(self, token: str) -> int | None:
+        number = self._model.piece_to_id(token)
+        return None if number == self._model.unk_id() else number
+
+    def id_to_token(self, number: int) -> str | None:
+        return self._model.id_to_piece(number) if number < self.vocab_size else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = [np.asarray(x, np.int32) for x in self._model.encode(list(texts))]
@@ -339,15 +360,17 @@ def _read(path: Path) -> tokenizers.Tokenizer:
       ValueError: in one line, if it is none.
     """
     try:
+        smallfiles.check(path, smallfiles.TOKENIZER)
         with _no_panic(path):
             model = tokenizers.Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # tokenizers raises Exception itself
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = smallfiles.reason(error).strip() or type(error).__name__
+        why = why.splitlines()[0]
         raise ValueError(
             f"{path} is no tokenizer.json ({why}): give a file that Hugging Face's "
             "tokenizers wrote"
         ) from error
-    _check_growth(path, _object(path))
+    _check_growth(path, beside.read(path, smallfiles.TOKENIZER))
     largest = max(model.get_vocab().values(), default=0)
     if largest > _MOST_IDS:  # tokenizers makes a list that long of them
         raise ValueError(
@@ -400,48 +423,29 @@ def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
     """Return the tokenizer that `save` has copied into a folder, None without one."""
     paths = (folder / "tokenizer.json", folder / "tokenizer.model")
     path = next((path for path in paths if path.exists()), None)
-    if path is None or not (folder / _ASIDE[0]).exists():
+    if path is None or not (folder / beside.CONFIG).exists():
         return None
-    return read_tokenizer(path, _eos(folder / _ASIDE[0]))
+    return read_tokenizer(path, beside.eos(folder / beside.CONFIG))
 
 
-def _export(folder: Path, bpe: tokenizers.Tokenizer, max_length: int) -> None:
+def _export(
+    folder: Path, bpe: tokenizers.Tokenizer, max_length: int, special: Mapping[str, int]
+) -> dict[str, int]:
     """Write a BPE whose next id becomes a special token that ends a text."""
     names = (f"<|endoftext{i or ''}|>" for i in itertools.count())
     end = next(name for name in names if bpe.token_to_id(name) is None)
     bpe.add_special_tokens([end])
-    said = _as_it_is(max_length) | {"eos_token": end, "bos_token": end}
-    _write(folder / "tokenizer.json", bpe.to_str())
-    _write(folder / _ASIDE[0], json.dumps(said, indent=2) + "\n")
-
-
-def _as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """What makes transformers take a tokenizer's file as it is."""
-    return {
-        "tokenizer_class": kind,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-    }
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, {} where there is none."""
-    if not path.is_file():  # reading a pipe would block
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    said = beside.as_it_is(max_length) | {"eos_token": end, "bos_token": end}
+    beside.write(folder / "tokenizer.json", bpe.to_str())
+    return beside.written(folder, said, special, bpe)
 
 
 def _end_of_text(
     path: Path, model: tokenizers.Tokenizer, named: str | None
 ) -> tuple[str, int]:
     """Return the token that ends a text: the one named, or else the file's own."""
-    beside = (_eos(path.with_name(name)) for name in _ASIDE)
-    known = (named,) if named is not None else (*beside, *_ENDS)
-    for token in (token for token in known if token is not None):
+    named = beside.named_end(path) if named is None else named
+    for token in _ENDS if named is None else (named,):
         if (number := model.token_to_id(token)) is not None:
             return token, number
     raise ValueError(
@@ -457,23 +461,3 @@ def _prefix(model: tokenizers.Tokenizer) -> tuple[int, ...]:
     encoded = model.encode("a")
     special = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
     return tuple(i for i, _ in itertools.takewhile(lambda pair: pair[1], special))
-
-
-def _eos(path: Path) -> str | None:
-    """Return the eos_token that a file beside a tokenizer.json names, if it does."""
-    token = _object(path).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    try:
-        if isinstance(token, str):
-            token.encode()  # refuses half a surrogate
-    except UnicodeEncodeError:
-        return None
-    return token if isinstance(token, str) else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

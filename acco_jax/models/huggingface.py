@@ -11,7 +11,8 @@ next.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -128,6 +129,10 @@ _ROTARY_MODULES = {
     "attn": "self_attn",
     "out_proj": "o_proj",
 }
+_BUFFERS = re.compile(
+    r"(.*\.)?(attn\.(attention\.)?(masked_)?bias|rotary_emb\.inv_freq)"
+)
+HEAD = "lm_head.weight"  # of all families
 _QKV = ("q_proj", "k_proj", "v_proj")  # side by side in GPT-2's c_attn
 _MODULES = {
     "gpt-neo": _GPT_MODULES | {"attn": "attn.attention"},
@@ -209,7 +214,7 @@ def _rope(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope_theta and rope_scaling, which transformers 5 has in one field."""
     given = {"rope_theta": config_json.get("rope_theta", 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
-        given |= config_json.get(name) or {}
+        given |= _of_all_layers(name, config_json.get(name) or {})
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise _refused("rope_type", kind, "default or llama3")
@@ -224,6 +229,17 @@ def _rope(config_json: Mapping[str, Any]) -> dict[str, Any]:
             )
         scaling = RopeScaling(**{ours: given[name] for ours, name in _SCALING.items()})
     return {"rope_theta": given["rope_theta"], "rope_scaling": scaling}
+
+
+def _of_all_layers(name: str, said: Any) -> Mapping[str, Any]:
+    """Return what is said of RoPE, also where it is said of a type of layers."""
+    kinds = (type(said), *map(type, said.values())) if isinstance(said, dict) else ()
+    if kinds and dict not in kinds[1:]:
+        return said
+    # every layer is of this type: others are refused before
+    if set(kinds) == {dict} and "full_attention" in said:
+        return said["full_attention"]
+    raise _refused(name, said, "one for all layers, or for full_attention")
 
 
 def config_json(config: Config) -> dict[str, Any]:
@@ -388,6 +404,27 @@ class _Stored:
         last = slice(self.begin + last.start, self.begin + last.stop)
         found = value[(*rows, last)]
         return found.T if self.transposed else found
+
+
+def unread(config: Config, names: Iterable[str]) -> list[str]:
+    """Return those of the names in a state dict that `from_state` does not read.
+
+    Left out are attention masks and frequencies, which earlier versions of transformers
+    have saved, and which follow from the configuration.
+    """
+    read = set()
+    for path, x in _leaves(config).items():
+        first, *modules = path.split("/")
+        if first != "h":
+            read.add(_Stored(config, [first, *modules], x.shape).name)
+            continue
+        begin = config.blocks.index(modules[0])
+        for layer in range(begin, config.layers, len(config.blocks)):
+            keys = [first, str(layer), *modules[1:]]
+            read.add(_Stored(config, keys, x.shape[1:]).name)
+    prefix = _MODULES[_family(config)]["wte"].partition(".")[0] + "."
+    read |= {name.removeprefix(prefix) for name in read}
+    return [n for n in names if n not in read and not _BUFFERS.fullmatch(n)]
 
 
 def to_state(config: Config, params: Params) -> Iterator[tuple[str, np.ndarray]]:

@@ -35,6 +35,9 @@ class ModelFlags:
         self._dtype = flags.DEFINE_string(
             "dtype", None, "Of --model, such as bfloat16; its own if unset."
         )
+        self._ignore = flags.DEFINE_string(
+            "ignore_weights", None, "Of --model: a pattern of weights to leave out."
+        )
 
     @property
     def workdir(self) -> str | None:
@@ -43,20 +46,21 @@ class ModelFlags:
         Raises:
           ValueError: in one line, not one of them is given.
         """
-        workdir, model, dtype = (
-            flag.value for flag in (self._workdir, self._model, self._dtype)
-        )
+        workdir, model = self._workdir.value, self._model.value
         if bool(workdir) == bool(model):
             given = f"--workdir={workdir} and --model={model}" if model else "neither"
             raise ValueError(f"{given}: give --workdir of a run, or --model, a folder.")
-        if workdir and dtype:
-            raise ValueError(f"--dtype={dtype} is for --model: a run has its own.")
+        for flag in (self._dtype, self._ignore):
+            if workdir and flag.value is not None:
+                raise ValueError(
+                    f"--{flag.name}={flag.value} is for --model: a run has its own."
+                )
         return workdir or None
 
     @property
-    def folder(self) -> tuple[str, str | None]:
-        """The Hugging Face folder, and the dtype that is asked for."""
-        return str(self._model.value), self._dtype.value
+    def folder(self) -> tuple[str, str | None, str | None]:
+        """The Hugging Face folder, and `dtype` and `ignored` of `from_folder`."""
+        return str(self._model.value), self._dtype.value, self._ignore.value
 
 
 def parser(

@@ -34,6 +34,9 @@ def default_config() -> ConfigDict:
     # effect. `length` is at most the positions that the model knows. The folder may
     # move; a run goes on with the same model in it alone.
     c.init_from = PLACEHOLDER(str)
+    # A regular expression: weights of init_from, by their whole names, that its model
+    # has no place for and that are left out. None: such weights are refused.
+    c.ignore_weights = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     # Instead of steps, which then follow: as many as take so many targets, or pass so
     # often over the training documents.

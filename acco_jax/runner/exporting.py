@@ -7,14 +7,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from acco_jax.models import huggingface, transformer
 from acco_jax.runner import folders
+from acco_jax.runner.files import read_object
 from acco_jax.runner.runs import Run, load_run
 
+SPECIAL = ("bos_token", "pad_token")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -56,12 +60,13 @@ def export(
     )
     described = huggingface.config_json(architecture)  # says now if there is no such
     with _whole(out) as folder:
-        ends = dict.fromkeys(
-            ("bos_token_id", "eos_token_id"), run.tokenizer.end_of_text
-        )
-        _write(folder / folders.CONFIG, described | ends)
-        _write(folder / "generation_config.json", ends)
-        run.tokenizer.export(folder, architecture.max_length)
+        said = _generation(workdir, run.tokenizer.end_of_text)
+        special = {n: said[f"{n}_id"] for n in SPECIAL if f"{n}_id" in said}
+        named = run.tokenizer.export(folder, architecture.max_length, special)
+        said |= {f"{n}_id": named[n] for n in SPECIAL if n in named}
+        ids = {name: said[name] for name in said if name in IDS}
+        _write(folder / folders.CONFIG, described | ids)
+        _write(folder / folders.GENERATION, said)
         folders.write_weights(folder, _weights(run, architecture), limit)
         files = len(list(folder.glob("*.safetensors")))
     return (
@@ -69,6 +74,21 @@ def export(
         f"{run.half_round} in {jnp.dtype(architecture.param_dtype).name}, {files} "
         f"file{'s' if files > 1 else ''} of weights"
     )
+
+
+def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
+    """Returns what generation_config.json says: what the run started from, and its end.
+
+    A model that has been trained from the beginning has seen the end of text before
+    every text.
+    """
+    described = read_object(workdir / "config.json")
+    if described.get("init_from") is None and not described.get("generation"):
+        return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    said = dict(described.get("generation") or {})
+    ends = said.get("eos_token_id")
+    ends = list(dict.fromkeys([*(ends if isinstance(ends, list) else ()), end_of_text]))
+    return said | {"eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _weights(

@@ -9,6 +9,8 @@ from typing import Any, TypeGuard
 
 from etils import epath
 
+from acco_jax import smallfiles
+
 
 def is_remote(path: Path | epath.Path | str) -> bool:
     """Whether a path is that of an object store, as gs://bucket/run.
@@ -66,17 +68,23 @@ def is_number(value: object) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[arg-type]
 
 
-def read_text(path: Path | epath.Path) -> str:
+def read_text(path: Path | epath.Path, *, small: bool = False) -> str:
     """Returns a file's text.
+
+    Args:
+      path: of the file.
+      small: whether it must be a regular file of a size that descriptions have.
 
     Raises:
       ValueError: in one line with the file's name, it is a folder, no UTF-8, or not to
         be read.
     """
     try:
+        if small and not is_remote(path):
+            smallfiles.check(path)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = smallfiles.reason(error)
         raise ValueError(f"{path} cannot be read: {reason}.") from error
 
 
@@ -86,7 +94,7 @@ def read_object(path: Path | epath.Path) -> dict[str, Any]:
     Raises:
       ValueError: in one line with the file's name, there is none.
     """
-    text = read_text(path)
+    text = read_text(path, small=True)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ time, and need no torch.
 """
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.numpy import save_file
 from acco_jax.runner.files import read_object, read_text
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # of a file of weights, at most, unless one array is larger
@@ -65,6 +67,29 @@ class Folder:
             )
         return found
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json says; {} without one. Raises as the folder."""
+        path = self.path / GENERATION
+        return _strict_object(path) if os.path.lexists(path) else {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all arrays, and of files of weights that hold none of them.
+
+        Raises:
+          ValueError: as `weight`.
+        """
+        known = {path.name for path in self._named.values()}
+        files = {path.name for path in self.path.glob("*.safetensors")}
+        return [*self._named, *sorted(files - known)]
+
+    @property
+    def _named(self) -> dict[str, Path]:
+        if self._files is None:
+            self._files = self._found()
+        return self._files
+
     def weight(self, name: str) -> Weight:
         """Returns where an array is, without reading it.
 
@@ -76,9 +101,7 @@ class Folder:
           ValueError: in one line with the file's name, a file is missing or damaged, or
             the array holds no floating-point numbers.
         """
-        if self._files is None:
-            self._files = self._found()
-        path = self._files[name]
+        path = self._named[name]
         file = self._opened(path)
         try:
             part = file.get_slice(name)
@@ -114,9 +137,9 @@ class Folder:
     def _found(self) -> dict[str, Path]:
         """Returns which file has each array."""
         whole, index = self.path / WEIGHTS, self.path / INDEX
-        if whole.exists():
+        if whole.is_file():
             return dict.fromkeys(self._opened(whole).keys(), whole)
-        if not index.exists():
+        if not index.is_file():
             raise ValueError(
                 f"{self.path} has neither {WEIGHTS} nor {INDEX}: save the model with "
                 "safe_serialization."
@@ -139,7 +162,7 @@ def _strict_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file, which names nothing twice."""
     found = read_object(path)
     try:
-        _strict(read_text(path))
+        _strict(read_text(path, small=True))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     return found

@@ -9,7 +9,8 @@ HARMLESS = frozenset(
      "spike.policy", "spike.threshold", "spike.calls", "spike.tokens",
      "drop_nonfinite", "most_dropped_in_a_row",
      "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
-     "devices", "form", "workers", "profile", "data.data_dir", "data.path"}
+     "devices", "form", "workers", "profile", "data.data_dir", "data.path",
+     "ignore_weights", "generation"}
 )  # fmt: skip
 # Nor where these lie; what is in them, as in data.path, is in an identity by itself.
 PLACES = {"init_from": (), "data.tokenizer": ("bytes", "bpe")}  # except these names
@@ -19,12 +20,14 @@ def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
     """Names the first field in which two configs differ; '' if none matters."""
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
+        if prefix + key in HARMLESS:
+            continue
         if isinstance(a, dict) and isinstance(b, dict):
             if difference := differing_field(a, b, f"{prefix}{key}."):
                 return difference
         elif _is_place(prefix + key, a) and _is_place(prefix + key, b):
             continue
-        elif a != b and prefix + key not in HARMLESS:
+        elif a != b:
             name = repr(prefix + key)[1:-1]  # of a file that may hold anything
             return f"{name}={a!r}, not {b!r}"
     return ""

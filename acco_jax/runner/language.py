@@ -190,12 +190,15 @@ def from_run(
     return Language(run.architecture, run.params, run.tokenizer)
 
 
-def from_folder(path: str | Path, dtype: str | None = None) -> Language:
+def from_folder(
+    path: str | Path, dtype: str | None = None, ignored: str | None = None
+) -> Language:
     """Reads a Hugging Face folder to JAX's first device.
 
     Args:
       path: of the folder.
       dtype: of parameters and computation; None: what its config.json says, or float32.
+      ignored: a regular expression of weights that its model may leave out.
 
     Raises:
       ValueError: in one line, what is wrong with the folder.
@@ -205,6 +208,7 @@ def from_folder(path: str | Path, dtype: str | None = None) -> Language:
     named = described.get("dtype") or described.get("torch_dtype") or "float32"
     of = dtype_of("dtype", str(named if dtype is None else dtype))
     config = pretrained.model_config(folder.path, described, dtype=of, param_dtype=of)
+    pretrained.check_read(config, folder, ignored)
     tokenizer = data.read_tokenizer(folder.tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(

@@ -150,7 +150,10 @@ def prepare(
     began_with = _first_workers(config, workdir, workers)
     identity = json.loads(config.to_json_best_effort()) | {"workers": began_with}
     if config.init_from is not None:
-        identity["pretrained"] = pretrained.identity(config.init_from)
+        identity["pretrained"] = pretrained.identity(
+            config.init_from, config.ignore_weights
+        )
+    identity["generation"] = pretrained.kept_generation(config)
     _check_workdir(workdir, identity)
     _check_processes(workers)
     # Says what is wrong before there is a corpus; which gives the length and the model.

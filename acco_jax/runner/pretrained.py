@@ -1,6 +1,7 @@
 """A run that starts from a Hugging Face folder: config.init_from."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,18 @@ from ml_collections import ConfigDict
 
 from acco_jax.layout import path_names
 from acco_jax.models import huggingface, transformer
-from acco_jax.runner.folders import Folder
+from acco_jax.runner.files import read_object
+from acco_jax.runner.folders import CONFIG, GENERATION, Folder
 
 PyTree = Any
 CORNER = 8  # of an array, along each dimension: what tells two models apart
+# Of generation_config.json; earlier versions of transformers had them in config.json.
+SAMPLING = (
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams",
+    "max_length", "min_length", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+)  # fmt: skip
 TOKENIZER = "init_from"  # of data.tokenizer: the folder's own
 
 
@@ -42,18 +51,109 @@ def model_config(
         raise ValueError(f"{path} has a model that fails: {error}") from error
 
 
-def identity(path: str) -> dict[str, Any]:
+def check_read(config: transformer.Config, folder: Folder, ignored: str | None) -> None:
+    """Refuses a folder with weights that its config.json has no place for.
+
+    Args:
+      config: of the folder's model.
+      folder: with the weights.
+      ignored: a regular expression of names that may be left out.
+
+    Raises:
+      ValueError: in one line, their names.
+    """
+    left = huggingface.unread(config, folder.names)
+    if config.tied and huggingface.HEAD in left and _is_tied(config, folder):
+        left.remove(huggingface.HEAD)
+    try:
+        left = [name for name in left if not re.fullmatch(ignored or "", name)]
+    except re.error as error:
+        raise ValueError(
+            f"ignore_weights is {ignored!r}, which is no regular expression: {error}."
+        ) from error
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ValueError(
+            f"{folder.path} has weights that the model of its config.json does not "
+            f"read: {', '.join(left[:3])}{more}; mend config.json, or name them in "
+            f"ignore_weights, a pattern such as {re.escape(left[0])!r}."
+        )
+
+
+def _is_tied(config: transformer.Config, folder: Folder) -> bool:
+    """Whether an output embedding has the bits of the input's, as far as is looked."""
+    index = (slice(CORNER), slice(CORNER))
+    head = folder.weight(huggingface.HEAD)[index]
+    wte = huggingface.leaf(config, "wte/embedding", folder.weight, index)
+    return np.array_equal(head.astype(wte.dtype), wte, equal_nan=True)
+
+
+def generation(path: str) -> dict[str, Any]:
+    """Returns what a folder says of the texts that its model writes.
+
+    That is eos_token_id, a list, bos_token_id and pad_token_id, as far as they are
+    said, and the sampling defaults; generation_config.json comes before config.json.
+
+    Raises:
+      ValueError: in one line, an id is none.
+    """
+    folder = folder_of(path)
+    both = folder.generation, folder.config_json
+    said = {n: both[1][n] for n in SAMPLING if n in both[1]} | both[0]
+    for name in ("transformers_version", "_from_model_config"):
+        said.pop(name, None)
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        ids = [i for x in both for i in _ids(folder.path, name, x.get(name))]
+        said.pop(name, None)
+        if ids:
+            said[name] = [*dict.fromkeys(ids)] if name == "eos_token_id" else ids[0]
+    return said
+
+
+def _ids(path: Path, name: str, value: Any) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids) or (name != "eos_token_id" and ids[1:]):
+        raise ValueError(
+            f"{path} has {name}={value!r:.200} in {CONFIG} or {GENERATION}: give an "
+            "integer, or of eos_token_id a list of them."
+        )
+    return [i for i in ids if i >= 0]  # -1 is none
+
+
+def kept_generation(config: ConfigDict) -> dict[str, Any]:
+    """Returns `generation` of the folder from which a run starts, or its `base` did.
+
+    {} where there is none.
+    """
+    if config.init_from is not None:
+        return generation(config.init_from)
+    if config.base is None:
+        return {}
+    try:
+        described = read_object(Path(config.base).expanduser() / "config.json")
+    except ValueError:  # it is said when the base is opened
+        return {}
+    said = described.get("generation")
+    return said if isinstance(said, dict) else {}
+
+
+def identity(path: str, ignored: str | None = None) -> dict[str, Any]:
     """Returns what makes a folder another model, wherever it lies.
 
     That is "model", a config.json with nothing in it but what is computed, and
     "weights", a digest of a corner of each array. A copy that was saved in other files,
     or in a wider dtype, is the same model.
 
+    Args:
+      path: of the folder.
+      ignored: as of `check_read`.
+
     Raises:
-      ValueError: in one line, an array is missing or has another shape.
+      ValueError: in one line, an array is missing, has another shape, or is not read.
     """
     folder = folder_of(path)
     config = model_config(path, folder.config_json)
+    check_read(config, folder, ignored)
     digest = hashlib.sha256()
     for keys, x in jax.tree_util.tree_leaves_with_path(transformer.shapes_of(config)):
         names = path_names(keys)
@@ -68,19 +168,18 @@ def identity(path: str) -> dict[str, Any]:
 def check_tokens(config: ConfigDict, end_of_text: int) -> None:
     """Refuses a tokenizer that ends texts with another token than the model does.
 
-    The config.json may name several, or none; data.end_of_text overrules it.
+    Its folder may name several, or none; data.end_of_text overrules it.
 
     Raises:
       ValueError: in one line, which tokens.
     """
     if config.init_from is None or config.data.end_of_text is not None:
         return
-    said = folder_of(config.init_from).config_json.get("eos_token_id")
-    known = said if isinstance(said, list) else [said]
-    if said is not None and end_of_text not in known:
+    known = generation(config.init_from).get("eos_token_id", [])
+    if known and end_of_text not in known:
         raise ValueError(
             f"the tokenizer ends a text with token {end_of_text}, but the model of "
-            f"init_from={config.init_from!r} with {said}: set data.end_of_text to the "
+            f"init_from={config.init_from!r} with {known}: set data.end_of_text to the "
             "token that is meant, or give the model's own tokenizer."
         )
 

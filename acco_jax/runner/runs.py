@@ -152,7 +152,9 @@ class Saved:
     def _check_adapted(self) -> None:
         """Refuses adapters of a folder that holds another model by now."""
         path = self.config.init_from
-        if path is not None and pretrained.identity(path) != self._pretrained:
+        if path is None:
+            return
+        if pretrained.identity(path, self.config.ignore_weights) != self._pretrained:
             raise ValueError(
                 f"init_from is {path}, which is not the model that {self.workdir} has "
                 "adapted: restore it."

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -276,12 +275,3 @@ def test_a_tokenizer_that_makes_long_texts_is_refused(tmp_path, parts, line):
         return
     with pytest.raises(ValueError, match=line + ".*: give a tokenizer without"):
         data.read_tokenizer(path)
-
-
-def test_pipes_beside_a_tokenizer_are_passed_over(tmp_path):
-    path = tokenizer(tmp_path / "tokenizer.json")
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        os.mkfifo(tmp_path / name)
-    data.read_tokenizer(path).save(tmp_path / "copy")
-    said = json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())
-    assert said == {"eos_token": "</s>"}

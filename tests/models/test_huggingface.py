@@ -191,6 +191,73 @@ def test_both_forms_of_rope():
     assert huggingface.config_of(newer).rope_theta == 10000.0
 
 
+FULL = {"rope_type": "default", "rope_theta": 5e6}
+LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({"full_attention": FULL}, 5e6),
+        ({"full_attention": FULL, "sliding_attention": LOCAL}, 5e6),
+        ({"full_attention": {**FULL, "factor": None}}, 5e6),
+        (FULL, 5e6),
+        ({"rope_theta": 7e5}, 7e5),
+        (None, 10000.0),
+        ({}, 10000.0),
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rope_of_a_type_of_layers_is_read(rope, theta, name):
+    newer = {k: v for k, v in QWEN3.items() if not k.startswith("rope")}
+    assert huggingface.config_of({**newer, name: rope}).rope_theta == theta
+    scaled = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
+    config = huggingface.config_of({**newer, name: {"full_attention": scaled}})
+    assert config == huggingface.config_of(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"sliding_attention": LOCAL},
+        {"rope_theta": 5e6, "full_attention": FULL},
+        {"full_attention": 5e6, "sliding_attention": LOCAL},
+        {"chunked_attention": {}},
+        [FULL],
+        "default",
+    ],
+)
+def test_rope_that_cannot_be_read_is_refused(rope):
+    newer = {k: v for k, v in QWEN3.items() if not k.startswith("rope")}
+    with pytest.raises(ValueError, match=r"rope_parameters=.*full_attention") as error:
+        huggingface.config_of({**newer, "rope_parameters": rope})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_are_not_read(name):
+    config, state = recorded(name)
+    layer = {"gpt_neo": "transformer.h", "gpt2": "transformer.h"}.get(
+        name, "model.layers"
+    )
+    bare = [n.partition(".")[2] for n in state if not n.startswith("lm_head")]
+    assert huggingface.unread(config, [*state, *bare]) == []
+    masks = {
+        "gpt_neo": ["h.0.attn.attention.bias", "h.1.attn.attention.masked_bias"],
+        "gpt2": ["transformer.h.0.attn.bias", "h.0.attn.masked_bias"],
+    }.get(name, ["model.layers.0.self_attn.rotary_emb.inv_freq"])
+    assert huggingface.unread(config, masks) == []
+    other = [
+        f"{layer}.{config.layers}.{next(iter(state)).rpartition('.')[2]}",
+        f"{layer}.0.self_attn.q_proj.bias",
+        f"{layer}.0.attn.attention.q_proj.bias",
+        "score.weight",
+        "lm_head.bias",
+    ]
+    assert huggingface.unread(config, [*state, *other]) == other
+
+
 @pytest.mark.parametrize(
     ("fields", "change", "match"),
     [

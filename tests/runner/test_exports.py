@@ -39,6 +39,25 @@ def check_tokens(out, tokenizer):
     return said
 
 
+def check_generation(out, generation, tokens):
+    """The three files name the same special tokens."""
+    said = json.loads((out / "generation_config.json").read_text())
+    assert said == generation
+    described = json.loads((out / "config.json").read_text())
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        assert described.get(name) == said.get(name)
+    named = json.loads((out / "tokenizer_config.json").read_text())
+    exported = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    for name in ("bos_token", "pad_token"):
+        token = named.get(name)
+        number = None if token is None else exported.token_to_id(token)
+        assert number == tokens.get(name) == said.get(f"{name}_id")
+    ends = said["eos_token_id"]
+    assert exported.token_to_id(named["eos_token"]) in (
+        ends if isinstance(ends, list) else [ends]
+    )
+
+
 @pytest.fixture(scope="module")
 def adapted(saved, tmp_path_factory):
     """The workdir of adapters of a small GPT-Neo with a BPE."""
@@ -60,7 +79,8 @@ def test_merged_adapters_in_several_files(adapted, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     check_tokens(out, run.tokenizer)
     said = json.loads((out / "config.json").read_text())
-    assert said["eos_token_id"] == said["bos_token_id"] == 299
+    ends = {"eos_token_id": 299, "bos_token_id": 299}
+    check_generation(out, ends, {"bos_token": 299})
     assert said["torch_dtype"] == "bfloat16"
 
 
@@ -76,6 +96,12 @@ def test_bytes_in_another_dtype_from_which_a_run_starts(saved, tiny, tmp_path):
     # a run that starts there keeps what is said of the tokenizer, and exports it again
     said |= {"chat_template": "{{ messages }}", "auto_map": {"AutoTokenizer": "x.py"}}
     (out / "tokenizer_config.json").write_text(json.dumps(said))
+    described = json.loads((out / "config.json").read_text())
+    described |= {"eos_token_id": [1, 2, 256], "bos_token_id": 5, "temperature": 0.5}
+    (out / "config.json").write_text(json.dumps(described))
+    generation = {"eos_token_id": [2, 3], "bos_token_id": 0, "pad_token_id": 2,
+                  "do_sample": True, "top_p": 0.9, "stop": {"a": [1]}}  # fmt: skip
+    (out / "generation_config.json").write_text(json.dumps(generation))
     changes = {"init_from": str(out), "data.tokenizer": "init_from"}
     saved(tmp_path / "tuned", 1, **changes)
     os.rename(out, tmp_path / "elsewhere")  # needed no more
@@ -83,6 +109,8 @@ def test_bytes_in_another_dtype_from_which_a_run_starts(saved, tiny, tmp_path):
     run = load_run(tmp_path / "tuned")
     again = check_tokens(tmp_path / "again", run.tokenizer)
     assert again["chat_template"] == "{{ messages }}" and "auto_map" not in again
+    generation |= {"eos_token_id": [2, 3, 1, 256], "temperature": 0.5}
+    check_generation(tmp_path / "again", generation, {"bos_token": 0, "pad_token": 2})
     chex.assert_trees_all_equal(
         read(tmp_path / "again", "float32")[0], jax.device_get(run.params)
     )

@@ -1,6 +1,7 @@
 """A Hugging Face folder: what is read of it, written into it, and refused."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -170,6 +171,38 @@ def test_a_bad_index_is_named(tmp_path, index, match):
     with pytest.raises(ValueError, match=match) as error:
         folder.weight("b")
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", lambda folder: folders.Folder(folder)),
+        ("generation_config.json", lambda folder: folders.Folder(folder).generation),
+        (folders.INDEX, lambda folder: folders.Folder(folder).names),
+        (folders.WEIGHTS, lambda folder: folders.Folder(folder).names),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sparse", "fifo", "folder", "broken link"])
+def test_what_is_no_small_file_is_never_read(tmp_path, name, read, kind):
+    """A read of a sparse file takes its size in memory, that of a FIFO never ends."""
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "broken link":
+        path.symlink_to("nowhere")
+    else:
+        path.touch()
+        os.truncate(path, 3 * 10**9)
+    with pytest.raises(ValueError, match=str(tmp_path)) as error:
+        read(tmp_path)
+    line = str(error.value)
+    assert "\n" not in line
+    if kind == "sparse" and name != folders.WEIGHTS:
+        assert f"{name} cannot be read: it has 3,000,000,000 bytes, more than" in line
 
 
 def test_folders_that_lack_a_file(tmp_path):

@@ -1,5 +1,6 @@
 """Runs that start from a Hugging Face folder."""
 
+import dataclasses
 import json
 
 import chex
@@ -11,7 +12,14 @@ import tokenizers
 import acco_jax
 from acco_jax.models import huggingface, transformer
 from acco_jax.plan import programs, topologies
-from acco_jax.runner import folders, loop, preparation, validation
+from acco_jax.runner import (
+    folders,
+    language,
+    loop,
+    preparation,
+    pretrained,
+    validation,
+)
 
 SIZES = {
     "vocab_size": 257, "max_length": 48, "width": 16, "layers": 2, "heads": 4,
@@ -160,6 +168,116 @@ def test_bytes_and_weights_of_another_model_are_refused(
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer\.json or"):
         prepared(tmp_path / "fifth", **changes)
+
+
+def with_weights(folder, path, state, **files):
+    """A copy of the folder, with other weights and other files of JSON."""
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (path / name).write_bytes((folder / name).read_bytes())
+    folders.write_weights(path, state.items())
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return str(path)
+
+
+HEAD = "lm_head.weight"
+UNREAD = {
+    "a bias": ("model.layers.1.self_attn.q_proj.bias", (16,)),
+    "a further layer": ("model.layers.2.mlp.up_proj.weight", (32, 16)),
+    "another head": ("score.weight", (2, 16)),
+    "a norm of queries": ("model.layers.0.self_attn.q_norm.weight", (4,)),
+}
+
+
+@pytest.mark.parametrize(("name", "shape"), UNREAD.values(), ids=UNREAD)
+def test_weights_that_are_not_read_are_refused(
+    prepared, folder, params, tmp_path, name, shape
+):
+    state = dict(huggingface.to_state(CONFIG, params))
+    state |= {name: np.ones(shape, "f")}
+    changes = {"init_from": with_weights(folder, tmp_path / "it", state)}
+    with pytest.raises(ValueError, match=f"does not read: {name}; mend") as error:
+        prepared(tmp_path / "run", **changes)
+    assert "ignore_weights" in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="does not read"):
+        language.from_folder(changes["init_from"])
+    with pytest.raises(ValueError, match=r"ignore_weights is '\(', which is no"):
+        pretrained.identity(changes["init_from"], "(")
+    allowed = name.replace(".", r"\.")
+    assert pretrained.identity(changes["init_from"], allowed) == (
+        pretrained.identity(str(folder))
+    )
+    with pytest.raises(ValueError, match="does not read"):
+        pretrained.identity(changes["init_from"], allowed[1:])
+
+
+def test_a_file_of_weights_that_is_not_read(folder, params, tmp_path):
+    state = dict(huggingface.to_state(CONFIG, params))
+    path = with_weights(folder, tmp_path / "it", state)
+    folders.save_file(state, tmp_path / "it" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"not read: adapter_model\.safetensors"):
+        pretrained.identity(path)
+    assert pretrained.identity(path, r"adapter_.*")
+
+
+def test_an_output_embedding_beside_a_tied_one(folder, params, tmp_path):
+    config = dataclasses.replace(CONFIG, tied=True)
+    tied = {k: v for k, v in params.items() if k != "lm_head"}
+    state = dict(huggingface.to_state(config, tied))
+    assert HEAD not in state
+    wte, said = state["model.embed_tokens.weight"], huggingface.config_json(config)
+    same = with_weights(folder, tmp_path / "a", state | {HEAD: wte}, config=said)
+    assert pretrained.identity(same)["model"] == said
+    other = with_weights(folder, tmp_path / "b", state | {HEAD: 2 * wte}, config=said)
+    with pytest.raises(ValueError, match=f"does not read: {HEAD}"):
+        pretrained.identity(other)
+
+
+ENDS = {  # config.json, generation_config.json -> what is kept
+    "a list": ({"eos_token_id": [1, 2, 3]}, None, {"eos_token_id": [1, 2, 3]}),
+    "one": ({"eos_token_id": 3}, None, {"eos_token_id": [3]}),
+    "both": ({"eos_token_id": 3}, {"eos_token_id": [2, 3]}, {"eos_token_id": [2, 3]}),
+    "apart": ({"eos_token_id": 3}, {"eos_token_id": 2}, {"eos_token_id": [2, 3]}),
+    "0 begins": ({"bos_token_id": 0}, {}, {"bos_token_id": 0}),
+    "the second wins": (
+        {"bos_token_id": 1, "pad_token_id": 5},
+        {"bos_token_id": 0},
+        {"bos_token_id": 0, "pad_token_id": 5},
+    ),
+    "none": ({"bos_token_id": None, "pad_token_id": -1}, {"eos_token_id": None}, {}),
+    "sampling": (
+        {"temperature": 0.7, "top_k": 50, "use_cache": True},
+        {"temperature": 0.6, "do_sample": True, "transformers_version": "4"},
+        {"temperature": 0.6, "top_k": 50, "do_sample": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "generation", "kept"), ENDS.values(), ids=ENDS)
+def test_what_a_folder_says_of_texts_is_kept(tmp_path, config, generation, kept):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert pretrained.generation(str(tmp_path)) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eos_token_id", "3"),
+        ("eos_token_id", [1, True]),
+        ("eos_token_id", [[1]]),
+        ("bos_token_id", [0, 1]),
+        ("pad_token_id", 0.5),
+    ],
+)
+def test_ids_that_are_none_are_refused(tmp_path, name, value):
+    (tmp_path / "config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=f"{name}=.*: give an integer") as error:
+        pretrained.generation(str(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 def test_a_plan_needs_no_more_than_config_json(folder, tiny, tmp_path):

@@ -19,7 +19,12 @@ Row = dict[str, Any]
 NEEDED = ("loss", "tokens", "steps", "seconds", "state_bytes_per_device")
 OPTIONAL = ("bytes_sent_per_worker", "gradient_seconds_per_token", "bits_per_byte",
             "bigram_bits_per_byte", "devices", "workers", "parameters")  # fmt: skip
-FOUND = ("corpus", "pretrained", "workers")  # of config.json, and no fields
+FOUND = (
+    "corpus",
+    "generation",
+    "pretrained",
+    "workers",
+)  # of config.json, and no fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,124 @@
+"""What lies beside a tokenizer's file: its special tokens, and a chat template."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from acco_jax import smallfiles
+
+CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+SPECIAL = ("bos_token", "pad_token", "unk_token")  # that CONFIG names
+
+
+def read(path: Path, limit: int = smallfiles.LARGEST) -> dict[str, Any]:
+    """Return the JSON object in a file of at most `limit` bytes, {} without a file.
+
+    Raises:
+      ValueError: in one line, it is damaged.
+    """
+    if not os.path.lexists(path):
+        return {}
+    try:
+        value = json.loads(smallfiles.text(path, limit))
+        if not isinstance(value, dict):
+            raise TypeError("it holds no object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        why = smallfiles.reason(error)
+        raise ValueError(f"{path} is damaged ({why}): restore it") from error
+    return value
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """Return what the files beside a tokenizer say of it, its chat template included.
+
+    Raises:
+      ValueError: in one line, which of them is damaged.
+    """
+    config, tokens = (read(path.with_name(name)) for name in (CONFIG, _MAP))
+    said = {name: tokens[name] for name in SPECIAL if name in tokens} | config
+    said.pop("auto_map", None)  # names code
+    template = path.with_name("chat_template.jinja")
+    if os.path.lexists(template):
+        try:
+            said["chat_template"] = smallfiles.text(template)
+        except (OSError, UnicodeDecodeError) as error:
+            why = smallfiles.reason(error)
+            raise ValueError(f"{template} is damaged ({why}): restore it") from error
+    return said
+
+
+def named_end(path: Path) -> str | None:
+    """Return the eos_token that the files beside a tokenizer name, if they do."""
+    ends = (eos(path.with_name(name)) for name in (CONFIG, _MAP))
+    return next((end for end in ends if end is not None), None)
+
+
+def eos(path: Path) -> str | None:
+    """Return the eos_token that a file names; None if it names none.
+
+    Raises:
+      ValueError: in one line, the file is damaged, or names something else.
+    """
+    if (named := read(path).get("eos_token")) is None:
+        return None
+    if (token := _content(named)) is None:
+        raise ValueError(
+            f"{path} has eos_token={named!a:.200}, which is no text: restore it, or "
+            "set data.end_of_text"
+        )
+    return token
+
+
+def _content(token: Any) -> str | None:
+    """Return a token of tokenizer_config.json as text, None if it is none."""
+    token = token.get("content") if isinstance(token, dict) else token
+    try:
+        if isinstance(token, str):
+            token.encode()  # refuses half a surrogate
+            return token
+    except UnicodeEncodeError:
+        pass
+    return None
+
+
+def written(
+    folder: Path, said: dict[str, Any], special: Mapping[str, int], model: Any
+) -> dict[str, int]:
+    """Write tokenizer_config.json; the result is that of `Tokenizer.export`.
+
+    Args:
+      folder: where it is written.
+      said: its content, which may name special tokens already.
+      special: ids of those that it has to name.
+      model: what has the methods `token_to_id` and `id_to_token`.
+    """
+    ids: dict[str, int] = {}
+    for name in SPECIAL:
+        token = _content(said.get(name))
+        number = None if token is None else model.token_to_id(token)
+        if special.get(name) not in (None, number):
+            token = model.id_to_token(special[name])
+            number = None if token is None else special[name]
+            said |= {name: token}
+        ids |= {} if number is None else {name: number}
+    write(folder / CONFIG, json.dumps(said, indent=2) + "\n")
+    return ids
+
+
+def as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """What makes transformers take a tokenizer's file as it is."""
+    return {
+        "tokenizer_class": kind,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
