@@ -13,7 +13,9 @@ def differ(counts: Any) -> bool:
     """Whether workers' counts may differ; those of a jax.Array are not read."""
     if counts is None:
         return False
-    return isinstance(counts, jax.Array) or len(np.unique(np.asarray(counts))) > 1
+    if not isinstance(counts, jax.Array | jax.ShapeDtypeStruct):
+        return len(set(np.asarray(counts).ravel().tolist())) > 1
+    return True
 
 
 def place_counts(

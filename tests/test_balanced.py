@@ -233,6 +233,14 @@ def test_the_step_follows_and_a_replay_is_the_run_to_the_bit(monkeypatch, tmp_pa
         train(again, make(1)[1], 1, rng)
 
 
+def test_a_key_may_lie_on_one_device():
+    """The probe, too, takes what jax.random.key returns."""
+    step, held = make(acco_jax.Balanced(N * 2, HELD), "zero1")
+    rng = jax.random.key(1)
+    args = step._placed(step._arguments(*held, batches(1)[0], rng=rng))
+    step._prober().lower(args.params, args.inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [

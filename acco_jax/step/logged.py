@@ -24,6 +24,7 @@ class LoggedStep(TrainStep):
         super().__init__(tx, gradients, compiler_options)
         self.half_round = 0
         self._log: Lines | Turns | None = None
+        self._uneven = True  # whether counts that nobody gives may differ
 
     def alternate(self, halves: Halves) -> None:
         """Takes the counts of the calls to come from two halves.
@@ -31,7 +32,9 @@ class LoggedStep(TrainStep):
         Raises:
           ValueError: they are of another number of workers.
         """
-        self._log, self._numbers_calls = Turns(halves, self._gradients.workers), True
+        turns = Turns(halves, self._gradients.workers)
+        self._log, self._numbers_calls = turns, True
+        self._uneven = any(map(differ, turns.lines))
 
     def repeat(self, log: Replay) -> None:
         """Takes the counts of the calls to come from a log.
@@ -39,13 +42,12 @@ class LoggedStep(TrainStep):
         Raises:
           ValueError: it has others than these workers could compute.
         """
-        self._log = Lines(log, self._gradients.workers, self._gradients.microbatches)
-        self.half_round = log.first
+        lines = Lines(log, self._gradients.workers, self._gradients.microbatches)
+        self._log, self.half_round = lines, log.first
+        self._uneven = any(map(differ, lines.lines))
 
     def _may_differ(self, counts: Any) -> bool:
-        if counts is not None:
-            return differ(counts)
-        return self._log is None or any(map(differ, self._log.lines))
+        return self._uneven if counts is None else differ(counts)
 
     def _call(self, state: Any) -> int:
         call = super()._call(state)
