@@ -73,7 +73,7 @@ def folders(
     seen, above = set(), dict[str, frozenset[str]]()
     for folder, below, names in os.walk(root, followlinks=True, onerror=fail):
         real, parents = os.path.realpath(folder), above.get(os.path.dirname(folder))
-        words = frozenset(_roles(os.path.relpath(folder, root), "train", "validation"))
+        words = _roles(os.path.relpath(folder, root), "train", "validation")
         if real in (parents or ()) or (real, words) in seen:
             below.clear()
             continue
@@ -314,11 +314,15 @@ def _check_documents(names: Sequence[str], root: Path) -> None:
 def _distinct(splits: Splits, root: Path) -> Splits:
     """Leave out what links name again; refuse a file in two splits."""
     seen: dict[str, tuple[int, Path]] = {}
+    real = functools.cache(os.path.realpath)  # of folders
     kept: list[list[Path]] = [[], [], []]
     groups = (splits.train, splits.validation, splits.unused)
     for number, group in enumerate(groups):
         for path in group:
-            before = seen.setdefault(os.path.realpath(path), (number, path))
+            place = os.path.join(real(path.parent), path.name)
+            if path.is_symlink():
+                place = os.path.realpath(path)
+            before = seen.setdefault(place, (number, path))
             if before[0] != number:
                 raise ValueError(
                     f"{before[1]} and {path} are one file, by a link, in two splits: "
@@ -329,30 +333,33 @@ def _distinct(splits: Splits, root: Path) -> Splits:
     return Splits(*map(tuple, kept))
 
 
-def _roles(name: str, train_split: str, validation_split: str) -> set[str]:
+@functools.lru_cache(4096)  # folders' names come often
+def _roles(name: str, train_split: str, validation_split: str) -> frozenset[str]:
     """Return what a path's words say that it is: of what a longer name covers none."""
+    pattern, roles = _words(train_split, validation_split)
+    found = pattern.finditer(_spaced(name))
+    return frozenset(roles[match.lastindex - 1] for match in found if match.lastindex)
+
+
+@functools.lru_cache
+def _words(train_split: str, validation_split: str) -> tuple[re.Pattern[str], list]:
+    """Return a pattern of all words, a group each, and what each stands for."""
     asked = {"train": train_split, "validation": validation_split}
-    words = [(w, role) for role, s in asked.items() for w in WORDS.get(s, (s,))]
-    taken = {word for word, _ in words}
+    role_of = {w: role for role, s in asked.items() for w in WORDS.get(s, ())}
+    role_of |= {split: role for role, split in asked.items()}
     for kind, group in WORDS.items():
-        role = kind if kind == "test" else "other"
-        words += [(word, role) for word in group if word not in taken]
-    name = _spaced(name)
-    spans = [(m.span(), role) for w, role in words for m in _pattern(w).finditer(name)]
-    spans.sort(key=lambda span: span[0][0] - span[0][1])  # the longest first
-    kept: list[tuple[tuple[int, int], str]] = []
-    for (start, end), role in spans:
-        if not any(a <= start and end <= b for (a, b), _ in kept):
-            kept.append(((start, end), role))
-    return {role for _, role in kept}
+        for word in group:
+            role_of.setdefault(word, kind if kind == "test" else "other")
+    words = sorted(role_of, key=len, reverse=True)
+    pattern = re.compile("|".join(map(_delimited, words)), re.IGNORECASE)
+    return pattern, [role_of[word] for word in words]
 
 
-@functools.cache
-def _pattern(word: str) -> re.Pattern[str]:
+def _delimited(word: str) -> str:
     """Match a word where neither letters (nor of a number, digits) continue it."""
     word = _spaced(word)
     before, after = (r"\d" if c.isdigit() else _LETTER for c in (word[0], word[-1]))
-    return re.compile(f"(?<!{before}){re.escape(word)}(?!{after})", re.IGNORECASE)
+    return f"((?<!{before}){re.escape(word)}(?!{after}))"
 
 
 def _spaced(name: str) -> str:

@@ -82,6 +82,7 @@ LAYOUTS = {
     "longer name": ("train train_eval", "train", "train_eval",
                     {"validation_split": "train_eval"}),
     "asked": ("train dev validation", "train", "dev", {"validation_split": "dev"}),
+    "synonym asked for training": ("dev val", "dev", "val", {"train_split": "dev"}),
     "numbers": ("part1 part2 part10", "part2 part10", "part1",
                 {"validation_split": "part1"}),
     "others": ("a_0 b_0 c_0", "a_0", "b_0",
