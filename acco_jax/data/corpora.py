@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-from acco_jax.data import listing, records, tasks
+from acco_jax.data import listing, prepared, records, tasks
 from acco_jax.data.tasks import Document
 
 RECORDS = ("jsonl", "parquet", "huggingface")
@@ -175,11 +175,13 @@ def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
         return _from_records(config)
     with _quiet():
         builder = _builder(config, data_dir)
-        prepared = builder.is_prepared()
-    if not prepared:
+        known = builder.is_prepared()
+    if not known:
         logging.info("Preparing data set %s in %s.", builder.info.full_name, data_dir)
     with _quiet():
         _prepare(builder, config.name)
+    if isinstance(builder, TextFolder):
+        prepared.keep_sums(Path(builder.data_dir))
     return _documents(builder, config)
 
 
@@ -194,9 +196,9 @@ def _builder(
         )
     if config.name == "stdlib":
         folder = stdlib_config(config.held_out)
-        return StdlibSource(config=folder, data_dir=data_dir)
+        return prepared.opened(StdlibSource, folder, data_dir)
     if config.name == "text_folder":
-        return TextFolder(config=folder_config(config), data_dir=data_dir)
+        return prepared.opened(TextFolder, folder_config(config), data_dir)
     return _named_builder(config.name, data_dir)
 
 

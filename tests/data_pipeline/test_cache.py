@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -183,6 +184,34 @@ def test_slices_are_those_of_an_array(tmp_path_factory, size, span, step, dtype)
     assert kept[part].dtype == dtype
     np.testing.assert_array_equal(kept[part], tokens[part])
     np.testing.assert_array_equal(kept, tokens)
+
+
+INFO = {
+    "a bit of a name": (b'"train"', b'"trbin"'),
+    "no UTF-8": (b'"train"', b'"tr\xffin"'),
+    "fewer documents": (b'"shardLengths": [', b'"shardLengths": ["1", '),
+    "no JSON": (b"{", b"["),
+    "another type": (b'"splits": [', b'"splits": [7, '),
+    "nothing": (None, b""),
+}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["tokens kept", "tokens removed"])
+@pytest.mark.parametrize(("old", "new"), INFO.values(), ids=INFO)
+def test_damage_to_what_tfds_says_is_one_line(load, tmp_path, old, new, kept):
+    (path,) = (tmp_path / "data" / "text_folder").rglob("dataset_info.json")
+    content = path.read_bytes()
+    assert old is None or old in content
+    path.write_bytes(new if old is None else content.replace(old, new, 1))
+    if not kept:
+        shutil.rmtree(load.folder())
+    line = r"dataset_info\.json or .*: remove that folder, and"
+    with pytest.raises(ValueError, match=line) as error:
+        load()
+    assert str(error.value).startswith(str(path.parent))
+    assert "\n" not in str(error.value) and "codec" not in str(error.value)
+    shutil.rmtree(path.parent)  # what the line says
+    load()
 
 
 def test_documents_have_a_digest_wherever_they_lie(load, tmp_path):
