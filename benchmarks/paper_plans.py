@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from acco_jax.models import huggingface, transformer
+from acco_jax.plan.verdict import percent
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "plans"
@@ -98,8 +99,8 @@ vendors' figures, of which a stated range is reached (`plan` prints it). Nothing
 run. A time is that of as many tokens as the experiment takes; in parentheses its
 interval. The last column is what the paper measured.
 
-| experiment | machine | | step | hidden | tokens/s | time | the paper |
-|---|---|---|---|---|---|---|---|
+{head}
+|---|---|---|---|---|---|---|---|---|---|
 {rows}
 
 {findings}
@@ -109,6 +110,8 @@ what takes the time (acco's 25 minutes on one host of A100 are not): its program
 a smaller part of a chip's peak than the range that `plan` assumes for XLA's
 ([published.md](published.md) sets other published runs beside it). What `plan` says of
 them is how much of a step communication takes, and how much of that is hidden.
+Bytes hidden are READ from the schedule, seconds hidden are PREDICTED for the machine's
+network at the middle of the figures' ranges.
 
 On 2 x 4 A100 the network is what takes the time. A step of acco sends twice what one of
 zero1 does, so that with the same few microbatches it is the slower of the two: {busy}
@@ -157,11 +160,15 @@ def lines(row: Row, plan: dict) -> list[str]:
     found = []
     for method, paper in zip(("zero1", "acco"), row.paper, strict=True):
         p = predicted[method]
+        m = plan["methods"][method]
+        shares = (m["hidden_bytes_fraction"], m["hidden_seconds_fraction"])
         low, high = p["tokens_per_second_range"]
         times = [row.tokens / rate for rate in (p["tokens_per_second"], high, low)]
         found.append(
-            f"| {row.name} | {machine(row)} | {method} | {p['step'] * 1e3:,.0f} ms | "
-            f"{p['hidden']:.0%} | {thousands(p['tokens_per_second'])} "
+            f"| {row.name} | {machine(row)} | {method} | "
+            f"{m['exposed_seconds'] * 1e3:,.1f} ms | "
+            f"{' | '.join(map(percent, shares))} | {p['step'] * 1e3:,.0f} ms | "
+            f"{thousands(p['tokens_per_second'])} "
             f"({thousands(low)} - {thousands(high)}) | {clock(times[0])} "
             f"({clock(times[1])} - {clock(times[2])}) | {paper} |"
         )
@@ -195,9 +202,14 @@ def busy(row: Row, plan: dict) -> int:
 def main() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     plans = {row: planned(row) for row in ROWS}
+    head = (
+        "| experiment | machine | | exposed, a step | bytes hidden (READ) | "
+        "seconds hidden (PREDICTED) | step | tokens/s | time | the paper |"
+    )
     flags = "\n".join(f"    {' '.join(['python', *row.command()])}" for row in ROWS)
     OUT.write_text(
         TEXT.format(
+            head=head,
             rows="\n".join(x for row in ROWS for x in lines(row, plans[row])),
             busy=next(
                 busy(r, p) for r, p in plans.items() if r.topology.endswith("2x4")

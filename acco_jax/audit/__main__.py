@@ -68,13 +68,7 @@ _JSON = flags.DEFINE_string(
 _PICTURE = flags.DEFINE_string(
     "picture", None, "File for a timeline, a PNG.", flag_values=_FLAGS
 )
-_REQUIRE_HIDDEN = flags.DEFINE_float(
-    "require-hidden",
-    None,
-    "Exit with 3 if less than this fraction (0.95) of the bytes, or of the time that "
-    "they take, is hidden, or nothing is communicated.",
-    flag_values=_FLAGS,
-)
+_REQUIRE_HIDDEN = arguments.require_hidden(_FLAGS)
 
 
 @exits.lines()
@@ -86,8 +80,6 @@ def main(argv: list[str]) -> None:
             raise ValueError("give one file, or --factory=package.module:function.")
         topology, mesh = _place()
         changes = dict(map(arguments.number, _SET.value))
-        if (fraction := _REQUIRE_HIDDEN.value) is not None:
-            auditing.check_fraction(fraction)
         if _TRIPS.value is not None and _TRIPS.value < 0:
             raise ValueError(f"--trips is {_TRIPS.value}: it must be at least 0.")
         written = [arguments.path(flag) for flag in (_JSON, _PICTURE)]
@@ -108,6 +100,7 @@ def main(argv: list[str]) -> None:
         json.write_text(result.to_json() + "\n")
     if picture := written[1]:
         result.picture(picture)
+    fraction = _REQUIRE_HIDDEN.value
     if fraction is not None and (why := verdict.objection(fraction)):
         over = _AXIS.value or "all axes"
         print(f"--require-hidden={fraction:g}: {over}: {why}", file=sys.stderr)

@@ -57,7 +57,12 @@ class Audit:
                 if axis in (name, *name.split("+")) or name == axes.UNKNOWN
             ]
         readings = (r for found in chosen for r in found.readings)
-        return Verdict(tuple(readings), self.prediction.total, self.schedule.unknown)
+        return Verdict(
+            tuple(readings),
+            self.prediction.total,
+            self.schedule.unknown,
+            self.machine.network,
+        )
 
     def to_json(self) -> str:
         """Returns everything as JSON, in SI units."""
@@ -68,7 +73,9 @@ class Audit:
         from acco_jax.plan import pictures
 
         title = f"{self.topology}: prediction from the schedule"
-        rows = [pictures.Row("the program", self.prediction)]
+        rows = [
+            pictures.Row("the program", self.prediction, hidden=self.verdict().shares())
+        ]
         pictures.timeline(rows, Path(path), title, "one execution")
 
     def __str__(self) -> str:
@@ -146,7 +153,7 @@ def assert_hidden(
     args: Sequence[Any],
     topology: str | Topology,
     axis: str | None = None,
-    fraction: float = 1.0,
+    fraction: float = verdict.REQUIRED,
     **options: Any,
 ) -> Audit:
     """Asserts that a program's communication is hidden, for a test suite.
@@ -156,29 +163,19 @@ def assert_hidden(
       args: its arguments, as for `audit`; () for what is compiled.
       topology: the machine that it is compiled for.
       axis: of the mesh; None for all that is communicated.
-      fraction: of the bytes, and of the time they take, that must be hidden; what takes
-        less than a hundredth of the program's time does not count against it.
+      fraction: that must be hidden, of the bytes (READ) and of the predicted seconds;
+        what exposes at most 0.1 % of the program's time does not count against it.
       **options: of `audit`.
 
     Raises:
       AssertionError: less is hidden, or nothing is communicated; with the whole table.
       ValueError: as `audit`, and a fraction that is not from 0 to 1.
     """
-    check_fraction(fraction)
+    verdict.check_fraction(fraction)
     result = audit(step, *args, topology=topology, **options)
     if why := result.verdict(axis).objection(fraction):
         raise AssertionError(f"{axis or 'all axes'}: {why}\n{result}")
     return result
-
-
-def check_fraction(fraction: float) -> None:
-    """Refuses what is not from 0 to 1.
-
-    Raises:
-      ValueError: in one line.
-    """
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"the fraction {fraction:g} must be from 0 to 1.")
 
 
 def _topology(topology: str | Topology) -> Topology:

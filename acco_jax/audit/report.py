@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from acco_jax.plan.causes import explained
 from acco_jax.plan.tables import aligned, in_bytes, many, paragraph, seconds
-from acco_jax.plan.verdict import HIDDEN, Reading, Verdict
+from acco_jax.plan.verdict import HIDDEN, Reading, Verdict, milliseconds
 
 if TYPE_CHECKING:
     from acco_jax.audit.auditing import Audit
@@ -19,8 +19,9 @@ _FIELDS: tuple[str, ...] = (
 )
 PROOF = (
     "READ from the schedule: what stands between a collective's launch and its end, "
-    "and whether matrix products do (hidden). PREDICTED from the figures of the chip: "
-    "seconds. That the network keeps up while the chip computes is not shown by either."
+    "and whether matrix products do (hidden). PREDICTED from the middle of the chip's "
+    "figures: seconds, and which of them are exposed. That the network keeps up "
+    "while the chip computes is not shown by either."
 )
 
 
@@ -31,7 +32,9 @@ def text(audit: Audit) -> str:
         f"{audit.topology}: {audit.topology.devices} x {audit.topology.chip.title}"
         f"{f', mesh {mesh}' if mesh else ''}",
         f"one execution {seconds(p.total)} = computation {seconds(p.computation)} + "
-        f"communication not hidden {seconds(p.exposed)}, by prediction",
+        f"exposed communication {seconds(p.exposed)}, PREDICTED, "
+        f"{audit.machine.network}",
+        f"hidden: {audit.verdict().shares()}",
         paragraph(PROOF, 0),
     ]
     for name, verdict in audit.axes.items():
@@ -70,9 +73,9 @@ def as_dict(audit: Audit) -> dict[str, Any]:
 def _axis(name: str, verdict: Verdict) -> list[str]:
     times = sum(r.collective.times for r in verdict.readings)
     lines = [
-        f"axis {name}: {in_bytes(verdict.bytes)} in {many(times, 'collective')}, "
-        f"{_share(verdict)} of the bytes hidden; takes {seconds(verdict.seconds)}, of "
-        f"which {seconds(verdict.exposed)} are waited for"
+        f"axis {name}: {milliseconds(verdict.exposed)} exposed of "
+        f"{milliseconds(verdict.seconds)}, {in_bytes(verdict.bytes)} in "
+        f"{many(times, 'collective')}; hidden: {verdict.shares()}"
     ]
     lines.append(aligned([_row(r) for r in verdict.readings], "llrllrlll"))
     against = {id(r) for r in verdict.objections}
@@ -80,10 +83,6 @@ def _axis(name: str, verdict: Verdict) -> list[str]:
         if r.cause.text and (id(r) in against or r.status == HIDDEN):
             lines.append(paragraph(f"{r.collective.name}: {explained(r.cause)}", 2))
     return lines
-
-
-def _share(verdict: Verdict) -> str:
-    return f"{verdict.hidden_bytes / verdict.bytes:.0%}" if verdict.bytes else "nothing"
 
 
 def _row(r: Reading) -> tuple[str, ...]:
@@ -112,6 +111,8 @@ def _axis_dict(verdict: Verdict) -> dict[str, Any]:
     return {
         "bytes": verdict.bytes,
         "hidden_bytes": verdict.hidden_bytes,
+        "hidden_bytes_fraction": verdict.hidden_share,
+        "hidden_seconds_fraction": verdict.covered_share,
         "hidden_or_negligible": verdict.share,
         "seconds": verdict.seconds,
         "exposed_seconds": verdict.exposed,

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up messages
 
@@ -23,6 +23,9 @@ from acco_jax.plan import arguments, topologies
 from acco_jax.plan.machines import Change
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner import commands, devices, exits
+
+if TYPE_CHECKING:
+    from acco_jax.plan.planner import Plan
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -64,12 +67,7 @@ _CALIBRATION = flags.DEFINE_string(
 _OUT = flags.DEFINE_string("out", "plan", "Folder for the pictures.")
 _JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
 _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text.")
-_REQUIRE_HIDDEN = flags.DEFINE_bool(
-    "require-hidden",
-    False,
-    "Exit with 3 if --methods (or the config's) expose communication of the data axis "
-    "for more than a hundredth of its time, or have none.",
-)
+_REQUIRE_HIDDEN = arguments.require_hidden()
 
 
 @exits.lines()
@@ -82,17 +80,24 @@ def main(argv: list[str]) -> None:
         topologies.use_cpu()
     logging.set_verbosity(logging.INFO)
     try:
-        objections = _run()
+        plans = _run()
     except (ValueError, RuntimeError, OSError) as error:
         exits.end(exits.REFUSED, error)
-    if _REQUIRE_HIDDEN.value and objections:
+    if (fraction := _REQUIRE_HIDDEN.value) is None:
+        return
+    objections = {
+        f"{m} on {plan.topology}, {plan.machine.network}": why
+        for plan in plans
+        for m, why in plan.objections(fraction).items()
+    }
+    if objections:
         reasons = "; ".join(f"{m}: {why}" for m, why in objections.items())
-        print(f"--require-hidden: {reasons}", file=sys.stderr)
+        print(f"--require-hidden={fraction:g}: {reasons}", file=sys.stderr)
         sys.exit(exits.EXPOSED)
 
 
-def _run() -> dict[str, str]:
-    """Plans what the flags say; returns what --require-hidden would refuse."""
+def _run() -> "Sequence[Plan]":
+    """Plans what the flags say."""
     folder = Path(_OUT.value).expanduser()
     json_file, programs = map(arguments.path, (_JSON, _DUMP_HLO))
     for path in filter(None, (folder, json_file and json_file.parent, programs)):
@@ -125,18 +130,14 @@ def _run() -> dict[str, str]:
         print(report.text(plan))
         for line in exports.write(plan, folder, json_file, programs):
             print(line)
-        return plan.objections
+        return [plan]
     found = decision.make(_CONFIG.value, places, request, decision.Terms(**terms))
     print(decision.text(found))
     _write(json_file, lambda: decision.as_dict(found))
-    return {
-        f"{m} on {p.topology}": why
-        for p in found.plans
-        for m, why in p.objections.items()
-    }
+    return found.plans
 
 
-def _calibrate(json_file: Path | None) -> dict[str, str]:
+def _calibrate(json_file: Path | None) -> "Sequence[Plan]":
     if _TOPOLOGY.value or _CALIBRATION.value:
         raise ValueError(
             "--calibrate measures the devices that are here: leave out --topology and "
@@ -151,7 +152,7 @@ def _calibrate(json_file: Path | None) -> dict[str, str]:
     if json_file:
         calibration.save(report, json_file)
         print(f"JSON     {json_file}")
-    return {}
+    return []
 
 
 def _measured(places: Sequence[Topology]) -> dict[str, Change]:

@@ -7,6 +7,41 @@ from pathlib import Path
 from absl import flags
 
 from acco_jax.plan.machines import Change
+from acco_jax.plan.verdict import REQUIRED, check_fraction
+
+
+class _Fraction(flags.ArgumentParser):
+    """A fraction that a flag without a value leaves at REQUIRED."""
+
+    syntactic_help = "a fraction from 0 to 1"
+
+    def parse(self, argument: str | float | None) -> float | None:
+        if argument in (None, "false"):  # absl's word for --noNAME
+            return None
+        if argument == "true":  # and for NAME without a value
+            return REQUIRED
+        try:
+            fraction = float(argument)
+        except ValueError:
+            raise ValueError(f"{argument!r} is not a number from 0 to 1.") from None
+        check_fraction(fraction)
+        return fraction
+
+
+def require_hidden(
+    flag_values: flags.FlagValues = flags.FLAGS,
+) -> flags.FlagHolder[float | None]:
+    """Defines --require-hidden, whose value is optional."""
+    return flags.DEFINE(
+        _Fraction(),
+        "require-hidden",
+        None,
+        "Exit with 3 if a smaller fraction of the bytes (READ) or of the seconds of "
+        f"communication (PREDICTED) is hidden, or nothing is sent; {REQUIRED} without "
+        "a value.",
+        flag_values=flag_values,
+        boolean=True,
+    )
 
 
 def check_writable(folder: Path) -> None:

@@ -302,6 +302,9 @@ def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
       devices: as for `predict`.
     """
     topology = machine.topology
+    if c.kind == "send-recv" and topology.slices == 1:  # to one neighbour
+        domain = machine.domain(devices)
+        return machine.seconds("collective-permute", c.bytes, devices, domain)
     if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
         seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
         slices = max(1, devices * topology.slices // topology.devices)

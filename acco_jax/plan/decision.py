@@ -5,6 +5,7 @@ print(text(decision))
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from acco_jax.plan.outcomes import Outcome
 from acco_jax.plan.planner import Plan, Request
 from acco_jax.plan.tables import aligned, paragraph, seconds
 from acco_jax.plan.topologies import Topology
+from acco_jax.plan.verdict import milliseconds
 
 WINS = 1.02  # times as fast: what counts as faster
 _SLOWEST, _FASTEST = 1e7, 1e12  # bytes/s of a network: where the search goes
@@ -165,23 +167,27 @@ def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
     def cost(c: Choice) -> float:
         return c.hours if c.price is None or not priced else c.price
 
-    best = min(fitting, key=cost)
+    # Equal costs: the slower network suffices; then names, never the flags' order.
+    best = min(
+        fitting,
+        key=lambda c: (float(f"{cost(c):.3g}"), c.network, str(c.topology), c.method),
+    )
     what = f"costs least, {best.price:,.2f} in" if priced else "takes least time,"
-    text = f"{best.method} on {best.topology} {what} {_hours(best.hours)}"
     plan = next(
         p
         for p in plans
         if p.topology == best.topology
         and p.machine.value("slow_bandwidth") == best.network
     )
-    row = plan.row(best.method)
+    place = f"{best.topology} ({plan.machine.network})"
+    text = f"{best.method} on {place} {what} {_hours(best.hours)}"
     others = [
         c
         for c in fitting
         if (c.topology, c.network) == (best.topology, best.network) and c is not best
     ]
     if others:
-        second = min(others, key=cost)
+        second = min(others, key=lambda c: (cost(c), c.method))
         times = best.tokens_per_second / second.tokens_per_second
         text += f": {times:.2f} times as fast as {second.method} there"
         both = (
@@ -192,16 +198,15 @@ def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
             text += ", which is no difference that these figures can tell"
         elif min(both) < 1:
             text += ", though not at every end of the figures' ranges"
-        text += f" ({_why(row)})"
+        text += f" ({_why(plan, best.method)})"
     return f"{text}; {_network(plan)}"
 
 
-def _why(row: Mapping[str, Any]) -> str:
-    share = row["communication"] / row["step"]
-    return (
-        f"its communication lasts {share:.0%} of its step, {row['hidden']:.0%} of it "
-        "hidden"
-    )
+def _why(plan: Plan, method: str) -> str:
+    row = plan.row(method)
+    found = next(o.verdict for o in plan.outcomes if o.method == method)
+    exposed = f"{milliseconds(row['exposed'])} of its {milliseconds(row['step'])} step"
+    return f"{exposed} is exposed communication; hidden: {found.shares()}"
 
 
 def _hours(hours: float) -> str:
@@ -209,21 +214,36 @@ def _hours(hours: float) -> str:
 
 
 def _network(plan: Plan) -> str:
-    """Says from which speed of the network on a method that hides is faster."""
-    hiding = [o for o in plan.outcomes if (o.verdict.share or 0) > 0.9]
-    exposed = [o for o in plan.outcomes if (o.verdict.share or 0) <= 0.9]
-    if not hiding or not exposed:
-        return "of these methods none can be compared with one that waits"
-    a, b = hiding[0], exposed[0]
+    """Describes the bandwidths at which overlap pays, each band with both ends."""
+    hiding = [o for o in plan.outcomes if _overlaps(o)]
+    others = [o for o in plan.outcomes if not _overlaps(o)]
+    if not hiding or not others:
+        return "no pair of these methods, one that overlaps and one that does not"
+    a, b = hiding[0], others[0]
     found = crossing(plan, a, b)
-    pair = f"{a.method} is {WINS - 1:.0%} faster than {b.method} or more"
-    if found.below is None:
-        return f"on no network {pair}"
-    most = f"{found.most:.2f} times as fast at {_gbps(found.at)}"
-    if found.below >= _FASTEST:
-        return f"{pair} however fast {found.link} is, at most {most}"
-    limit = f"where {found.link} gives a device less than {_gbps(found.below)}"
-    return f"{pair} {limit}, at most {most}"
+    pair = f"{a.method} is at least {WINS - 1:.0%} faster than {b.method}"
+    if not found.bands:
+        return f"at no rate of {found.link} {pair}"
+    bands = " and ".join(_band(*ends) for ends in found.bands)
+    return (
+        f"{pair} where {found.link} gives a device {bands}, at most "
+        f"{found.most:.2f} times as fast at {_gbps(found.at)}"
+    )
+
+
+def _overlaps(o: Outcome) -> bool:
+    """Whether most bytes have products beside them, whatever the network (READ)."""
+    return (o.verdict.hidden_share or 0) > 0.9
+
+
+def _band(low: float, high: float) -> str:
+    if low <= _SLOWEST and high >= _FASTEST:
+        return f"any rate from {_gbps(low)} to {_gbps(high)}"
+    if low <= _SLOWEST:
+        return f"{_gbps(high)} or less"
+    if high >= _FASTEST:
+        return f"{_gbps(low)} or more"
+    return f"{_gbps(low)} to {_gbps(high)}"
 
 
 def _gbps(value: float) -> str:
@@ -232,16 +252,20 @@ def _gbps(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """From which bandwidth on a method is faster than another."""
+    """At which bandwidths a method is faster than another."""
 
-    link: str  # "the network" or what joins a host's devices
-    below: float | None  # bytes/s; None: nowhere
+    link: str  # "the network", or what joins a host's devices
+    bands: tuple[tuple[float, float], ...]  # bytes/s, both ends; (): nowhere
     most: float  # times as fast, at best
     at: float  # bytes/s there
 
 
 def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
-    """Varies the bandwidth that is crossed last, the rest as it is."""
+    """Varies the bandwidth that is crossed last, the rest as it is.
+
+    A band's ends are found to 0.1 %; one narrower than a step of the search (10 %) may
+    be missed.
+    """
     several = plan.topology.devices > plan.topology.fast_domain
     name = "slow_bandwidth" if several else "fast_bandwidth"
     link = "the network" if several else plan.topology.chip.link
@@ -252,12 +276,27 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
         machine = Machine(plan.topology, figures)
         return _speed(a, machine) / _speed(b, machine)
 
+    def end(outside: float, inside: float) -> float:
+        """Returns the bandwidth next to `outside` from which on a is faster."""
+        while abs(inside / outside - 1) > 1e-3:
+            middle = math.sqrt(inside * outside)
+            wins = gain(middle) >= WINS
+            outside, inside = (outside, middle) if wins else (middle, inside)
+        return inside
+
     ratio = (_FASTEST / _SLOWEST) ** (1 / _STEPS)
     tried = [_SLOWEST * ratio**i for i in range(_STEPS + 1)]
     gains = [gain(x) for x in tried]
-    above = [x for x, g in zip(tried, gains, strict=True) if g >= WINS]
+    bands: list[tuple[float, float]] = []
+    for wins, run in itertools.groupby(range(len(tried)), lambda i: gains[i] >= WINS):
+        if wins:
+            indices = list(run)
+            first, last = indices[0], indices[-1]
+            low = end(tried[first - 1], tried[first]) if first else _SLOWEST
+            high = end(tried[last + 1], tried[last]) if last < _STEPS else _FASTEST
+            bands.append((low, high))
     most = max(gains)
-    return Crossing(link, max(above, default=None), most, tried[gains.index(most)])
+    return Crossing(link, tuple(bands), most, tried[gains.index(most)])
 
 
 def _speed(o: Outcome, machine: Machine) -> float:

@@ -76,7 +76,8 @@ def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
         o.method: o.program.repeats * most / tokens[o.method] for o in plan.outcomes
     }
     return [
-        pictures.Row(o.method, o.prediction, times[o.method]) for o in plan.outcomes
+        pictures.Row(o.method, o.prediction, times[o.method], o.verdict.shares())
+        for o in plan.outcomes
     ]
 
 
@@ -88,7 +89,9 @@ def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
         "halves": [_half_dict(part) for part in o.parts if o.program.halves],
         "compile_seconds": o.compiled.seconds,
         "flops": sum(schedule.flops for schedule in o.schedules),
+        "exposed_seconds": o.program.repeats * o.verdict.exposed,
         "hidden_bytes_fraction": o.verdict.hidden_share,
+        "hidden_seconds_fraction": o.verdict.covered_share,
         "hidden_or_negligible": o.verdict.share,
         "optimizers_own": o.own and own_dict(o.own),
         "collectives": [_collective_dict(r) for r in o.verdict.readings],
@@ -123,7 +126,9 @@ def _half_dict(part: Part) -> dict[str, Any]:
     return {
         "microbatches": max(part.program.counts),
         "seconds": part.verdict.total,
+        "exposed_seconds": part.verdict.exposed,
         "hidden_bytes_fraction": part.verdict.hidden_share,
+        "hidden_seconds_fraction": part.verdict.covered_share,
         "flops": part.compiled.schedule.flops,
     }
 

@@ -137,6 +137,13 @@ class Machine:
         return self.figures[name].value
 
     @property
+    def network(self) -> str:
+        """What joins the devices: "network of 400 Gbit/s", or a host's link."""
+        if self.topology.devices <= self.topology.fast_domain:
+            return self.topology.chip.link
+        return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"
+
+    @property
     def room(self) -> float:
         """Bytes of a device's memory that programs may take."""
         return self.value("memory_bytes") * self.value("memory_fraction")

@@ -34,6 +34,8 @@ _CALLS = (
     r'custom_call_target="[^"]*(nccl|nvshmem|rccl|AllGather|AllReduce|ReduceScatter)'
 )
 _KERNELS = r'"has_communication": ?true'
+# Python functions that the program calls, which may do anything.
+_CALLBACKS = r'custom_call_target="\w*(python|callback)'
 FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
 FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
 SLICES = {"bitcast", "dynamic-slice", "slice", "gather"}  # which read a part
@@ -61,10 +63,23 @@ class Module:
 
     def called(self, x: Instruction) -> list[Computation]:
         """Returns the computations that an instruction runs."""
-        return [self.computations[name] for name in x.called]
+        return [self._computation(name, x) for name in x.called]
 
     def body(self, loop: Instruction) -> Computation:
-        return self.computations[loop.attribute(r"\bbody=%?([\w.\-]+)") or ""]
+        return self._computation(loop.attribute(r"\bbody=%?([\w.\-]+)") or "", loop)
+
+    def _computation(self, name: str, caller: Instruction) -> Computation:
+        """Looks up a computation.
+
+        Raises:
+          ValueError: if the text lacks it.
+        """
+        if name not in self.computations:
+            raise ValueError(
+                f"{caller.name} ({caller.opcode}) calls the computation {name!r}, "
+                "which the text lacks: give the whole text of compiled.as_text()."
+            )
+        return self.computations[name]
 
     def runs(
         self, c: Computation | None = None, times: int = 1
@@ -97,7 +112,8 @@ class Module:
         note = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if note is not None:
             return int(note)
-        condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+        name = loop.attribute(r"condition=%?([\w.\-]+)") or ""
+        condition = self._computation(name, loop)
         test, start = condition.root, loop.operand(0)
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
@@ -242,8 +258,13 @@ class Module:
 
         def is_unknown(x: Instruction) -> bool:
             if x.opcode == "custom-call":
-                return bool(re.search(f"{_CALLS}|{_KERNELS}", x.attributes))
+                return bool(
+                    re.search(f"{_CALLS}|{_KERNELS}|{_CALLBACKS}", x.attributes)
+                )
             kind = re.sub("-(start|update|done)$", "", x.opcode)
+            if kind in ("send", "recv"):
+                host = "is_host_transfer=true" in x.attributes
+                return host and "xla_megascale_runtime" not in x.attributes
             return bool(re.match(_LIKE, kind)) and kind not in KINDS
 
         lines = itertools.chain(*(c.instructions for c in self.computations.values()))

@@ -31,6 +31,7 @@ class Row(NamedTuple):
     name: str
     prediction: Prediction
     times: float = 1.0  # executions, the last of them a part
+    hidden: str = ""  # shares of bytes and of seconds
 
 
 def timeline(
@@ -47,7 +48,7 @@ def timeline(
       title: above it.
       what: that all rows do.
     """
-    figure, all_axes = subplots(10, 1.3 + 1.25 * len(rows), len(rows), sharex=True)
+    figure, all_axes = subplots(10, 1.3 + 1.4 * len(rows), len(rows), sharex=True)
     longest = max(row.times * row.prediction.total for row in rows)
     unit, scale = ("ms", 1e3) if longest > 2e-3 else ("µs", 1e6)
     seen: dict[str, Any] = {}
@@ -63,8 +64,8 @@ def timeline(
         ax.spines["left"].set_visible(False)
         runs = f" ({row.times:.3g} x {p.total * scale:.3g})" if row.times != 1 else ""
         ax.set_title(
-            f"{row.name}: {end * scale:.3g} {unit}{runs}, "
-            f"{p.hidden:.0%} of the communication hidden",
+            f"{row.name}: {p.exposed * row.times * 1e3:.3g} ms exposed of "
+            f"{end * scale:.3g} {unit}{runs}\nhidden: {row.hidden}",
             loc="left", fontsize=10,
         )  # fmt: skip
         ax.axvline(end * scale, color="0.3", lw=0.8, ls=":")
@@ -137,7 +138,7 @@ def scaling(
         left.plot(n, each, label=method, **style)
         right.plot(
             n, [r["exposed"] * scale for r in points],
-            color=color, lw=5, alpha=0.35, label=f"{method}: not hidden",
+            color=color, lw=5, alpha=0.35, label=f"{method}: exposed",
         )  # fmt: skip
         right.plot(
             n, [r["communication"] * scale for r in points],

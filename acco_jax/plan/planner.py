@@ -62,10 +62,9 @@ class Plan:
     def topology(self) -> Topology:
         return self.machine.topology
 
-    @property
-    def objections(self) -> dict[str, str]:
-        """Methods, and why --require-hidden refuses them."""
-        found = {o.method: o.verdict.objection() for o in self.outcomes}
+    def objections(self, fraction: float = verdict.REQUIRED) -> dict[str, str]:
+        """Returns methods of which less is hidden than a gate requires, and why."""
+        found = {o.method: o.verdict.objection(fraction) for o in self.outcomes}
         found |= self.misfits
         return {m: why for m, why in found.items() if why and m in self.checked}
 
@@ -391,6 +390,7 @@ def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str
             **bits,
             "bytes": times * sent,
             "communication": times * p.communication,
+            "exposed": times * p.exposed,
             "hidden": p.hidden,
             "step": times * p.total,
         }

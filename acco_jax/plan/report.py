@@ -21,7 +21,13 @@ from acco_jax.plan.tables import (
     seconds,
     table,
 )
-from acco_jax.plan.verdict import HIDDEN, Reading, Verdict
+from acco_jax.plan.verdict import (
+    HIDDEN,
+    Reading,
+    Verdict,
+    milliseconds,
+    percent,
+)
 
 GIB = 2**30
 ENDS = {"first": "estimate", "second": "commit"}  # of acco's halves
@@ -31,6 +37,7 @@ LISTED = 1 << 20  # bytes of a collective that has a line of its own, or an obje
 def _speed(tokens: float) -> Columns:
     """Columns of what so many tokens take, so that methods can be compared."""
     return {
+        "exposed/step": lambda r: milliseconds(r["exposed"]),
         f"{tokens:,.0f} tokens": lambda r: seconds(tokens / r["tokens_per_second"]),
         "tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}",
         "interval": lambda r: " - ".join(
@@ -47,7 +54,6 @@ def _gain(row: dict[str, Any]) -> Columns:
         return f"{r['speedup']:.2f}x ({low:.2f} - {high:.2f})"
 
     return {
-        "hidden time": lambda r: f"{r['hidden']:.0%}",
         f"over {row['baseline']}": gain,
     }
 
@@ -145,10 +151,10 @@ def _method(plan: Plan, o: Outcome) -> str:
     lines += [
         "  PREDICTED:",
         f"    {what}{seconds(p.total)} = matrix products {seconds(p.matmul)} + "
-        f"memory {seconds(p.memory)} + communication not hidden {seconds(p.exposed)}"
+        f"memory {seconds(p.memory)} + exposed communication {seconds(p.exposed)}"
         + (f" + the call itself {seconds(p.call)}" if p.call else ""),
         *_halves(o),
-        f"    communication {seconds(p.communication)}, of which {p.hidden:.0%} hidden",
+        f"    of the data axis hidden: {o.verdict.shares()}",
         f"    optimizer step {seconds(row['step'])} "
         f"({' - '.join(map(seconds, row['step_range']))}), "
         f"{row['tokens_per_second']:,.0f} tokens/s{utilization}",
@@ -176,7 +182,7 @@ def _halves(o: Outcome) -> list[str]:
         name = f"the {part.program.half_name}"
         rows.append(
             f"      {name:<12}{seconds(part.verdict.total)}, of which "
-            f"{seconds(waited)} waits for communication"
+            f"{seconds(waited)} is exposed communication"
         )
     return rows
 
@@ -192,7 +198,7 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
         rows.append((
             shape,
             f"{t.memory / GIB:,.1f} GiB",
-            "" if t.hidden is None else f"{t.hidden:.0%} of the bytes hidden",
+            "" if t.hidden is None else f"{percent(t.hidden)} of the bytes hidden",
             f"{t.tokens_per_second:,.0f} tokens/s",
             "the fastest at as many tokens a step" if t is fit.best else "",
         ))  # fmt: skip
@@ -223,23 +229,14 @@ def _collectives(verdict: Verdict) -> list[str]:
         waited = seconds(sum(r.spent.exposed for r in rest))
         sent = in_bytes(sum(r.bytes for r in rest))
         lines.append(
-            f"    {many(times, 'smaller one')}: {sent}, predicted to wait {waited}"
+            f"    {many(times, 'smaller one')}: {sent}, {waited} predicted exposed"
         )
+    held = "" if verdict.objections else ", negligible"
     return [
         *lines,
-        f"    hidden: {verdict.hidden_share:.0%} of the bytes{_but(verdict)}",
+        f"    hidden: {verdict.shares()}; exposed {milliseconds(verdict.exposed)}, "
+        f"{verdict.exposed / verdict.total:.2%} of its time{held}",
     ]
-
-
-def _but(verdict: Verdict) -> str:
-    """Says what a share of bytes does not."""
-    exposed = [r for r in verdict.readings if r.status != HIDDEN]
-    if not exposed:
-        return ""
-    waited = sum(r.spent.exposed for r in exposed)
-    share = f"{waited / verdict.total:.1%} of the time" if verdict.total else ""
-    held = "negligible: " if not verdict.objections else ""
-    return f"; the rest is waited for {seconds(waited)} ({held}{share})"
 
 
 def _in_groups(o: Outcome) -> list[str]:
@@ -253,7 +250,8 @@ def _in_groups(o: Outcome) -> list[str]:
         (
             f"{sum(r.collective.times for r in found)} x {kind}",
             f"{sum(r.bytes for r in found) / 2**20:,.1f} MiB",
-            f"{sum(r.bytes for r in found if r.status == HIDDEN) / total:.0%} hidden",
+            percent(sum(r.bytes for r in found if r.status == HIDDEN) / total)
+            + " hidden (READ)",
         )
         for kind, found in kinds.items()
         if (total := sum(r.bytes for r in found))
@@ -261,7 +259,7 @@ def _in_groups(o: Outcome) -> list[str]:
     return [
         "  READ likewise, collectives within a group of devices:",
         aligned(rows, "lrr", indent=4),
-        f"    hidden: {o.in_groups.hidden_share:.0%} of these bytes",
+        f"    hidden: {o.in_groups.shares()}",
     ]
 
 
@@ -334,23 +332,26 @@ def _memory(o: Outcome) -> list[tuple[str, str]]:
 
 
 def _comparison(plan: Plan) -> str:
-    read = {o.method: o.verdict.hidden_share for o in plan.outcomes}
-    hidden = {m: "-" if share is None else f"{share:.0%}" for m, share in read.items()}
+    found = {o.method: o.verdict for o in plan.outcomes}
     rows = [plan.row(o.method) for o in plan.outcomes]
     tokens = max(r["tokens_per_step"] for r in rows)
     columns: Columns = {
         "method": lambda r: r["method"],
         **_speed(tokens),
-        "hidden (read)": lambda r: hidden[r["method"]],
+        "bytes hidden (READ)": lambda r: percent(found[r["method"]].hidden_share),
+        "seconds hidden (PREDICTED)": lambda r: percent(
+            found[r["method"]].covered_share
+        ),
         **_gain(rows[0]),
     }
     how = "as compiled"
     if not rows[0]["baseline_compiled"]:
         how = "by formula: it was not among the methods"
     return (
-        f"PREDICTED side by side, at equal tokens ({rows[0]['baseline']} {how}; "
+        f"PREDICTED side by side, at equal tokens, {plan.machine.network} "
+        f"({rows[0]['baseline']} {how}; "
         "intervals: all combinations of the figures' ranges)\n"
-        + table(columns, rows, "lrrrrrr")
+        + table(columns, rows, "lrrrrrrr")
     )
 
 
@@ -361,8 +362,9 @@ def _few_bits(plan: Plan) -> str:
         "reduce": lambda r: f"{r['reduce_bits']} bits" if r["reduce_bits"] else "all",
         "MiB/step": lambda r: f"{r['bytes'] / 2**20:,.1f}",
         "share": lambda r: f"{r['share_of_bytes']:.3f}",
+        "exposed/step": lambda r: milliseconds(r["exposed"]),
         "communication": lambda r: seconds(r["communication"]),
-        "hidden": lambda r: f"{r['hidden']:.0%}",
+        "seconds hidden": lambda r: percent(r["hidden"]),
         "step": lambda r: seconds(r["step"]),
         "faster": lambda r: f"{r['speedup']:.2f}x",
     }

@@ -290,7 +290,10 @@ class _Section:
         return self._describe(x, inner, launch, done)
 
     def _sent(self, halves: list[Instruction]) -> Collective:
-        """Describes a transfer: all halves launched, none completed."""
+        """Describes a transfer: all halves launched, none completed.
+
+        Where its send or its recv is missing, it does not end in this text.
+        """
         names = {x.name for x in halves}
         ends = [
             y
@@ -298,7 +301,8 @@ class _Section:
             if y.opcode in ("send-done", "recv-done")
             and not names.isdisjoint(y.operand_names)
         ]
-        done = ends[0] if len(ends) == len(halves) else None
+        whole = {x.opcode for x in halves} == {"send", "recv"}
+        done = ends[0] if whole and len(ends) == len(halves) else None
         largest = max(halves, key=lambda x: bytes_of(x.arrays[:1]))
         return self._describe(halves[0], largest, halves[-1], done)
 

@@ -1,13 +1,15 @@
-"""What of some collectives is hidden, all of their bytes and all of their time.
+"""How much of some collectives is hidden: by bytes (READ) and by time (PREDICTED).
 
-Whether one is hidden is READ from the schedule: matrix products run between its
-launch and its end. What it takes and what is waited for is PREDICTED. How small a
-collective is does not excuse it: negligible are those that are exposed for a hundredth
-of the program's time, all of them together.
+Two figures stand side by side. The share of bytes with matrix products between launch
+and end is READ from the schedule and does not depend on the network. The share of
+communication's seconds that computation covers is PREDICTED from the middle of the
+figures' ranges. The verdict is the lesser of both. The least exposed collectives are
+negligible while together they expose at most 0.1 % of the program's time.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from acco_jax.plan import causes, costs
@@ -16,7 +18,8 @@ from acco_jax.plan.costs import Prediction, Spent
 from acco_jax.plan.machines import Machine
 from acco_jax.plan.schedules import Collective, Schedule
 
-NEGLIGIBLE = 0.01  # of the program's predicted time
+NEGLIGIBLE = 0.001  # exposed share of the program's predicted time
+REQUIRED = 0.99  # share that a gate without a fraction requires
 HIDDEN, EXPOSED, UNKNOWN = "hidden", "EXPOSED", "unknown"
 
 
@@ -59,6 +62,7 @@ class Verdict:
     readings: tuple[Reading, ...]
     total: float  # predicted seconds of the whole program
     unknown: tuple[str, ...] = ()  # of the program: what communicates in unknown forms
+    network: str = ""  # that the seconds are predicted for
 
     @property
     def bytes(self) -> int:
@@ -79,47 +83,44 @@ class Verdict:
 
     @property
     def exposed(self) -> float:
-        """Seconds that are waited for, those of hidden collectives included."""
+        """Predicted seconds that no computation covers, of hidden collectives too."""
         return sum(r.spent.exposed for r in self.readings)
 
+    @property
+    def covered_share(self) -> float | None:
+        """The predicted share of the seconds that is covered, None without any."""
+        return 1 - self.exposed / self.seconds if self.seconds else None
+
     @functools.cached_property
-    def negligible(self) -> tuple[Reading, ...]:
-        """Those not hidden that together take too little time to matter."""
+    def objections(self) -> list[Reading]:
+        """Those exposed, in READ or PREDICTED form, and not negligible; worst first."""
         found: list[Reading] = []
         left = NEGLIGIBLE * self.total
-        not_hidden = (r for r in self.readings if r.status == EXPOSED)
-        for r in sorted(not_hidden, key=lambda r: r.spent.exposed):
+        for r in sorted(self.readings, key=lambda r: r.spent.exposed):
             left -= r.spent.exposed
-            if left < 0:
-                break
-            found.append(r)
-        return tuple(found)
-
-    @property
-    def objections(self) -> list[Reading]:
-        """Those neither hidden nor negligible, the dearest first."""
-        left = (
-            r
-            for r in self.readings
-            if r.status != HIDDEN and not any(r is other for other in self.negligible)
-        )
-        return sorted(left, key=lambda r: -r.spent.exposed)
+            if r.status == UNKNOWN or left < 0:
+                found.append(r)
+        return found[::-1]
 
     @property
     def share(self) -> float | None:
-        """Returns the hidden or negligible share, None if nothing is communicated.
+        """The lesser of both shares, what is negligible counted as hidden.
 
-        It is the lesser of their shares of the bytes and of the time that all would
-        take: a thousand small collectives are as little excused as a large one.
+        None if nothing is communicated.
         """
-        if not self.readings or not self.bytes:
+        if not self.bytes:
             return None
-        against = self.objections
-        of_bytes = sum(r.bytes for r in against) / self.bytes
-        of_time = sum(r.spent.seconds for r in against) / (self.seconds or 1.0)
-        return 1 - max(of_bytes, of_time)
+        of_bytes = sum(r.bytes for r in self.objections if r.status != HIDDEN)
+        of_time = sum(r.spent.exposed for r in self.objections)
+        return 1 - max(of_bytes / self.bytes, of_time / (self.seconds or 1.0))
 
-    def objection(self, fraction: float = 1.0) -> str:
+    def shares(self) -> str:
+        """Describes both shares side by side, and the network of the second."""
+        read, covered = map(percent, (self.hidden_share, self.covered_share))
+        predicted = f"PREDICTED, {self.network}" if self.network else "PREDICTED"
+        return f"{read} of the bytes (READ), {covered} of the seconds ({predicted})"
+
+    def objection(self, fraction: float = REQUIRED) -> str:
         """Returns why less than `fraction` is known to be hidden, else ""."""
         if self.unknown:
             return f"communication of an unknown form: {', '.join(self.unknown)}"
@@ -130,8 +131,30 @@ class Verdict:
             return ""
         worst = self.objections[0]
         c, more = worst.collective, len(self.objections) - 1
-        line = f"{worst.status.lower()}: {c.kind} {c.name} ({worst.cause.text})"
+        line = (
+            f"hidden {self.shares()}; {milliseconds(self.exposed)} exposed, most by "
+            f"{c.kind} {c.name}, {worst.status} ({worst.cause.text})"
+        )
         return line + (f" and {more} more" if more else "")
+
+
+def percent(share: float | None) -> str:
+    """Formats a share, rounded down, so that 100.0% leaves nothing out; "-": none."""
+    return "-" if share is None else f"{math.floor(1000 * share + 1e-6) / 10:.1f}%"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f} ms"
+
+
+def check_fraction(fraction: float) -> None:
+    """Checks what a gate requires.
+
+    Raises:
+      ValueError: if `fraction` is not from 0 to 1.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"the fraction {fraction:g} must be from 0 to 1.")
 
 
 def judge(
@@ -156,7 +179,7 @@ def judge(
         )
         if chosen is None or i in chosen
     )  # fmt: skip
-    return Verdict(readings, prediction.total, schedule.unknown)
+    return Verdict(readings, prediction.total, schedule.unknown, machine.network)
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
@@ -165,6 +188,7 @@ def merged(verdicts: Sequence[Verdict]) -> Verdict:
         tuple(r for v in verdicts for r in v.readings),
         sum(v.total for v in verdicts),
         tuple(dict.fromkeys(name for v in verdicts for name in v.unknown)),
+        verdicts[0].network,
     )
 
 
