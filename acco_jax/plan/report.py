@@ -371,7 +371,7 @@ def _few_bits(plan: Plan) -> str:
     block = (
         "PREDICTED with method_options.gather_bits and reduce_bits (the same schedule, "
         "its collectives\nscaled; packing not counted)\n"
-        + table(columns, plan.few_bits, "lllrrrrrr")
+        + table(columns, plan.few_bits, "lllrrrrrrr")
     )
     topology, flat = plan.topology, len(plan.outcomes[0].program.tx.axis) == 1
     hosts = topology.devices // topology.fast_domain

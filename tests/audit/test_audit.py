@@ -82,7 +82,8 @@ def test_table_json_and_picture(tmp_path):
         "gpu:h100:4x8: 32 x NVIDIA H100",
         "mesh data 4 x fsdp 8",
         "is not shown by either",
-        "axis fsdp: 2,429.0 MiB in 73 collectives, 47% of the bytes hidden",
+        "axis fsdp: 2.975 ms exposed of ",
+        "2,429.0 MiB in 73 collectives; hidden: 47.4% of the bytes (READ), 62.4% of the",
         "lines 14-28 of region_0.5_spmd",
         "EXPOSED, synchronous",
         "benchmarks/foreign.py:87 (_loss.<locals>.block)",
@@ -133,9 +134,9 @@ def test_assert_hidden_for_other_suites():
     found = assert_hidden(text, (), PLACE, "data", mesh={"data": 32})
     assert found.verdict("data").share == 1.0
     text = text_of("foreign/fsdp_fine_remat")
-    with pytest.raises(AssertionError, match=r"^data: exposed: all-reduce all-reduce-"):
+    with pytest.raises(AssertionError, match=r"^data: .*EXPOSED"):
         assert_hidden(text, (), PLACE, "data", mesh=MESH)
-    assert_hidden(text, (), PLACE, "fsdp", fraction=0.6, mesh=MESH)
+    assert_hidden(text, (), PLACE, "fsdp", fraction=0.49, mesh=MESH)
     with pytest.raises(ValueError, match="the fraction 95 must be from 0 to 1"):
         assert_hidden(text, (), PLACE, "fsdp", fraction=95, mesh=MESH)
 

@@ -44,7 +44,7 @@ def test_one_table_and_one_sentence(stand_in, tmp_path, capsys):
     cheapest = min(found["choices"], key=lambda c: c["price"])
     start = f"{cheapest['method']} on {cheapest['topology']} costs least"
     assert found["sentence"].startswith(start)
-    said = "dpu is 2% faster than zero1 or more where NVLink gives a device less than"
+    said = "dpu is at least 2% faster than zero1 where NVLink gives a device"
     assert said in found["sentence"]
     assert said in " ".join(text.split())
 
@@ -68,12 +68,47 @@ def test_a_crossing_is_where_the_gain_is(stand_in):
     request = planner.Request(("dpu", "zero1"), fit=False)
     plan = planner.make(config, place, request)
     found = decision.crossing(plan, *plan.outcomes)
-    assert found.link == "the network" and found.below is not None
-    for factor, wins in ((0.8, True), (1.3, False)):
-        change = {"slow_bandwidth": found.below * factor}
-        varied = dataclasses.replace(request, changes=change)
+    ((low, high),) = found.bands  # far below both only wait: no difference there
+    assert found.link == "the network" and low > 1e7
+    assert f"{decision._gbps(low)} to {decision._gbps(high)}" in decision._network(plan)
+    rates = (low * 0.99, False), (low * 1.01, True), (high * 0.99, True)
+    for rate, wins in (*rates, (high * 1.01, False)):
+        varied = dataclasses.replace(request, changes={"slow_bandwidth": rate})
         row = planner.make(config, place, varied).row("dpu")
-        assert (row["speedup"] > decision.WINS) == wins
+        assert (row["speedup"] >= decision.WINS) == wins
+
+
+def test_several_bands_each_with_both_ends(stand_in, monkeypatch):
+    """A method that is faster at 1 to 2 and above 40 Gbit/s."""
+    place = topologies.parse("gpu:h200:2x8")
+    plan = planner.make(
+        default_config(), place, planner.Request(("dpu", "zero1"), fit=False)
+    )
+
+    def speed(o, machine):
+        rate = machine.value("slow_bandwidth") * 8 / 1e9
+        return 1.5 if o.method == "dpu" and (1 <= rate <= 2 or rate > 40) else 1.0
+
+    monkeypatch.setattr(decision, "_speed", speed)
+    said = decision._network(plan)
+    assert re.search(r"a device 1 to 2 Gbit/s and 40 Gbit/s or more, at", said)
+    monkeypatch.setattr(decision, "_speed", lambda o, machine: 1.0)
+    assert "at no rate of the network" in decision._network(plan)
+
+
+def test_the_sentence_names_its_network_whatever_the_order(stand_in):
+    """Without a network in use both tie: the slower one suffices."""
+    place = topologies.parse("gpu:h200:1x8")
+    request = planner.Request(("dpu", "zero1"), fit=False)
+    said = set()
+    for rates in ((25e9 / 8, 400e9 / 8), (400e9 / 8, 25e9 / 8)):
+        found = decision.make(
+            default_config(), [place], request, Terms(1e9, networks=rates)
+        )
+        said.add(found.sentence)
+    (sentence,) = said
+    assert re.match(r"\w+ on gpu:h200:1x8 \(NVLink\) takes least time", sentence)
+    assert len(found.choices) == 4
 
 
 def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, tmp_path, capsys):
