@@ -83,7 +83,7 @@ def test_table_json_and_picture(tmp_path):
         "mesh data 4 x fsdp 8",
         "is not shown by either",
         "axis fsdp: 2.975 ms exposed of ",
-        "2,429.0 MiB in 73 collectives; hidden: 47.4% of the bytes (READ), 62.4% of the",
+        "in 73 collectives; hidden: 47.4% of the bytes (READ), 62.4% of the",
         "lines 14-28 of region_0.5_spmd",
         "EXPOSED, synchronous",
         "benchmarks/foreign.py:87 (_loss.<locals>.block)",

@@ -42,7 +42,7 @@ def test_one_table_and_one_sentence(stand_in, tmp_path, capsys):
         watts = {"gpu:h200:1x8": 700, "gpu:a100:1x8": 400}[c["topology"]]
         assert c["kilowatt_hours"] == pytest.approx(watts * c["device_hours"] / 1000)
     cheapest = min(found["choices"], key=lambda c: c["price"])
-    start = f"{cheapest['method']} on {cheapest['topology']} costs least"
+    start = f"{cheapest['method']} on {cheapest['topology']} (NVLink) costs least"
     assert found["sentence"].startswith(start)
     said = "dpu is at least 2% faster than zero1 where NVLink gives a device"
     assert said in found["sentence"]
