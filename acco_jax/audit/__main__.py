@@ -68,7 +68,13 @@ _JSON = flags.DEFINE_string(
 _PICTURE = flags.DEFINE_string(
     "picture", None, "File for a timeline, a PNG.", flag_values=_FLAGS
 )
-_REQUIRE_HIDDEN = arguments.require_hidden(_FLAGS)
+_REQUIRE_HIDDEN = arguments.DEFINE_fraction(
+    "require-hidden",
+    None,
+    "Exit with 3 if a smaller fraction of the bytes (READ) or of the seconds of "
+    "communication (PREDICTED) is hidden, or nothing is sent; 0.99 without a value.",
+    flag_values=_FLAGS,
+)
 
 
 @exits.lines()

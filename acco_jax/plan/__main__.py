@@ -67,7 +67,12 @@ _CALIBRATION = flags.DEFINE_string(
 _OUT = flags.DEFINE_string("out", "plan", "Folder for the pictures.")
 _JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
 _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text.")
-_REQUIRE_HIDDEN = arguments.require_hidden()
+_REQUIRE_HIDDEN = arguments.DEFINE_fraction(
+    "require-hidden",
+    None,
+    "Exit with 3 if a smaller fraction of the bytes (READ) or of the seconds of "
+    "communication (PREDICTED) is hidden, or nothing is sent; 0.99 without a value.",
+)
 
 
 @exits.lines()

@@ -28,19 +28,15 @@ class _Fraction(flags.ArgumentParser):
         return fraction
 
 
-def require_hidden(
+def DEFINE_fraction(  # named as absl names its own
+    name: str,
+    default: float | None,
+    help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> flags.FlagHolder[float | None]:
-    """Defines --require-hidden, whose value is optional."""
+    """Defines a flag from 0 to 1 whose value is optional."""
     return flags.DEFINE(
-        _Fraction(),
-        "require-hidden",
-        None,
-        "Exit with 3 if a smaller fraction of the bytes (READ) or of the seconds of "
-        f"communication (PREDICTED) is hidden, or nothing is sent; {REQUIRED} without "
-        "a value.",
-        flag_values=flag_values,
-        boolean=True,
+        _Fraction(), name, default, help, flag_values=flag_values, boolean=True
     )
 
 
