@@ -83,9 +83,10 @@ lint: $(VENV)/.test ## check format, lint and types
 notebook: $(VENV)/.test ## execute the Colab notebooks here and keep their outputs
 	cd colab && ../$(VENV)/bin/jupyter-execute --inplace *.ipynb
 
+# Without --quiet, which hides the warnings that --strict counts.
 docs: $(VENV)/.docs ## build the site into build/site, warnings are errors
 	$(VENV)/bin/codespell --ignore-words=docs/words.txt *.md docs/*.md docs/site
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict -f docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f docs/mkdocs.yml
 
 requirements: ## resolve the newest versions into requirements.txt (with uv)
 	$(PYTHON) -m venv .venv-uv && .venv-uv/bin/pip install -qq uv

@@ -24,13 +24,13 @@ timed at the end of each run in its own processes; "n/a" is what was not measure
 import json
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
 
 from acco_jax.runner import commands, comparison, exits, tuning
+from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     request = comparison.Request(
         config=tuple(commands.config_arguments()),
         entries=comparison.parse(str(_METHODS.value)),
-        workdir=Path(str(_WORKDIR.value)).expanduser(),
+        workdir=expanded(str(_WORKDIR.value)),
         seeds=_SEEDS.value,
         rate=_NETWORK.value,
         processes=_PROCESSES.value if _NETWORK.value else 1,

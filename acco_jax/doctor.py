@@ -10,7 +10,6 @@ processes are started as training is, each with the same flags.
 
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
@@ -18,6 +17,7 @@ import jax
 from absl import app, flags
 
 from acco_jax.runner import commands, devices, exits
+from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -33,13 +33,13 @@ def main(argv: list[str]) -> None:
     del argv
     together = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     devices.check_together(*together)
-    several = devices.launched_by_a_cluster() or (_PROCESSES.value or 1) > 1
+    several = devices.are_several(_COORDINATOR.value, _PROCESSES.value)
     devices.choose_platform(_DEVICES.value, several_processes=several)
     devices.connect(*together)
     # slow, and only now may anything touch devices
     from acco_jax.runner import diagnosis
 
-    workdir = Path(_WORKDIR.value).expanduser().absolute()
+    workdir = expanded(_WORKDIR.value).absolute()
     problems = 0
     for finding in diagnosis.examined(workdir):
         problems += bool(finding.remedy)

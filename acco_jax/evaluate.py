@@ -22,7 +22,6 @@ power of the nats per word, and words are what spaces separate.
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
@@ -30,6 +29,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 from absl import app, flags
 
 from acco_jax.runner import commands, devices, exits
+from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -77,9 +77,9 @@ def _figures() -> dict[str, Any]:
     if own:
         return splits.of_split(str(workdir), _SPLIT.value or "validation")
     if file is not None:
-        text = read_text(Path(file).expanduser())
+        text = read_text(expanded(file))
         return perplexity.of_text(language.opened(_MODEL), text, _STRIDE.value)
-    path = Path(str(lambada)).expanduser()
+    path = expanded(str(lambada))
     return perplexity.of_lambada(language.opened(_MODEL), path)
 
 

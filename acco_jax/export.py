@@ -11,13 +11,13 @@ folder is there whole or not at all.
 """
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
 
 from acco_jax.runner import commands, devices, exits
+from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> None:
     from acco_jax.runner import exporting
 
     line = exporting.export(
-        Path(str(_WORKDIR.value)).expanduser(),
-        Path(str(_OUT.value)).expanduser(),
+        expanded(str(_WORKDIR.value)),
+        expanded(str(_OUT.value)),
         _DTYPE.value,
         _HALF_ROUND.value,
     )

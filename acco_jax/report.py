@@ -23,6 +23,7 @@ from absl import app, flags
 
 from acco_jax.runner import commands, exits
 from acco_jax.runner.files import write_whole
+from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -34,7 +35,7 @@ _OUT = flags.DEFINE_string(
 
 @exits.lines()
 def main(argv: list[str]) -> None:
-    folders = [Path(name).expanduser() for name in argv[1:]]
+    folders = [expanded(name) for name in argv[1:]]
     if not folders:
         raise ValueError("no folder: name the workdir of a run, or several.")
     if importlib.util.find_spec("bokeh") is None:
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
 
     runs = records.read(folders)
     single = folders[0] if len(folders) == 1 else Path()
-    path = Path(_OUT.value).expanduser() if _OUT.value else single / FILE
+    path = expanded(_OUT.value) if _OUT.value else single / FILE
     text = page.written(runs, datetime.datetime.now())
     write_whole(path, text)
     number = f"{len(runs)} runs" if len(runs) > 1 else "a run"

@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
 from absl import app, flags, logging
-from jax import process_count
+from jax import process_count, process_index
 
 from acco_jax.runner import (
     commands,
@@ -23,6 +23,7 @@ from acco_jax.runner import (
     exits,
     heartbeat,
     meeting,
+    paths,
     supervisor,
     usage,
 )
@@ -50,16 +51,28 @@ _RESTARTS = flags.DEFINE_integer(
     "restarts", 0, "How often to begin again after a process was lost or failed.", 0
 )
 _LOST_AFTER = flags.DEFINE_float(
-    "lost_after", 60.0, "Seconds without a sign of life until a process is lost.", 5.0
+    "lost_after",
+    60.0,
+    "Seconds without a sign of life until a process is lost.",
+    5.0,
+    commands.DAY,
 )
 _START_WITHIN = flags.DEFINE_float(
-    "start_within", 300.0, "Seconds until all processes must be there.", 1.0
+    "start_within",
+    300.0,
+    "Seconds until all processes must be there.",
+    1.0,
+    commands.DAY,
 )
 _MIN_PROCESSES = flags.DEFINE_integer(
     "min_processes", None, "With --restarts, go on with so many, if others are gone.", 1
 )
 _REGROUP_AFTER = flags.DEFINE_float(
-    "regroup_after", 30.0, "Seconds until it goes on without those that are gone.", 0.0
+    "regroup_after",
+    30.0,
+    "Seconds until it goes on without those that are gone.",
+    0.0,
+    commands.DAY,
 )
 
 _ORDERS = heartbeat.follow()
@@ -114,7 +127,7 @@ def _job() -> supervisor.Job:
         )
     return supervisor.Job(
         command=[sys.executable, "-m", "acco_jax.train", *sys.argv[1:]],
-        workdir=Path(str(_WORKDIR.value)).expanduser(),
+        workdir=paths.expanded(str(_WORKDIR.value)),
         limits=meeting.Limits(
             _LOST_AFTER.value,
             _START_WITHIN.value,
@@ -133,19 +146,21 @@ def _train(claim: contextlib.ExitStack) -> None:
     began = time.time() - time.process_time()  # imports have kept the processor busy
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
-    config, workdir = _CONFIG.value, Path(str(_WORKDIR.value)).expanduser()
-    processes, process = _PROCESSES.value, _PROCESS.value
+    config, processes, process = _CONFIG.value, _PROCESSES.value, _PROCESS.value
+    new: list[Path] = []  # folders that this process makes for the workdir
     if _ORDERS is not None:  # of the attempt, which may have fewer than the run
         processes, process = _ORDERS.processes, _ORDERS.process
     try:
-        clustered = devices.launched_by_a_cluster() or (processes or 1) > 1
-        devices.choose_platform(config.get("devices"), several_processes=clustered)
+        workdir = paths.expanded(str(_WORKDIR.value))
+        several = devices.are_several(_COORDINATOR.value, processes)
+        devices.choose_platform(config.get("devices"), several_processes=several)
         devices.connect(
             _ORDERS.coordinator if _ORDERS else None,
             processes,
             process,
             _START_WITHIN.value,
             _LOST_AFTER.value,
+            supervised=_ORDERS is not None,
         )
         # slow, and only now may anything touch devices
         from acco_jax.runner import (
@@ -161,15 +176,18 @@ def _train(claim: contextlib.ExitStack) -> None:
         workdirs.check_shared(workdir)
         again = _ORDERS is not None and _ORDERS.attempt > 1
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
+        missing = paths.absent(workdir)
         claim.enter_context(workdirs.claimed(workdir, patience))
+        new = missing if process_index() == 0 else []
         experiment = preparation.prepare(config, workdir, began=began)
         profiling.parse(config.profile, experiment.half_rounds)
         replay = None
         if _REPLAY.value is not None:
-            folder = Path(_REPLAY.value).expanduser()
+            folder = paths.expanded(_REPLAY.value)
             replay = preparation.repeating(experiment, folder)
-    except (ValueError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+    except (ValueError, OSError):
+        paths.remove(new)
+        raise
     try:
         summary = loop.run(
             experiment,

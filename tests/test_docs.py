@@ -335,3 +335,12 @@ def test_the_extra_has_what_the_site_is_built_with():
     pinned = (ROOT / "requirements.txt").read_text()
     assert wanted == {"codespell", "mkdocs-material", "mkdocstrings", "ruff"}
     assert all(f"\n{package}==" in pinned for package in wanted)
+
+
+def test_a_warning_fails_the_build():
+    """mkdocs counts warnings with --strict, and with --quiet it never sees one."""
+    recipe = re.search(
+        r"^docs:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M
+    )
+    (build,) = (line for line in recipe[1].splitlines() if "mkdocs build" in line)
+    assert "--strict" in build and not re.search(r"--quiet|\s-q\b", build)

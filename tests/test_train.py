@@ -41,22 +41,13 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with texts/, tiny.py, broken configs and the data sets' cache."""
+    """A folder with texts/, tiny.py and the data sets' cache."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "texts").mkdir()
     for i in range(12):
         text = "".join(f"{j} squared is {j * j}, said {i}.\n" for j in range(i, 250))
         (folder / "texts" / f"{i}.txt").write_text(text)
     (folder / "tiny.py").write_text(CONFIG.format(texts=str(folder / "texts")))
-    broken = {
-        "syntax": "def get_config(:",
-        "nothing": "x = 1",
-        "three": "def get_config():\n    return 3",
-        "typo": CONFIG.format(texts="").replace("c.model.", "c.modle."),
-        "kind": CONFIG.format(texts="").replace("c.devices", "c.seed = 'x'; c.devices"),
-    }
-    for name, text in broken.items():
-        (folder / f"{name}.py").write_text(text)
     return folder
 
 
@@ -201,139 +192,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
     assert len(re.findall(r"I\d{4} [\d:.]+ ", text)) == len(logged), text
 
 
-# ---- what it refuses
-
-MANY = r"""
-import json, os, runpy, sys
-import jax
-from acco_jax.runner import loop, preparation
-cases, folder = json.load(sys.stdin)
-for i, case in enumerate(cases):
-    if not os.fork():
-        for fd in 1, 2:
-            os.dup2(os.open(f"{folder}/{i}.{fd}", os.O_CREAT | os.O_WRONLY), fd)
-        compiled = []
-        jax.monitoring.register_event_duration_secs_listener(
-            lambda name, *_, **__: compiled.append(name) if "compile" in name else None)
-        sys.argv = ["train", *case]
-        try:
-            runpy.run_module("acco_jax.train", run_name="__main__", alter_sys=True)
-            code = 0
-        except SystemExit as end:
-            code = end.code
-            if isinstance(code, str):
-                print(code, file=sys.stderr)
-                code = 1
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            code = 99
-        if compiled:
-            print("compiled", compiled, file=sys.stderr)
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code or 0)
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-WRONG = {
-    "field of the command line": (
-        ["--config.optimzer.x=1"],
-        r"no such field: 'optimzer'.*Did you mean \"optimizer\"",
-    ),
-    "nested field": (["--config.model.widht=3"], r"model\.widht.*model\.width"),
-    "option": (["--config.optimizer.options.b3=0.1"], "options of adamw is 'b3'"),
-    "value": (["--config.steps=abc"], r"--config.steps=abc: invalid literal for int"),
-    "no config": (["--config=/nowhere.py"], "No such file or directory"),
-    "syntax": (["--config=syntax.py"], r"invalid syntax \(syntax.py, line 1\)"),
-    "no get_config": (["--config=nothing.py"], "no attribute 'get_config'"),
-    "no ConfigDict": (["--config=three.py"], r"get_config\(\) returned 3"),
-    "typo in a config": (["--config=typo.py"], r"'modle' Did you mean \"model\""),
-    "type in a config": (["--config=kind.py"], r"Could not override field 'seed'"),
-    "no workdir": (["--workdir="], "--workdir must have a value other than None"),
-    "steps": (["--config.steps=100000000000000000000"], "at most 1073741824"),
-    "devices": (["--config.devices=-3"], "devices is -3: it must be at least 1"),
-    "many devices": (["--config.devices=100000"], "devices is 100000: it must be at m"),
-    "rate": (["--config.optimizer.learning_rate=nan"], "learning_rate is nan: it must"),
-    "b2": (["--config.optimizer.options.b2=2"], r"options\.b2 is 2: it must be at l"),
-    "warm-up": (["--config.optimizer.warmup_steps=7"], "more than the 6 steps"),
-    "float64": (["--config.model.param_dtype=float64"], "set JAX_ENABLE_X64=1"),
-    "dpu": (
-        ["--config.method=dpu", "--config.method_options.warmup_steps=-1"],
-        "warmup_steps is -1: it must be at least 0",
-    ),
-    "bpe": (
-        ["--config.data.tokenizer=bpe", "--config.data.vocab_size=100000000000"],
-        "vocab_size is 100000000000: it must be at most",
-    ),
-    "scale": (["--config.lora.scale=nan"], "lora.scale is nan: it must be finite"),
-    "port": (
-        ["--processes=2", "--process=0", "--coordinator=localhost:99999"],
-        "a port from 1 to 65535",
-    ),
-    "workdir in a file": (["--workdir=/dev/null/x"], "Not a directory"),
-    "argument": (["more"], "unexpected argument 'more'"),
-    "batch": (["--config.microbatches_per_step=3"], "does not divide into the 2"),
-    "data set": (["--config.data.name=stdlb"], "did you mean 'stdlib'"),
-    "folder": (["--config.data.path=/nowhere"], "no folder /nowhere"),
-    "counts": (["--config.counts=(0,0)"], "counts is 0 for every worker"),
-    "length of counts": (["--config.counts=(1,)"], "one number from 0 to 2"),
-    "method": (["--config.method=aco"], "did you mean 'acco'"),
-    "optimizer": (["--config.optimizer.name=adamv"], "did you mean 'adam"),
-    "dtype": (["--config.model.dtype=float61"], "give a floating dtype"),
-    "form": (["--config.form=fuse"], "did you mean 'fused'"),
-    "size": (["--config.model.size=x"], "'x' is unknown: use one of gpt-neo"),
-    "heads": (["--config.model.heads=3"], "not divisible by heads=3"),
-    "vocabulary": (["--config.model.vocab_size=9"], "is 9, but the tokenizer has 257"),
-    "corpus": (["--config.length=99999"], "less than a batch"),
-    "some of three": (["--processes=2"], "go together"),
-    "which process": (
-        ["--processes=2", "--process=2", "--coordinator=localhost:1"],
-        "it is 0 to 1",
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def refusals(finished, place, environment, tmp_path_factory):
-    """{case: (exit code, stdout, stderr, files left)}: an import, a fork for each.
-
-    After a run that has prepared the data set, which is announced in a line of its own.
-    """
-    folder = tmp_path_factory.mktemp("refusals")
-    cases = []
-    for i, (given, _) in enumerate(WRONG.values()):
-        flags = [] if given == ["--workdir="] else [f"--workdir={folder / f'w{i}'}"]
-        config = [] if given[0].startswith("--config=") else ["--config=tiny.py"]
-        cases.append([*config, *flags, *(g for g in given if g != "--workdir=")])
-    # absl takes the last of a flag that is given twice
-    done = subprocess.run(
-        [sys.executable, "-c", MANY],
-        input=json.dumps([cases, str(folder)]),
-        env=environment,
-        cwd=place,
-        text=True,
-        capture_output=True,
-        timeout=500,
-    )
-    codes = [int(line) for line in done.stdout.split()]
-    assert len(codes) == len(WRONG), done
-    return {
-        name: (
-            code,
-            *((folder / f"{i}.{fd}").read_text() for fd in (1, 2)),
-            {path.name for path in folder.glob(f"w{i}/*")},
-        )
-        for i, (name, code) in enumerate(zip(WRONG, codes, strict=True))
-    }
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_refuses_in_one_line_before_anything_is_compiled(refusals, case):
-    code, out, err, left = refusals[case]
-    assert left <= {"tokenizer.json"}, left
-    assert code == exits.REFUSED and out == "", (code, out, err)
-    assert err.count("\n") == 1 and err.startswith("error: "), err
-    assert re.search(WRONG[case][1], err), err
+# ---- what it refuses (flags: tests/runner/test_flags.py)
 
 
 def test_damaged_checkpoints(start, finished, place, tmp_path):

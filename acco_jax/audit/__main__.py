@@ -24,6 +24,7 @@ from acco_jax.plan import arguments, topologies
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner import exits
 from acco_jax.runner.names import named
+from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -129,7 +130,7 @@ def _place() -> tuple[Topology, dict[str, int] | None]:
 
 
 def _read(file: Path) -> tuple[str]:
-    data = file.expanduser().read_bytes()
+    data = expanded(file).read_bytes()
     try:
         if file.suffix == ".gz":
             data = gzip.decompress(data)
@@ -155,7 +156,7 @@ def _make(topology: Topology) -> tuple[Any, ...]:
 
 def parse(argv: list[str]) -> list[str]:
     """Reads the command line; returns it without flags."""
-    if {"--help", "-h"} & set(argv):
+    if {"--help", "-h", "-?", "--helpshort", "--helpfull"} & set(argv[1:]):
         print(f"{__doc__}\n{_FLAGS.get_help()}")
         sys.exit(exits.FINISHED)
     try:

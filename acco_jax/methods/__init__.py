@@ -38,11 +38,12 @@ class _Methods(Mapping[str, Callable[..., Any]]):
 METHODS = _Methods()
 
 
-def options(name: str) -> list[str]:
-    """Returns the keyword arguments of a method, its shared options among them."""
+def options(name: str) -> dict[str, Any]:
+    """Returns the types of a method's keyword arguments, shared options last."""
     make = METHODS[name]
-    shared = get_args(get_type_hints(make)["options"])[0]
+    hints = get_type_hints(make)
+    shared = get_type_hints(get_args(hints["options"])[0])
     own = inspect.signature(make).parameters.values()
-    return [p.name for p in own if p.kind == p.KEYWORD_ONLY] + [
-        *sorted(shared.__optional_keys__)
-    ]
+    return {p.name: hints.get(p.name, Any) for p in own if p.kind == p.KEYWORD_ONLY} | {
+        field: shared[field] for field in sorted(shared)
+    }

@@ -184,6 +184,8 @@ def _numbers(config_json: Mapping[str, Any], family: str) -> dict[str, Any]:
                 f"config.json has {name}={value!r}: it must be a number, or true or "
                 "false"
             )
+        if field == "eps" and not value > 0:
+            raise ValueError(f"config.json has {name}={value!r}: it must be above 0")
         fields[field] = value
     return fields
 
@@ -221,14 +223,16 @@ def _rope(config_json: Mapping[str, Any]) -> dict[str, Any]:
     part = given.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
     if part not in (None, 1):
         raise _refused("partial_rotary_factor", part, 1)
-    scaling = None
+    theta, scaling = given["rope_theta"], None
+    if type(theta) not in (int, float) or not theta > 0:
+        raise ValueError(f"config.json has rope_theta={theta!r}: give a number above 0")
     if kind == "llama3":
         if missing := [name for name in _SCALING.values() if name not in given]:
             raise ValueError(
                 f"config.json has rope_type='llama3', but no {missing[0]}: add it"
             )
         scaling = RopeScaling(**{ours: given[name] for ours, name in _SCALING.items()})
-    return {"rope_theta": given["rope_theta"], "rope_scaling": scaling}
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _of_all_layers(name: str, said: Any) -> Mapping[str, Any]:

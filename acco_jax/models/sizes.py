@@ -1,6 +1,7 @@
 """Which transformer: its sizes and parts, those of four families, published sizes."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,17 +60,19 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < 1:
+            whole = field.type in (int, int | None)
+            if whole and type(value) is int and value < 1:
                 raise ValueError(f"{field.name}={value} must be at least 1")
         self._check_names()
         self._check_heads()
         if self.layers % len(self.pattern):
             raise ValueError(
-                f"layers={self.layers} is not a multiple of the length of "
-                f"pattern={self.pattern!r}: change either"
+                f"layers={self.layers} is not a multiple of {len(self.pattern)}, the "
+                f"kinds of attention that take turns ({', '.join(self.pattern)}): "
+                "choose a multiple"
             )
         for name in ("eps", "rope_theta"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
 
     def _check_names(self) -> None:
@@ -101,7 +104,7 @@ class Config:
         if self.head_width is None and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} is not divisible by heads={self.heads}: "
-                "choose heads that divide the width, or give head_width"
+                "choose heads that divide the width"
             )
         if self.heads % self.key_heads:
             raise ValueError(
@@ -110,8 +113,9 @@ class Config:
             )
         if self.positions == "rope" and self.head_size % 2:
             raise ValueError(
-                f"head_width={self.head_size} is odd, but RoPE turns pairs of "
-                "dimensions: choose an even one"
+                f"width={self.width} with heads={self.heads} makes heads of "
+                f"{self.head_size}, which is odd, but RoPE turns pairs of dimensions: "
+                "choose heads of an even width"
             )
         if self.positions != "rope" and self.rope_scaling is not None:
             raise ValueError(

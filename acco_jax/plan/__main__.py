@@ -23,6 +23,7 @@ from acco_jax.plan import arguments, topologies
 from acco_jax.plan.machines import Change
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner import commands, devices, exits
+from acco_jax.runner.paths import expanded
 
 if TYPE_CHECKING:
     from acco_jax.plan.planner import Plan
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> None:
 
 def _run() -> "Sequence[Plan]":
     """Plans what the flags say."""
-    folder = Path(_OUT.value).expanduser()
+    folder = expanded(_OUT.value)
     json_file, programs = map(arguments.path, (_JSON, _DUMP_HLO))
     for path in filter(None, (folder, json_file and json_file.parent, programs)):
         arguments.check_writable(path)  # before anything is compiled
@@ -166,7 +167,7 @@ def _measured(places: Sequence[Topology]) -> dict[str, Change]:
         return {}
     from acco_jax.plan import calibration  # slow
 
-    chip, figures = calibration.read(Path(_CALIBRATION.value).expanduser())
+    chip, figures = calibration.read(expanded(_CALIBRATION.value))
     if others := {place.chip.name for place in places} - {chip}:
         raise ValueError(
             f"--calibration={_CALIBRATION.value} is of {chip}, but --topology of "

@@ -8,6 +8,7 @@ from absl import flags
 
 from acco_jax.plan.machines import Change
 from acco_jax.plan.verdict import REQUIRED, check_fraction
+from acco_jax.runner.paths import expanded
 
 
 class _Fraction(flags.ArgumentParser):
@@ -53,7 +54,7 @@ def check_writable(folder: Path) -> None:
 
 def path(flag: flags.FlagHolder) -> Path | None:
     """Returns the path that a flag names, None if it was not given."""
-    return None if flag.value is None else Path(flag.value).expanduser()
+    return None if flag.value is None else expanded(flag.value)
 
 
 def number(text: str) -> tuple[str, Change]:

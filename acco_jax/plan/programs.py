@@ -142,10 +142,13 @@ class Program:
         within = (len({i // size for i in group}) == 1 for group in c.groups)
         return size > 1 and bool(c.groups) and all(within)
 
-    def compile(self) -> Compiled:
+    def compile(self, place: object = "these devices") -> Compiled:
         """Compiles ahead of time, or finds it compiled, and reads the schedule.
 
         Where its halves differ, call it on each of its parts.
+
+        Args:
+          place: what it is compiled for, in the log.
 
         Raises:
           DoesNotFit: the chip has too little memory.
@@ -156,6 +159,11 @@ class Program:
         lowered = self.step.lower(*self.arguments, half_round=number)
         name = cache.key(lowered, self.step.compiler_options, self.mesh.devices)
         found = cache.load(name)
+        if found is None:
+            logging.info(
+                "compiling %s for %s, microbatches of %d",
+                self.method, place, self.rows,
+            )  # fmt: skip
         entry = found or _compiled(lowered, self.mesh)
         if found is None:
             entry["seconds"] = time.perf_counter() - start
@@ -265,11 +273,7 @@ def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
             same = found[part.single]
             compiled.append(dataclasses.replace(same, schedule=part.read(same.text)))
             continue
-        logging.info(
-            "compiling %s for %s, microbatches of %d",
-            part.method, machine.topology, part.rows,
-        )  # fmt: skip
-        found[part.single] = part.compile()
+        found[part.single] = part.compile(machine.topology)
         compiled.append(found[part.single])
         if compiled[-1].memory.total > machine.room:
             raise DoesNotFit(f"it {_needed(compiled[-1].memory.total, machine)}")

@@ -3,19 +3,22 @@
 import math
 import operator
 import re
-from typing import Any
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Union, get_args, get_origin
 
 from ml_collections import ConfigDict
 
 from acco_jax import methods
 from acco_jax.methods import METHODS
 from acco_jax.runner import profiling
-from acco_jax.runner.config import default_config, dtype, replayed
+from acco_jax.runner.config import STEPS, default_config, dtype, replayed
 from acco_jax.runner.names import check_name, named, suggestion
+from acco_jax.runner.paths import expanded
 from acco_jax.step import FORMS
 
 # Arguments of a method that are not method_options: the config has fields for them.
-ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype")
+ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype", "param_specs")
 
 # The smallest value of numeric fields, and what to say of a smaller one.
 MINIMA = {
@@ -33,16 +36,26 @@ MINIMA = {
     "spike.calls": (1, "it must be at least 1."),
     "spike.tokens": (1, "it must be at least 1."),
     "compare_replicas_every": (0, "give 0 for never."),
+    "seed": (0, "it must be at least 0."),
     "samples": (0, "give 0 for none."),
     "sample_tokens": (1, "it must be at least 1."),
     "optimizer.warmup_steps": (0, "give 0 for none."),
     "lora.rank": (0, "give 0 for no adapters."),
 }  # fmt: skip
-# The largest: of counters that are 32 bits wide, and of CPU devices in one process.
-MAXIMA = {"steps": 2**30, "devices": 1024, "data.vocab_size": 2**24}
+# The largest: of counters that are 32 bits wide, of CPU devices in one process, of
+# arrays whose sizes 64 bits count. Other integers have at most 31 bits.
+MAXIMA = {
+    "steps": STEPS, "devices": 1024, "data.vocab_size": 2**24, "samples": 1024,
+    "model.vocab_size": 2**24, "model.width": 2**20, "model.layers": 2**12,
+    "model.mlp_width": 2**22, "lora.rank": 2**20,
+}  # fmt: skip
+INTEGERS = 2**31 - 1
+UNBOUNDED = ("tokens",)  # whose steps are counted
 # Optional fields that must be at least 1 where they are given.
 POSITIVE = ("devices", "domains", "data.vocab_size", "model.vocab_size")
 DECAYS = ("b1", "b2", "b3", "momentum")  # options of optimizers, from 0 to below 1
+AT_LEAST_0 = ("eps", "eps_root", "weight_decay")  # other options of optimizers
+PATHS = ("base", "init_from", "checkpoints", "data.path", "data.data_dir")
 
 # Their fields have names that others choose.
 OPEN = ("options", "method_options", "schedule_options", "scales")
@@ -61,9 +74,7 @@ def check(config: ConfigDict) -> None:
             "acco_jax.runner.config.scaled, as commands do."
         )
     check_name("method", config.method, METHODS)
-    names = [x for x in methods.options(config.method) if x not in ARGUMENTS]
-    for field in config.method_options:
-        check_name(f"method_options of {config.method}", field, names)
+    _check_method_options(config)
     check_name("form", config.form, FORMS)
     check_name("batch", config.batch, ("kept", "per_worker"))
     check_name("spike.policy", config.spike.policy, ("stop", "rollback", "off"))
@@ -73,9 +84,9 @@ def check(config: ConfigDict) -> None:
         value = operator.attrgetter(field)(config)
         if not value >= least:
             raise ValueError(f"{field} is {value}: {remedy}")
-    for field, most in MAXIMA.items():
-        if (value := operator.attrgetter(field)(config)) is not None and value > most:
-            raise ValueError(f"{field} is {value}: it must be at most {most}.")
+    for field in PATHS:
+        if value := operator.attrgetter(field)(config):
+            _check_home(field, value)
     for field in POSITIVE:
         if (value := operator.attrgetter(field)(config)) is not None and value < 1:
             raise ValueError(f"{field} is {value}: it must be at least 1, or None.")
@@ -94,6 +105,45 @@ def check(config: ConfigDict) -> None:
     _check_samples(config)
     named("metrics_hook", config.metrics_hook)
     profiling.parse(config.profile)
+
+
+def _check_method_options(config: ConfigDict) -> None:
+    """Refuses options that the method lacks, or whose values are of another type."""
+    known = methods.options(config.method)
+    names = [name for name in known if name not in ARGUMENTS]
+    for name, value in config.method_options.items():
+        check_name(f"method_options of {config.method}", name, names)
+        if not _suits(known[name], value):
+            kind = getattr(known[name], "__name__", "") or str(known[name])
+            kind = str(known[name]) if get_args(known[name]) else kind
+            raise ValueError(
+                f"method_options.{name} is {value!r}: give a finite value of type "
+                f"{kind}."
+            )
+
+
+def _suits(kind: Any, value: Any) -> bool:
+    """Whether a value is of an annotated type, and of no greater size than numbers."""
+    if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
+        return any(_suits(one, value) for one in get_args(kind))
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        fits = isinstance(value, tuple | list) and len(value) == len(kinds)
+        return fits and all(map(_suits, kinds, value))
+    if get_origin(kind) is not None:  # a Callable
+        return callable(value)
+    if kind in (int, float):
+        number = type(value) is int or (kind is float and type(value) is float)
+        return number and abs(value) <= INTEGERS
+    return kind is Any or isinstance(value, kind)
+
+
+def _check_home(field: str, path: str) -> None:
+    """Refuses a path in the home folder of a user who does not exist."""
+    try:
+        expanded(path)
+    except ValueError as error:
+        raise ValueError(f"{field} is {path}, but {error}") from error
 
 
 def _check_length(config: ConfigDict) -> None:
@@ -134,19 +184,14 @@ def _check_optimizer(c: ConfigDict) -> None:
             f"optimizer.learning_rate is {c.learning_rate}: it must be more than 0 and "
             "finite."
         )
-    for name in DECAYS:
-        value = c.options.get(name)
-        if isinstance(value, int | float) and not 0 <= value < 1:
-            raise ValueError(
-                f"optimizer.options.{name} is {value}: it must be at least 0 and "
-                "below 1."
-            )
+    _check_options("optimizer.options", c.options.to_dict())
     for group in c.groups:
         if not _is_a(tuple, group) or list(map(type, group)) != [str, dict]:
             raise ValueError(
                 f"optimizer.groups has {group!r}: give pairs of a pattern and fields, "
                 "such as (('wte', {'learning_rate': 1e-4}),)."
             )
+        _check_options(f"the group {group[0]!r} of optimizer.groups", group[1])
     for pattern in (c.no_decay, *(pattern for pattern, _ in c.groups)):
         try:
             re.compile(pattern or "")
@@ -155,6 +200,21 @@ def _check_optimizer(c: ConfigDict) -> None:
                 f"optimizer has the pattern {pattern!r}, which is no regular "
                 f"expression: {error}."
             ) from error
+
+
+def _check_options(where: str, options: Mapping[str, Any]) -> None:
+    """Refuses options of an optimizer that are out of range."""
+    for name, value in options.items():
+        if type(value) not in (int, float):
+            continue
+        if name in DECAYS and not 0 <= value < 1:
+            raise ValueError(
+                f"{where}.{name} is {value}: it must be at least 0 and below 1."
+            )
+        if name in AT_LEAST_0 and not 0 <= value < math.inf:
+            raise ValueError(f"{where}.{name} is {value}: it must be at least 0.")
+        if name == "learning_rate" and not 0 <= value < math.inf:
+            raise ValueError(f"{where}.{name} is {value}: it must be at least 0.")
 
 
 def _check_microbatches(config: ConfigDict) -> None:
@@ -250,8 +310,6 @@ def _check_init_from(config: ConfigDict) -> None:
 
 def _check_ranks(c: ConfigDict) -> None:
     """Refuses lora.ranks that are no pairs, or that stand beside lora.rank."""
-    if not math.isfinite(c.scale):
-        raise ValueError(f"lora.scale is {c.scale}: it must be finite.")
     for pair in c.ranks:
         if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
             raise ValueError(
@@ -269,7 +327,7 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
     for field in config:
         if field not in default:
             name = repr(f"{prefix}{field}")[1:-1]
-            close = suggestion(name, [prefix + known for known in default])
+            close = _meant(name, [prefix + known for known in default])
             raise ValueError(
                 f"config has no field {name}" + (f":{close}" if close else ".")
             )
@@ -279,6 +337,12 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
             raise ValueError(
                 f"{prefix}{field} is {shown!r}: give a value of type {kind.__name__}."
             )
+        if type(value) is float and not math.isfinite(value):
+            raise ValueError(f"{prefix}{field} is {value}: it must be finite.")
+        bounded = type(value) is int and f"{prefix}{field}" not in UNBOUNDED
+        most = MAXIMA.get(f"{prefix}{field}", INTEGERS)
+        if bounded and value > most:
+            raise ValueError(f"{prefix}{field} is {value}: it must be at most {most}.")
         if kind is ConfigDict and field not in OPEN:
             _check_fields(value, default[field], f"{prefix}{field}.")
     missing = next((f for f in default if f not in config), None)
@@ -287,6 +351,23 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
             f"config lacks the field {prefix}{missing}: build it from "
             "acco_jax.runner.config.default_config()."
         )
+
+
+def _meant(name: str, siblings: list[str]) -> str:
+    """Returns " did you mean ...?" for a field of that name elsewhere, or like it."""
+    last = name.rpartition(".")[2]
+    for field in _dotted(default_config()):
+        if field.rpartition(".")[2] == last:
+            return f" did you mean {field!r}?"
+    return suggestion(name, siblings)
+
+
+def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted names of all fields."""
+    for field, value in config.items():
+        yield prefix + field
+        if isinstance(value, ConfigDict):
+            yield from _dotted(value, f"{prefix}{field}.")
 
 
 def _is_a(kind: type, value: Any) -> bool:

@@ -1,14 +1,24 @@
 """Flags of the commands, with one-line errors."""
 
+import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from absl import app, flags
 
-from acco_jax.runner import config as configs
-from acco_jax.runner import exits, usage
+from acco_jax.runner import exits
+
+try:
+    from ml_collections import ConfigDict, config_flags
+
+    from acco_jax.runner import config as configs
+    from acco_jax.runner import usage
+except ModuleNotFoundError as error:
+    exits.end(exits.REFUSED, f"{error}: pip install 'acco-jax[train]' for commands.")
+
+DAY = 86400.0  # seconds: the most that a flag may have a command wait
 
 
 def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
@@ -76,15 +86,22 @@ def parser(
     """
 
     def parse(argv: list[str]) -> list[str]:
-        if page is not None and usage.asked(argv):
-            sys.stdout.write(page())
+        if usage.asked(argv) or usage.asked(argv, usage.FULL):
+            if page is not None and usage.asked(argv):
+                sys.stdout.write(page())
+            else:
+                app.usage(shorthelp=usage.asked(argv), writeto_stdout=True)
             sys.exit(exits.FINISHED)
         try:
             rest = flags.FLAGS(argv)
+            _check_numbers()
             if config is not None and not isinstance(config.value, ConfigDict):
                 # ml_collections' stand-in
                 problem = f"get_config() returned {config.value!r}, no ConfigDict"
                 raise ValueError(getattr(config.value, "_error", problem))
+            if config is not None:  # its factory and hooks may lie beside it
+                file = config_flags.get_config_filename(flags.FLAGS[config.name])
+                sys.path.append(str(Path(file).absolute().parent))
             if len(rest) > 1 and not names:
                 raise flags.Error(f"unexpected argument {rest[1]!r}")
         except flags.Error as error:
@@ -99,6 +116,18 @@ def parser(
         return rest
 
     return parse
+
+
+def _check_numbers() -> None:
+    """Refuses numbers that are not: of NaN, absl's bounds are never left.
+
+    Raises:
+      flags.Error: in one line, which flag.
+    """
+    for name in flags.FLAGS:
+        flag = flags.FLAGS[name]
+        if isinstance(flag.value, float) and not math.isfinite(flag.value):
+            raise flags.Error(f"--{name} is {flag.value}: it must be finite.")
 
 
 def config_arguments(config: str = "config") -> list[str]:

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict, config_dict
 
 from acco_jax.runner.names import check_name
 
+STEPS = 2**30  # of a run at most: counters are 32 bits wide
 PLACEHOLDER = config_dict.placeholder
 
 
@@ -301,7 +302,11 @@ def from_json(fields: Mapping[str, Any]) -> ConfigDict:
 
 
 def with_steps(
-    config: ConfigDict, rows_per_step: int, rows_per_epoch: int, steps_per_call: int
+    config: ConfigDict,
+    rows_per_step: int,
+    rows_per_epoch: int,
+    steps_per_call: int,
+    most: int = STEPS,
 ) -> ConfigDict:
     """Returns the config with the `steps` that `tokens` or `epochs` ask for.
 
@@ -310,6 +315,10 @@ def with_steps(
       rows_per_step: of all workers together.
       rows_per_epoch: rows of the training documents.
       steps_per_call: of the method, a multiple of which steps are rounded up to.
+      most: how many steps a run may have.
+
+    Raises:
+      ValueError: in one line, they are more.
     """
     if config.tokens is None and config.epochs is None:
         return config
@@ -318,8 +327,15 @@ def with_steps(
     else:
         rows = config.epochs * rows_per_epoch
     calls = math.ceil(rows / rows_per_step / steps_per_call)
+    steps = max(calls, 1) * steps_per_call
+    if steps > most:
+        field = "tokens" if config.epochs is None else "epochs"
+        raise ValueError(
+            f"{field} is {config[field]}, which takes {steps:.3g} steps, more than "
+            f"{most}: lower it, or give steps."
+        )
     config = config.copy_and_resolve_references()
-    config.steps = max(calls, 1) * steps_per_call
+    config.steps = steps
     return config
 
 

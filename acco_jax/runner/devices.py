@@ -4,10 +4,16 @@ import functools
 import glob
 import importlib.util
 import os
+import sys
+import threading
 import urllib.request
 
 import jax
 from absl import logging
+
+from acco_jax.runner import exits
+
+PATIENCE = 60  # seconds that JAX waits longer for the others than this process does
 
 
 def has_accelerator() -> bool:
@@ -34,16 +40,81 @@ def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
+# A launcher's number of processes, the variables from which JAX finds them, and what
+# to do where one is missing.
+LAUNCHERS = {
+    "SLURM_NTASKS": (
+        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"),
+        "start the command with srun",
+    ),
+    "OMPI_COMM_WORLD_SIZE": (
+        ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        "give --coordinator, --processes and --process",
+    ),
+    "MEGASCALE_NUM_SLICES": ((), ""),
+}
+KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+
+
 def launched_by_a_cluster() -> bool:
-    """Whether a launcher that JAX detects started several of these processes."""
-    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
-    kubernetes = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
-    return (
-        any(int(os.environ.get(name, "1")) > 1 for name in counts)
-        or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
-        or all(name in os.environ for name in kubernetes)
-        or _tpu_hosts() > 1
-    )
+    """Whether a launcher that JAX detects started several of these processes.
+
+    Raises:
+      ValueError: in one line, which variable says so although JAX finds no others.
+    """
+    several = [name for name in LAUNCHERS if _number_of(name) > 1]
+    lacking = {name: lacks for name in several if (lacks := _missing(name))}
+    if several and len(lacking) == len(several):
+        name, missing = next(iter(lacking.items()))
+        raise ValueError(
+            f"{name} is {os.environ[name]}, but {missing} is not set, from which the "
+            f"processes find each other: {LAUNCHERS[name][1]}, or unset {name} to "
+            "train in this process only."
+        )
+    if several or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return True
+    if all(os.environ.get(name) for name in KUBERNETES):
+        if importlib.util.find_spec("kubernetes") is None:
+            raise ValueError(
+                f"JOB_COMPLETION_INDEX is {os.environ[KUBERNETES[1]]}, that of an "
+                "Indexed Job, but the package kubernetes is not installed, with which "
+                "the pods find each other: pip install 'jax[k8s]', or give "
+                "--coordinator, --processes and --process, or unset "
+                "JOB_COMPLETION_INDEX in a Job of one pod."
+            )
+        return True
+    return _tpu_hosts() > 1
+
+
+def are_several(coordinator: str | None, processes: int | None) -> bool:
+    """Whether flags, or where there are none a launcher, name several processes.
+
+    Raises:
+      ValueError: as `launched_by_a_cluster`.
+    """
+    if coordinator is None and processes is None:
+        return launched_by_a_cluster()
+    return (processes or 1) > 1
+
+
+def _number_of(name: str) -> int:
+    """Returns how many processes a launcher's variable says there are; 1 if unset."""
+    text = os.environ.get(name, "1")
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(
+            f"{name} is {text!r}, which is not a number of processes: set it to one, "
+            "or unset it to train in this process only."
+        )
+    return number
+
+
+def _missing(name: str) -> str:
+    """Returns the first variable that JAX lacks to find a launcher's processes."""
+    return next((x for x in LAUNCHERS[name][0] if not os.environ.get(x)), "")
 
 
 def has_tpu() -> bool:
@@ -74,7 +145,9 @@ def _tpu_hosts() -> int:
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 1 <= int(port[:6]) <= 65535
+    bracketed = host.startswith("[") and host.endswith("]")  # as in [::1]:12355
+    whole = len(host) > 2 if bracketed else bool(host) and ":" not in host
+    return whole and port.isdecimal() and 1 <= int(port[:6]) <= 65535
 
 
 def check_together(
@@ -100,7 +173,7 @@ def check_together(
     if not _is_address(coordinator):
         raise ValueError(
             f"--coordinator is {coordinator!r}: give host:port of process 0, with a "
-            "port from 1 to 65535, e.g. localhost:12355."
+            "port from 1 to 65535, e.g. localhost:12355 or [::1]:12355."
         )
 
 
@@ -110,23 +183,38 @@ def connect(
     process: int | None,
     start_within: float = 300.0,
     lost_after: float = 60.0,
+    *,
+    supervised: bool = False,
 ) -> None:
     """Joins the other processes: as told, or as the launcher says, or not at all.
 
-    The coordinator is address:port of process 0. `start_within` and `lost_after` are
-    seconds.
+    Where they do not come in time, the process ends with `exits.LOST`.
+
+    Args:
+      coordinator: address:port of process 0; None: the launcher's.
+      processes: how many there are; None: as the launcher says.
+      process: which of them this one is; None: as the launcher says.
+      start_within: seconds until all must be there.
+      lost_after: seconds without a sign of life until a process is lost.
+      supervised: whether a command decides when the others are late.
 
     Raises:
       ValueError: the others were not found.
     """
-    if coordinator is None and not launched_by_a_cluster():
+    if coordinator is None and not are_several(None, processes):
         return
+    late = threading.Timer(start_within, _end_alone, (start_within, processes))
+    late.daemon = True
+    # JAX itself would abort without a line: it waits longer than the timer
+    patience = start_within if supervised else start_within + PATIENCE
     try:
+        if not supervised:
+            late.start()
         jax.distributed.initialize(
             coordinator,
             processes,
             process,
-            initialization_timeout=int(start_within),
+            initialization_timeout=int(patience),
             # on the address that was named alone, not on every interface
             coordinator_bind_address=coordinator,
             # The command is to say it first: this one aborts without a word of its own.
@@ -134,5 +222,20 @@ def connect(
         )
     except RuntimeError as error:
         raise ValueError(f"the processes did not find each other: {error}") from error
+    finally:
+        late.cancel()
     if jax.process_index():
         logging.set_verbosity(logging.WARNING)  # process 0 speaks for all
+
+
+def _end_alone(seconds: float, processes: int | None) -> None:
+    """Ends this process, whose main thread waits in C++ for the others."""
+    told = [f"{x}={os.environ[x]}" for x in LAUNCHERS if os.environ.get(x)]
+    if processes is not None:
+        told = [f"--processes={processes}"]
+    sys.stderr.write(
+        f"error: not all processes of {' and '.join(told) or 'this job'} came within "
+        f"{seconds:g} s: start all of them, or raise --start_within.\n"
+    )
+    sys.stderr.flush()
+    os._exit(exits.LOST)

@@ -5,6 +5,7 @@ A run outlives them: one that raises is named in a warning and not called again.
 
 import contextlib
 import importlib
+import inspect
 import json
 import time
 from collections.abc import Callable
@@ -122,6 +123,27 @@ class Board:
         self._file.write_event(event)
 
 
+def check(config: ConfigDict) -> None:
+    """Refuses a metrics_hook that takes no row, and a W&B that is not installed.
+
+    Raises:
+      ValueError: in one line, which of them.
+    """
+    hook = named("metrics_hook", config.metrics_hook)
+    if hook is not None:
+        try:
+            inspect.signature(hook).bind({})
+        except TypeError as error:
+            raise ValueError(
+                f"metrics_hook is {config.metrics_hook!r}, which cannot be called with "
+                f"a row alone ({error}): name a function of one argument."
+            ) from error
+        except ValueError:  # a function of C does not say what it takes
+            pass
+    if config.wandb_project:
+        _package(config)
+
+
 def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
     """Returns the hooks of an experiment; process 0 alone calls them with rows.
 
@@ -135,16 +157,21 @@ def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
     if (hook := named("metrics_hook", config.metrics_hook)) is not None:
         hooks.add(f"metrics_hook {config.metrics_hook}", lambda: hook)
     if config.wandb_project:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ValueError(
-                f"wandb_project is {config.wandb_project!r}, but wandb is not "
-                "installed: pip install wandb, or leave it out."
-            ) from error
+        wandb = _package(config)
         name = f"wandb (wandb_project={config.wandb_project})"
         hooks.add(name, lambda: _wandb(wandb, config, workdir))
     return hooks
+
+
+def _package(config: ConfigDict) -> Any:
+    """Returns the module wandb; raises a ValueError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise ValueError(
+            f"wandb_project is {config.wandb_project!r}, but wandb is not installed: "
+            "pip install wandb, or leave it out."
+        ) from error
 
 
 def _wandb(wandb: Any, config: ConfigDict, workdir: Path) -> Hook:

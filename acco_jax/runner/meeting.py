@@ -295,14 +295,16 @@ class Meeting:
         """Begins an attempt: JAX numbers its processes from 0 without a gap."""
         self._attempt += 1
         self._running, self._since, self._comes = True, now, None
-        with socket.socket() as free:
+        six = ":" in self._host
+        host = f"[{self._host}]" if six else self._host
+        with socket.socket(socket.AF_INET6 if six else socket.AF_INET) as free:
             free.bind((self._host, 0))
             port = free.getsockname()[1]
         for m in self._members.values():
             m.part = False
         for number, m in enumerate(here):
             m.begin(now)
-            _say(m, go=self._attempt, coordinator=f"{self._host}:{port}",
+            _say(m, go=self._attempt, coordinator=f"{host}:{port}",
                  process=number, processes=len(here), absent=absent)  # fmt: skip
 
     def _watch(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -37,9 +37,14 @@ def named(field: str, name: str | None) -> Any:
     if not module or not function:
         raise ValueError(f"{field} is {name!r}: give 'package.module:function'.")
     try:
-        value: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        value = getattr(importlib.import_module(module), function)
+    except Exception as error:  # a module is a program: it may raise anything
         raise ValueError(
-            f"{field} is {name!r}, which cannot be imported: {error}."
+            f"{field} is {name!r}, which cannot be imported: {error}. Its folder must "
+            "be the config's, or on PYTHONPATH."
         ) from error
+    if not callable(value):
+        raise ValueError(
+            f"{field} is {name!r}, a {type(value).__name__}: name a function."
+        )
     return value

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from jax.sharding import AbstractMesh, Mesh
@@ -34,6 +35,7 @@ ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"
 DECAY_MASKS = ("mask", "weight_decay_mask")
 NOT_DECAYED = ("bias", "scale")  # last names of paths; and all of one dimension
 
+SAMPLES = 65  # steps at which a schedule of optax is looked at
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 # Optimizers that train at one point and are evaluated at another.
@@ -75,24 +77,51 @@ def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedu
 
 def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
     """Returns a schedule of optax whose value starts at, or rises to, `peak`."""
-    make = getattr(optax.schedules, name, None)
-    names = list(inspect.signature(make).parameters) if callable(make) else []
-    values = [n for n in ("peak_value", "init_value", "value") if n in names]
-    if not values:
-        known = [*SCHEDULES, *(n for n in dir(optax.schedules) if n[0].islower())]
+    peak_name = _peak_of(name)
+    if not peak_name:
+        known = [*SCHEDULES, *filter(_peak_of, dir(optax.schedules))]
         raise ValueError(
             f"optimizer.schedule is {name!r}:{suggestion(name, known)} Known: "
             f"{', '.join(SCHEDULES)}, and the schedules of optax with one peak or "
             "initial value."
         )
+    make = getattr(optax.schedules, name)
+    names = list(inspect.signature(make).parameters)
     for option in options:
         check_name(f"optimizer.schedule_options of {name}", option, names)
     try:
-        schedule: optax.Schedule = make(**{values[0]: peak} | options)  # type: ignore[misc]
+        schedule: optax.Schedule = make(**{peak_name: peak} | options)
     except Exception as error:
         raise ValueError(
             f"optimizer.schedule_options {options} do not suit {name}: {error}"
         ) from error
+    return schedule
+
+
+def _peak_of(name: str) -> str:
+    """Returns what a schedule of optax calls its peak or first value, '' for others."""
+    make = getattr(optax.schedules, name, None)
+    names = inspect.signature(make).parameters if inspect.isfunction(make) else {}
+    values = (n for n in ("peak_value", "init_value", "value") if n in names)
+    return next(values, "")
+
+
+def checked_rate(config: ConfigDict) -> optax.Schedule:
+    """Returns the schedule of the learning rate, whose values were looked at.
+
+    Raises:
+      ValueError: in one line, at which step it is negative or not finite.
+    """
+    schedule, c = learning_rate(config), config.optimizer
+    if c.schedule in SCHEDULES:
+        return schedule
+    for step in np.unique(np.linspace(0, config.steps, SAMPLES).astype(int)).tolist():
+        if not 0 <= (rate := float(schedule(step))) < np.inf:
+            raise ValueError(
+                f"optimizer.schedule is {c.schedule!r}, whose learning rate is "
+                f"{rate:g} at step {step}: change optimizer.schedule_options "
+                f"{c.schedule_options.to_dict()} so that it is never negative."
+            )
     return schedule
 
 
@@ -301,15 +330,19 @@ def method(
     make, options = METHODS[name], config.method_options.to_dict()
     if "inner_learning_rate" in methods.options(name):
         options = {"inner_learning_rate": learning_rate(config)} | options
-    tx = make(
-        optimizer(config, stacked),
-        mesh=mesh,
-        axis_name=axis_name,
-        param_specs=specs,
-        comm_dtype=dtype("comm_dtype", config.comm_dtype),
-        accumulate_dtype=dtype("accumulate_dtype", config.accumulate_dtype),
-        **options,
-    )
+    fields = {
+        "comm_dtype": dtype("comm_dtype", config.comm_dtype),
+        "accumulate_dtype": dtype("accumulate_dtype", config.accumulate_dtype),
+    }
+    places = {"mesh": mesh, "axis_name": axis_name, "param_specs": specs}
+    inner = optimizer(config, stacked)
+    try:
+        tx = make(inner, **places, **fields, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"method_options {config.method_options.to_dict()} do not suit {name}: "
+            f"{error}"
+        ) from error
     c = config.optimizer
     average = f"optimizer.ema is {c.ema}" if c.ema else ""
     if c.name in SCHEDULE_FREE:

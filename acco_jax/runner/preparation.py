@@ -27,6 +27,7 @@ from acco_jax.models.base import Model
 from acco_jax.runner import config as configs
 from acco_jax.runner import (
     counts,
+    hooks,
     meshes,
     models,
     optimizers,
@@ -144,6 +145,7 @@ def prepare(
     """
     began = time.time() if began is None else began
     validate(config)
+    hooks.check(config)
     devices = jax.devices() if devices is None else list(devices)
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
@@ -203,7 +205,7 @@ def prepare(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form,
         drop_nonfinite=optimizers.drops_nonfinite(config, tx),
     )  # fmt: skip
-    schedule = optimizers.learning_rate(config)
+    schedule = optimizers.checked_rate(config)
     experiment = Experiment(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
         capacity, identity, repair, loss_fn, init, start, specs, began,

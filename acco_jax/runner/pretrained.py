@@ -14,6 +14,7 @@ from acco_jax.layout import path_names
 from acco_jax.models import huggingface, transformer
 from acco_jax.runner.files import read_object
 from acco_jax.runner.folders import CONFIG, GENERATION, Folder
+from acco_jax.runner.paths import expanded
 
 PyTree = Any
 CORNER = 8  # of an array, along each dimension: what tells two models apart
@@ -29,7 +30,7 @@ TOKENIZER = "init_from"  # of data.tokenizer: the folder's own
 
 def folder_of(path: str | Path) -> Folder:
     """Returns a Hugging Face folder; raises as `Folder`."""
-    return Folder(Path(path).expanduser())
+    return Folder(expanded(path))
 
 
 def model_config(

@@ -27,6 +27,7 @@ from acco_jax.runner import checks, meshes, models, optimizers, pretrained, worl
 from acco_jax.runner import config as configs
 from acco_jax.runner.checkpoints import Checkpoints
 from acco_jax.runner.files import read_object
+from acco_jax.runner.paths import expanded
 
 PyTree = Any
 
@@ -65,7 +66,7 @@ def load_run(
       ValueError: in one line, there is no such run or checkpoint, it is damaged, or the
         model that it adapts is gone.
     """
-    saved = Saved(Path(workdir).expanduser(), half_round)
+    saved = Saved(expanded(workdir), half_round)
     devices = jax.devices() if devices is None else list(devices)
     if group is None:
         group = saved.config.mesh.to_dict()
@@ -253,7 +254,7 @@ def start(
         return pretrained.load(architecture, files, homes)
     if config.base is None:
         return jax.jit(make, out_shardings=homes)()
-    folder = Path(config.base).expanduser()
+    folder = expanded(config.base)
     try:
         base = Saved(folder)
         if base.model.shapes() == shapes:

@@ -383,6 +383,7 @@ def supervise(job: Job) -> int:
 
 async def _supervise(job: Job) -> int:
     host, _, port = (job.coordinator or "127.0.0.1:0").rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address, as in [::1]:12355
     if job.process:
         code = await _Command(job, host, int(port)).run()
         await asyncio.sleep(0)  # its connection closes

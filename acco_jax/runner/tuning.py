@@ -113,7 +113,7 @@ def candidates(
       sweep: from `parse`.
     """
     method = name.partition("(")[0]
-    known = methods.options(method) if method in methods.METHODS else []
+    known = list(methods.options(method)) if method in methods.METHODS else []
 
     def applies(field: str) -> bool:
         family, _, option = field.partition(".")

@@ -11,7 +11,8 @@ from acco_jax.runner.config import default_config
 
 WIDTH = 79
 INDENT = 20  # of what is said of a flag
-ASKING = ("--help", "-help", "-h", "--helpshort", "-?")
+ASKING = ("--help", "-help", "-h", "--helpshort", "-helpshort", "-?", "--?")
+FULL = ("--helpfull", "-helpfull")  # all flags of all modules
 
 # Fields that many runs change, each with what it is; config.py has all of them.
 FIELDS = {
@@ -37,9 +38,9 @@ FIELDS = {
 }
 
 
-def asked(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for help."""
-    return any(word in ASKING for word in argv[1:])
+def asked(argv: Sequence[str], words: Sequence[str] = ASKING) -> bool:
+    """Whether a command line asks for help in one of these words."""
+    return any(word in words for word in argv[1:])
 
 
 def text(doc: str, groups: Mapping[str, Sequence[str]]) -> str:

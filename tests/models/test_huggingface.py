@@ -278,6 +278,11 @@ def test_weights_that_are_not_read(name):
         (LLAMA, {"num_key_value_heads": 5}, "kv_heads=5"),
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
         (QWEN3, {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        (LLAMA, {"rope_theta": None}, "rope_theta=None: give a number above 0"),
+        (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': give a num"),
+        (QWEN3, {"rope_theta": 0}, "rope_theta=0: give a number above 0"),
+        (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps=0: it must be above 0"),
+        (GPT2, {"layer_norm_epsilon": -1e-5}, "epsilon=-1e-05: it must be above 0"),
     ],
 )
 def test_what_is_not_implemented_is_refused(fields, change, match):

@@ -1,5 +1,6 @@
 """What an experiment may set, and the one line that refuses the rest."""
 
+import inspect
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
+from acco_jax.methods import METHODS
 from acco_jax.runner import config as configs
 from acco_jax.runner import identity, models, optimizers
 from acco_jax.runner.validation import validate
@@ -320,3 +322,61 @@ def test_few_bits_are_an_option_of_every_method_that_has_them(method):
     config.method_options.bits = 8
     with pytest.raises(ValueError, match=f"method_options of {method} is 'bits'"):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "step"),
+    [
+        ("polynomial_schedule", {"end_value": -1, "power": 1, "transition_steps": 10},
+         "at step 1"),
+        ("exponential_decay", {"transition_steps": 5, "decay_rate": -1}, "nan at step"),
+        ("linear_schedule", {"end_value": -2e-3, "transition_steps": 3},
+         "-0.001 at step 2"),
+    ],
+)  # fmt: skip
+def test_a_schedule_with_a_negative_rate_is_refused(name, options, step):
+    config = configs.default_config()
+    config.steps, config.optimizer.schedule = 10, name
+    config.optimizer.schedule_options.update(options)
+    message = (
+        rf"schedule is '{name}', whose learning rate is .*{step}.*schedule_options"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizers.checked_rate(config)
+
+
+def test_a_schedule_that_falls_to_0_is_taken():
+    config = configs.default_config()
+    config.steps, config.optimizer.schedule = 10, "polynomial_schedule"
+    options = {"end_value": 0.0, "power": 1, "transition_steps": 10}
+    config.optimizer.schedule_options.update(options)
+    rate = optimizers.checked_rate(config)
+    assert float(rate(5)) == pytest.approx(5e-4) and float(rate(10)) == 0
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_the_defaults_of_every_method_suit_its_types(method):
+    config = configs.default_config()
+    config.method = method
+    for parameter in inspect.signature(METHODS[method]).parameters.values():
+        given = parameter.default is not parameter.empty
+        if given and parameter.name != "outer":
+            config.method_options[parameter.name] = parameter.default
+    validate(config)
+
+
+def test_sizes_name_fields_that_the_config_has():
+    config = configs.default_config()
+    config.model.heads = 3
+    with pytest.raises(ValueError, match=r"choose heads that divide the width$"):
+        models.transformer_config(config, 257)
+    config.model.update(heads=4, layers=3)
+    with pytest.raises(
+        ValueError, match=r"layers=3 is not a multiple of 2, .*choose a"
+    ):
+        models.transformer_config(config, 257)
+    config.model.update(family="llama", width=36)
+    with pytest.raises(
+        ValueError, match=r"width=36 with heads=4 makes heads of 9, whic"
+    ):
+        models.transformer_config(config, 257)

@@ -269,8 +269,10 @@ def streaming_diloco(
         arrives; without overlap, none.
       bits: 8 or 4: outer gradients as integers with a scale per row; None: they travel
         in the wire dtype. Parameters come back in the wire dtype either way.
-      outer_learning_rate, outer_momentum, outer: as for `acco_jax.diloco`; every
-        fragment has an optimizer of its own, which sees {name: leaf}.
+      outer_learning_rate: eta, as for `acco_jax.diloco`.
+      outer_momentum: mu, as for `acco_jax.diloco`.
+      outer: as for `acco_jax.diloco`; every fragment has an optimizer of its own,
+        which sees {name: leaf}.
       **options: as for `acco_jax.diloco`.
 
     Returns:

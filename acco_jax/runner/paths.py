@@ -1,0 +1,39 @@
+"""Folders that a command names, makes and, where it refuses, removes again."""
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def expanded(path: Path | str) -> Path:
+    """Returns a path whose ~ or ~user is replaced by a home folder.
+
+    Raises:
+      ValueError: in one line, there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} begins with the home folder of a user who does not exist: write "
+            f"./{path} for a folder of that name."
+        ) from error
+
+
+def absent(folder: Path) -> list[Path]:
+    """Returns a folder and those of its parents that do not exist, innermost first."""
+    folder = folder.absolute()
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove(made: Sequence[Path]) -> None:
+    """Removes the folders that `absent` returned: the first with all that it holds.
+
+    Its parents are removed where they are empty.
+    """
+    if made:
+        shutil.rmtree(made[0], ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in made[1:]:
+            parent.rmdir()
