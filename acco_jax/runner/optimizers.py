@@ -116,7 +116,8 @@ def checked_rate(config: ConfigDict) -> optax.Schedule:
     if c.schedule in SCHEDULES:
         return schedule
     for step in np.unique(np.linspace(0, config.steps, SAMPLES).astype(int)).tolist():
-        if not 0 <= (rate := float(schedule(step))) < np.inf:
+        rounding = 1e-6 * c.learning_rate
+        if not -rounding <= (rate := float(schedule(step))) < np.inf:
             raise ValueError(
                 f"optimizer.schedule is {c.schedule!r}, whose learning rate is "
                 f"{rate:g} at step {step}: change optimizer.schedule_options "
