@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs requirements clean
+.PHONY: help setup train test test-slow test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -88,6 +88,19 @@ docs: $(VENV)/.docs ## build the site into build/site, warnings are errors
 	$(VENV)/bin/codespell --ignore-words=docs/words.txt *.md docs/*.md docs/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f docs/mkdocs.yml
 
+package: $(VENV)/.package ## build wheel and sdist, install each, run README's quickstart
+	rm -rf dist build/package
+	$(PY) -m hatchling build
+	@mkdir -p build
+	@sed -n '/^```python/,/^```/{/^```/!p}' README.md > build/quickstart.py
+	@for file in dist/*.whl dist/*.tar.gz; do \
+	  echo "installing $$file into a new environment" && \
+	  $(PYTHON) -m venv --clear build/package && \
+	  build/package/bin/pip install -qq --disable-pip-version-check \
+	    -c requirements.txt "$$file" && \
+	  (cd build && JAX_PLATFORMS=cpu package/bin/python -W error quickstart.py) || exit 1; \
+	done
+
 requirements: ## resolve the newest versions into requirements.txt (with uv)
 	$(PYTHON) -m venv .venv-uv && .venv-uv/bin/pip install -qq uv
 	sed '/^[^#]/,$$d' requirements.txt > .venv-uv/requirements.txt
@@ -119,6 +132,11 @@ $(VENV)/.test: $(VENV)/.train
 $(VENV)/.browser: $(VENV)/.train
 	@echo "installing what drives a browser into $(VENV)"
 	@$(INSTALL) -e '.[train,browser]'
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.train
+	@echo "installing the build backend into $(VENV)"
+	@$(INSTALL) -e '.[train,package]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.train

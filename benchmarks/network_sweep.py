@@ -30,7 +30,11 @@ SHOWN = 6  # Gbit/s, in the picture of a step
 FASTER = 1.02  # times zero1: the shaded band
 CURVE = [0.4 * (250 / 0.4) ** (i / 160) for i in range(161)]  # Gbit/s
 
-COLORS = {"computation": "#4c78a8", "reduce-scatter": "#f58518", "all-gather": "#54a24b"}
+COLORS = {
+    "computation": "#4c78a8",
+    "reduce-scatter": "#f58518",
+    "all-gather": "#54a24b",
+}
 STYLES = {  # ending of the file's name: ink, lines, waiting
     "": ("#24292f", "#d0d7de", "#c4c9cf"),
     "_dark": ("#e6edf3", "#3d444d", "#5a626b"),
@@ -165,18 +169,20 @@ TEXT = """# acco's speed-up over zero1 against the network
 
     python benchmarks/network_sweep.py
 
-{model} of `experiments/{experiment}.py` on `{topology}`: both methods were compiled for
+{model} of `experiments/{experiment}.py` on
+`{topology}`: both methods were compiled for
 these GPUs, and their schedules READ. Every time below is PREDICTED from the chips'
-figures in `acco_jax/plan/chips.py`; nothing was run on a GPU. A step of both methods has
-the same {tokens:,} tokens. The interval is the least and the most of the speed-up at the
-ends of the figures' ranges, both methods at the same figures.
+figures in `acco_jax/plan/chips.py`. Nothing was run on a GPU. A step of both methods
+has the same {tokens:,} tokens. The interval is the least and the most of the speed-up
+at the ends of the figures' ranges, both methods at the same figures. The network's rate
+is that of one device; times are ms of an optimizer step.
 
-| network, Gbit/s of a device | zero1, ms a step | acco, ms a step | zero1 exposed, ms | acco exposed, ms | speed-up | interval |
+| Gbit/s | zero1 | acco | zero1 exposed | acco exposed | speed-up | interval |
 |---|---|---|---|---|---|---|
 {rows}
 
-acco is at least {faster:.0%} faster from {low:.2g} to {high:.2g} Gbit/s. It sends twice
-zero1's bytes. Below {even:.2g} Gbit/s two exposed transfers take longer than zero1's one,
+acco is at least {faster:.0%} faster from {low:.2g} to {high:.2g} Gbit/s. It sends
+twice zero1's bytes. Below {even:.2g} Gbit/s it exposes more seconds than zero1 does,
 and zero1 is faster.
 
 ![The speed-up against the network](../../docs/site/assets/speedup.svg)

@@ -1,21 +1,115 @@
-"""README's Python runs as it stands, from top to bottom."""
+"""README: its Python runs, its commands and links exist, its figures have a source."""
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SHELL = [line[4:] for line in README.splitlines() if line.startswith("    ")]
+PROSE = re.sub(r"```.*?```|<picture>.*?</picture>", "", README, flags=re.S)
+PROSE = "\n".join(x for x in PROSE.splitlines() if not re.match(r"    |\||#|\[!", x))
 
 
-def test_the_snippets_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 3
+def test_the_quickstart_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
     names = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["state"].half_rounds == 1
-    assert names["metrics"]["weight"] == 2 * 2 * jax.device_count()
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["metrics"]["step"] == 3  # seven calls: one fills, two make a step
+    assert names["metrics"]["weight"] == 2 * jax.device_count()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(names["theta"]))
     assert jax.tree.map(np.shape, names["theta"]) == {"v": (16, 1), "w": (8, 16)}
+    assert len(block.splitlines()) <= 27
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1200
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", PROSE)
+    sentences = re.split(r"[.:?!](?:\s|$)|\n\n|^- ", text, flags=re.M)
+    lengths = [n for n in (len(s.split()) for s in sentences) if n > 2]
+    assert len(lengths) > 30
+    assert np.mean(lengths) <= 18
+
+
+def test_links_and_pictures_exist():
+    links = re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', README)
+    targets = [a or b for a, b in links]
+    assert len(targets) > 25
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        text = (ROOT / file).read_text() if file else README
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", text, re.M)
+            slugs = [
+                re.sub(r"[^\w\s-]", "", t).lower().replace(" ", "-") for t in titles
+            ]
+            assert anchor in slugs, target
+
+
+def test_make_has_its_targets():
+    targets = {words.split()[1] for words in SHELL if words.startswith("make ")}
+    assert targets == {"train", "test"}
+    ends = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True)
+    assert ends.returncode == 0
+
+
+def commands():
+    """The commands that start with python, each whole, with the lines it prints."""
+    shell = re.sub(r"\\\n\s*", "", "\n".join(SHELL))
+    return {
+        words.split()[2]: shlex.split(words)[1:]
+        for words in shell.splitlines()
+        if words.startswith("python -m ")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["acco_jax.plan", "acco_jax.audit"])
+def test_commands_print_what_it_says(module, tmp_path, monkeypatch):
+    """Every word of the output that README quotes, in its order."""
+    words = commands()[module]
+    if module == "acco_jax.plan":
+        words.append(f"--out={tmp_path}")
+    ends = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ends.returncode == (3 if module == "acco_jax.audit" else 0), ends.stderr
+    block = README.split(f"python -m {module}")[1]
+    quoted = re.findall(r"(?:^    .*\n)+", block, re.M)[1]
+    printed = " ".join(ends.stdout.split())
+    assert " ".join(quoted.split()) in printed
+
+
+# What README says, and the line of the result that it rests on.
+CLAIMS = {
+    "472 ms with 101 ms of exposed": ("network", r"\| 6 \| 472\.3 .*\| 101\.1 \|"),
+    "0.65 at 0.5 Gbit/s": ("network", r"\| 0\.5 \|.*\| 0\.652 \|"),
+    "1.8 to 44 Gbit/s": ("network", r"from 1\.8 to 44 Gbit/s"),
+    "1.02 to 1.40": ("network", r"\| 3\.7 \|.*\| 1\.400 \|"),
+    "0.99 to 1.02": ("network", r"\| 200 \|.*\| 0\.992 \|"),
+    "0.73 (0.69-0.77)": ("overlap", r"zero1 2N.*0\.734 \| 0\.693-0\.771"),
+    "1.03 (1.00-1.13)": ("overlap", r"\*\*1\.033\*\* \| 1\.002-1\.134"),
+    "| 8.6 |": ("overlap", r"8\.6 times as fast as zero1"),
+    "| 1.74 |": ("overlap", r"give 1\.74 times the tokens"),
+    "1.01 (1.00-1.02)": ("overhead", r"\| 1\.008 \(1\.000-1\.016\)"),
+    "+3.2 ± 0.4 %": ("dynamics", r"\| acco \| 0\.0015 .*\+3\.24 ± 0\.44 %"),
+    "-0.6 ± 0.1 %": ("dynamics", r"adamw.* 30 \| f\.75s1\.15 .*-0\.62 ± 0\.13 %"),
+    "+0.6 ± 0.2 %": ("dynamics", r"nadamw, warm-up 30 \| f\.875 .*\+0\.57 ± 0\.17 %"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_figures_have_a_source(claim):
+    file, line = CLAIMS[claim]
+    assert claim in README
+    text = (ROOT / "experiments" / "results" / f"{file}.md").read_text()
+    assert re.search(line, text), (claim, file)

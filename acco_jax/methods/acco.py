@@ -111,7 +111,7 @@ def acco(
     `inner`, so its schedules count commits. The first update only primes.
 
     Args:
-      inner: any optax transformation; sees mean gradients and the float32 master copy,
+      inner: an optax transformation; sees mean gradients and the float32 master copy,
         every leaf in its own shape. Clipping, masks and schedules belong in it.
       mesh: the devices.
       extrapolation: how far an estimate goes, as a multiple of the optimizer's step;

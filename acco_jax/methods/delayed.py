@@ -70,7 +70,7 @@ def dpu(
     """Apply each gradient one step late, so that its communication is hidden.
 
     Args:
-      inner: any optax transformation.
+      inner: an optax transformation.
       mesh: the devices.
       warmup_steps: so many first half-rounds are synchronous, as in `zero1`.
       **options: as for `acco_jax.acco`.
@@ -96,7 +96,7 @@ def wp(
     """Compute each gradient where the next, late step is predicted to lead.
 
     Args:
-      inner: any optax transformation.
+      inner: an optax transformation.
       mesh: the devices.
       **options: as for `acco_jax.acco`.
 

@@ -129,7 +129,7 @@ def checked_rate(config: ConfigDict) -> optax.Schedule:
 def optimizer(
     config: ConfigDict, stacked: Stacked | None = None
 ) -> optax.GradientTransformation:
-    """Returns the inner optimizer: clipping, any optax optimizer by name, averages.
+    """Returns the inner optimizer: clipping, an optax optimizer by name, averages.
 
     On a model that stacks its layers it does what it would do on one with a leaf for
     each of them; so too on adapters of the model.

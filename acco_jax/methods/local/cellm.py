@@ -314,7 +314,7 @@ def cellm(
     sharded: every worker holds x, the outer state and e_i.
 
     Args:
-      inner: each worker's optimizer, any optax transformation.
+      inner: each worker's optimizer, an optax transformation.
       mesh: the devices.
       local_steps: H.
       keep: which part of the entries is sent, above 0 and at most 1; or an integer, how

@@ -77,7 +77,7 @@ def co2(
     the second.
 
     Args:
-      inner: each worker's optimizer, any optax transformation.
+      inner: each worker's optimizer, an optax transformation.
       mesh: the devices.
       local_steps: H (the paper's tau).
       outer_learning_rate: alpha.

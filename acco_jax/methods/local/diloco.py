@@ -33,7 +33,7 @@ def diloco(
     Bytes sent per worker: per H steps those that `acco_jax.zero1` sends per step.
 
     Args:
-      inner: each worker's optimizer, any optax transformation (the paper's is AdamW).
+      inner: each worker's optimizer, an optax transformation (the paper's is AdamW).
       mesh: the devices.
       local_steps: H.
       outer_learning_rate: eta.

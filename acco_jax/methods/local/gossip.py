@@ -217,7 +217,7 @@ def gossip(
     are chosen at run time by a conditional, which a GPU executes before it goes on.
 
     Args:
-      inner: each worker's optimizer, any optax transformation.
+      inner: each worker's optimizer, an optax transformation.
       mesh: the devices.
       topology: 'ring', 'exponential', 'random' or 'complete'.
       local_steps: H, inner steps from one exchange to the next.

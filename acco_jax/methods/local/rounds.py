@@ -143,7 +143,7 @@ def local_rounds(
     acco), a round's differences cross the network beside the next round's steps.
 
     Args:
-      inner: any optax transformation; each worker runs it on its own whole leaves in
+      inner: an optax transformation; each worker runs it on its own whole leaves in
         float32 (or wider), on its own mean gradients. Its state is kept per worker.
       outer: a sharding method, e.g. acco_jax.zero1(optax.sgd(0.7, 0.9, nesterov=True),
         mesh=mesh); its wire dtype and layout are those of the exchange.

@@ -79,7 +79,7 @@ def slowmo(
     round to round ("maintain" in the paper).
 
     Args:
-      inner: each worker's optimizer, any optax transformation.
+      inner: each worker's optimizer, an optax transformation.
       mesh: the devices.
       local_steps: H (the paper's tau).
       slow_learning_rate: alpha.

@@ -259,7 +259,7 @@ def streaming_diloco(
     byte (4) per parameter, and 2 bytes per row of at least 128.
 
     Args:
-      inner: each worker's optimizer, any optax transformation.
+      inner: each worker's optimizer, an optax transformation.
       mesh: the devices.
       local_steps: H, from one exchange of a fragment to its next; a multiple of P.
       fragments: P.
