@@ -16,7 +16,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from acco_jax.plan import costs, planner, topologies
+from acco_jax.plan import costs, decision, planner, topologies
 from acco_jax.plan.machines import Figure, Machine
 from acco_jax.plan.outcomes import Outcome
 from acco_jax.runner.figures import subplots
@@ -27,7 +27,6 @@ OUT = ROOT / "experiments" / "results" / "network.md"
 EXPERIMENT, TOPOLOGY = "openwebtext_125m", "gpu:a100:4x8"
 RATES = (0.5, 1, 2, 3, 3.7, 6, 12.5, 25, 50, 100, 200)  # Gbit/s of a device
 SHOWN = 6  # Gbit/s, in the picture of a step
-FASTER = 1.02  # times zero1: the shaded band
 CURVE = [0.4 * (250 / 0.4) ** (i / 160) for i in range(161)]  # Gbit/s
 
 COLORS = {
@@ -69,20 +68,20 @@ def bounds(acco: Outcome, zero1: Outcome, machine: Machine) -> tuple[float, floa
     return min(found), max(found)
 
 
-def band(acco: Outcome, zero1: Outcome, machine: Machine) -> tuple[float, float]:
-    """Returns the rates, in Gbit/s, between which acco is FASTER."""
-    inside = [x for x in CURVE if speedup(acco, zero1, at(machine, x)) >= FASTER]
-    return min(inside), max(inside)
-
-
 # ---- pictures
 
 
-def draw_speedup(acco: Outcome, zero1: Outcome, machine: Machine, ending: str) -> None:
-    """Draws the curve with its interval, the band shaded."""
+def draw_speedup(
+    acco: Outcome,
+    zero1: Outcome,
+    machine: Machine,
+    band: tuple[float, float],
+    ending: str,
+) -> None:
+    """Draws the curve with its interval, the band (Gbit/s) shaded."""
     ink, lines, _ = STYLES[ending]
     figure, (ax,) = subplots(7.2, 3.1, 1)
-    low, high = band(acco, zero1, machine)
+    low, high = band
     machines = [at(machine, x) for x in CURVE]
     curve = [speedup(acco, zero1, m) for m in machines]
     least, most = zip(*(bounds(acco, zero1, m) for m in machines), strict=True)
@@ -210,20 +209,21 @@ def main() -> None:
     acco, zero1 = plan.outcomes
     tokens = {plan.row(o.method)["tokens_per_step"] for o in plan.outcomes}
     assert len(tokens) == 1, "a step of both must have the same tokens"
-    low, high = band(acco, zero1, plan.machine)
+    (ends,) = decision.crossing(plan, acco, zero1).bands
+    low, high = (rate * 8 / 1e9 for rate in ends)
     slower = [x for x in CURVE if speedup(acco, zero1, at(plan.machine, x)) < 1]
     even = max(x for x in slower if x < low)
     mpl.rcParams["svg.hashsalt"] = "acco-jax"  # the same file from the same figures
     for ending, (ink, lines, _) in STYLES.items():
         mpl.rcParams |= {"text.color": ink, "grid.color": lines}
-        draw_speedup(acco, zero1, plan.machine, ending)
+        draw_speedup(acco, zero1, plan.machine, (low, high), ending)
         draw_step(acco, zero1, at(plan.machine, SHOWN), ending)
     OUT.write_text(
         TEXT.format(
             model=f"GPT-Neo, {acco.program.parameters / 1e6:.0f}M parameters,",
             experiment=EXPERIMENT, topology=TOPOLOGY, tokens=round(tokens.pop()),
             rows="\n".join(row(acco, zero1, plan.machine, x) for x in RATES),
-            faster=FASTER - 1, low=low, high=high, even=even, shown=SHOWN,
+            faster=decision.WINS - 1, low=low, high=high, even=even, shown=SHOWN,
         )
     )  # fmt: skip
     print(json.dumps({"band": [low, high], "even": even}))

@@ -93,7 +93,7 @@ def test_commands_print_what_it_says(module, tmp_path, monkeypatch):
 CLAIMS = {
     "472 ms with 101 ms of exposed": ("network", r"\| 6 \| 472\.3 .*\| 101\.1 \|"),
     "0.65 at 0.5 Gbit/s": ("network", r"\| 0\.5 \|.*\| 0\.652 \|"),
-    "1.8 to 44 Gbit/s": ("network", r"from 1\.8 to 44 Gbit/s"),
+    "1.7 to 45 Gbit/s": ("network", r"from 1\.7 to 45 Gbit/s"),
     "1.02 to 1.40": ("network", r"\| 3\.7 \|.*\| 1\.400 \|"),
     "0.99 to 1.02": ("network", r"\| 200 \|.*\| 0\.992 \|"),
     "0.73 (0.69-0.77)": ("overlap", r"zero1 2N.*0\.734 \| 0\.693-0\.771"),
