@@ -338,10 +338,8 @@ def _comparison(plan: Plan) -> str:
     columns: Columns = {
         "method": lambda r: r["method"],
         **_speed(tokens),
-        "bytes hidden (READ)": lambda r: percent(found[r["method"]].hidden_share),
-        "seconds hidden (PREDICTED)": lambda r: percent(
-            found[r["method"]].covered_share
-        ),
+        "hidden: bytes (READ)": lambda r: percent(found[r["method"]].hidden_share),
+        "seconds (PREDICTED)": lambda r: percent(found[r["method"]].covered_share),
         **_gain(rows[0]),
     }
     how = "as compiled"

@@ -91,7 +91,7 @@ def test_several_bands_each_with_both_ends(stand_in, monkeypatch):
 
     monkeypatch.setattr(decision, "_speed", speed)
     said = decision._network(plan)
-    assert re.search(r"a device 1 to 2 Gbit/s and 40 Gbit/s or more, at", said)
+    assert re.search(r"a device 1 Gbit/s to 2 Gbit/s and 40 Gbit/s or more, at", said)
     monkeypatch.setattr(decision, "_speed", lambda o, machine: 1.0)
     assert "at no rate of the network" in decision._network(plan)
 
@@ -125,7 +125,7 @@ def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, tmp_path, c
     text = capsys.readouterr().out
     assert re.search(r"gpu:a100:1x8 +NVLink +acco +does not fit", text)
     assert "acco does not fit: it needs too much" in text
-    assert "acco on gpu:mi300x:1x8 takes least time" in text
+    assert "acco on gpu:mi300x:1x8 (Infinity Fabric) takes least time" in text
     assert "there is no compiler for AMD Instinct MI300X" in text
 
 
