@@ -346,7 +346,7 @@ def stand_in(monkeypatch):
     """Recorded schedules instead of compiles, CPU devices instead of described ones."""
     compiled = []
 
-    def compile_(program):
+    def compile_(program, *place):
         compiled.append(program)
         name = SCHEDULES[program.method]
         parts = {"parameters": 100, "optimizer state (shard)": 40}
@@ -476,9 +476,9 @@ def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys
     compile_, shape = programs.Program.compile, (BUFFER // 2,)
     kinds = ["reduce_scatter"]
 
-    def with_asked(program):
+    def with_asked(program, *place):
         source = tuple(footprint.Collective(k, "bf16", shape, 16) for k in kinds)
-        return dataclasses.replace(compile_(program), source_collectives=source)
+        return dataclasses.replace(compile_(program, *place), source_collectives=source)
 
     monkeypatch.setattr(programs.Program, "compile", with_asked)
     file = tmp_path / "plan.json"
@@ -504,10 +504,10 @@ def test_the_largest_microbatch_is_bracketed(stand_in, monkeypatch, tmp_path, ca
     """By compiles alone: above 40 rows the compiler finds no way."""
     compile_, file = programs.Program.compile, tmp_path / "plan.json"
 
-    def limited(program):
+    def limited(program, *place):
         if program.rows > 40:
             raise programs.DoesNotFit("it needs too much")
-        return compile_(program)
+        return compile_(program, *place)
 
     monkeypatch.setattr(programs.Program, "compile", limited)
     run("--methods=acco", f"--out={tmp_path}", f"--json={file}")
@@ -578,8 +578,8 @@ def test_small_collectives_count_by_their_time(stand_in, tmp_path, capsys):
 def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, tmp_path, capsys):
     compile_ = programs.Program.compile
 
-    def alone(program):
-        compiled = compile_(program)
+    def alone(program, *place):
+        compiled = compile_(program, *place)
         nothing = dataclasses.replace(compiled.schedule, collectives=())
         return dataclasses.replace(compiled, schedule=nothing)
 
@@ -694,10 +694,10 @@ def test_a_program_too_large_is_said_with_what_would_fit(
 ):
     compile_ = programs.Program.compile
 
-    def limited(program):
+    def limited(program, *place):
         if program.rows > 2:
             raise programs.DoesNotFit("it needs 200G of 141G hbm")
-        return compile_(program)
+        return compile_(program, *place)
 
     monkeypatch.setattr(programs.Program, "compile", limited)
     assert re.fullmatch(
@@ -739,10 +739,10 @@ def test_a_misfit_does_not_discard_another_s_result(
 ):
     compile_, file = programs.Program.compile, tmp_path / "plan.json"
 
-    def limited(program):
+    def limited(program, *place):
         if program.method == "acco":
             raise programs.DoesNotFit("it needs 9G of 8G of memory")
-        return compile_(program)
+        return compile_(program, *place)
 
     monkeypatch.setattr(programs.Program, "compile", limited)
     run("--nofit", f"--out={tmp_path}", f"--json={file}")
