@@ -179,12 +179,16 @@ def _train(claim: contextlib.ExitStack) -> None:
         missing = paths.absent(workdir)
         claim.enter_context(workdirs.claimed(workdir, patience))
         new = missing if process_index() == 0 else []
-        experiment = preparation.prepare(config, workdir, began=began)
-        profiling.parse(config.profile, experiment.half_rounds)
         replay = None
-        if _REPLAY.value is not None:
-            folder = paths.expanded(_REPLAY.value)
-            replay = preparation.repeating(experiment, folder)
+
+        def check(experiment: preparation.Experiment) -> None:
+            nonlocal replay
+            profiling.parse(config.profile, experiment.half_rounds)
+            if _REPLAY.value is not None:
+                folder = paths.expanded(_REPLAY.value)
+                replay = preparation.repeating(experiment, folder)
+
+        experiment = preparation.prepare(config, workdir, began=began, check=check)
     except (ValueError, OSError):
         paths.remove(new)
         raise

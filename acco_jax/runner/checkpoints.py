@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from acco_jax.runner import processes, shards
+from acco_jax.runner import naming, processes, shards
 from acco_jax.runner.files import is_number, is_remote, read_object, write_whole
 
 PyTree = Any
@@ -110,7 +110,7 @@ class Checkpoints:
             self._fence()
             self._sums(half_round).unlink(missing_ok=True)
             self._saving(half_round).touch()
-        named = _named(arrays)
+        named = naming.named(arrays)
         with jax.transfer_guard_device_to_host("allow"):  # here it is meant
             copies = shards.on_host(named)
             self._checkpointer.save(
@@ -167,7 +167,11 @@ class Checkpoints:
         write_whole(self._sums(half_round), json.dumps(sums))
         self._saving(half_round).unlink()
         for step in surplus:
-            self._remove(step)
+            try:
+                self._remove(step)
+            except OSError as error:
+                path = self._folder / str(step)
+                logging.warning("checkpoint %s cannot be removed: %s", path, error)
 
     def _surplus(self, steps: list[int]) -> list[int]:
         """Returns those that are neither among the newest nor the best one."""
@@ -184,9 +188,14 @@ class Checkpoints:
         self._saving(step).unlink()
 
     def _held_out_loss(self, half_round: int) -> float:
-        """Returns the held-out loss that a checkpoint says; infinity without."""
+        """Returns the held-out loss that a checkpoint says; infinity without.
+
+        A file that has changed since it was opened stops nothing: it says none.
+        """
         if half_round not in self._losses:
-            self._losses[half_round] = self.host(half_round).get("held_out_loss")
+            sound = self._host_problem(half_round) is None
+            host = self.host(half_round) if sound else {}
+            self._losses[half_round] = host.get("held_out_loss")
         loss = self._losses[half_round]
         return float(loss) if is_number(loss) else math.inf
 
@@ -245,8 +254,8 @@ class Checkpoints:
           Damaged: as `restore`.
         """
         path, leaves = self._folder / str(half_round), jax.tree.leaves(like)
-        names = list(_named(like))
-        some = {names[i]: _data(leaves[i]) for i in which}
+        names = list(naming.named(like))
+        some = {names[i]: naming.data(leaves[i]) for i in which}
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, some)
         found, problem = {}, None
         try:
@@ -269,7 +278,11 @@ class Checkpoints:
             _verify(path, found, problem)
 
         def back(x: Any, a: jax.Array) -> jax.Array:
-            return jax.random.wrap_key_data(a, impl=_key_impl(x)) if _is_key(x) else a
+            return (
+                jax.random.wrap_key_data(a, impl=naming.key_impl(x))
+                if naming.is_key(x)
+                else a
+            )
 
         return {i: back(leaves[i], found[names[i]]) for i in which}
 
@@ -309,7 +322,7 @@ class Checkpoints:
         steps: list[int] | None = []
         if jax.process_index() == 0 and self._folder.exists():
             steps = self._set_aside_damaged() if self._repair else self._finished()
-        if (agreed := _from_process_0(steps)) is None:
+        if (agreed := processes.numbers_from_process_0(steps)) is None:
             raise Damaged(
                 f"every checkpoint in {self._folder} is damaged: restore an intact "
                 "copy or, to start from scratch, use another workdir."
@@ -329,9 +342,17 @@ class Checkpoints:
     def _set_aside_damaged(self) -> list[int] | None:
         """Renames checkpoints whose files are not those that were written.
 
+        All files of the newest are verified, of older ones the host data, which say
+        which of them is kept; their arrays are when they are restored.
+
         Returns those that are left; None if there are or were any, and none is sound.
         """
-        steps = self._finished()
+        steps = []
+        for step in self._finished():
+            if (problem := self._host_problem(step)) is None:
+                steps.append(step)
+            else:
+                self._set_aside(step, problem)
         while steps:
             if (problem := self.problem(steps[-1])) is None:
                 return steps
@@ -349,13 +370,29 @@ class Checkpoints:
         (self._folder / str(step)).rename(damaged)
         self._sums(step).unlink(missing_ok=True)
 
+    def _host_problem(self, step: int) -> str | None:
+        """Returns why a checkpoint's host data are not those written, or None."""
+        name = f"host/{HOST}"
+        file = self._folder / str(step) / name
+        try:
+            written = read_object(self._sums(step)).get(name)
+            if _checksum(file, self._remote) != written:
+                return f"{name} differs"
+            self.host(step)
+        except (OSError, ValueError) as error:
+            return f"its host data cannot be verified: {error}"
+        return None
+
     def problem(self, step: int) -> str | None:
         """Returns why the files of a checkpoint are not those written, or None."""
         try:
             written = read_object(self._sums(step))
         except ValueError:
             return "its checksums are missing or damaged"
-        actual = _checksums(self._folder / str(step), self._remote)
+        try:
+            actual = _checksums(self._folder / str(step), self._remote)
+        except OSError as error:
+            return f"its files cannot be read: {error.strerror}"
         names = sorted(written.keys() | actual)
         wrong = next((k for k in names if written.get(k) != actual.get(k)), None)
         return wrong and f"{wrong} differs"
@@ -416,20 +453,6 @@ def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
     return heard
 
 
-def _from_process_0(steps: list[int] | None) -> list[int] | None:
-    """Returns what process 0 gives, None or numbers, on all processes."""
-    if jax.process_count() == 1:
-        return steps
-    share = processes.from_process_0
-    size = int(share(np.int32(-1 if steps is None else len(steps))))
-    if size < 1:
-        return None if size < 0 else []
-    mine = np.zeros(size, np.int32)
-    if steps:
-        mine[:] = steps
-    return sorted(share(mine).tolist())
-
-
 def _verify(
     path: epath.Path, arrays: dict[str, jax.Array], problem: str | None
 ) -> None:
@@ -445,34 +468,6 @@ def _verify(
         raise Damaged(problem or "a shard on another process differs")
 
 
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _key_impl(x: Any) -> Any:
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
-    return impls[0]
-
-
-def _data(x: Any) -> Any:
-    """Replaces keys, arrays or abstract, by their data, which orbax can write."""
-    if not _is_key(x):
-        return x
-    if isinstance(x, jax.Array):
-        return jax.random.key_data(x)
-    bits = jax.eval_shape(jax.random.key_data, x)
-    return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=x.sharding)
-
-
-def _named(tree: PyTree) -> dict[str, Any]:
-    """Names leaves by an index, which keeps their order, and by their path."""
-    return {
-        f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": _data(x)
-        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
-    }
-
-
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir():
         if path.is_dir():
@@ -483,11 +478,15 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 def _checksums(folder: epath.Path, remote: bool) -> dict[str, int]:
     """Returns the CRC-32 of each file, or its size in a remote folder."""
-    one = (lambda file: file.stat().length) if remote else _crc
-    return {str(f.relative_to(folder)): one(f) for f in sorted(_files(folder))}
+    files = sorted(_files(folder))
+    return {str(f.relative_to(folder)): _checksum(f, remote) for f in files}
 
 
-def _crc(file: epath.Path) -> int:
+def _checksum(file: epath.Path, remote: bool) -> int:
+    if remote:
+        return int(file.stat().length)
+    if not file.is_file():  # a FIFO would wait for its peer
+        raise OSError(0, f"{file.name} is no regular file")
     crc = 0
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 24):

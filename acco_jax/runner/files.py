@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -21,10 +22,22 @@ def is_remote(path: Path | epath.Path | str) -> bool:
 
 
 def write_whole(path: Path | epath.Path, text: str) -> None:
-    """Writes a file under another name first, then renames it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    """Writes a file under a fresh name first, then renames it.
+
+    Nobody foresees that name, and it follows no symbolic link.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        if is_remote(path):
+            partial.write_text(text)
+        else:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(partial, flags, 0o666), "w", encoding="utf-8") as file:
+                file.write(text)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:

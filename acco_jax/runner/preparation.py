@@ -130,6 +130,7 @@ def prepare(
     *,
     repair: bool = True,
     began: float | None = None,
+    check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> Experiment:
     """Builds an experiment.
 
@@ -139,6 +140,8 @@ def prepare(
       devices: to train on; None: all.
       repair: False to leave the workdir as it is, for it may be another run's.
       began: when the process started, in seconds since 1970; None: now.
+      check: raises a ValueError if the experiment is to be refused, whose config.json
+        is written only after it.
 
     Raises:
       ValueError: in one line, what cannot work.
@@ -221,6 +224,7 @@ def prepare(
         ) from error
     check_whole(workdir, experiment.checkpoint_folder)
     _check_checkpoint(experiment, first)
+    check(experiment)
     if repair and jax.process_index() == 0:
         write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
     return experiment

@@ -49,6 +49,20 @@ def from_process_0(x: Any) -> np.ndarray:
         return np.asarray(multihost_utils.broadcast_one_to_all(x))
 
 
+def numbers_from_process_0(numbers: list[int] | None) -> list[int] | None:
+    """Returns what process 0 gives, None or numbers, on all processes."""
+    if jax.process_count() == 1:
+        return numbers
+    share = from_process_0
+    size = int(share(np.int32(-1 if numbers is None else len(numbers))))
+    if size < 1:
+        return None if size < 0 else []
+    mine = np.zeros(size, np.int32)
+    if numbers:
+        mine[:] = numbers
+    return sorted(share(mine).tolist())
+
+
 def meet(name: str) -> None:
     """Waits until all processes are at the place of this name.
 

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from acco_jax.runner import goodput, metrics, processes
+from acco_jax.runner import goodput, metrics, processes, worlds
 from acco_jax.runner.files import is_remote, read_object
 
 LOCK = "lock.json"
@@ -30,7 +31,8 @@ def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds a workdir for this run, through process 0.
 
     The lock says host, process and when that process started. It is stale, and taken
-    over, when that process is gone, or gives no sign of life from another host.
+    over, when that process is gone, or gives no sign of life from another host or
+    container.
 
     Args:
       workdir: of the run.
@@ -66,7 +68,26 @@ def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
 
 def _identity() -> dict[str, Any]:
     pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "started": _started(pid)}
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "started": _started(pid),
+        "processes": _numbering(),
+    }
+
+
+def _numbering() -> str | None:
+    """Names what numbers this process: boot and PID namespace; None if unknown.
+
+    Containers may have one host name, and a namespace each.
+    """
+    if sys.platform != "linux":
+        return socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
 
 
 def _started(pid: int) -> str | None:
@@ -111,7 +132,11 @@ def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
 def _is_stale(path: Path) -> bool:
     try:
         other = read_object(path)
-        host, pid, started = other["host"], int(other["pid"]), other["started"]
+        numbering, pid, started = (
+            other["processes"],
+            int(other["pid"]),
+            other["started"],
+        )
     except (
         ValueError,
         KeyError,
@@ -119,7 +144,7 @@ def _is_stale(path: Path) -> bool:
         OverflowError,
     ):  # a killed process left it cut
         return _silent_for(path, 1.0)
-    if host == socket.gethostname():
+    if numbering is not None and numbering == _numbering():
         return _started(pid) != started
     return _silent_for(path, STALE_SECONDS)
 
@@ -206,6 +231,7 @@ def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
     """
     goodput.read(workdir)
     metrics.read(workdir)
+    worlds.recorded(workdir)
     if (workdir / metrics.FILE).exists() and not checkpoints.exists():
         raise ValueError(
             f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "

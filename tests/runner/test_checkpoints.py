@@ -1,6 +1,7 @@
 """Checkpoints: bitwise there and back, and damage seen before it is trained on."""
 
 import asyncio
+import os
 import shutil
 import sys
 
@@ -189,6 +190,62 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_used(
     checkpoints.wait()
     damage(folder, 5)
     assert Checkpoints(folder, keep=2).latest() == 3
+
+
+def host_file(folder, step):
+    return folder / str(step) / "host" / "metadata"
+
+
+@pytest.mark.parametrize("content", [b'{"held_out_loss": 1.0-', b"[1]", b"\xff", None])
+def test_a_damaged_older_checkpoint_is_named_and_stops_no_save(
+    tree, folder, content, caplog
+):
+    """Pruning reads host data of older checkpoints, which are verified before."""
+    if content is None:
+        (folder / "3.checksums").write_text("[")
+    else:
+        host_file(folder, 3).write_bytes(content)
+    checkpoints = Checkpoints(folder, keep=1)
+    assert checkpoints.half_rounds == [5]
+    assert f"{folder}/3 is damaged" in caplog.text and "3.damaged" in caplog.text
+    checkpoints.save(7, tree, {})
+    checkpoints.wait()
+    assert Checkpoints(folder, keep=1).half_rounds == [7]
+
+
+def test_damage_while_a_run_goes_on_stops_no_save(tree, folder):
+    checkpoints = Checkpoints(folder, keep=2)
+    host_file(folder, 3).write_bytes(b"{")
+    checkpoints.save(7, tree, {})
+    checkpoints.wait()
+    assert checkpoints.half_rounds == [5, 7]
+
+
+def test_damaged_host_data_of_the_newest_leave_the_older_one(tree, folder):
+    host_file(folder, 5).write_bytes(b"\xff")
+    found, _, host = Checkpoints(folder, keep=2).restore_newest(tree)
+    assert found == 3 and host == {"batches": {"next": 3}}
+
+
+def test_a_fifo_in_a_checkpoint_is_damage(folder):
+    path = data_file(folder, 5)
+    path.unlink()
+    os.mkfifo(path)
+    assert Checkpoints(folder, keep=2).latest() == 3
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stops_no_save(
+    tree, folder, monkeypatch, caplog
+):
+    def held(self, step):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(Checkpoints, "_remove", held)
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(7, tree, {})
+    checkpoints.wait()
+    assert checkpoints.latest() == 7
+    assert "3 cannot be removed: [Errno 16]" in caplog.text
 
 
 def test_refuses_to_start_again_where_all_is_damaged(folder):

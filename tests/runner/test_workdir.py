@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from acco_jax.runner import metrics, preparation, workdir
-from acco_jax.runner.files import read_object, read_text
+from acco_jax.runner.files import read_object, read_text, write_whole
 from acco_jax.runner.workdir import LOCK, check_whole, claimed
 
 
@@ -51,7 +51,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
 
 
 def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
-    lock = {"host": socket.gethostname(), "pid": os.getpid(), "started": "0"}
+    lock = workdir._identity() | {"started": "0"}
     (tmp_path / LOCK).write_text(json.dumps(lock))
     with claimed(tmp_path):
         pass
@@ -68,6 +68,57 @@ def test_the_lock_of_another_host_is_believed_while_it_shows_life(tmp_path, age)
     else:
         with claimed(tmp_path):
             pass
+
+
+@pytest.mark.parametrize("other", ["4026532999", None])
+def test_a_container_with_this_host_name_is_another_machine(tmp_path, other):
+    """Its processes have numbers of their own, which may be nobody's here."""
+    numbering = other and workdir._numbering().split()[0] + f" pid:[{other}]"
+    lock = {"pid": 2**22 + 1, "started": "7", "processes": numbering}
+    path = tmp_path / LOCK
+    path.write_text(json.dumps({"host": socket.gethostname()} | lock))
+    with pytest.raises(ValueError, match="another run works in"), claimed(tmp_path):
+        pass
+    os.utime(path, (time.time() - 300,) * 2)
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_file_is_written_through_no_symbolic_link(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "config.json"
+    target.write_text("mine")
+    for name in ("config.partial", "config.json.partial", "config.json"):
+        (tmp_path / name).symlink_to(target)
+    write_whole(path, "{}")
+    assert target.read_text() == "mine"
+    assert path.read_text() == "{}" and not path.is_symlink()
+
+
+def test_a_failed_write_leaves_no_partial_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        write_whole(tmp_path / "folder", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_refusal_after_the_preparation_leaves_no_config(tiny, tmp_path):
+    """As of --replay=/nowhere: the workdir stays free for another seed."""
+
+    def check(experiment):
+        preparation.repeating(experiment, tmp_path / "nowhere")
+
+    with pytest.raises(ValueError, match=r"nowhere/config\.json cannot be read"):
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2], check=check)
+    assert not (tmp_path / "config.json").exists()
+    preparation.prepare(tiny(seed=5), tmp_path, jax.devices()[:2])
+
+
+@pytest.mark.parametrize("line", ['{"half_round": 0-', "[]", "\0"])
+def test_a_damaged_record_of_worlds_is_refused_in_one_line(tmp_path, line):
+    (tmp_path / "worlds.jsonl").write_text(f"{line}\n{{}}\n")
+    with pytest.raises(ValueError, match=r"worlds\.jsonl is damaged in line 1") as e:
+        check_whole(tmp_path, tmp_path / "checkpoints")
+    one_line(e)
 
 
 def test_a_later_attempt_waits_for_a_lost_host(tmp_path, monkeypatch):

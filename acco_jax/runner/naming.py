@@ -1,0 +1,35 @@
+"""Leaves of a tree by their names in a checkpoint, keys as their data."""
+
+from typing import Any
+
+import jax
+
+PyTree = Any
+
+
+def is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_impl(x: Any) -> Any:
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
+    return impls[0]
+
+
+def data(x: Any) -> Any:
+    """Replaces keys, arrays or abstract, by their data, which orbax can write."""
+    if not is_key(x):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.random.key_data(x)
+    bits = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=x.sharding)
+
+
+def named(tree: PyTree) -> dict[str, Any]:
+    """Names leaves by an index, which keeps their order, and by their path."""
+    return {
+        f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": data(x)
+        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
+    }
