@@ -133,7 +133,7 @@ def _is_stale(path: Path) -> bool:
     try:
         other = read_object(path)
         numbering, pid, started = (
-            other["processes"],
+            other.get("processes"),
             int(other["pid"]),
             other["started"],
         )
