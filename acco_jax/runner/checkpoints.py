@@ -485,7 +485,7 @@ def _checksums(folder: epath.Path, remote: bool) -> dict[str, int]:
 def _checksum(file: epath.Path, remote: bool) -> int:
     if remote:
         return int(file.stat().length)
-    if not file.is_file():  # a FIFO would wait for its peer
+    if not Path(file).is_file():  # a FIFO, which would wait for its peer
         raise OSError(0, f"{file.name} is no regular file")
     crc = 0
     with file.open("rb") as stream:

@@ -213,5 +213,5 @@ def test_a_damaged_file_is_named_in_one_line(stopped, train, tmp_path, name, dam
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="nothing cannot be read: No such file"):
         read_text(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match="cannot be read: it is a folder"):
         read_object(tmp_path)
