@@ -9,11 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from acco_jax.compiler import compiler_options as compiler_options
-from acco_jax.gradients import local_gradients as local_gradients
 from acco_jax.groups import group_specs as group_specs
+from acco_jax.local_sums import local_gradients as local_gradients
 from acco_jax.methods import MODULES
 from acco_jax.methods.acco import acco as acco
 from acco_jax.methods.base import Method as Method
+from acco_jax.methods.base import committed_model_state as committed_model_state
 from acco_jax.methods.base import committed_params as committed_params
 from acco_jax.methods.base import start as start
 from acco_jax.methods.base import start_shardings as start_shardings

@@ -90,7 +90,9 @@ class Alone:
         """
         self._gradients, self._own, self._done = gradients, own_params, False
 
-    def __call__(self, params: PyTree, batch: PyTree, rng: Any) -> None:
+    def __call__(
+        self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None
+    ) -> None:
         """Traces the loss function, the first time.
 
         Raises:
@@ -99,6 +101,7 @@ class Alone:
         gradients = self._gradients
         if self._done or gradients.workers == 1:
             return
+        gradients = gradients.frozen(model_state)
 
         def local(gradients, params, batch, rng):  # type: ignore[no-untyped-def]
             params, held = from_row(params) if self._own else params, gradients.held

@@ -18,6 +18,7 @@ import jax
 from acco_jax.codec import Codec
 from acco_jax.half_round import Hop, Round
 from acco_jax.layout import Arrays, Outgoing, Pending, PyTree, Totals
+from acco_jax.model_state import averaged
 
 
 class Point(NamedTuple):
@@ -75,7 +76,10 @@ class Exchange:
 
     def send(self, pending: Pending, state: Any, extra: dict[str, Any]) -> Reducing:
         """Sums what is small: an all-reduce later would take the asynchronous slot."""
-        totals, whole = state.layout.sum_small(pending)
+        totals, whole, sums = state.layout.sum_small(pending)
+        if sums:
+            new = averaged(state.model_state, sums[0], totals.weight)
+            state = state._replace(model_state=new)
         return Reducing(state, extra, totals, whole, pending.buffers)
 
     @functools.cached_property

@@ -12,22 +12,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
-from acco_jax.collectives import Alone, check_constraints, naming_constraints
+from acco_jax.collectives import check_constraints, naming_constraints
 from acco_jax.loss import (
     Sums,
     add,
     counted,
     evaluate,
     finite,
+    keep,
     where,
     widened,
     with_arrays,
+    with_state,
 )
-from acco_jax.microbatches import differ, piece, place_counts
+from acco_jax.microbatches import piece, place_counts
 from acco_jax.workers import (
-    axis_names,
-    check_compiled,
     from_row,
     over_data,
     place,
@@ -70,6 +71,13 @@ class Accumulator:
     def __post_init__(self) -> None:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
             object.__setattr__(self, "loss_fn", with_arrays(self.loss_fn))
+
+    def frozen(self, model_state: PyTree) -> Self:
+        """The same of a loss function that keeps its model state; None: it has none."""
+        if model_state is None:
+            return self
+        loss_fn = Partial(with_state, self.loss_fn, model_state)
+        return dataclasses.replace(self, loss_fn=loss_fn)
 
     def placed(self) -> Self:
         """Put the loss function's arrays on the mesh's devices, whole on each."""
@@ -168,18 +176,21 @@ class Accumulator:
         return jax.ShapeDtypeStruct((self.workers,), jnp.int32, sharding=sharding)
 
     def _on_workers(self, fn: Callable, out_specs: Any, *args: Any) -> Any:
-        """fn(self, params, batch, rng, sums, counts) on each worker's own rows."""
+        """fn(self, params, batch, rng, sums or model state, counts), on own rows."""
         rows = self.rows
         in_specs = (P(), P(), rows, P(), rows, rows)[: len(args) + 1]
         return self.over_data(fn, in_specs, out_specs)(self, *args)
 
-    def zeros(self, params: PyTree, batch: PyTree, rng: Any) -> Sums:
-        """Return the sums of no microbatch."""
+    def zeros(
+        self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None
+    ) -> Sums:
+        """Return the sums of no microbatch; of `model_state`, rows, each goes on."""
 
-        def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
-            return to_row(self.zeros_here(params, batch, rng, self.held))
+        def local(self, params, batch, rng, state):  # type: ignore[no-untyped-def]
+            state = from_row(state)
+            return to_row(self.zeros_here(params, batch, rng, self.held, state))
 
-        return self._on_workers(local, self.rows, params, batch, rng)
+        return self._on_workers(local, self.rows, params, batch, rng, model_state)
 
     def add(
         self,
@@ -213,6 +224,7 @@ class Accumulator:
         batch: PyTree,
         rng: Any,
         counts: jax.Array | None,
+        model_state: PyTree = None,
     ) -> PyTree:
         """Run the k-th of `parts` pieces of a half-round's work, beside one collective.
 
@@ -225,21 +237,25 @@ class Accumulator:
         middle = parts // 2
         if self.microbatches == 1:
             if k == middle - 1:
-                return self._forward(params, batch, rng)
-            return self._backward(work, params, counts) if k == middle else work
-        sums = self.zeros(params, batch, rng) if k == 0 else work
+                return self._forward(params, batch, rng, model_state)
+            if k == middle:
+                return self._backward(work, params, counts, model_state)
+            return work
+        sums = self.zeros(params, batch, rng, model_state) if k == 0 else work
         share = functools.partial(piece, k=k, parts=parts)
         return self.add(sums, params, batch, rng, counts, share)
 
-    def _forward(self, params: PyTree, batch: PyTree, rng: Any) -> PyTree:
-        """The only microbatch's loss, weight, aux and what its gradient will need."""
+    def _forward(
+        self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree
+    ) -> PyTree:
+        """The only microbatch's loss, its rest and what its gradient will need."""
         pullbacks: list[_Pullback] = []
 
-        def local(self, params, batch, rng):  # type: ignore[no-untyped-def]
+        def local(self, params, batch, rng, state):  # type: ignore[no-untyped-def]
             key = rng
             if rng is not None:
                 key = jax.random.fold_in(rng, lax.axis_index(self.axis) * self.held)
-            loss_of = self._loss_of(batch, key, self.held, 0)
+            loss_of = self._loss_of(batch, key, from_row(state), self.held, 0)
             self._checked(loss_of, params)
             loss, pullback, rest = jax.vjp(loss_of, params, has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
@@ -250,14 +266,20 @@ class Accumulator:
             pullbacks.append(_Pullback(treedef, numbers))
             return to_row((loss, rest, residuals))
 
-        run = self._whole(local)
-        return self._on_workers(run, self.rows, params, batch, rng), pullbacks[-1]
+        run, args = self._whole(local), (params, batch, rng, model_state)
+        return self._on_workers(run, self.rows, *args), pullbacks[-1]
 
-    def _backward(self, work: PyTree, params: PyTree, counts: jax.Array | None) -> Sums:
+    def _backward(
+        self,
+        work: PyTree,
+        params: PyTree,
+        counts: jax.Array | None,
+        model_state: PyTree,
+    ) -> Sums:
         arrays, pullback = work
 
-        def local(self, params, arrays, counts):  # type: ignore[no-untyped-def]
-            loss, (weight, aux), residuals = from_row(arrays)
+        def local(self, params, arrays, counts, before):  # type: ignore[no-untyped-def]
+            loss, (weight, aux, state), residuals = from_row(arrays)
             values = jax.tree.leaves((params, self))
             leaves = [
                 x if i is None else values[i]
@@ -267,31 +289,34 @@ class Accumulator:
             # `pack` drops gradients without weight: here they would exist twice
             loss = counted(Sums(None, loss, weight, None)).loss
             sums = self._widened(Sums(grads, loss, weight, aux), params)
-            return to_row(sums if counts is None else where(counts[0] > 0, sums))
+            sums = sums if counts is None else where(counts[0] > 0, sums)
+            sums = sums._replace(model_state=state)
+            return to_row(keep(sums, from_row(before)))
 
-        in_specs = (P(), P(), self.rows, self.rows)
+        in_specs = (P(), P(), self.rows, self.rows, self.rows)
         run = self.over_data(self._whole(local), in_specs, self.rows)
-        return run(self, params, arrays, counts)
+        return run(self, params, arrays, counts, model_state)
 
-    def checked(self, sums: Sums, dtypes: PyTree) -> Sums:
+    def checked(self, sums: Sums, dtypes: PyTree, model_state: PyTree = None) -> Sums:
         """Give no weight to workers whose sums are not finite; gradients stay.
 
         Args:
           sums: of all of a half-round's microbatches, rows.
           dtypes: of each gradient where it must be finite: those that travel.
+          model_state: rows, where each worker began; a dropped one goes back there.
         """
         if not self.drop_nonfinite:
             return sums
 
-        def local(sums: Sums) -> Sums:
-            own = from_row(sums)
+        def local(sums: Sums, before: PyTree) -> Sums:
+            own, before = from_row((sums, before))
             sent = jax.tree.map(lambda g, dtype: g.astype(dtype), own.grads, dtypes)
-            return to_row(self.checked_here(own._replace(grads=None), sent))
+            return to_row(self.checked_here(own._replace(grads=None), sent, before))
 
-        checked = self.over_data(local, (self.rows,), self.rows)(sums)
-        return checked._replace(grads=sums.grads)
+        run = self.over_data(local, (self.rows, self.rows), self.rows)
+        return run(sums, model_state)._replace(grads=sums.grads)
 
-    def checked_here(self, sums: Sums, grads: PyTree) -> Sums:
+    def checked_here(self, sums: Sums, grads: PyTree, before: PyTree = None) -> Sums:
         """Return one worker's sums, zeros unless they and its gradients are finite.
 
         For functions given to `over_data`. What has no weight counts for nothing, and
@@ -301,7 +326,7 @@ class Accumulator:
         if not self.drop_nonfinite:
             return sums
         me = jnp.arange(self.workers) == lax.axis_index(self.axis)
-        return finite(sums, grads, me)
+        return finite(sums, grads, me, before)
 
     def last(
         self,
@@ -312,6 +337,7 @@ class Accumulator:
         counts: jax.Array | None,
         take: Callable[..., Any],
         out_specs: Any,
+        model_state: PyTree = None,
     ) -> tuple[Any, Sums]:
         """Add each worker's last microbatch, its gradient taken by the caller.
 
@@ -319,16 +345,17 @@ class Accumulator:
           sums: of the microbatches before it; None: there are none.
           params, batch, rng, counts: as for `add`; a worker without microbatches takes
             part all the same.
-          take: (loss_of, params, grads, valid) -> ((loss, (weight, aux)), out) on each
+          take: (loss_of, params, grads, valid) -> ((loss, rest), out) on each
             worker: loss_of is a function of the parameters, grads are those of `sums`
             or None, valid [] is false for a worker without microbatches, or None.
           out_specs: of out, over the data axes.
+          model_state: rows, where each worker begins if there are no `sums`.
 
         Returns:
           out, and the sums without gradients.
         """
 
-        def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
+        def local(self, params, batch, rng, before, counts):  # type: ignore[no-untyped-def]
             total, i, valid, key = self.held, self.microbatches - 1, None, rng
             if counts is not None:
                 valid = counts[0] > 0
@@ -336,19 +363,22 @@ class Accumulator:
             if rng is not None:
                 first = lax.axis_index(self.axis) * total
                 key = jax.random.fold_in(rng, first + i)
-            loss_of = self._loss_of(batch, key, total, i)
+            sums, start = from_row(before)
+            start = start if sums is None else sums.model_state
+            loss_of = self._loss_of(batch, key, start, total, i)
             if sums is None:
                 self._checked(loss_of, params)
-            sums = from_row(sums)
             grads = None if sums is None else sums.grads
-            (loss, (weight, aux)), out = take(loss_of, params, grads, valid)
+            (loss, (weight, aux, state)), out = take(loss_of, params, grads, valid)
             one = self._widened(Sums(None, loss, weight, aux), None)
             one = counted(one if valid is None else where(valid, one))
-            one = one if sums is None else add(sums._replace(grads=None), one)
-            return out, to_row(one)
+            one = one._replace(model_state=state)
+            if sums is None:
+                return out, to_row(keep(one, start))
+            return out, to_row(add(sums._replace(grads=None), one))
 
-        specs = (out_specs, self.rows)
-        return self._on_workers(local, specs, params, batch, rng, sums, counts)
+        specs, before = (out_specs, self.rows), (sums, model_state)
+        return self._on_workers(local, specs, params, batch, rng, before, counts)
 
     def sum_here(
         self,
@@ -369,18 +399,27 @@ class Accumulator:
 
         def body(i: Any, sums: Sums) -> Sums:
             key = None if rng is None else jax.random.fold_in(rng, before + i)
-            return add(sums, self._gradient(params, batch, key, total, i))
+            state = sums.model_state
+            return add(sums, self._gradient(params, batch, key, state, total, i))
 
         return lax.fori_loop(first, end, body, sums)
 
-    def zeros_here(self, params: PyTree, batch: PyTree, rng: Any, total: int) -> Sums:
+    def zeros_here(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        rng: Any,
+        total: int,
+        model_state: PyTree = None,
+    ) -> Sums:
         """Return the sums of no microbatch, for `sum_here`."""
         gradient = functools.partial(self._gradient, total=total, i=0)
-        out = self._checked(gradient, params, batch, rng)
+        out = self._checked(gradient, params, batch, rng, model_state)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
         # zeros_like keeps how other mesh axes split the parameter
         grads = jax.tree.map(jnp.zeros_like, params)
-        return self._widened(zeros._replace(grads=grads), params)
+        sums = self._widened(zeros._replace(grads=grads), params)
+        return sums._replace(model_state=model_state)
 
     def _checked(self, fn: Callable, *args: Any) -> Any:
         """The abstract results of a function that evaluates the loss function."""
@@ -389,15 +428,18 @@ class Accumulator:
         return out
 
     def _gradient(
-        self, params: PyTree, batch: PyTree, key: Any, total: int, i: Any
+        self, params: PyTree, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
     ) -> Sums:
         """One microbatch's contribution on one worker (no leading axis)."""
-        loss_of = self._loss_of(batch, key, total, i)
-        (loss, (weight, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        return Sums(grads, loss, weight, aux)
+        loss_of = self._loss_of(batch, key, state, total, i)
+        (loss, rest), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        weight, aux, state = rest
+        return Sums(grads, loss, weight, aux, model_state=state)
 
-    def _loss_of(self, batch: PyTree, key: Any, total: int, i: Any) -> Callable:
-        """params -> (loss, (weight, aux)) of the i-th of `total` microbatches."""
+    def _loss_of(
+        self, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
+    ) -> Callable:
+        """params -> (loss, (weight, aux, state)), the i-th of `total` microbatches."""
 
         def pick(x: jax.Array) -> jax.Array:
             x = x.reshape(total, x.shape[0] // total, *x.shape[1:])
@@ -405,7 +447,8 @@ class Accumulator:
 
         def loss_of(params: PyTree) -> Any:
             with naming_constraints(self.axis):
-                return evaluate(self.loss_fn, jax.tree.map(pick, batch), key, params)
+                microbatch = jax.tree.map(pick, batch)
+                return evaluate(self.loss_fn, microbatch, key, state, params)
 
         return loss_of
 
@@ -413,77 +456,3 @@ class Accumulator:
         """In the dtypes of the accumulator."""
         cast = lambda g, p: g.astype(self.dtype or p.dtype)  # noqa: E731
         return widened(sums)._replace(grads=jax.tree.map(cast, sums.grads, params))
-
-
-def local_gradients(
-    loss_fn: Callable[..., Any],
-    *,
-    mesh: Mesh,
-    microbatches: int,
-    axis_name: str | tuple[str, ...] = "data",
-    accumulate_dtype: Any = None,
-    drop_nonfinite: bool = False,
-) -> Callable[..., tuple[PyTree, jax.Array, PyTree]]:
-    """Make a function that sums each worker's microbatch gradients.
-
-    Args:
-      loss_fn: (params, microbatch, rng) -> loss, or (loss, aux), or
-        (loss, weight, aux). Without a weight the loss is a mean and weighs 1; with a
-        weight w it is the SUM over w targets. It must not communicate over `axis_name`;
-        where counts may differ this raises a ValueError.
-        The arrays of a jax.tree_util.Partial are not differentiated and are arguments
-        of the program, whole on every device; those in a closure are constants.
-      mesh: the devices.
-      microbatches: N, how many microbatches each worker's part of the batch holds.
-      axis_name: the mesh axis (or axes) over which the batch is split, n workers.
-      accumulate_dtype: of the sums; None means each parameter's own.
-      drop_nonfinite: whether the gradients, weight and aux of a worker whose loss,
-        weight or gradients are not finite become zeros.
-
-    Returns:
-      A function (params, batch, counts=None, rng=None) -> (grads, weight, aux).
-      batch: leaves (n * N * b, ...), split on axis 0, worker after worker and
-      microbatch after microbatch. counts: (n,) integers from 0 to N, how many
-      microbatches each worker computes, read at run time; None means N. Others are
-      refused, or clipped in a jax.Array, which is not read. rng: a key; microbatch k of
-      the whole batch gets fold_in(rng, k), whatever n is.
-      grads: each leaf (n, *param.shape), row i the SUM of worker i's microbatch
-      gradients and of nothing else. weight: (n,), the sums of the weights. aux: summed
-      over all microbatches (the loss itself where loss_fn returns nothing else).
-
-    Raises:
-      ValueError: no such mesh axis, a batch that does not divide, counts out of range.
-    """
-    if microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
-    acc = Accumulator(
-        loss_fn,
-        mesh,
-        axis_names(mesh, axis_name),
-        microbatches,
-        accumulate_dtype,
-        drop_nonfinite,
-    ).placed()
-
-    alone = Alone(acc)
-
-    @jax.jit
-    def run(acc, params, batch, counts, rng):  # type: ignore[no-untyped-def]
-        zeros = acc.zeros(params, batch, rng)
-        sums = acc.add(zeros, params, batch, rng, counts)
-        if acc.drop_nonfinite:
-            sums = acc.checked(sums, jax.tree.map(lambda g: g.dtype, sums.grads))
-            sums = acc.over_data(counted, (acc.rows,), acc.rows)(sums)
-        aux = sums.loss if sums.aux is None else sums.aux
-        return sums.grads, sums.weight, jax.tree.map(lambda x: x.sum(0), aux)
-
-    def gradients(
-        params: PyTree, batch: PyTree, counts: Any = None, rng: Any = None
-    ) -> tuple[PyTree, jax.Array, PyTree]:
-        check_compiled()
-        batch = acc.place_batch(batch)
-        if differ(counts):
-            alone(params, batch, rng)
-        return run(acc, params, batch, acc.place_counts(counts), rng)
-
-    return gradients

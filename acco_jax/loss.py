@@ -10,6 +10,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from acco_jax.dtypes import promoted
+from acco_jax.model_state import check_call, check_same
 
 PyTree = Any
 
@@ -24,11 +25,20 @@ class Sums(NamedTuple):
     # (n, n) int32, row i zero but for place i: how often worker i was dropped; None
     # where it is not asked whether numbers are finite
     dropped: jax.Array | None = None
+    # (n, ...) each worker's own after its last microbatch; None: the model has none
+    model_state: PyTree = None
 
 
 def with_arrays(fn: Callable[..., Any]) -> Partial:
     """A function as a pytree of the arrays that it carries; a Partial as it is."""
     return fn if isinstance(fn, Partial) else Partial(fn)
+
+
+def with_state(
+    loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Any
+) -> Any:
+    """(loss, weight, aux) where nobody asks what becomes of the model state."""
+    return loss_fn(params, batch, rng, state)[:3]
 
 
 def _check_numbers(out: PyTree) -> None:
@@ -48,15 +58,30 @@ def _check_numbers(out: PyTree) -> None:
 
 
 def evaluate(
-    loss_fn: Callable[..., Any], microbatch: PyTree, rng: Any, params: PyTree
-) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-    """Return (loss [], (weight [], aux)), aux None if the loss function has none.
+    loss_fn: Callable[..., Any],
+    microbatch: PyTree,
+    rng: Any,
+    model_state: PyTree,
+    params: PyTree,
+) -> tuple[jax.Array, tuple[jax.Array, PyTree, PyTree]]:
+    """Return (loss [], (weight [], aux, model_state)), None for what there is not.
 
     Raises:
-      ValueError: the loss function returned something else.
+      ValueError: the loss function takes or returns something else.
     """
-    out = loss_fn(params, microbatch, rng)
+    check_call(loss_fn, model_state)
+    carried = () if model_state is None else (model_state,)
+    out = loss_fn(params, microbatch, rng, *carried)
     _check_numbers(out)
+    if carried:
+        if not isinstance(out, tuple) or len(out) != 4:
+            raise ValueError(
+                "loss_fn is given a model state and must return its successor: return "
+                "(loss, weight, aux, model_state)."
+            )
+        *rest, model_state = out
+        out = tuple(rest)
+        check_same(*carried, model_state)
     forms = "return loss, (loss, aux) or (loss, weight, aux)."
     if not isinstance(out, tuple):
         out = out, 1.0, None
@@ -77,7 +102,8 @@ def evaluate(
             f"loss_fn returned a weight of shape {weight.shape}: return a scalar, "
             "the number of targets."
         )
-    return loss, (weight, jax.tree.map(jnp.asarray, out[2]))
+    aux, model_state = jax.tree.map(jnp.asarray, (out[2], model_state))
+    return loss, (weight, aux, model_state)
 
 
 def where(condition: jax.Array, tree: PyTree) -> PyTree:
@@ -91,7 +117,18 @@ def counted(sums: Sums) -> Sums:
     return sums._replace(grads=grads, loss=loss)
 
 
-def finite(sums: Sums, grads: PyTree, me: jax.Array) -> Sums:
+def keep(sums: Sums, before: PyTree) -> Sums:
+    """Return one worker's sums; without weight its model state is that of before."""
+    if before is None:
+        return sums
+    valid = sums.weight != 0
+    state = jax.tree.map(
+        lambda new, old: jnp.where(valid, new, old), sums.model_state, before
+    )
+    return sums._replace(model_state=state)
+
+
+def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> Sums:
     """Return one worker's sums, or zeros unless they and its gradients are finite.
 
     What has no weight counts for nothing, whatever it is, and is not dropped.
@@ -100,17 +137,23 @@ def finite(sums: Sums, grads: PyTree, me: jax.Array) -> Sums:
       sums: of this worker, without a leading axis.
       grads: of this worker, as they are sent.
       me: (n,) true in this worker's place alone.
+      before: its model state before these microbatches.
     """
-    numbers = jax.tree.leaves((sums.loss, sums.weight, grads))
+    numbers = jax.tree.leaves((sums.loss, sums.weight, sums.model_state, grads))
     # not of the largest: where devices share a leaf, a maximum may lose a NaN
     each = [jnp.isfinite(x).all() for x in numbers]
     bad = (sums.weight != 0) & ~functools.reduce(jnp.logical_and, each)
-    return where(~bad, sums)._replace(dropped=(me & bad).astype(jnp.int32))
+    good = where(~bad, sums._replace(model_state=None))
+    dropped, state = (me & bad).astype(jnp.int32), sums.model_state
+    return keep(good._replace(dropped=dropped, model_state=state), before)
 
 
 def add(sums: Sums, more: Sums) -> Sums:
-    """Return their sum, in the first one's dtypes."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, counted(more))
+    """Return their sum, in the first one's dtypes; a model state follows another."""
+    state = keep(more, sums.model_state).model_state
+    a, b = (x._replace(model_state=None) for x in (sums, counted(more)))
+    added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
+    return added._replace(model_state=state)
 
 
 def widened(sums: Sums) -> Sums:
@@ -127,4 +170,5 @@ def widened(sums: Sums) -> Sums:
         return wide(x, jnp.float32 if inexact else jnp.int32)
 
     loss, weight = wide(sums.loss), wide(sums.weight)
-    return Sums(sums.grads, loss, weight, jax.tree.map(number, sums.aux))
+    aux = jax.tree.map(number, sums.aux)
+    return sums._replace(loss=loss, weight=weight, aux=aux)

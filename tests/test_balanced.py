@@ -238,7 +238,7 @@ def test_a_key_may_lie_on_one_device():
     step, held = make(acco_jax.Balanced(N * 2, HELD), "zero1")
     rng = jax.random.key(1)
     args = step._placed(step._arguments(*held, batches(1)[0], rng=rng))
-    step._prober().lower(args.params, args.inputs)
+    step._prober(args.state).lower(args.params, args.inputs)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_probe_sends_nothing_and_times_every_worker(name, axes, options):
     per_call = options.get("local_steps", 1)
     (batch,) = batches(1, per_call)
     args = step._placed(step._arguments(*held, batch))
-    text = step._prober().lower(args.params, args.inputs).compile().as_text()
+    text = step._prober(args.state).lower(args.params, args.inputs).compile().as_text()
     called = r"(all-|reduce-scatter|collective)[a-z-]*\("
     assert "dot(" in text or "__onednn" in text or "custom-call" in text
     assert not re.search(called, text)
@@ -268,7 +268,7 @@ def test_a_probe_sends_nothing_and_times_every_worker(name, axes, options):
 def test_a_probe_goes_on_while_there_is_time(monkeypatch):
     step, held = make(acco_jax.Balanced(N * 2, HELD))
     train(step, held, 1)
-    probe, run, runs = step._prober(), Probe._run, []
+    probe, run, runs = step._prober(held[1]), Probe._run, []
 
     def slower(self, args):
         time.sleep(0.05)

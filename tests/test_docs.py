@@ -129,6 +129,14 @@ def check_models(names):
     for kind in ("dense", "nnx", "equinox"):
         loss = names["linen_loss" if kind == "dense" else f"{kind}_loss"]
         assert np.isfinite(loss(names[f"{kind}_weights"], batch, None))
+    for kind in ("linen", "nnx"):
+        params, state = names[f"{kind}_params"], names[f"{kind}_state"]
+        loss, _, _, new = names[f"{kind}_norm_loss"](params, batch, None, state)
+        assert np.isfinite(loss)
+        mean, var = jax.tree.leaves(new)
+        np.testing.assert_allclose(mean, 0.1)  # of rows of ones
+        np.testing.assert_allclose(var, 0.9, rtol=1e-6)
+        assert names[f"{kind}_predict"](params, new, batch[0]).shape == (4, 1)
     model = names["bigram"](16, 4)
     tokens = {"tokens": np.arange(10).reshape(2, 5)}
     loss, weight, _ = model.loss(model.init(jax.random.key(0)), tokens, None)

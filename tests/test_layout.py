@@ -425,7 +425,8 @@ def test_round_trips(sizes):
     @jax.jit
     def summed(grads, weight):
         pending = layout.pack(grads, weight, check=True)
-        totals, whole = layout.sum_small(pending)
+        totals, whole, carried = layout.sum_small(pending)
+        assert carried == ()
         reduced = layout.reduce_scatter(pending.buffers, "data")
         return totals, layout.gather_exact(layout.split(reduced, whole))
 

@@ -15,17 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.layout.buffers import (
-    Arrays,
-    Group,
-    LeftOut,
-    Outgoing,
-    Pending,
-    Totals,
-    make_group,
-)
+from acco_jax.layout import buffers
+from acco_jax.layout.buffers import Arrays, Group, LeftOut, Outgoing, Pending, Totals
 from acco_jax.layout.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.layout.parts import SMALL, Parts, evenly
+from acco_jax.model_state import weighted
 
 MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
 
@@ -229,17 +223,20 @@ class Layout:
 
         def home(x: Any) -> Any:
             if isinstance(x, Pending):
-                return Pending((own,) * len(x.buffers), whole, rows, rows)
+                states = jax.tree.map(lambda _: rows, x.model_state)
+                return Pending((own,) * len(x.buffers), whole, rows, rows, states)
             if isinstance(x, LeftOut):
                 return LeftOut((own,) * len(x.buffers))
             return self.tree(self._home) if self.holds_shards(x) else self.sharding()
 
         homes = jax.tree.map(
             home,
-            state._replace(inner=None),
+            state._replace(inner=None, model_state=None),
             is_leaf=lambda x: isinstance(x, Pending | LeftOut) or self.holds_shards(x),
         )
-        return homes._replace(inner=self.inner_shardings(state.inner))
+        carried = jax.tree.map(lambda _: self.sharding(), state.model_state)
+        inner = self.inner_shardings(state.inner)
+        return homes._replace(inner=inner, model_state=carried)
 
     def holds_shards(self, x: Any) -> bool:
         """Whether x is a tree of stored shards."""
@@ -268,7 +265,9 @@ class Layout:
         for i, leaf in enumerate(self.leaves):
             if not leaf.whole:
                 by_dtype.setdefault(leaf.wire, {})[i] = leaf.part
-        return tuple(make_group(dtype, parts) for dtype, parts in by_dtype.items())
+        return tuple(
+            buffers.make_group(dtype, parts) for dtype, parts in by_dtype.items()
+        )
 
     def _over(self, axes: tuple[str, ...]) -> P:
         """Of buffers that are split over these data axes."""
@@ -370,17 +369,21 @@ class Layout:
         run = self.everywhere(local, (), (self._row_specs, P(self.axis)))
         return self.pack(*run())
 
-    def sum_small(self, pending: Pending) -> tuple[Totals, Arrays]:
+    def sum_small(self, pending: Pending) -> tuple[Totals, Arrays, Arrays]:
         """Sum what is not packed over the workers, in one all-reduce if it is small.
 
-        Returns the totals, and the reduced gradients of the leaves that stay whole.
+        Returns the totals, the reduced gradients of the leaves that stay whole, and
+        what `weighted` makes of the model states, if there are any.
         """
 
-        def local(rows: Arrays) -> Arrays:
+        def local(rows: Arrays, states: Arrays) -> Arrays:
             own = tuple(x[0] for x in rows)
+            many = sum(x.size for x in own[2:]) > self.together
+            if states:
+                own = (*own, weighted([x[0] for x in states], own[0]))
             if self.workers == 1:
                 return own
-            if sum(x.size for x in own[2:]) > self.together:
+            if many:
                 return lax.psum(own, self.axis)
             flat = jnp.concatenate([x.astype(self.scalar).reshape(-1) for x in own])
             ends = np.cumsum([x.size for x in own])
@@ -388,10 +391,13 @@ class Layout:
             return tuple(s.reshape(x.shape) for s, x in zip(sums, own, strict=True))
 
         specs = (P(), P(), *(self._whole_specs if pending.whole else ()))
-        in_specs = tuple(P(self.axis, *spec) for spec in specs)
         rows = (pending.weight, pending.loss, *pending.whole)
-        weight, loss, *whole = self.everywhere(local, (in_specs,), specs)(rows)
-        return Totals(weight, loss), tuple(whole)
+        states = tuple(jax.tree.leaves(pending.model_state))
+        in_specs = tuple(P(self.axis, *spec) for spec in specs), P(self.axis)
+        out_specs = (*specs, P()) if states else specs
+        weight, loss, *sums = self.everywhere(local, in_specs, out_specs)(rows, states)
+        k = len(pending.whole)
+        return Totals(weight, loss), tuple(sums[:k]), tuple(sums[k:])
 
     def reduce_scatter(self, buffers: Arrays, axis: str) -> Arrays:
         """Sum the buffers over one data axis; each worker keeps its share.

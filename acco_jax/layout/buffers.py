@@ -36,6 +36,7 @@ class Pending(NamedTuple):
     whole: Arrays  # rows (n, *shape): the same of leaves that stay whole
     weight: jax.Array  # (n,) their weights
     loss: jax.Array  # (n,) the sums of their losses; 0 where nobody gave one
+    model_state: Any = None  # (n, ...) each worker's own, after its last microbatch
 
 
 class Totals(NamedTuple):

@@ -48,6 +48,7 @@ class AccoState(NamedTuple):
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+    model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> AccoState:

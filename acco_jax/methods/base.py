@@ -5,11 +5,13 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from acco_jax.half_round import Round
 from acco_jax.layout import Layout, PyTree, check_floating
+from acco_jax.model_state import check_trained
 from acco_jax.workers import axis_names, check_compiled
 
 
@@ -74,11 +76,17 @@ class Method(Protocol):
     def changes(self) -> str:
         """Which option makes calls differ, so that a step counts them; '' for none."""
 
-    def start(self, params: PyTree) -> tuple[PyTree, Any]:
-        """Returns the parameters of the loop and the initial state."""
+    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+        """Returns the parameters of the loop and the initial state.
 
-    def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
-        """Returns NamedShardings of what `start` returns for abstract parameters."""
+        Raises:
+          ValueError: the method cannot carry a model state.
+        """
+
+    def start_shardings(
+        self, params: PyTree, model_state: PyTree = None
+    ) -> tuple[PyTree, Any]:
+        """Returns NamedShardings of what `start` returns for abstract arrays."""
 
     def phase(self, call: int) -> Hashable:
         """Returns which kind of call the one of this number is."""
@@ -143,6 +151,7 @@ def layout_of(
     params: PyTree, common: Mapping[str, Any], layout_type: type[Layout] = Layout
 ) -> Layout:
     """The layout of parameters that the common attributes of a method determine."""
+    check_trained(params)
     names = ("mesh", "axis", "comm_dtype", "param_specs")
     return layout_type.of(params, **{name: common[name] for name in names})
 
@@ -219,28 +228,62 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
     return ours.committed(params)
 
 
-def start(tx: Method, params: PyTree) -> tuple[PyTree, Any]:
+def committed_model_state(state: PyTree) -> PyTree:
+    """Return the model state to evaluate and export `committed_params` with.
+
+    Args:
+      state: the optimizer state, of a method that was started with a model state.
+
+    Returns:
+      The mean over the workers, weighted as their gradients are, of each one's state
+      after its last microbatch whose gradients have been communicated; replicated. A
+      copy: later steps leave it as it is.
+
+    Raises:
+      ValueError: `state` carries no model state.
+    """
+    found = getattr(find_state(state), "model_state", None)
+    if found is None:
+        raise ValueError(
+            "the state carries no model state: start with acco_jax.start(tx, params, "
+            "model_state)."
+        )
+    return jax.tree.map(jnp.copy, found)
+
+
+def start(tx: Method, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
     """Return what a train step starts from.
 
     Args:
       tx: a method of this library.
       params: arrays.
+      model_state: floating arrays that the model carries along and that are not
+        differentiated, such as the running statistics of batch norm. The train step's
+        loss function is then loss_fn(params, microbatch, rng, model_state) -> (loss,
+        weight, aux, model_state), and `committed_model_state` gives their mean over
+        the workers. Not of methods whose workers have parameters of their own.
 
     Returns:
       (params, state). Where each worker keeps parameters of its own they are rows,
       (n, *param.shape), row i on worker i and all equal; else `params` as they are.
+
+    Raises:
+      ValueError: in one line, what cannot be trained or carried.
     """
-    return tx.start(params)
+    return tx.start(params, model_state)
 
 
-def start_shardings(tx: Method, abstract_params: PyTree) -> tuple[PyTree, PyTree]:
+def start_shardings(
+    tx: Method, abstract_params: PyTree, model_state: PyTree = None
+) -> tuple[PyTree, PyTree]:
     """Return a NamedSharding for every array of what `start` returns.
 
     Args:
       tx: a method of this library.
       abstract_params: arrays or ShapeDtypeStructs, without rows.
+      model_state: likewise; None: the model has none.
     """
-    return tx.start_shardings(abstract_params)
+    return tx.start_shardings(abstract_params, model_state)
 
 
 def state_shardings(

@@ -32,6 +32,7 @@ class DelayedState(NamedTuple):
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     pending: Pending  # g, w of the last update: every worker's own, wire dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+    model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> DelayedState:

@@ -29,7 +29,7 @@ from acco_jax.layout.buffers import Group, make_group
 from acco_jax.layout.parts import SMALL, Parts, beyond_layers
 from acco_jax.methods.base import CommonOptions
 from acco_jax.methods.layerwise import Reduction, reduced_gradients
-from acco_jax.methods.sharded import ShardedMethod, ShardedRound
+from acco_jax.methods.sharded import Rest, ShardedMethod, ShardedRound
 from acco_jax.methods.zero1 import synchronous
 
 
@@ -58,11 +58,11 @@ class FusedRound(ShardedRound):
     drops = False
 
     def compute(
-        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+        self, k: int, work: Any, params: PyTree, rest: Rest, inputs: Inputs
     ) -> tuple[Pending, Sums]:
         return work if k else _accumulate(self.pipelined, rest, params, inputs)
 
-    def close(self, work: Any, rest: Layout, inputs: Inputs) -> tuple[Pending, Sums]:
+    def close(self, work: Any, rest: Rest, inputs: Inputs) -> tuple[Pending, Sums]:
         return work
 
 
@@ -119,13 +119,13 @@ def fused_zero1(
 
 
 def _accumulate(
-    pipelined: bool, layout: Layout, params: PyTree, inputs: Inputs
+    pipelined: bool, rest: Rest, params: PyTree, inputs: Inputs
 ) -> tuple[Pending, Sums]:
     """Gradients of all microbatches, reduced in the backward pass of the last."""
     gradients, batch, counts, rng = inputs
-    sums = None
+    (layout, states), sums = rest, None
     if gradients.microbatches > 1:
-        sums = gradients.zeros(params, batch, rng)
+        sums = gradients.zeros(params, batch, rng, states)
         before = lambda count: (0, count - 1)  # noqa: E731
         sums = gradients.add(sums, params, batch, rng, counts, before)
     take = functools.partial(_reduced, pipelined, gradients, layout)
@@ -133,9 +133,11 @@ def _accumulate(
     specs = tuple(
         P() if d is None else P(*[None] * d, layout.reduce_order) for d in dims
     )
-    shards, sums = gradients.last(sums, params, batch, rng, counts, take, specs)
+    args = sums, params, batch, rng, counts, take, specs, states
+    shards, sums = gradients.last(*args)
     weight, loss = (x.astype(layout.scalar) for x in (sums.weight, sums.loss))
-    return Pending(shards, (), weight, loss), sums
+    pending = Pending(shards, (), weight, loss, sums.model_state)
+    return pending, sums._replace(model_state=None)
 
 
 def _dim(leaf: Leaf) -> int | None:

@@ -60,9 +60,10 @@ def reshard(old: Any, tx: base.Method) -> Any:
             "(params, state)."
         )
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-    params = state.layout.tree(shape)
-    like = jax.eval_shape(functools.partial(base.start, tx), params)
-    shardings = base.start_shardings(tx, params)
+    carried = jax.tree.map(shape, getattr(state, "model_state", None))
+    begun = state.layout.tree(shape), carried
+    like = jax.eval_shape(functools.partial(base.start, tx), *begun)
+    shardings = base.start_shardings(tx, *begun)
     if type(like[1]) is not type(state):
         raise ValueError(
             f"the state is {type(state).__name__}, of another method than tx: give the "
@@ -74,18 +75,21 @@ def reshard(old: Any, tx: base.Method) -> Any:
     return jax.jit(functools.partial(moved, new=like), out_shardings=shardings)(old)
 
 
-def saved(tx: base.Method, params: PyTree, mesh: Mesh) -> tuple[PyTree, Any]:
+def saved(
+    tx: base.Method, params: PyTree, mesh: Mesh, model_state: PyTree = None
+) -> tuple[PyTree, Any]:
     """Return what a checkpoint of tx's workers is restored as, before `reshard`.
 
     Args:
       tx: the method as it was, on a `jax.sharding.AbstractMesh` of its axes and sizes.
       params: arrays or ShapeDtypeStructs, without rows.
       mesh: the devices that there are.
+      model_state: arrays or ShapeDtypeStructs; None: the model has none.
 
     Returns:
       (params, state), abstract: shapes as they were, shardings over `mesh`.
     """
-    found = jax.eval_shape(functools.partial(base.start, tx), params)
+    found = jax.eval_shape(functools.partial(base.start, tx), params, model_state)
     return jax.tree.map(lambda x: x.update(sharding=anywhere(x.shape, mesh)), found)
 
 
@@ -130,7 +134,10 @@ def moved(old: Any, new: Any) -> Any:
                 rows = _rows(source, a.buffers, a.whole)
                 return _summed((rows, a.weight, a.loss), target)
 
-            return target.pack(*_placed(target, own, a))
+            rows = a.weight, a.model_state
+            states = _placed(target, lambda x: _states(target, *x), rows)
+            packed = target.pack(*_placed(target, own, a))
+            return packed._replace(model_state=states)
         if isinstance(a, LeftOut):
             return LeftOut(_left_out(source, target, a.buffers))
         if source.holds_shards(a) and target.holds_shards(b):
@@ -141,6 +148,8 @@ def moved(old: Any, new: Any) -> Any:
     for name, a, b in zip(old._fields, old, new, strict=True):
         if name == "inner" and over_shards:
             fields[name] = target.store_state(source.view_state(a))
+        elif name == "model_state":
+            fields[name] = a
         else:
             fields[name] = jax.tree.map(convert, a, b, is_leaf=is_unit)
     return type(old)(**fields)
@@ -178,6 +187,23 @@ def _placed(target: Layout, fn: Callable[[Any], PyTree], x: Any) -> PyTree:
     rows = P(tuple(a for a in target.axis if a in explicit) or None)
     out = NamedSharding(mesh, rows)
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)(x)
+
+
+def _states(target: Layout, weight: jax.Array, rows: PyTree) -> PyTree:
+    """Workers' model states for others: weighted means, or copies."""
+    n, m = weight.shape[0], target.workers
+    if m >= n:
+        return jax.tree.map(lambda x: x[np.arange(m) * n // m], rows)
+    owner = np.arange(n) * m // n
+    total = jax.ops.segment_sum(weight, owner, m)
+    weight = jnp.where(total[owner] != 0, weight, 1)  # all of them where none has any
+
+    def mean(x: jax.Array) -> jax.Array:
+        w = weight.reshape(-1, *[1] * (x.ndim - 1))
+        found = jax.ops.segment_sum(jnp.where(w != 0, w * wide(x), 0), owner, m)
+        return (found / jax.ops.segment_sum(w, owner, m)).astype(x.dtype)
+
+    return jax.tree.map(mean, rows)
 
 
 def _summed(rows: PyTree, target: Layout) -> PyTree:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from acco_jax.codec import Codec, Codecs, codecs
 from acco_jax.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
@@ -20,7 +22,8 @@ from acco_jax.gradients import Sums
 from acco_jax.half_round import Inputs, Round, run
 from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
 from acco_jax.methods import base, checks, optimizer
-from acco_jax.workers import check_compiled, place
+from acco_jax.model_state import check_state
+from acco_jax.workers import check_compiled, over_data, place, to_row
 
 StateType = TypeVar("StateType", bound=type)
 Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
@@ -62,6 +65,13 @@ def with_shards(state_type: StateType) -> StateType:
 # ----------------------------------------------------------------------- the round
 
 
+class Rest(NamedTuple):
+    """What a half-round computes with, beside parameters and inputs."""
+
+    layout: Layout
+    model_state: PyTree  # rows: where each worker begins; None: there is none
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardedRound(ExchangeRound):
     """A half-round: gradients of microbatches, and an exchange of gradients."""
@@ -69,34 +79,38 @@ class ShardedRound(ExchangeRound):
     exchange: Exchange
     overlaps: bool
 
-    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Layout]:
+    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Rest]:
+        rest = Rest(state.layout, _own_states(state))
         if not self.overlaps:
-            return None, state, state.layout
-        return state.pending, state._replace(pending=None), state.layout
+            return None, state, rest
+        return state.pending, state._replace(pending=None), rest
 
     def compute(
-        self, k: int, work: Any, params: PyTree, rest: Layout, inputs: Inputs
+        self, k: int, work: Any, params: PyTree, rest: Rest, inputs: Inputs
     ) -> Any:
         gradients, batch, counts, rng = inputs
-        return gradients.part(k, len(self.hops), work, params, batch, rng, counts)
+        args = params, batch, rng, counts, rest.model_state
+        return gradients.part(k, len(self.hops), work, *args)
 
-    def close(self, work: Sums, rest: Layout, inputs: Inputs) -> tuple[Pending, Sums]:
+    def close(self, work: Sums, rest: Rest, inputs: Inputs) -> tuple[Pending, Sums]:
         # several microbatches were added up without those of weight 0; a single one's
         # gradients are as they came (`Accumulator.part`), and so are those of a worker
         # that is dropped
-        gradients = inputs.gradients
+        gradients, layout = inputs.gradients, rest.layout
         check = gradients.microbatches == 1 or gradients.drop_nonfinite
-        work = gradients.checked(work, rest.tree(lambda leaf: leaf.wire))
-        pending = rest.pack(work.grads, work.weight, work.loss, check=check)
-        return pending, work._replace(grads=None)
+        dtypes = layout.tree(lambda leaf: leaf.wire)
+        work = gradients.checked(work, dtypes, rest.model_state)
+        pending = layout.pack(work.grads, work.weight, work.loss, check=check)
+        pending = pending._replace(model_state=work.model_state)
+        return pending, work._replace(grads=None, model_state=None)
 
-    def outgoing(self, params: PyTree, rest: Layout, work: Any) -> Pending:
+    def outgoing(self, params: PyTree, rest: Rest, work: Any) -> Pending:
         return work[0]
 
     def finish(
         self,
         params: PyTree,
-        rest: Layout,
+        rest: Rest,
         inputs: Inputs,
         work: Any,
         delivery: Delivery,
@@ -105,7 +119,27 @@ class ShardedRound(ExchangeRound):
         state = delivery.state
         if self.overlaps:
             state = state._replace(pending=pending)
+        elif "pending" in state._fields:  # warming up: nothing is left to be sent
+            own = state.pending._replace(model_state=pending.model_state)
+            state = state._replace(pending=own)
         return delivery.params, state, sums, delivery.grad_norm
+
+
+def _own_states(state: Any) -> PyTree:
+    """Where each worker's model state goes on: rows.
+
+    At its own of the last half-round, whose mean has yet to be communicated; at the
+    mean, which is there, if nothing is delayed.
+    """
+    if "pending" in state._fields:
+        return state.pending.model_state
+    return _rows(state.layout, state.model_state)
+
+
+def _rows(layout: Layout, tree: PyTree) -> PyTree:
+    if tree is None:
+        return None
+    return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
 
 
 # ---------------------------------------------------------------------- the method
@@ -160,11 +194,27 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     # ---- as a `Method`
 
-    def start(self, params: PyTree) -> tuple[PyTree, Any]:
-        return params, self.init(params)
+    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+        state = self.init(params)
+        if model_state is None:
+            return params, state
+        check_state(model_state)
+        layout = state.layout
+        copies = jax.tree.map(lambda x: jnp.array(x, copy=True), model_state)
+        model_state = jax.device_put(copies, layout.sharding())
+        state = state._replace(model_state=model_state)
+        if "pending" in state._fields:
+            rows = jax.jit(
+                functools.partial(_rows, layout),
+                out_shardings=layout.sharding(layout.axis),
+            )(model_state)
+            state = state._replace(pending=state.pending._replace(model_state=rows))
+        return params, state
 
-    def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
-        state = jax.eval_shape(self.init, params)
+    def start_shardings(
+        self, params: PyTree, model_state: PyTree = None
+    ) -> tuple[PyTree, Any]:
+        state = jax.eval_shape(self.start, params, model_state)[1]
         return state.layout.params_shardings, state.shardings()
 
     @property
@@ -260,7 +310,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         """
         layout = state.layout
         # the optimizer's region need not carry through what it does not read
-        fields = {"pending", "residue"} & set(state._fields)
+        fields = {"pending", "residue", "model_state"} & set(state._fields)
         aside = {field: getattr(state, field) for field in fields}
 
         def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
@@ -283,6 +333,11 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         check_compiled()
         self.check_state(state)
         layout = state.layout
+        if state.model_state is not None:
+            raise ValueError(
+                "the state carries a model state, which update cannot advance: use "
+                "make_train_step, or start without model_state."
+            )
         checks.check_params(layout, params)
         checks.check_grads(layout, grads)
         checks.check_extra(self.inner, extra)

@@ -31,6 +31,7 @@ class Zero1State(NamedTuple):
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+    model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> Zero1State:

@@ -31,6 +31,8 @@ def make_train_step(
     Args:
       loss_fn: as for `acco_jax.local_gradients`; it must not communicate over the data
         axis, or nothing overlaps. Where counts may differ this raises a ValueError.
+        With a state that carries a model state (see `acco_jax.start`) it is (params,
+        microbatch, rng, model_state) -> (loss, weight, aux, model_state).
       tx: a method of this library (acco, zero1, diloco, ...), not wrapped.
       microbatches: N, how many each worker's part of a batch holds for a step. Where a
         call is several inner steps of each worker (`tx.steps_per_call`, diloco's H),

@@ -83,8 +83,9 @@ class AdaptiveStep(LoggedStep, SplitStep):
         if inputs.counts is None and self._log is not None:
             none = self._gradients.counts_here([0] * self._gradients.workers)
             inputs = inputs._replace(counts=none)
-        zeros = self._zeros.lower(params, inputs)
-        sums, i = placed(zeros, self._zeros, params, inputs)
+        start = params, inputs, rest.model_state
+        zeros = self._zeros.lower(*start)
+        sums, i = placed(zeros, self._zeros, *start)
         add = self._add.lower(sums, i, params, inputs)
         sums, _ = placed(add, self._add, sums, i, params, inputs)
         close = programs.close.lower(sums, rest, inputs)
@@ -104,7 +105,7 @@ class AdaptiveStep(LoggedStep, SplitStep):
             counts = gradients.counts_here(self._log.line(self.half_round))
             inputs = inputs._replace(counts=counts)
         self.half_round += 1
-        sums, i = self._zeros(params, inputs)
+        sums, i = self._zeros(params, inputs, rest.model_state)
         least, most, done = self._least, gradients.microbatches, 0
         if counts is not None:
             here = jax.device_get([s.data for s in counts.addressable_shards])
@@ -119,10 +120,12 @@ class AdaptiveStep(LoggedStep, SplitStep):
         return work, inputs._replace(counts=counts)
 
 
-def _zeros(params: PyTree, inputs: Inputs) -> tuple[Sums, jax.Array]:
+def _zeros(
+    params: PyTree, inputs: Inputs, model_state: PyTree
+) -> tuple[Sums, jax.Array]:
     """No microbatch, and the number of the next one: counted where it is needed."""
     gradients, batch, _, rng = inputs
-    return gradients.zeros(params, batch, rng), jnp.int32(0)
+    return gradients.zeros(params, batch, rng, model_state), jnp.int32(0)
 
 
 def _one_more(

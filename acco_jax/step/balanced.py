@@ -12,13 +12,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from acco_jax.gradients import Accumulator
-from acco_jax.half_round import Inputs
 from acco_jax.layout import PyTree
 from acco_jax.methods.base import Method
 from acco_jax.step.balance import Balanced, Balancer
-from acco_jax.step.fused import Arguments
+from acco_jax.step.fused import Arguments, model_state
 from acco_jax.step.halves import Halves, Turns
 from acco_jax.step.logged import LoggedStep
 from acco_jax.step.probe import Probe
@@ -87,8 +87,8 @@ class BalancedStep(LoggedStep):
         """Compiles as the fused step does, and what is timed."""
         super().compile(*args, **named)
         if self._balancer:
-            params, _, inputs, _ = self._placed(self._arguments(*args, **named))
-            self._prober().lower(params, inputs).compile()
+            params, state, inputs, _ = self._placed(self._arguments(*args, **named))
+            self._prober(state).lower(params, inputs).compile()
 
     def _refuse_trace(self) -> None:
         raise ValueError(
@@ -101,7 +101,7 @@ class BalancedStep(LoggedStep):
         self, phase: Hashable, args: Arguments
     ) -> tuple[PyTree, Any, dict[str, Any]]:
         if args.inputs.counts is None:
-            line = self._next(args.params, args.inputs)
+            line = self._next(args)
             self._put(line)
             args = self._with(args, self._there, _is_single(line))
         self.half_round += 1
@@ -137,25 +137,27 @@ class BalancedStep(LoggedStep):
         if counts != self.counts:
             self.counts, self._there = counts, self._gradients.counts_here(counts)
 
-    def _next(self, params: PyTree, inputs: Inputs) -> list[int]:
+    def _next(self, args: Arguments) -> list[int]:
         if self._balancer is None:
             assert self._log is not None
             return self._log.line(self.half_round)
         if not self._balancer.wait:
-            self._look(self._balancer, params, inputs)
+            self._look(self._balancer, args)
         self._balancer.wait -= 1
         self._since += 1
         return self._balancer.counts
 
-    def _prober(self) -> Probe:
+    def _prober(self, state: Any) -> Probe:
         if self._probe is None:
             own, held = self._tx.local, self._batches.microbatches
-            self._probe = Probe(self._gradients, held, own)
+            carried = jax.tree.map(jnp.copy, model_state(state))  # a step donates it
+            self._probe = Probe(self._gradients.frozen(carried), held, own)
         return self._probe
 
-    def _look(self, balancer: Balancer, params: PyTree, inputs: Inputs) -> None:
+    def _look(self, balancer: Balancer, args: Arguments) -> None:
         """Times a microbatch on every worker; all processes do it in the same call."""
-        probe = self._prober()
+        params, state, inputs, _ = args
+        probe = self._prober(state)
         jax.block_until_ready(params)
         probe.prepare(params, inputs)  # compiling is no time of probes
         start = time.perf_counter()

@@ -156,7 +156,7 @@ class TrainStep:
         inputs, params = args.inputs, self._tx.place(args.params, args.state)
         batch, counts = self._batches.place_batch(inputs.batch), inputs.counts
         if self._may_differ(counts):
-            self._alone(params, batch, inputs.rng)
+            self._alone(params, batch, inputs.rng, model_state(args.state))
         if not isinstance(counts, jax.ShapeDtypeStruct):
             counts = self._gradients.place_counts(counts)
         inputs = inputs._replace(batch=batch, counts=counts)
@@ -232,7 +232,7 @@ class TrainStep:
         If it is `nested` in a caller's program, compiler options and donation are the
         caller's.
         """
-        key = (state.layout, phase, nested)
+        key = self._key(phase, state, nested)
         if key not in self._programs:
             # metrics are the same everywhere: any process can read them
             homes = (*self._homes(state), state.layout.sharding())
@@ -244,11 +244,21 @@ class TrainStep:
             )
         return self._programs[key]
 
+    def _key(
+        self, phase: Hashable, state: Any, nested: bool = False
+    ) -> tuple[Any, ...]:
+        like = state.layout, jax.tree.structure(model_state(state))
+        return like, phase, nested
+
     def _homes(self, state: Any) -> tuple[PyTree, Any]:
         """The shardings of the parameters of the loop and of the state."""
         layout = state.layout
         rows = layout.grads_shardings if self._tx.local else layout.params_shardings
         return rows, state.shardings()
+
+
+def model_state(state: Any) -> PyTree:
+    return getattr(state, "model_state", None)
 
 
 def _memory(x: Any) -> set[Any]:

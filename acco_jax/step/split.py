@@ -97,7 +97,7 @@ class SplitStep(TrainStep):
         return jax.block_until_ready(programs.compute(params, rest, inputs)), inputs
 
     def _split(self, phase: Hashable, params: PyTree, state: Any) -> Programs:
-        key = (state.layout, phase, False)
+        key = self._key(phase, state)
         if key not in self._programs:
             round = self._tx.round(phase)
             owner = round.open(params, state)[1]

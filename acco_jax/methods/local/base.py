@@ -267,7 +267,8 @@ class LocalMethod:
             )
         raise AttributeError(why)
 
-    def start(self, params: PyTree) -> tuple[PyTree, Any]:
+    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+        _refuse(model_state)
         state = self.make_state(params)
         layout = state.layout
         params = jax.device_put(params, layout.params_shardings)
@@ -276,7 +277,10 @@ class LocalMethod:
         )
         return make(params), state
 
-    def start_shardings(self, params: PyTree) -> tuple[PyTree, Any]:
+    def start_shardings(
+        self, params: PyTree, model_state: PyTree = None
+    ) -> tuple[PyTree, Any]:
+        _refuse(model_state)
         state = jax.eval_shape(self.make_state, params)
         return state.layout.grads_shardings, state.shardings()
 
@@ -333,6 +337,15 @@ class LocalMethod:
 
         jax.eval_shape(self.make_state, params)
         jax.eval_shape(step, params)
+
+
+def _refuse(model_state: PyTree) -> None:
+    if model_state is not None:
+        raise ValueError(
+            "model_state is given, but the workers of a local method have models of "
+            "their own, of which a mean of statistics fits none: use acco, dpu, wp, "
+            "zero1, fused_zero1 or ddp, or norms without state."
+        )
 
 
 def check_optimizer(name: str, optimizer: Any, why: str) -> None:
