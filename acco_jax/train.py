@@ -147,7 +147,7 @@ def _train(claim: contextlib.ExitStack) -> None:
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
     config, processes, process = _CONFIG.value, _PROCESSES.value, _PROCESS.value
-    new: list[Path] = []  # folders that this process makes for the workdir
+    new: list[list[Path]] = []  # folders that this process makes
     if _ORDERS is not None:  # of the attempt, which may have fewer than the run
         processes, process = _ORDERS.processes, _ORDERS.process
     try:
@@ -168,6 +168,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             loop,
             preparation,
             profiling,
+            runs,
             validation,
         )
         from acco_jax.runner import workdir as workdirs
@@ -176,9 +177,11 @@ def _train(claim: contextlib.ExitStack) -> None:
         workdirs.check_shared(workdir)
         again = _ORDERS is not None and _ORDERS.attempt > 1
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
-        missing = paths.absent(workdir)
-        claim.enter_context(workdirs.claimed(workdir, patience))
-        new = missing if process_index() == 0 else []
+        folders = workdirs.own(workdir, runs.checkpoint_folder(config, workdir))
+        for folder in folders:
+            missing = paths.absent(folder)
+            claim.enter_context(workdirs.claimed(folder, patience))
+            new += [missing] if process_index() == 0 else []
         replay = None
 
         def check(experiment: preparation.Experiment) -> None:
@@ -190,7 +193,8 @@ def _train(claim: contextlib.ExitStack) -> None:
 
         experiment = preparation.prepare(config, workdir, began=began, check=check)
     except (ValueError, OSError):
-        paths.remove(new)
+        for made in new:
+            paths.remove(made)
         raise
     try:
         summary = loop.run(

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -11,6 +12,8 @@ from typing import Any, TypeGuard
 from etils import epath
 
 from acco_jax import smallfiles
+
+ROWS = 2**32  # bytes of a file of rows
 
 
 def is_remote(path: Path | epath.Path | str) -> bool:
@@ -51,27 +54,43 @@ def append_row(path: Path, row: Any) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def read_rows(path: Path, fields: set[str]) -> list[dict[str, Any]]:
-    """Reads JSON objects, one a line, but a line that a killed process left cut.
+def sealed(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the CRC-32 of its JSON."""
+    return row | {"crc32": zlib.crc32(json.dumps(row).encode())}
 
-    Returns nothing where there is no file.
+
+def read_rows(
+    path: Path, fields: set[str], *, seals: bool = False
+) -> list[dict[str, Any]]:
+    """Reads JSON objects, one a line.
+
+    Args:
+      path: of the file; there are no rows where it does not exist.
+      fields: that each object must have.
+      seals: whether the file was written whole, of rows that are `sealed`. Otherwise a
+        process that was killed may have cut the last line, which is left out.
 
     Raises:
-      ValueError: in one line, the file holds something else than objects with `fields`.
+      ValueError: in one line, the file holds something else.
     """
-    lines = read_text(path).splitlines() if path.exists() else []
+    lines = read_text(path, limit=ROWS).splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines):
+            if number == len(lines) and not seals:
                 break
             raise ValueError(
                 f"{path} is damaged in line {number}: restore it."
             ) from None
         if not isinstance(row, dict) or not fields <= row.keys():
             raise ValueError(f"{path} is damaged in line {number}: it is no row.")
+        if seals and row != sealed({k: v for k, v in row.items() if k != "crc32"}):
+            raise ValueError(
+                f"{path} is damaged in line {number}: its checksum is of another row; "
+                "restore it."
+            )
         rows.append(row)
     return rows
 
@@ -81,20 +100,20 @@ def is_number(value: object) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[arg-type]
 
 
-def read_text(path: Path | epath.Path, *, small: bool = False) -> str:
+def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
     """Returns a file's text.
 
     Args:
       path: of the file.
-      small: whether it must be a regular file of a size that descriptions have.
+      limit: bytes of a regular file, which it then must be; None: anything is read.
 
     Raises:
       ValueError: in one line with the file's name, it is a folder, no UTF-8, or not to
         be read.
     """
     try:
-        if small and not is_remote(path):
-            smallfiles.check(path)
+        if limit is not None and not is_remote(path):
+            smallfiles.check(path, limit)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = smallfiles.reason(error)
@@ -107,7 +126,7 @@ def read_object(path: Path | epath.Path) -> dict[str, Any]:
     Raises:
       ValueError: in one line with the file's name, there is none.
     """
-    text = read_text(path, small=True)
+    text = read_text(path, limit=smallfiles.LARGEST)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from acco_jax import smallfiles
 from acco_jax.runner.files import read_object, read_text
 
 CONFIG = "config.json"
@@ -162,7 +163,7 @@ def _strict_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file, which names nothing twice."""
     found = read_object(path)
     try:
-        _strict(read_text(path, small=True))
+        _strict(read_text(path, limit=smallfiles.LARGEST))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     return found

@@ -40,7 +40,7 @@ from acco_jax.runner.checkpoints import Checkpoints
 from acco_jax.runner.files import is_number, read_object, write_whole
 from acco_jax.runner.identity import differing_field
 from acco_jax.runner.validation import validate
-from acco_jax.runner.workdir import check_held, check_whole
+from acco_jax.runner.workdir import check_held, check_whole, own
 from acco_jax.step.adaptive import AdaptiveStep
 from acco_jax.step.balanced import BalancedStep
 
@@ -73,7 +73,7 @@ class Experiment:
     def checkpoints(self) -> Checkpoints:
         """Opened when first asked for: a refused run leaves no folder behind."""
         folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
-        fence = functools.partial(check_held, self.workdir)
+        fence = functools.partial(check_held, *own(self.workdir, folder))
         return Checkpoints(folder, keep, repair=self.repairs, fence=fence)
 
     @property

@@ -26,9 +26,21 @@ STALE_SECONDS = 60.0  # without one, a process on another host is taken for dead
 PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 
 
+def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
+    """Returns the folders that a run locks: its workdir, and that of its checkpoints.
+
+    A remote folder has no lock.
+    """
+    apart = Path(checkpoints).absolute().parent != workdir.absolute()
+    return [
+        workdir,
+        *([Path(checkpoints)] if apart and not is_remote(checkpoints) else []),
+    ]
+
+
 @contextlib.contextmanager
 def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
-    """Holds a workdir for this run, through process 0.
+    """Holds a workdir, or a folder of checkpoints, for this run, through process 0.
 
     The lock says host, process and when that process started. It is stale, and taken
     over, when that process is gone, or gives no sign of life from another host or
@@ -161,8 +173,8 @@ def _silent_for(path: Path, seconds: float) -> bool:
         probe.unlink(missing_ok=True)
 
 
-def check_held(workdir: Path) -> None:
-    """Refuses to write into a workdir that another process has taken over.
+def check_held(*folders: Path) -> None:
+    """Refuses to write into folders that another process has taken over.
 
     A process that was stopped for long, with its whole machine, may wake up when the
     run goes on elsewhere.
@@ -170,13 +182,13 @@ def check_held(workdir: Path) -> None:
     Raises:
       OSError: in one line, whose it is now.
     """
-    path = workdir / LOCK
-    try:
-        holder = read_object(path)
-    except ValueError:  # it is not held, or just being taken
-        return
-    if holder != _identity():
-        raise OSError(f"another run has taken over {workdir} ({json.dumps(holder)})")
+    for folder in folders:
+        try:
+            holder = read_object(folder / LOCK)
+        except ValueError:  # it is not held, or just being taken
+            continue
+        if holder != _identity():
+            raise OSError(f"another run has taken over {folder} ({json.dumps(holder)})")
 
 
 def _beat(path: Path, done: threading.Event) -> None:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from acco_jax.groups import ROWS, TENSOR
-from acco_jax.runner.files import read_object, read_rows, write_rows
+from acco_jax.runner.files import read_object, read_rows, sealed, write_rows
 from acco_jax.runner.identity import differing_field
 
 FILE = "worlds.jsonl"
@@ -73,7 +73,7 @@ def record(workdir: Path, half_round: int, world: World) -> None:
     worlds = [(h, w) for h, w in recorded(workdir) if h < half_round]
     if not worlds or worlds[-1][1] != world:
         worlds.append((half_round, world))
-    rows = [{"half_round": h} | dataclasses.asdict(w) for h, w in worlds]
+    rows = [sealed({"half_round": h} | dataclasses.asdict(w)) for h, w in worlds]
     write_rows(workdir / FILE, rows)
 
 
@@ -86,7 +86,7 @@ def recorded(workdir: Path) -> list[tuple[int, World]]:
     path = workdir / FILE
     fields = {field.name for field in dataclasses.fields(World)}
     worlds = []
-    for row in read_rows(path, fields | {"half_round"}):
+    for row in read_rows(path, fields | {"half_round"}, seals=True):
         half_round, axes = row["half_round"], row["axes"]
         if not is_axes(axes) or type(half_round) is not int or half_round < 0:
             raise ValueError(f"{path} is damaged: restore it, or use another workdir.")

@@ -314,7 +314,7 @@ def test_two_data_axes_of_which_one_is_crossed_in_few_bits(name, form):
 def test_what_does_not_fit_the_outer_method_is_refused():
     mesh = make_mesh(2)
     outer = acco_jax.zero1(optax.sgd(1.0), mesh=mesh)
-    with pytest.raises(ValueError, match="the optimizer is ShardedMethod"):
+    with pytest.raises(ValueError, match="the optimizer is a ShardedMethod"):
         acco_jax.diloco(optax.sgd(1.0), mesh=mesh, outer=outer)
     half = acco_jax.diloco(optax.sgd(1.0), mesh=mesh, comm_dtype=jnp.float16)
     params = {"w": np.zeros(4, np.float32)}

@@ -11,9 +11,9 @@ import time
 import jax
 import pytest
 
-from acco_jax.runner import metrics, preparation, workdir
+from acco_jax.runner import metrics, preparation, workdir, worlds
 from acco_jax.runner.files import read_object, read_text, write_whole
-from acco_jax.runner.workdir import LOCK, check_whole, claimed
+from acco_jax.runner.workdir import LOCK, check_held, check_whole, claimed, own
 
 
 def one_line(error):
@@ -215,3 +215,44 @@ def test_files_that_cannot_be_read(tmp_path):
         read_text(tmp_path / "nothing")
     with pytest.raises(ValueError, match="cannot be read: it is a folder"):
         read_object(tmp_path)
+
+
+def test_a_folder_of_checkpoints_is_one_run_s(tmp_path):
+    inside = tmp_path / "run" / "checkpoints"
+    assert own(tmp_path / "run", inside) == [tmp_path / "run"]
+    assert own(tmp_path / "run", "gs://bucket/run") == [tmp_path / "run"]
+    apart = tmp_path / "kept"
+    held = own(tmp_path / "run", apart)
+    assert held == [tmp_path / "run", apart]
+    with claimed(apart):
+        check_held(*held)
+        _, folder = own(tmp_path / "other", apart)
+        refused = pytest.raises(ValueError, match="another run works in")
+        with refused, claimed(folder):
+            pass
+    (apart / LOCK).write_text('{"host": "elsewhere", "pid": 1, "started": "1"}')
+    with pytest.raises(OSError, match=r"taken over .*kept"):
+        check_held(*held)
+
+
+@pytest.mark.parametrize("damage", ["number", "cut", "first", "pipe"])
+def test_damage_to_the_record_of_worlds_is_found(tmp_path, damage):
+    one, two = (worlds.World({"data": n}, 1, [1] * n, "fused") for n in (2, 4))
+    worlds.record(tmp_path, 0, one)
+    worlds.record(tmp_path, 7, two)
+    assert worlds.recorded(tmp_path) == [(0, one), (7, two)]
+    file = tmp_path / worlds.FILE
+    text = file.read_text()
+    if damage == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        changed = {
+            "number": text.replace('"half_round": 7', '"half_round": 8'),
+            "cut": text[:-20],
+            "first": text.replace("{", "[", 1),
+        }[damage]
+        assert changed != text
+        file.write_text(changed)
+    with pytest.raises(ValueError, match=worlds.FILE):
+        worlds.recorded(tmp_path)
