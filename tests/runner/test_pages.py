@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from acco_jax.runner.config import default_config
+from acco_jax.runner.files import sealed
 from acco_jax.runner.pages import curves, page, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ def write(folder, *, half_rounds=40, loss=3.0, done=True, counts=(2, 2), **field
     for name, lines in (
         ("metrics", rows),
         ("goodput", record),
-        ("worlds", [world, other]),
+        ("worlds", [sealed(world), sealed(other)]),
     ):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)

@@ -8,6 +8,7 @@ import pytest
 
 import acco_jax
 from acco_jax.runner import loop, metrics, preparation, worlds
+from acco_jax.runner.files import sealed
 
 pytestmark = pytest.mark.usefixtures("x64")
 FLOAT64 = {"model.dtype": "float64", "model.param_dtype": "float64"}
@@ -191,7 +192,7 @@ def test_a_damaged_record_is_said(tmp_path):
     }
     for wrong in ({"axes": {"data": 0}}, {"axes": []}, {"half_round": "a"},
                   {"axes": {"tensor": 2, "data": 2}}):  # fmt: skip
-        (tmp_path / worlds.FILE).write_text(json.dumps(row | wrong) + "\n")
+        (tmp_path / worlds.FILE).write_text(json.dumps(sealed(row | wrong)) + "\n")
         with pytest.raises(ValueError, match="is damaged"):
             worlds.recorded(tmp_path)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -228,10 +229,11 @@ class StreamingRound(ExchangeRound, LocalRound):
             leaving = self.outgoing(rows, rest._replace(anchor=tuple(anchor)), work)
             outer[p] = outer[p]._replace(pending=leaving)
         weights = self._weights(rest, work)
+        sends = np.arange(weights.shape[1]) == p
         state = rest._replace(
             outer=tuple(outer),
             anchor=tuple(anchor),
-            weights=weights.at[:, p].set(0).astype(rest.weights.dtype),
+            weights=jnp.where(sends, 0, weights).astype(rest.weights.dtype),
             inner=work.inner,
             master=None if rest.master is None else work.theta,
         )
