@@ -406,7 +406,7 @@ def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
     preparation.prepare(config, first, jax.devices()[:2])
     for path in moved.iterdir():
         path.write_text(path.read_text() + "more")
-    with pytest.raises(ValueError, match=r"corpus\.checksum"):
+    with pytest.raises(ValueError, match=r"not those of the run.*corpus\.documents"):
         preparation.prepare(config, first, jax.devices()[:2])
 
 
