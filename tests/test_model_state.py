@@ -158,7 +158,8 @@ def test_counts_that_are_found_and_a_warm_up_carry_it(kind, mesh):
 
 
 def test_a_checkpoint_is_restored_bitwise(mesh, tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
+    import orbax.checkpoint as ocp  # slow
+
     tx = acco_jax.acco(optax.sgd(0.1), mesh=mesh)
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=HELD)
     start, data = begin(tx), batches(3)

@@ -29,13 +29,12 @@ PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
     """Returns the folders that a run locks: its workdir, and that of its checkpoints.
 
-    A remote folder has no lock.
+    One lock serves both where the checkpoints lie in the workdir. A remote folder has
+    none.
     """
-    apart = Path(checkpoints).absolute().parent != workdir.absolute()
-    return [
-        workdir,
-        *([Path(checkpoints)] if apart and not is_remote(checkpoints) else []),
-    ]
+    folder = Path(checkpoints).resolve()
+    inside = workdir.resolve() in (folder, *folder.parents)
+    return [workdir] if inside or is_remote(checkpoints) else [workdir, folder]
 
 
 @contextlib.contextmanager

@@ -218,8 +218,10 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_a_folder_of_checkpoints_is_one_run_s(tmp_path):
-    inside = tmp_path / "run" / "checkpoints"
-    assert own(tmp_path / "run", inside) == [tmp_path / "run"]
+    run = tmp_path / "run"
+    (tmp_path / "link").symlink_to(run)
+    for inside in (run / "checkpoints", run / "a" / "b", run, tmp_path / "link"):
+        assert own(run, inside) == [run]  # one lock, not twice the same
     assert own(tmp_path / "run", "gs://bucket/run") == [tmp_path / "run"]
     apart = tmp_path / "kept"
     held = own(tmp_path / "run", apart)
