@@ -291,7 +291,7 @@ def test_flops_per_token_of_shared_keys_and_swiglu(tied):
         ({"mlp": "relu"}, "'relu'"),
         ({"biases": ("up_proj",)}, "'up_proj'"),
         ({"kv_heads": 3}, "kv_heads=3"),
-        ({"positions": "rope", "head_width": 5}, "head_width=5 is odd"),
+        ({"positions": "rope", "head_width": 5}, "heads of 5, which is odd"),
         ({"rope_scaling": transformer.RopeScaling(8.0)}, "needs positions='rope'"),
         ({"eps": 0.0}, "eps=0.0"),
     ],
