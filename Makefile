@@ -19,7 +19,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
+.PHONY: help setup train durations coverage mutations test test-slow test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -56,6 +56,20 @@ test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest 
 	  $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest \
 	    TESTS="$(LIBRARY)"; \
 	else echo "test-newest: no Python 3.13 or 3.12 found, nothing to run"; fi
+
+durations: $(VENV)/.test ## run all but the long tests; where do their minutes go?
+	$(PYTEST) -p benchmarks.durations -m "not long"
+	$(PY) benchmarks/durations.py
+
+coverage: $(VENV)/.test ## the same, with the lines of acco_jax/ that each test runs
+	rm -rf build/coverage && mkdir -p build/coverage
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+	  $(PYTEST) -p benchmarks.durations -m "not long"
+	mv build/durations.jsonl build/coverage
+	$(PY) -m coverage combine -q && $(PY) benchmarks/covered.py
+
+mutations: $(VENV)/.test ## fifty faults: which do the fast tests notice? (hours)
+	$(PY) benchmarks/mutations.py --coverage=build/coverage
 
 soak: $(VENV)/.test ## kill runs a hundred times; all must end with the same bits
 	$(PY) benchmarks/soak.py
