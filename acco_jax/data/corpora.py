@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
+from acco_jax import smallfiles
 from acco_jax.data import listing, prepared, records, tasks
 from acco_jax.data.tasks import Document
 
@@ -272,6 +273,11 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str) -> None:
             download_config=download, file_format="array_record"
         )
     except Exception as error:  # downloads and the builder's own code raise anything
+        if name in BUILT_IN and type(error) is RuntimeError:  # of what writes the files
+            raise OSError(
+                f"data set {name!r} cannot be written ({_line(error)}): make room, or "
+                "set data.data_dir to another disk"
+            ) from error
         if name in BUILT_IN:
             raise
         raise ValueError(
@@ -432,7 +438,7 @@ def _check_features(name: str, data_dir: Path) -> None:
     found = listing.folders(root) if root.is_dir() else ()
     for path in (Path(f, _FEATURES) for f, names in found if _FEATURES in names):
         try:
-            nodes = [json.loads(path.read_text())]
+            nodes = [json.loads(smallfiles.text(path))]
         except (OSError, ValueError, RecursionError):
             continue  # tfds says what is wrong with it
         while nodes:

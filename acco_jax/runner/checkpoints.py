@@ -443,11 +443,15 @@ def _silence_orbax() -> None:
 
 
 def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Leaves out orbax's tasks, which end aloud when another one's read has failed."""
+    """Leaves out orbax's tasks, which end aloud when another one's work has failed.
+
+    And writes under way then, whose end comes when their event loop is closed.
+    """
 
     def heard(unraisable: Any) -> None:
         task = getattr(unraisable.object, "cr_code", None)
-        if task is None or "/orbax/" not in task.co_filename:
+        late = str(unraisable.exc_value) == "Event loop is closed"
+        if not late and (task is None or "/orbax/" not in task.co_filename):
             hook(unraisable)
 
     return heard

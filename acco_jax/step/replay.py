@@ -4,6 +4,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+from acco_jax import smallfiles
+
+LARGEST = 2**30  # bytes of a log
+
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
@@ -75,7 +79,7 @@ def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
     if first == 0:
         return []
     try:
-        lines = log.read_text(encoding="utf-8").splitlines()[:first]
+        lines = smallfiles.text(log, LARGEST).splitlines()[:first]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"no log of counts at {log}: give the file that the run wrote."

@@ -229,6 +229,16 @@ def test_data_set_that_cannot_be_prepared(data_dir, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
+def test_a_disk_that_is_full_of_rows_is_one_line(data_dir):
+    class Full:
+        def download_and_prepare(self, **_):
+            raise RuntimeError("write() failed: No space left on device\nat byte 7")
+
+    with pytest.raises(OSError, match=r"'stdlib'.*No space left.*data_dir") as error:
+        corpora._prepare(Full(), "stdlib")
+    assert "\n" not in str(error.value)
+
+
 def test_named_data_set_without_held_out_split_holds_out_documents(
     data_dir, monkeypatch
 ):

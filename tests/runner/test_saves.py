@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -86,10 +87,11 @@ def disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def check_full(checkpoints, folder, arrays, capfd):
+def check_full(checkpoints, folder, arrays, capfd, why="No space"):
     """A save that does not fit; what the last one and the next command say."""
     checkpoints.save(2, arrays, {})
-    with pytest.raises(OSError, match=r"2 could not be written: .*No space") as error:
+    match = rf"2 could not be written: .*{why}"
+    with pytest.raises(OSError, match=match) as error:
         checkpoints.wait()
     assert "\n" not in str(error.value)
     assert "Traceback" not in capfd.readouterr().err
@@ -102,6 +104,17 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(disk, capfd):
     check_full(checkpoints, disk, {"x": jnp.ones(1 << 18)}, capfd)
     assert saved(disk, 3).restore(1, filled(0))[0]["whole"][0, 0] == 1
     assert names(disk) == {"1", "1.checksums", "3", "3.checksums"}
+
+
+def test_a_limit_on_files_is_one_line(tmp_path, capfd):
+    """As ulimit -f sets it: every write under way fails when the first one has."""
+    checkpoints, limits = saved(tmp_path, 1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        many = {str(i): jnp.ones(1 << 15) for i in range(20)}
+        check_full(checkpoints, tmp_path, many, capfd, "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_disk_that_is_full_of_checksums(tmp_path, monkeypatch, capfd):
