@@ -14,7 +14,8 @@ PY      := $(VENV)/bin/python
 # requirements.txt constrains: it says which version, pyproject.toml says what.
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c requirements.txt
 PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
-           JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 \
+           JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+           JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 \
            HYPOTHESIS_STORAGE_DIRECTORY=$(CURDIR)/.cache/hypothesis \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
@@ -53,7 +54,7 @@ test-long: $(VENV)/.test ## run the tests that CI has no time for
 
 test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest jax
 	@python=$$($(find-newest)); if [ -n "$$python" ]; then \
-	  $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest \
+	  OPTIMIZED=1 $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest \
 	    TESTS="$(LIBRARY)"; \
 	else echo "test-newest: no Python 3.13 or 3.12 found, nothing to run"; fi
 

@@ -1,7 +1,9 @@
 """Eight fake CPU devices for every test: set before anything imports jax.
 
 Where the machine is busy a device may come late to a collective: XLA ends the process
-after 40 s unless it is told to wait longer.
+after 40 s unless it is told to wait longer. Programs are compiled in two thirds of the
+time, as they come; those for GPUs and TPUs, and those of which bits are compared, as
+users' programs are (`optimized`). OPTIMIZED=1 compiles all of them so.
 """
 
 import os
@@ -14,6 +16,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     )
 ).strip()
+
+if not os.environ.get("OPTIMIZED"):
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes, too
 
 import hypothesis
 import jax
@@ -41,6 +46,17 @@ def x64():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Programs of a module, and of the processes that it starts, as users compile."""
+    before = jax.config.jax_disable_most_optimizations
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from acco_jax.quantize import dequantize, dequantized_sum, quantize
 from tests.reference import make_mesh, quantization_step, quantized
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROWS, WIDTH = 6, 128
 encode = functools.partial(jax.jit, static_argnums=1)(quantize)
 decode = functools.partial(jax.jit, static_argnums=1)(dequantize)

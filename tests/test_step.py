@@ -12,7 +12,7 @@ import pytest
 import acco_jax
 from tests.reference import AUTO, EXPLICIT, make_mesh, parameters
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("optimized", "x64")
 SHAPES = {"b": (13,), "s": (), "v": (13, 3), "w": (5, 13)}
 METHODS = {"acco": acco_jax.acco, "zero1": acco_jax.zero1}
 

@@ -23,7 +23,7 @@ from tests.reference import (
 )
 from tests.stablehlo import collectives
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("optimized", "x64")
 
 # 16 rows of 128 for each of 4 workers: a packed buffer is the leaf itself
 N, SHAPE, LR = 4, (64, 128), 2.0**-4
