@@ -51,12 +51,12 @@ def x64():
 @pytest.fixture(scope="module")
 def optimized():
     """Programs of a module, and of the processes that it starts, as users compile."""
-    before = jax.config.jax_disable_most_optimizations
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
-        jax.config.update("jax_disable_most_optimizations", False)
-        yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    quick = os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    if quick:
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = quick
 
 
 @pytest.fixture(scope="module")
