@@ -189,7 +189,7 @@ def find_state(state: PyTree) -> Any:
 def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
     """The state make(params), every array of it where its `shardings` say."""
     check_compiled()
-    like = jax.eval_shape(make, params)
+    like = jax.jit(make).eval_shape(params)  # traced once for both
     params = jax.device_put(params, like.layout.params_shardings)
     return jax.jit(make, out_shardings=like.shardings())(params)
 

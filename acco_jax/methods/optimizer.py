@@ -146,7 +146,3 @@ def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(x, _shown(sharding, auto))
 
     return jax.tree.map(constrained, tree, shardings)
-
-
-def abstract(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

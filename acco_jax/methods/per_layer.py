@@ -73,7 +73,7 @@ def per_layer(
         does with extra arguments only): an update would depend on another leaf or
         layer, or a leaf that is marked as stacked has no axis.
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = _Inner(optax.with_extra_args_support(inner))
 
     return optax.GradientTransformationExtraArgs(
         functools.partial(_init, inner, stacked),
@@ -81,14 +81,25 @@ def per_layer(
     )
 
 
-def _init(
-    inner: optax.GradientTransformationExtraArgs, stacked: Stacked, params: PyTree
-) -> PerLayerState:
+class _Inner:
+    """The inner transformation, and what tracing it has told of a tree."""
+
+    def __init__(self, inner: optax.GradientTransformationExtraArgs) -> None:
+        self.init, self.update = inner.init, inner.update
+        # a method's `start` traces `init` several times, of one tree
+        self.parts = functools.cache(functools.partial(_parts, inner))
+        self.check = functools.cache(self._check)
+
+    def _check(self, tree: "_Tree") -> None:
+        _refuse_across(self, tree, self.parts(tree), {})
+
+
+def _init(inner: _Inner, stacked: Stacked, params: PyTree) -> PerLayerState:
     if not jax.tree.leaves(params):  # optax.tree_map_params gives a placeholder
         return PerLayerState(inner.init(params))
     tree = _read(stacked, params)
-    parts = _parts(inner, tree)
-    _refuse_across(inner, tree, parts, {})
+    inner.check(tree)
+    parts = inner.parts(tree)
 
     def init(params: PyTree) -> State:
         return _by_path(inner.init(params))
@@ -100,7 +111,7 @@ def _init(
 
 
 def _update(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: _Inner,
     stacked: Stacked,
     /,
     updates: PyTree,
@@ -109,7 +120,7 @@ def _update(
     **extra: Any,
 ) -> tuple[PyTree, PerLayerState]:
     tree = _read(stacked, updates)
-    parts = _parts(inner, tree)
+    parts = inner.parts(tree)
     if extra:
         _refuse_across(inner, tree, parts, extra)
     whole = _by_path(state.inner_state)
@@ -158,7 +169,7 @@ class _Tree:
     """The parameters' tree."""
 
     treedef: Any
-    leaves: list[_Leaf]
+    leaves: tuple[_Leaf, ...]
 
     @property
     def layer(self) -> PyTree:
@@ -172,7 +183,7 @@ class _Tree:
         )
         is_leaf = lambda x: isinstance(x, _Leaf)  # noqa: E731
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
-        return dataclasses.replace(self, treedef=treedef, leaves=leaves)
+        return dataclasses.replace(self, treedef=treedef, leaves=tuple(leaves))
 
     @property
     def groups(self) -> list[int | None]:
@@ -211,7 +222,7 @@ def _read(stacked: Stacked, tree: PyTree) -> _Tree:
             )
         one_layer = jax.ShapeDtypeStruct(shape[bool(mark) :], jnp.result_type(x))
         leaves.append(_Leaf(name, shape[0] if mark else None, one_layer))
-    return _Tree(treedef, leaves)
+    return _Tree(treedef, tuple(leaves))
 
 
 # ------------------------------------------- inner's state, part by part and as a whole
@@ -258,7 +269,7 @@ def _join(like: PyTree, states: Sequence[State]) -> PyTree:
 
 
 def _refuse_across(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: _Inner,
     whole: _Tree,
     parts: Sequence[_Part],
     extra: dict[str, Any],
@@ -301,7 +312,7 @@ def _across(what: str, own: str, inputs: int, tree: _Tree) -> ValueError:
 
 
 def _dependences(
-    inner: optax.GradientTransformationExtraArgs, tree: PyTree, extra: dict[str, Any]
+    inner: _Inner, tree: PyTree, extra: dict[str, Any]
 ) -> tuple[list[int], dict[str, int]]:
     """Which leaves each update and each array of inner's state depends on.
 

@@ -286,14 +286,14 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         params = checks.as_updated(params)
         whole = base.layout_of(params, vars(self), self.layout_type)
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
-        layout = whole.mirroring(self.inner, jax.eval_shape(self.inner.init, seen))
+        like = jax.eval_shape(self.inner.init, seen)
+        layout = whole.mirroring(self.inner, like)
 
         def begin(master: PyTree) -> PyTree:
             return layout.store_state(self.inner.init(layout.view(master)))
 
         def make(params: PyTree) -> Any:
             master = layout.shard(params)
-            like = jax.eval_shape(begin, optimizer.abstract(master))
             run = optimizer.in_auto(begin, layout, layout.inner_shardings(like))
             state = self._start(layout, master, run(master))
             return state._replace(residue=self.codecs.start(layout, params))
