@@ -25,6 +25,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests import compiling
+
 # The compiled programs are the same for every example, so a deadline says nothing; the
 # same examples every time, so that a failure is everybody's.
 hypothesis.settings.register_profile(
@@ -51,12 +53,8 @@ def x64():
 @pytest.fixture(scope="module")
 def optimized():
     """Programs of a module, and of the processes that it starts, as users compile."""
-    quick = os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    if quick:
-        jax.config.update("jax_disable_most_optimizations", True)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = quick
+    with compiling.optimized():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ def adapted(saved, tmp_path_factory):
     """The workdir of adapters of a small GPT-Neo with a BPE."""
     workdir = tmp_path_factory.mktemp("adapted")
     changes = {"lora.rank": 2, "data.tokenizer": "bpe", "data.vocab_size": 300}
+    changes |= {"model.family": "gpt-neo", "model.layers": 2}
     saved(workdir, 2, **changes, **{"model.param_dtype": "bfloat16"})
     return workdir
 
