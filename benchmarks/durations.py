@@ -4,9 +4,9 @@
     python benchmarks/durations.py [FILE] [--out=build/durations.md]
 
 `make durations` does both. Each test's seconds are split by what they pay for: tracing
-and compiling of this process, waiting for other processes, sleeping, and the rest: steps
-and Python. Under coverage each test is also a context, so that a line is known with the
-tests that run it.
+and compiling of this process, waiting for other processes, sleeping, and the rest,
+which is steps and Python. Under coverage each test is also a context, so that a line is
+known with the tests that run it.
 """
 
 import argparse

@@ -108,8 +108,9 @@ def command(house, name, *flags):
 SMALL = (
     "--config=experiments/quickstart.py",
     "--config.devices=2",
+    "--config.model.family=llama",
     "--config.model.width=16",
-    "--config.model.layers=2",
+    "--config.model.layers=1",
     "--config.model.heads=1",
     "--config.length=16",
     "--config.microbatch_size=64",

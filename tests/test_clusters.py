@@ -61,7 +61,7 @@ def get_config():
     c.devices, c.steps, c.length, c.microbatch_size = 1, 40, 32, 2
     c.microbatches_per_step, c.log_every, c.eval_every = 2, 1, 40
     c.eval_batches, c.checkpoint_every = 2, 40
-    c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
+    c.model.family, c.model.width, c.model.layers, c.model.heads = "llama", 16, 1, 2
     c.model.dtype = c.model.param_dtype = "float32"
     c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
     return c

@@ -37,7 +37,7 @@ def get_config():
     c.devices, c.steps, c.length, c.microbatch_size = 2, 60, 16, 1
     c.microbatches_per_step, c.log_every = 2, 1
     c.eval_every, c.eval_batches, c.checkpoint_every = 20, 2, 1000
-    c.model.width, c.model.layers, c.model.heads, c.model.window = 8, 2, 2, 8
+    c.model.family, c.model.width, c.model.layers, c.model.heads = "llama", 8, 1, 2
     c.model.dtype = c.model.param_dtype = "float32"
     c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
     c.data.data_dir = {data!r}
@@ -111,12 +111,14 @@ def finished(stopped, start):
     return out, err
 
 
+@pytest.mark.slow
 def test_told_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(stopped):
     assert re.search(r"stopped after half-round \d+ of 121", stopped), stopped
     assert stopped.splitlines()[-1] == "error: stopped: the same command continues."
     assert "finished" not in stopped and "zero1" not in stopped
 
 
+@pytest.mark.slow
 def test_continues_and_runs_every_method_and_seed(finished, place):
     out, err = finished
     assert re.search(r"continuing after half-round \d+ of 121", err), err
@@ -141,12 +143,14 @@ def test_continues_and_runs_every_method_and_seed(finished, place):
     assert (place / "out" / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_continued_is_that_of_train(finished, place, tmp_path):
     config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
     loop.run(preparation.prepare(config, tmp_path, jax.devices()[:2]))
     assert rows_of(tmp_path) == rows_of(place / "out" / "acco" / "seed-0")
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again(finished, start, place):
     before = (place / "out" / "results.csv").read_text()
     process = start()
@@ -156,6 +160,7 @@ def test_what_is_finished_is_not_run_again(finished, start, place):
     assert (place / "out" / "results.csv").read_text() == before
 
 
+@pytest.mark.slow
 def test_other_configs_are_refused_in_the_same_workdir(finished, start):
     process = start("--config.steps=61")
     out, err = process.communicate(timeout=500)

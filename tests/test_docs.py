@@ -79,6 +79,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", TEXTS[page], re.S | re.M)
 
 
+@pytest.mark.slow
 def test_the_snippets_run():
     """Page after page, each in names of its own beside those of the front page."""
     front, ran = {"__name__": "docs"}, 0

@@ -115,6 +115,7 @@ def test_what_a_group_splits():
     }
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_over_rows_alone():
     """A layer's heads and hidden units stay on their devices."""
     tx, step, params, state = started({"data": 1, "fsdp": 2, "tensor": 2})

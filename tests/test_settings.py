@@ -89,6 +89,7 @@ def test_strict_promotion_of_a_plain_update():
         tx._updated.eval_shape(grads, state, theta(), jnp.ones(2), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "diloco"])
 def test_strict_promotion_of_optimizers(name):
     """An optimizer that strict promotion lets run by itself runs in a method."""

@@ -44,6 +44,7 @@ def trajectory(sizes, names, *, form, microbatches=MICROBATCHES):
     return np.stack(points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [MICROBATCHES, 1])
 def test_two_axes_are_one_to_the_arithmetic(microbatches):
     options = {"microbatches": microbatches}

@@ -32,7 +32,7 @@ def get_config():
     c.devices, c.steps, c.length, c.microbatch_size = 2, 6, 32, 2
     c.microbatches_per_step, c.log_every = 4, 1
     c.eval_every, c.eval_batches, c.checkpoint_every = 2, 2, 2
-    c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
+    c.model.family, c.model.width, c.model.layers, c.model.heads = "llama", 16, 1, 2
     c.model.dtype = c.model.param_dtype = "float32"
     c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2
     return c
@@ -123,11 +123,12 @@ def wait_for_rows(process, workdir, count):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_trains_with_local_steps(start, tmp_path):
     flags = ("--config.method=diloco", "--config.method_options.local_steps=3",
              "--config.method_options.outer_momentum=0.5")  # fmt: skip
     ((_, err),) = finish(start(tmp_path, *flags))
-    assert "diloco on 2 cpu devices: 11,120 parameters, 512 tokens a step" in err
+    assert "diloco on 2 cpu devices: 7,488 parameters, 512 tokens a step" in err
     rows = [r for r in rows_of(tmp_path) if r["kind"] == "validation"]
     assert [r["step"] for r in rows] == [3, 6]
     assert rows[1]["loss"] < rows[0]["loss"]
@@ -151,13 +152,13 @@ def test_prints_a_start_the_evaluations_and_a_summary(finished):
         re.sub(r"^I\d{4} [\d:.]+ +\d+ \w+\.py:\d+\] ", "", x) for x in err.splitlines()
     ]
     patterns = [
-        r"acco on 2 cpu devices: 11,120 parameters, 512 tokens a step; text_folder: .*",
+        r"acco on 2 cpu devices: 7,488 parameters, 512 tokens a step; text_folder: .*",
         r"step 2: held-out loss \d\.\d{4}, \d\.\d{4} bits per byte",
         r"step 4: held-out loss .*",
         r"step 6: held-out loss \d.*",
         r"step 6: held-out loss of all documents \d\.\d{4}, \d\.\d{4} bits per byte",
         r"finished",
-        r"acco on 2 devices: 11,120 parameters, 6 steps, 3,328 tokens in \d+ s .*",
+        r"acco on 2 devices: 7,488 parameters, 6 steps, 3,328 tokens in \d+ s .*",
         r"held-out loss  .*",
         r"smoothed bigram .*",
         r"each worker sent [\d,]+ bytes; a device holds [\d,]+ of parameters and state",
@@ -195,6 +196,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
 # ---- what it refuses (flags: tests/runner/test_flags.py)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints(start, finished, place, tmp_path):
     """The previous one is used, saying so; with none left it is refused in a line."""
     workdir = tmp_path / "work"
@@ -232,11 +234,18 @@ def test_a_damaged_row_ends_the_loop_with_a_line(start, finished, tmp_path, line
 
 # ---- told to stop, and several processes
 
+SLOW = pytest.mark.slow
 LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=100000",
         "--config.checkpoint_every=100000")  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=SLOW) for n in (signal.SIGHUP, signal.SIGUSR1)),
+    ],
+)
 def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
     process = start(tmp_path, *LONG)
     wait_for_rows(process, tmp_path, 3)
@@ -252,6 +261,7 @@ def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
     assert numbers == list(range(21, int(done) + 21, 20))  # every 10 steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
@@ -304,6 +314,7 @@ def child_of(process):
     return int(path.read_text().split()[0])
 
 
+@pytest.mark.slow
 def test_two_processes_continue_bit_for_bit(two, start_two, place, tmp_path):
     workdir = tmp_path / "work"
     processes = start_two(workdir, "--stop_after=6")  # after an estimate

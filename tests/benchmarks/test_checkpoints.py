@@ -5,9 +5,12 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "checkpoints.py"
 
 
+@pytest.mark.slow
 def test_quick(tmp_path):
     out = tmp_path / "out.json"
     done = subprocess.run(

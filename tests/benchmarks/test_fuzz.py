@@ -29,6 +29,7 @@ def short():
     return fuzz("--inputs=200", "--seed=7")
 
 
+@pytest.mark.slow
 def test_nothing_but_one_line(short):
     assert short.returncode == 0, short.stdout + short.stderr
     assert "FINDING" not in short.stdout

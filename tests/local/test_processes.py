@@ -48,6 +48,7 @@ def train(name, mesh, place=jnp.asarray, *, compile=False):
     return points
 
 
+@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as s:
         s.bind(("localhost", 0))

@@ -56,6 +56,7 @@ def counts_of(workdir):
     return [json.loads(line) for line in (workdir / FILE).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, caplog):
     measured(TIMES)
     first, summary = run(tmp_path / "a")
@@ -75,6 +76,7 @@ def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, c
     assert arrays_of(again) == arrays_of(first)
 
 
+@pytest.mark.slow
 def test_halves_go_on_with_other_workers_and_skip_no_row(run, tmp_path):
     halves = {"microbatches": "halves", "first_half": 1}
     first, _ = run(tmp_path / "a", stop_after=4, **halves)

@@ -46,6 +46,7 @@ def run(tiny, tmp_path_factory):
     return SimpleNamespace(workdir=workdir, ends=ends, checkpoints=checkpoints)
 
 
+@pytest.mark.slow
 def test_it_stops_and_keeps_a_sound_checkpoint(run):
     for error, half_round in zip(run.ends, (3, 4), strict=False):
         assert isinstance(error, replicas.ReplicasDiffer)

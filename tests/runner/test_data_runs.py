@@ -65,6 +65,7 @@ def test_documents_are_masked_in_training_and_evaluation(train, tmp_path):
     assert both[0] != both[1] and both[0][0] == pytest.approx(both[1][0], rel=0.2)
 
 
+@pytest.mark.slow
 def test_adaptive_runs_compute_every_row_once(train, tmp_path, monkeypatch):
     """Rows of the checkpoint's position, but those left, are those computed."""
     handed, counted = [], []

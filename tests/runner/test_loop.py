@@ -80,7 +80,13 @@ def compilations():
         logger.setLevel(level)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+def slow_but(*quick, of):
+    """Parameters, all but these left to the slower tests."""
+    slow = pytest.mark.slow
+    return [x if x in quick else pytest.param(x, marks=slow) for x in of]
+
+
+@pytest.fixture(scope="module", params=slow_but("acco", "diloco", of=RUNS))
 def whole(request, train, tmp_path_factory):
     """(changes, experiment, summary, workdir) of an uninterrupted run."""
     workdir, changes = tmp_path_factory.mktemp("whole"), RUNS[request.param]
@@ -124,6 +130,7 @@ def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_pa
     assert arrays_of(again) == arrays_of(experiment)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_only_reported_again(acco_run, train, tmp_path):
     _, summary, workdir, _ = acco_run
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
@@ -188,6 +195,7 @@ def test_nothing_is_compiled_twice(acco_run):
     assert len(ours) <= 6, names
 
 
+@pytest.mark.slow
 def test_a_resumed_run_compiles_its_step_once(train, tmp_path):
     """Restored arrays are what the step returns: same shardings, same dtypes."""
     train(tmp_path, stop_after=4)
@@ -288,22 +296,25 @@ def test_a_nan_stops_the_run_and_spares_the_checkpoints(train, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"log_every": 2, "eval_every": 100, "checkpoint_every": 100},
-        {"log_every": 100, "eval_every": 1, "checkpoint_every": 100},
-        {"log_every": 100, "eval_every": 100, "checkpoint_every": 100},
+        pytest.param({"log_every": 2}, id="logged late"),
+        pytest.param({"eval_every": 1}, id="evaluated", marks=pytest.mark.slow),
+        pytest.param({}, id="only saved", marks=pytest.mark.slow),
     ],
-    ids=["logged late", "evaluated", "only saved"],
 )
 def test_divergence_is_seen_wherever_it_is_looked_for(train, tmp_path, changes):
     diverging = {"optimizer.name": "sgd", "optimizer.learning_rate": 1e30,
                  "optimizer.clip": 0.0, "optimizer.schedule": "constant"}  # fmt: skip
+    never = dict.fromkeys(("log_every", "eval_every", "checkpoint_every"), 100)
     with pytest.raises(FloatingPointError, match=r"lower optimizer\.learning_rate"):
-        train(tmp_path, **changes, **diverging)
+        train(tmp_path, **never | changes, **diverging)
     assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_a_signal_stops_with_a_checkpoint(
     acco_run, train, tmp_path, number, monkeypatch
 ):
@@ -435,19 +446,26 @@ def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
 # ---- other optimizers, tokenizers, sizes
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optimizer.name": "lion"},
-        {"optimizer.name": "sgd", "options": {"momentum": 0.9}},
-        {"optimizer.name": "adafactor", "options": {"min_dim_size_to_factor": 16}},
-        {"data.tokenizer": "bpe", "data.vocab_size": 280, "model.remat": "block"},
-        {"model.family": "qwen3", "model.kv_heads": 1, "data.document_mask": True},
-    ],
-    ids=["lion", "sgd", "adafactor", "bpe", "qwen3"],
-)
-def test_trains_and_continues_with(train, tiny, tmp_path, changes, monkeypatch):
+OTHERS = {
+    "lion": {"optimizer.name": "lion"},
+    "sgd": {"optimizer.name": "sgd", "options": {"momentum": 0.9}},
+    "adafactor": {
+        "optimizer.name": "adafactor",
+        "options": {"min_dim_size_to_factor": 16},
+    },
+    "bpe": {"data.tokenizer": "bpe", "data.vocab_size": 280, "model.remat": "block"},
+    "qwen3": {
+        "model.family": "qwen3",
+        "model.kv_heads": 1,
+        "data.document_mask": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", slow_but("bpe", of=OTHERS))
+def test_trains_and_continues_with(tiny, tmp_path, name):
     """What was not stopped and what was give the same last loss, below the first."""
+    changes = dict(OTHERS[name])
     options = changes.pop("options", {})
     changes |= {"steps": 3, "optimizer.learning_rate": 1e-2}
     ends = []
@@ -498,7 +516,9 @@ LOCAL = {
     [
         pytest.param(m, marks=[pytest.mark.long] * (m in ("slowmo", "co2")))
         for m in LOCAL  # those are diloco's rounds
-    ],
+        if m != "gossip"
+    ]
+    + slow_but(of=["gossip"]),
 )
 def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
     changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
@@ -513,6 +533,7 @@ def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
     assert summary["loss"] < first["loss"]
 
 
+@pytest.mark.slow
 def test_domains_make_two_data_axes(tiny, tmp_path):
     """The run of one axis, to the arithmetic; few bits cross between domains alone."""
 

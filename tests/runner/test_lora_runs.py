@@ -67,6 +67,7 @@ def dense_run(train, tmp_path_factory):
     return *train(workdir, steps=4), workdir
 
 
+@pytest.mark.slow
 def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
     dense, summary, workdir = dense_run
     (params, state), _ = dense.checkpoints.restore(
@@ -82,6 +83,7 @@ def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
     assert loss == pytest.approx(summary["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_goes_on_from_the_parameters_of_another_run(dense_run, train, tmp_path):
     _, summary, workdir = dense_run
     experiment, _ = train(tmp_path, base=str(workdir), method="zero1", stop_after=1)

@@ -325,6 +325,7 @@ def spoil(path, old, new):
     path.write_text(text.replace(old, f'{new}"' if new.endswith("x") else new))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     known = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = dict(os.environ, PYTHONPATH=known)

@@ -45,6 +45,7 @@ def test_a_run_writes_texts_and_its_splits_are_evaluated(train, texts, tmp_path)
         splits.of_split(tmp_path, "validation")
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_and_groups_gathered(tiny, tmp_path):
     changes = {**CHANGES, "lora.rank": 2, "mesh.fsdp": 2, "sample_prompt": "x" * 99}
     config = tiny(**changes)

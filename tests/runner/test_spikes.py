@@ -131,6 +131,7 @@ def test_a_spike_stops_the_run_and_spares_the_checkpoints(train, tmp_path, spoil
     assert summary is not None and len(losses(tmp_path)) == 6
 
 
+@pytest.mark.slow
 def test_off_lets_it_pass(train, tmp_path, spoiled):
     _, summary = train(tmp_path, **CHANGES | {"spike.policy": "off"})
     found = losses(tmp_path)
@@ -151,6 +152,7 @@ def test_rollback_goes_on_from_the_checkpoint_with_later_rows(
     assert [done for done, _ in spoiled].count(3) == 2
 
 
+@pytest.mark.slow
 def test_rollbacks_come_to_an_end(train, tmp_path, monkeypatch):
     half_round = loop._Run.half_round
 

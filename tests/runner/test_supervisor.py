@@ -163,6 +163,7 @@ def test_a_process_killed_comes_before_those_that_abort(jobs, capfd):
     assert {"process 1 on" in line for line in errors(capfd)} == {True}
 
 
+@pytest.mark.slow
 def test_slow_is_not_lost(jobs):
     assert run(*jobs(("slow", 2), GOOD)) == [exits.FINISHED] * 2
 
@@ -177,6 +178,7 @@ def test_begins_again(jobs, capfd, caplog):
     assert "attempt 3 of 3 begins" in caplog.text
 
 
+@pytest.mark.slow
 def test_not_more_often_than_it_may(jobs, capfd):
     assert run(*jobs(("wait", 4, 9), ("SIGKILL", 3, 9), restarts=1)) == [exits.LOST] * 2
     assert "failures/attempt-2" in errors(capfd)[0]
@@ -391,6 +393,7 @@ def test_a_command_that_is_killed_takes_its_process_along(jobs, start, killed):
     assert not any(map(alive, children))
 
 
+@pytest.mark.slow
 def test_fewer_go_on_and_whoever_comes_again_is_taken_in(jobs, start):
     """Four commands, of which the second and then the last are gone for a while."""
     limits = {"restarts": 9, "min_processes": 2, "regroup_after": 1.0}
@@ -415,6 +418,7 @@ def test_fewer_go_on_and_whoever_comes_again_is_taken_in(jobs, start):
     assert "process 1 on" in said[0] and "came, for whom the others have sav" in said[0]
 
 
+@pytest.mark.slow
 def test_a_machine_that_wakes_up_late(jobs, start):
     started = [start(job) for job in jobs(("stay", 3), ("stay", 3))]
     children = [child_of(one) for one in started]

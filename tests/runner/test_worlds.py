@@ -73,6 +73,7 @@ def test_the_record_says_who_did_what(changed):
     ]
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_run_to_the_bit(world, changed, tmp_path):
     workdir, experiment = changed
     stops = [end for _, end in WORLDS]
@@ -158,6 +159,7 @@ def test_adaptive_counts_are_repeated_over_several_worlds(world, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, theta(again), theta(first))
 
 
+@pytest.mark.slow
 def test_a_batch_may_follow_the_workers(world, tmp_path):
     world(tmp_path, 2, 2, batch="per_worker")
     experiment, _ = world(tmp_path, 4, 3, batch="per_worker")

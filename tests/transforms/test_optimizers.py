@@ -180,7 +180,12 @@ def sums():
 SUMS = {f"{tree}: {names[0]} ... {names[-1]}": (tree, names) for tree, names in sums()}
 
 
-@pytest.mark.parametrize("some", SUMS)
+FIRST = {next(s for s in SUMS if s.startswith(tree)) for tree in ("odd", "large")}
+
+
+@pytest.mark.parametrize(
+    "some", [pytest.param(s, marks=[pytest.mark.slow] * (s not in FIRST)) for s in SUMS]
+)
 def test_as_unsharded(some):
     tree, names = SUMS[some]
     inner = added(names)
@@ -403,6 +408,7 @@ shape = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 
 
 # all operations and shapes differ: hypothesis likes to repeat what it drew
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     program=st.lists(instruction, min_size=5, max_size=9, unique_by=lambda x: x[0]),
