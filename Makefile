@@ -20,7 +20,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train durations coverage mutations test test-slow test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
+.PHONY: help setup train durations coverage mutations test test-all test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -43,14 +43,14 @@ LIBRARY := $(filter-out %/test_optimizers.py %/test_per_layer.py %/test_fused_ze
              $(wildcard tests/transforms/test_*.py)) \
            tests/plan/test_footprint.py $(filter-out $(RUNNERS), $(wildcard tests/test_*.py))
 
-test: $(VENV)/.test ## run the fast tests
+test: $(VENV)/.test ## test every method and every command once, in ten minutes
 	$(PYTEST) $(TESTS)
 
-test-slow: $(VENV)/.test ## run the slow tests only
+test-all: $(VENV)/.test ## run what CI tests besides: whole runs, more optimizers and worlds
 	$(PYTEST) -m slow
 
-test-long: $(VENV)/.test ## run the tests that CI has no time for
-	$(PYTEST) -m long
+test-long: $(VENV)/.test ## run what CI has no time for, and ten times the properties' examples
+	EXAMPLES=10 $(PYTEST) -m "long or hypothesis"
 
 test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest jax
 	@python=$$($(find-newest)); if [ -n "$$python" ]; then \

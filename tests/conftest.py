@@ -26,13 +26,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests import compiling
+from tests.examples import TIMES
 
 # The compiled programs are the same for every example, so a deadline says nothing; the
-# same examples every time, so that a failure is everybody's.
+# same examples every time, so that a failure is everybody's, unless more are asked for.
 hypothesis.settings.register_profile(
     "acco",
     deadline=None,
-    derandomize=True,
+    derandomize=TIMES == 1,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.layout import Layout, Leaf, Outgoing
+from tests.examples import examples
 from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -87,7 +88,7 @@ def test_bytes_on_the_wire(model, sizes):
     assert elements // (elements & -elements) <= 512
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     parts=st.lists(st.integers(1, 4), min_size=3, max_size=3),

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax.quantize import dequantize, dequantized_sum, quantize
+from tests.examples import examples
 from tests.reference import make_mesh, quantization_step, quantized
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -32,7 +33,7 @@ rows = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(rows, st.sampled_from([8, 4]))
 def test_off_by_half_a_quantization_step(x, bits):
     q = encode(x, bits)

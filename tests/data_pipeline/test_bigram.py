@@ -6,11 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax import data
 from acco_jax.data import bigram
+from tests.examples import examples
 
 
 class AnyTokenizer(data.ByteTokenizer):
@@ -67,7 +68,7 @@ corpora = st.integers(2, 6).flatmap(
 @pytest.mark.parametrize("dense", [0, 4096])
 @pytest.mark.parametrize("chunk", [3, 2**22])
 @given(corpus=corpora)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_bigram_is_its_definition_over_the_validation_batches(corpus, dense, chunk):
     model = Model(corpus)
     nats = 0.0
@@ -86,7 +87,7 @@ def test_bigram_is_its_definition_over_the_validation_batches(corpus, dense, chu
 
 
 @given(corpus=corpora)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_the_definition_is_a_distribution(corpus):
     model = Model(corpus)
     for x in range(model.vocab_size):

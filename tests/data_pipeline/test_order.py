@@ -5,12 +5,13 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax.data.batches import Batches, Slots
 from acco_jax.data.order import Shuffled, Skewed, permuted
 from acco_jax.data.rows import PackedRows
+from tests.examples import examples
 
 END = 10_000
 
@@ -34,7 +35,7 @@ def read(iterators):
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 100))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_permutation_has_every_number_once(size, seed, epoch):
     whole = permuted(np.arange(size), size, seed, epoch)
     np.testing.assert_array_equal(np.sort(whole), np.arange(size))
@@ -59,7 +60,7 @@ def test_permutations_are_even():
     seed=st.integers(0, 2**32),
     prefetch=st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_the_sequence_is_one_for_all_workers_and_processes(
     count, share, seed, prefetch
 ):
@@ -85,7 +86,7 @@ def test_the_sequence_is_one_for_all_workers_and_processes(
 
 
 @given(st.integers(64, 5000), st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_two_seeds_share_no_order(count, seed):
     """Nor any epoch: seed + 1 is not where seed is an epoch later."""
     epochs = [
@@ -104,7 +105,7 @@ def test_two_seeds_share_no_order(count, seed):
     size=st.integers(1, 2),
     count=st.integers(50, 90),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_what_is_not_computed_is_not_consumed(counts, steps, size, count):
     slots = Slots(len(counts), steps, 3, size, tuple(counts))
     batches = Batches(numbered(count), Shuffled(count, 0), slots)
@@ -123,7 +124,7 @@ def test_what_is_not_computed_is_not_consumed(counts, steps, size, count):
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(40, 90))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_where_counts_adapt_nothing_is_skipped_or_repeated(drawn, workers, size, count):
     rows = numbered(count)
     batches = batches_of(rows, 3, workers, 4, size, ())
@@ -152,7 +153,7 @@ def test_where_counts_adapt_nothing_is_skipped_or_repeated(drawn, workers, size,
 
 @pytest.mark.parametrize("counts", [None, (1, 3, 2)])
 @given(skew=st.floats(0.1, 1), before=st.integers(0, 30))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_skewed_workers_resume(counts, skew, before):
     rows = PackedRows([np.arange(a, a + 41) for a in (0, 50, 100)], 1, END)
 

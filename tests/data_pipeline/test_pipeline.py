@@ -11,12 +11,13 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax import data
 from acco_jax.data import cache
 from acco_jax.runner import config as configs
+from tests.examples import examples
 
 END = 256
 
@@ -80,7 +81,7 @@ def config(tmp_path):
 
 
 @given(st.lists(st.text(max_size=20), max_size=600))
-@settings(max_examples=30)
+@examples(30)
 def test_packing_keeps_every_document(tmp_path_factory, texts):
     texts = [text.encode(errors="replace").decode() for text in texts]
     path = tmp_path_factory.mktemp("pack") / "tokens"
@@ -233,7 +234,7 @@ def test_a_workdir_keeps_its_vocabulary(config, tmp_path):
     processes=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_global_batches_do_not_depend_on_processes(
     train, length, share, processes, seed
 ):
@@ -256,7 +257,7 @@ def test_global_batches_do_not_depend_on_processes(
 @given(
     train=st.integers(50, 300), length=st.integers(1, 12), seed=st.integers(0, 2**31)
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_every_epoch_has_every_row_once_in_another_order(train, length, seed):
     corpus = make_corpus(train)
     rows = (train - 1) // length
@@ -276,7 +277,7 @@ def test_every_epoch_has_every_row_once_in_another_order(train, length, seed):
     process=st.sampled_from([(0, 1), (1, 2)]),
     prefetch=st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_restoring_gives_the_following_batches(before, elsewhere, process, prefetch):
     corpus = make_corpus()  # 124 rows: 31 batches an epoch
     iterator = iterate(corpus, process=process, prefetch=prefetch)
@@ -376,7 +377,7 @@ def epoch_of(corpus, skew, seed=0, number=0):
 
 
 @given(st.floats(0.01, 1), st.integers(0, 2**31), st.integers(0, 5))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_an_epoch_of_all_skewed_workers_has_every_row_once(skew, seed, number):
     corpus = documents(SIZES)
     groups = iterate(corpus, **SKEWED, skew=1.0)._rows.groups
@@ -458,7 +459,7 @@ def test_a_worker_without_documents_is_refused():
     share=st.integers(1, 3),
     processes=st.integers(1, 3),
 )
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_validation_has_every_target_once(validation, length, share, processes):
     corpus = make_corpus(validation=validation)
     parts = [

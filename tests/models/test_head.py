@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax.models import head
 from acco_jax.models.head import cross_entropy
 from acco_jax.plan import hlo
+from tests.examples import examples
 
 
 def _plain(x, w, targets, weights):
@@ -40,7 +41,7 @@ def _both(loss, x, w, targets, weights):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])  # a loop, and none
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(2, 30), st.integers(1, 300))
 def test_any_chunks_give_the_plain_loss(platform, B, T, V, logits):
     arguments = _arguments(B, T, 4, V, jnp.float32, seed=T)

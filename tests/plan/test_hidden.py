@@ -4,7 +4,7 @@ The model has GPT-2-small's sizes (width 768, 12 heads, 12 layers, vocabulary 50
 sequences of 1024 tokens); its layers are a loop, so that their number costs no compile
 time. Every machine's program is compiled once and all that must hold of it is asserted
 together. A chip that the installed compiler does not know is skipped. The fast suite
-holds one GPU and one TPU machine, `make test-slow` and `make test-long` the rest.
+holds one GPU and one TPU machine, `make test-all` and `make test-long` the rest.
 """
 
 import dataclasses

@@ -6,10 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax.runner import exits, pool, tuning
+from tests.examples import examples
 
 SWEEP = tuning.parse(["optimizer.learning_rate=1e-3, 2e-3,4e-3,8e-3"])
 LENGTH = tuning.Length(80, 8000, {s: 2 * s + 1 for s in range(10, 81, 10)})
@@ -160,7 +161,7 @@ def test_an_option_is_swept_over_the_methods_that_have_it():
     assert len(sweep_of("dpu", sweep=sweep)[0]) == 4
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     counts=st.lists(st.integers(2, 9), min_size=1, max_size=4),
     seeds=st.integers(1, 3),

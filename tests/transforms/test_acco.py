@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
+from tests.examples import examples
 from tests.reference import (
     AUTO,
     EXPLICIT,
@@ -308,7 +309,7 @@ def test_inner_behaves_as_unsharded(name, n):
     theta, start, update = compiled(name, n)
     tree = INNER[name][1]
 
-    @settings(max_examples=2 if tree in ("large", "line") else 4)
+    @examples(2 if tree in ("large", "line") else 4)
     @given(seed=st.integers(0, 2**32 - 1), weight=weights(n))
     def check(seed, weight):
         gradients = draw(TREES[tree], n, HALF_ROUNDS, seed)

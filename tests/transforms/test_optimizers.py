@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 import acco_jax
+from tests.examples import examples
 from tests.handwritten import CAPTURED, TREES
 from tests.optimizers import EXCLUDED, OPTIMIZERS
 from tests.reference import (
@@ -409,7 +410,7 @@ shape = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 
 # all operations and shapes differ: hypothesis likes to repeat what it drew
 @pytest.mark.slow
-@settings(max_examples=30)
+@examples(30)
 @given(
     program=st.lists(instruction, min_size=5, max_size=9, unique_by=lambda x: x[0]),
     shapes=st.lists(shape, min_size=2, max_size=3, unique=True),

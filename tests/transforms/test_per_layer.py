@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -18,6 +18,7 @@ from acco_jax.methods.dependence import dependence
 from acco_jax.models import lora, transformer
 from acco_jax.runner import config as configs
 from acco_jax.runner import optimizers
+from tests.examples import examples
 from tests.reference import Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -103,7 +104,7 @@ def test_the_tree_would_tell_a_stack_from_its_layers():
         check(inner, inner, STACKED, parameters(shapes()))
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_equals_a_leaf_per_layer_whatever_is_stacked(data):
     name = data.draw(st.sampled_from(["lamb", "adafactor", "novograd", "adamw"]))

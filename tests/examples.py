@@ -1,0 +1,12 @@
+"""How many examples a property is tried on: few in `make test`, more in test-long."""
+
+import os
+
+import hypothesis
+
+TIMES = int(os.environ.get("EXAMPLES", "1"))
+
+
+def examples(n: int) -> hypothesis.settings:
+    """`@examples(20)`: the same 20 each time; with EXAMPLES=10 set, 200 new ones."""
+    return hypothesis.settings(max_examples=n * TIMES)
