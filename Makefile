@@ -47,7 +47,7 @@ test: $(VENV)/.test ## test every method and every command once, in ten minutes
 	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.test ## run what CI tests besides: whole runs, more optimizers and worlds
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
 
 test-long: $(VENV)/.test ## run what CI has no time for, and ten times the properties' examples
 	EXAMPLES=10 $(PYTEST) -m "long or hypothesis"

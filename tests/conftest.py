@@ -6,6 +6,7 @@ time, as they come; those for GPUs and TPUs, and those of which bits are compare
 users' programs are (`optimized`). OPTIMIZED=1 compiles all of them so.
 """
 
+import fnmatch
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -38,6 +39,13 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("acco")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`@pytest.mark.fast("acco-*")`: with other parameters the test is a slow one."""
+    marker = item.get_closest_marker("fast")
+    if marker and not any(fnmatch.fnmatch(item.callspec.id, p) for p in marker.args):
+        item.add_marker("slow")
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_the_method_is_compared(house, tmp_path):
     done = command(
         house, "compare", *SMALL, "--config.steps=3", "--seeds=1",

@@ -81,6 +81,7 @@ def sizes(params):
     return out
 
 
+@pytest.mark.fast("4-False-*")
 @pytest.mark.parametrize(
     ("n", "mixed", "method"),
     [(4, False, "acco"), (8, False, "acco"), (4, True, "acco"), (4, False, "zero1")],
@@ -102,6 +103,7 @@ def test_one_collective_each_way_and_dtype(n, mixed, method):
     assert names == sorted(["all-gather", "reduce-scatter"] * len(expected)), executable
 
 
+@pytest.mark.fast("4")
 @pytest.mark.parametrize("n", [4, 8])
 def test_bytes_per_device(n):
     """K = 12 for AdamW in float32: master copy and two moments."""

@@ -48,6 +48,7 @@ def check(tx, inner, jit=True, scale=1.0, name="acco"):
 ADAMW = optax.adamw(1e-1)
 
 
+@pytest.mark.fast("acco-*", "zero1-nested")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -134,6 +135,7 @@ def test_a_refusal_names_the_wrapper():
         AROUND["named_chain"](method()).init(theta)
 
 
+@pytest.mark.fast("acco-explicit", "zero1-auto")
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", METHODS)
 def test_inject_hyperparams_around_a_factory(name, types):

@@ -248,6 +248,7 @@ def split_problem(name, types):
     return tx, put
 
 
+@pytest.mark.fast("acco-explicit model", "zero1-explicit data")
 @pytest.mark.parametrize("types", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("name", ["acco", "zero1"])
 def test_an_update_where_the_axes_are_of_two_kinds(name, types):
@@ -271,6 +272,7 @@ def test_an_update_where_the_axes_are_of_two_kinds(name, types):
             assert tree[k].size == 4 * tree[k].addressable_shards[0].data.size
 
 
+@pytest.mark.fast("acco-explicit data", "cellm-*")
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [("acco", kind) for kind in MIXED]

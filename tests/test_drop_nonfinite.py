@@ -92,6 +92,7 @@ def expected(method, held):
     return found
 
 
+@pytest.mark.fast("acco-fused-2", "zero1-split-1", "dpu-split-2", "acco-adaptive-2")
 @pytest.mark.parametrize(
     ("method", "form", "held"),
     [
@@ -243,6 +244,7 @@ def executed(program):
     return re.findall(rf" ({names})(?:-start)?\(", program.compile().as_text())
 
 
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("method", ["acco", "zero1", "diloco"])
 def test_it_sends_nothing_more_and_off_costs_nothing(method):
     off, on = lowered(method, False), lowered(method, True)

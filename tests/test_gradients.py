@@ -88,6 +88,7 @@ def gradients(loss, n, types=AUTO, N=N):
     )
 
 
+@pytest.mark.fast("*-explicit")
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("loss", [loss_mean, loss_aux, loss_weight, loss_rng])
 def test_rows_are_each_workers_own(loss, types):

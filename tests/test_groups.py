@@ -66,6 +66,7 @@ def trained(sizes, method="acco", **options):
 CASES = [*METHODS, *(pytest.param(x, marks=pytest.mark.long) for x in MORE)]
 
 
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("method", CASES)
 def test_a_group_is_as_exact_as_a_device(method):
     options = (METHODS | MORE)[method]

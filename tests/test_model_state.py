@@ -64,6 +64,7 @@ def expected(data, counts, delayed):
     return means
 
 
+@pytest.mark.fast("acco-*", "zero1-fused", "fused_zero1-fused", "dpu-split")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_states_follow_each_workers_rows_and_are_averaged(name, form, mesh):

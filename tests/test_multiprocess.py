@@ -69,6 +69,7 @@ def expected(method, n):
     return [flat(p) for p in points]
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_processes(devices):
     result = run(2, devices)

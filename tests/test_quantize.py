@@ -52,6 +52,7 @@ def test_off_by_half_a_quantization_step(x, bits):
     assert np.abs(whole).max() <= 2 ** (bits - 1) - 1
 
 
+@pytest.mark.fast("8-*", "21-8")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("senders", [1, 2, 8, 21])
 def test_a_sum_is_of_one_sender_after_the_other(senders, bits):

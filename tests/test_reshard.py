@@ -66,6 +66,7 @@ def run(name, worlds, calls, **options):
     return points, state
 
 
+@pytest.mark.fast("acco-*")
 @pytest.mark.parametrize(
     ("name", "worlds"),
     [
@@ -82,6 +83,7 @@ def test_sums_are_what_counts(name, worlds):
     chex.assert_trees_all_close(found, alone, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_few_bits_lose_nothing():
     """Sums of gradients and of what rounding left out; replicas are copied."""
     kinds = {"gather_bits": 8, "reduce_bits": 8}
@@ -123,6 +125,7 @@ LOCAL = {
 ALIKE = ("slowmo", "co2")  # whose states are diloco's
 
 
+@pytest.mark.fast("diloco", "gossip")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.long] * (x in ALIKE)) for x in LOCAL],
@@ -179,6 +182,7 @@ def test_refusals():
         acco_jax.reshard(state, method("diloco", (1,), local_steps=2))
 
 
+@pytest.mark.fast("sizes0-*")
 @pytest.mark.parametrize("name", ["acco", "diloco"])
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
 def test_axes_of_explicit_type_are_resharded_alike(name, sizes):

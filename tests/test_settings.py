@@ -65,6 +65,15 @@ def program(tx, dtype=jnp.float32, **options):
     return step.lower(params, state, batch, counts).as_text()
 
 
+@pytest.mark.fast(
+    "acco in few bits",
+    "fused_zero1",
+    "diloco",
+    "gossip",
+    "streaming_diloco",
+    "wp in 16 bits",
+    "zero1",
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strict_promotion(variant):
     """No dtype and no rank is promoted by itself, and the program is the same."""

@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast("acco-2-*", "zero1-4-*")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 def test_all_forms_agree(case):
     made = setup(*case)
@@ -126,6 +127,7 @@ def test_one_compilation_per_program(name, form, caplog):
     assert (text.count("Compiling jit("), len(step._programs)) == (0, 1)
 
 
+@pytest.mark.fast("*-fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_metrics(name, form):
@@ -309,6 +311,7 @@ def recording(keep=8):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.fast("acco-*", "fused_zero1-fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "fused_zero1"])
 def test_value_is_the_loss_of_the_gradients_applied(name, form):

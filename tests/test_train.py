@@ -222,6 +222,7 @@ def test_damaged_checkpoints(start, finished, place, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.fast("{*")
 @pytest.mark.parametrize("line", ["{", '{"kind": 3}', '["x"]'])
 def test_a_damaged_row_ends_the_loop_with_a_line(start, finished, tmp_path, line):
     workdir = tmp_path / "work"
@@ -239,6 +240,7 @@ LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=10
         "--config.checkpoint_every=100000")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

@@ -258,6 +258,7 @@ def fresh_workdir() -> Path:
             host = json.loads(path.read_text()) | {"identity": identity}
             path.write_text(json.dumps(host))
             _sum_files(folder / "checkpoints" / str(step))
+    os.utime(folder / "lock.json", (0, 0))  # gone for long, whenever it was checked out
     return folder
 
 

@@ -116,6 +116,7 @@ def test_quick(overlap_cpu, tmp_path):
     assert "acco-" not in namespaces()
 
 
+@pytest.mark.slow
 def test_ends_in_time_and_leaves_nothing_behind(overlap_cpu):
     done = run("--quick", "--timeout=5")
     if reason := overlap_cpu.network.why_not():

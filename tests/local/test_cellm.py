@@ -94,6 +94,7 @@ def states(tx, theta, batches, counts):
     return found
 
 
+@pytest.mark.fast("1-True", "2-False", "4-*")
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_follows_its_equations(wide, workers, weighted):
@@ -267,6 +268,7 @@ def plain_bytes(n, size):
     return footprint.bytes_sent(jax.jit(run).lower(*arrays))
 
 
+@pytest.mark.fast("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sends_10_and_5_times_fewer_bytes(dtype):
     """Than dense averaging in the same dtype, and than plainly sparsified adapters."""

@@ -53,6 +53,7 @@ def run(tx, theta, batches, counts, form="fused", held=HELD, axis_name="data"):
     return points
 
 
+@pytest.mark.fast("1-True-fused", "2-False-split", "4-*")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -288,6 +289,7 @@ def test_two_data_axes_are_one():
         problem.assert_close(a, b, atol=1e-12)
 
 
+@pytest.mark.fast("zero1-split", "acco-fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", ["zero1", "dpu", "acco"])
 def test_two_data_axes_of_which_one_is_crossed_in_few_bits(name, form):

@@ -38,6 +38,7 @@ def neo():
     return _model("gpt-neo")
 
 
+@pytest.mark.fast("gpt-neo", "qwen3")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_cached_logits_are_those_of_the_transformer(family):
     """Rows of different lengths, padded at the end, then a token of each at a time."""

@@ -139,6 +139,7 @@ def step_of(method, N, form="fused", types=AUTO, model=None):
     return tx, step
 
 
+@pytest.mark.fast("acco-2-*", "zero1-*")
 @pytest.mark.parametrize(
     ("method", "N", "form", "types"),
     [

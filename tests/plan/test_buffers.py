@@ -36,6 +36,7 @@ def kinds(machine, rows, width):
     return set(re.findall(r"(reduce-scatter|all-reduce|all-to-all)(?=[-.( ])", text))
 
 
+@pytest.mark.fast("*-1024", "*-128")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("machine", CHIPS)
 def test_blocks_are_scattered(machine, width):

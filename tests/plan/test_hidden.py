@@ -158,6 +158,7 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     assert one == pytest.approx(want, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "machine",
     [

@@ -38,6 +38,7 @@ def test_counts_are_logged_and_counted(found):
     assert [r["tokens"] for r in rows] == tokens[steps].tolist()
 
 
+@pytest.mark.slow
 def test_a_replay_repeats_it_to_the_bit_also_in_parts(found, train, tmp_path):
     experiment, summary, workdir = found
     replay = ADAPTIVE | {"microbatches": f"replay:{workdir / FILE}"}

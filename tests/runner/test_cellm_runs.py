@@ -35,6 +35,7 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     assert summary["loss"] == whole[1]["loss"]
 
 
+@pytest.mark.slow
 def test_adapters_have_the_ranks_of_their_patterns(whole):
     experiment, summary, _ = whole
     checkpoints = experiment.checkpoints

@@ -56,6 +56,7 @@ def test_it_stops_and_keeps_a_sound_checkpoint(run):
     assert run.checkpoints == [2, 2, 4]
 
 
+@pytest.mark.slow
 def test_never_is_never(run):
     assert run.ends[2]["loss"] > 0
 

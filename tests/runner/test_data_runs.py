@@ -33,6 +33,7 @@ def instructions(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     with compilations() as names:
         whole, summary = train(tmp_path / "whole", **instructions)

@@ -68,6 +68,7 @@ def adapted(saved, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_merged_adapters_in_several_files(adapted, tmp_path):
     out = tmp_path / "new" / "out"
     line = exporting.export(adapted, out, limit=5000)

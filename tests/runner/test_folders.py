@@ -40,6 +40,12 @@ def saved(folder, config, params, limit=folders.SHARD_BYTES):
     return folder
 
 
+@pytest.mark.fast(
+    "5000000000-*-gpt-neo",
+    "3000-float32-llama",
+    "3000-float32-gpt2",
+    "5000000000-*-qwen3",
+)
 @pytest.mark.parametrize("family", transformer.FAMILIES)
 @pytest.mark.parametrize(
     ("limit", "dtype"), [(folders.SHARD_BYTES, "bfloat16"), (3000, "float32")]

@@ -52,6 +52,7 @@ def test_a_group_is_a_worker(run, alone, tmp_path):
 OTHERS = [(2, {}), pytest.param(4, {"mesh.fsdp": 2}, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "group"), OTHERS)
 def test_a_run_goes_on_in_other_groups(run, alone, devices, group, tmp_path):
     """From groups of 4, in the middle of a step, to single devices and pairs."""

@@ -1,6 +1,7 @@
 """Where else rows go, and what a known accelerator adds to them."""
 
 import sys
+import time
 import types
 
 import jax
@@ -137,6 +138,7 @@ def test_tensorboard_that_cannot_write_is_left_out(tmp_path, caplog, monkeypatch
     assert "TensorBoard's writer raised at its start: FileExists" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_hooks(train, tmp_path, monkeypatch, caplog):
     """The user's function, the samples: all rows are written, and summary.json."""
 
@@ -168,12 +170,14 @@ def test_without_wandb_it_is_refused_in_one_line(tiny, tmp_path, monkeypatch):
 
 
 def test_utilization_is_model_flops_over_the_devices_peak(tmp_path):
+    loss = jnp.float32(1)  # compiled before: an interval of compiling has no rate
     recorder = metrics.Recorder(
         tmp_path, total=4, done=0, tokens=0, seconds=0.0, late=False, flops=(5.0, 2e9)
     )
     for k in (1, 2):
         row = {"kind": "train", "half_round": k, "tokens": 100 * k}
-        recorder.train(row, {"loss": jnp.float32(1)})
+        time.sleep(0.01)  # nor has one too short
+        recorder.train(row, {"loss": loss})
     recorder.close()
     for row in metrics.read(tmp_path):
         expected = row["tokens_per_second"] * 5 / 2e9

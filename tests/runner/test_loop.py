@@ -238,6 +238,7 @@ def manual_loss(experiment, params):
     return float(np.asarray(nats, np.float64).reshape(-1)[real].mean())
 
 
+@pytest.mark.fast("estimate")
 @pytest.mark.parametrize("stop", [6, 9], ids=["estimate", "commit"])
 def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
     with compiling.optimized():  # else theta's last bit is not that of its gather
@@ -511,6 +512,7 @@ LOCAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

@@ -26,6 +26,7 @@ def whole(train, tmp_path_factory):
     return experiment, summary, workdir
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     train(tmp_path, stop_after=4, **CHANGES)
     _, summary = train(tmp_path, **CHANGES)

@@ -239,6 +239,7 @@ FREE = {
 }
 
 
+@pytest.mark.fast("acco-*")
 @pytest.mark.parametrize("changes", FREE.values(), ids=list(FREE))
 @pytest.mark.parametrize("name", ["zero1", "acco"])
 def test_schedule_free_optimizers_are_evaluated_at_x(name, changes):

@@ -21,6 +21,7 @@ def rows_of(workdir):
     ]
 
 
+@pytest.mark.fast("equinox")
 @pytest.mark.parametrize("library", ["linen", "equinox"])
 def test_trains(train, tmp_path, library):
     changes = {"model.factory": f"{HERE}:{library}_model",
@@ -31,6 +32,7 @@ def test_trains(train, tmp_path, library):
     assert summary["parameters"] == experiment.model.parameters() > 0
 
 
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("method", ["acco", "diloco"])
 def test_dropout_continues_bit_for_bit(train, tmp_path, method):
     changes = {"model.factory": f"{HERE}:nnx_model", "method": method,

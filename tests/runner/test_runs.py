@@ -30,6 +30,7 @@ SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in ("fused_zero1", "diloco
 FAST = [method for method in METHODS if method not in ("fused_zero1", "diloco")]
 
 
+@pytest.mark.fast("acco", "streaming_diloco")
 @pytest.mark.parametrize("method", FAST + SLOW)
 def test_theta_is_what_was_committed(saved, tmp_path, method):
     _, theta = saved(tmp_path, 2, method=method, **METHODS[method])
@@ -41,6 +42,7 @@ def test_theta_is_what_was_committed(saved, tmp_path, method):
     assert run.architecture.width == 16
 
 
+@pytest.mark.slow
 def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     name = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
     e, summary = train(tmp_path, **name, **{"optimizer.learning_rate": 0.02})
@@ -64,6 +66,7 @@ def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     assert host["held_out_loss"] == rows[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_groups_are_left_and_formed(saved, tmp_path):
     group = {"mesh.fsdp": 2, "mesh.tensor": 2}
     _, theta = saved(tmp_path, 8, **group)

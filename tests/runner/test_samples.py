@@ -15,6 +15,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_writes_texts_and_its_splits_are_evaluated(train, texts, tmp_path):
     """One test, for the sake of one run."""
     experiment, summary = train(tmp_path, **CHANGES)

@@ -119,6 +119,7 @@ def test_all_good(jobs, capfd):
     assert err == ""  # C++ speaks to a file
 
 
+@pytest.mark.fast("SIGKILL-*", "raise-*")
 @pytest.mark.parametrize(
     ("fault", "code", "why"),
     [
@@ -184,6 +185,7 @@ def test_not_more_often_than_it_may(jobs, capfd):
     assert "failures/attempt-2" in errors(capfd)[0]
 
 
+@pytest.mark.fast("SIGKILL")
 @pytest.mark.parametrize("fault", ["SIGKILL", "raise", "SIGSTOP"])
 def test_one_process_begins_again(jobs, fault):
     assert run(*jobs((fault, 3), restarts=1)) == [exits.FINISHED]
@@ -206,6 +208,7 @@ def begun(jobs):
     return [asyncio.create_task(supervisor._supervise(job)) for job in jobs]
 
 
+@pytest.mark.slow
 def test_too_few_wait_for_the_others(jobs, capfd):
     limits = {"restarts": 9, "min_processes": 2, "regroup_after": 0.5}
     todo, seen = jobs(("save", 5, 9), ("save", 5, 9), start_within=5.0, **limits), [""]
@@ -220,6 +223,7 @@ def test_too_few_wait_for_the_others(jobs, capfd):
     assert "error: process 1 of 2 did not come within 5 s." in errors(capfd)
 
 
+@pytest.mark.slow
 def test_who_comes_to_the_last_attempt_ends_with_it(jobs, capfd, caplog):
     limits = {"restarts": 1, "min_processes": 1, "regroup_after": 0.5}
     todo, seen = jobs(("save", 5, 9), ("stay", 3, 9), **limits), [""]
@@ -294,6 +298,7 @@ def test_a_command_comes_again_while_its_old_words_arrive():
     assert lines == ["welcome", "welcome", "refused"]
 
 
+@pytest.mark.slow
 def test_a_connection_that_falls_silent_is_left(jobs):
     """A cut link ends no connection: when it is whole again, old words arrive."""
     (_, job), connections = jobs(GOOD, ("stay", 3), restarts=1), []
@@ -376,6 +381,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_command_that_is_killed_takes_its_process_along(jobs, start, killed):
     todo = jobs(("stay", 3), ("stay", 3), restarts=1)

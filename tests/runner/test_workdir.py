@@ -161,6 +161,7 @@ def test_metrics_without_checkpoints_are_refused(tmp_path):
     check_whole(tmp_path, folder)
 
 
+@pytest.mark.fast("None")
 @pytest.mark.parametrize("change", [{"seed": 5}, {"model.width": 32}, None])
 def test_a_checkpoint_says_which_run_it_is_of(train, tiny, tmp_path, change):
     """Without config.json beside it, another run cannot continue it."""

@@ -52,6 +52,7 @@ def series(rows, *fields):
     return {(r["kind"], r["half_round"]): [r[f] for f in fields] for r in rows}
 
 
+@pytest.mark.slow
 def test_it_learns_what_it_would_have_learnt(whole, changed):
     """In float64 to 1e-9: the same rows in the same half-rounds, whoever computes."""
     found, expected = (
@@ -168,6 +169,7 @@ def test_a_batch_may_follow_the_workers(world, tmp_path):
         world(tmp_path, 2)
 
 
+@pytest.mark.fast("changes0-*")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

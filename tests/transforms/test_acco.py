@@ -171,6 +171,7 @@ ADAMW = (("lr", 0.03), ("b1", 0.9), ("b2", 0.95), ("eps", 1e-8), ("wd", 0.1))
 SGD = (("lr", 0.05), ("momentum", 0.9))
 
 
+@pytest.mark.fast("adamw-hp0-4", "sgd-hp1-1")
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize(("opt", "hp"), [("adamw", ADAMW), ("sgd", SGD)])
 def test_more_cases_of_the_same_kind(n, opt, hp):

@@ -91,6 +91,9 @@ def draw(workers):
     return rng.normal(size=(INPUTS, OUTPUTS)), batches, counts
 
 
+@pytest.mark.fast(
+    "dpu-4-*", "dpu-1-plain", "dpu_warmup-2-fused", "wp-4-*", "wp-2-plain"
+)
 @pytest.mark.parametrize("form", ["plain", "fused", "split"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize(

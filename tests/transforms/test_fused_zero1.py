@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast("scanned-4-2-*", "loss4-*", "unrolled-2-*")
 @pytest.mark.parametrize(("loss", "n", "N", "form", "pipelined", "types"), CASES)
 def test_it_is_an_unsharded_loop(loss, n, N, form, pipelined, types):
     mesh = make_mesh(n, types=types)
@@ -141,6 +142,7 @@ def run(method, mesh, loss, params, batches, N, counts=None, **options):
     return params, acco_jax.committed_params(state, params), tx, state
 
 
+@pytest.mark.fast("block-2")
 @pytest.mark.parametrize(
     ("remat", "N"),
     [
@@ -232,6 +234,7 @@ def compiled(loss, pipelined, N=2, n=4):
     return schedules.read(step.lower(*args).compile().as_text(), trip_counts=N - 1)
 
 
+@pytest.mark.fast("True-remat", "False-")
 @pytest.mark.parametrize("loss", [scanned, remat, unrolled], ids=["", "remat", "flat"])
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_one_reduction_per_layer_inside_the_backward_loop(loss, pipelined):

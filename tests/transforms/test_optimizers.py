@@ -255,6 +255,7 @@ def steps_by_hand(inner, method, theta, gradients, weights):
         yield theta
 
 
+@pytest.mark.fast("acco-2 x 2", "zero1-4")
 @pytest.mark.parametrize("kind", ["4", "2 x 2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_hyperparameters_changed_on_the_way(method, kind):

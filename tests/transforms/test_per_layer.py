@@ -92,6 +92,7 @@ def check(tx, unstacked, stacked, params, **extra):
     return state
 
 
+@pytest.mark.fast("muon", "adafactor", "novograd", "adamw")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_a_leaf_per_layer(name):
     inner, params = OPTIMIZERS[name], parameters(shapes())
@@ -359,6 +360,7 @@ def inner_of(name, marks=STACKED):
     )
 
 
+@pytest.mark.fast("zero1-*")
 @pytest.mark.parametrize(("method", "name"), [("acco", "muon"), ("zero1", "adafactor")])
 def test_sharded_methods_around_it(method, name):
     inner, tree = inner_of(name), shapes(4)
@@ -376,6 +378,7 @@ def test_sharded_methods_around_it(method, name):
         assert mu.sharding.shard_shape(mu.shape) == (1, 6, 8)
 
 
+@pytest.mark.slow
 def test_local_steps_with_it():
     """The rows of local methods, against the same method with a leaf per layer."""
     tree, mesh = shapes(2), make_mesh(2)
@@ -440,6 +443,7 @@ def in_blocks(params):
     return {name: name.startswith("h") for name in params}
 
 
+@pytest.mark.fast("adamw-False", "muon-True")
 @pytest.mark.parametrize(
     ("name", "adapters"),
     [*((name, False) for name in RUNNER), ("muon", True)],

@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast("acco-4-8-0-host-gpu", "zero1-8-8-0-data", "dpu-*", "wp-*")
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: "-".join(map(str, (*c[:-1], *c[-1])))
 )
@@ -228,6 +229,7 @@ SETUPS = {
 }
 
 
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("name", SETUPS)
 def test_all_forms_are_one_half_round(name):
     made, half_rounds = setup(name), 6
@@ -319,6 +321,7 @@ def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
     assert np.abs(np.asarray(state.master) - theta).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_here")
 def test_a_model_axis_shares_scales():
     """A leaf that it does not split stays the same along it."""

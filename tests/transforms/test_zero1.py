@@ -21,6 +21,9 @@ INNER = {
 METHODS = {"zero1": acco_jax.zero1, "ddp": acco_jax.ddp}
 
 
+@pytest.mark.fast(
+    "*-adamw-4-explicit", "*-adamw-1-auto", "*-sgd-2-*", "zero1-centralize-4-auto"
+)
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize(
