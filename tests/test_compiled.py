@@ -14,8 +14,6 @@ import acco_jax
 from tests.reference import make_mesh
 from tests.stablehlo import KINDS, collectives
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 WIDTH, LAYERS = 256, 16  # 16 x (256 x 257 + 2 x 256) = 1.06 M parameters
 
 

@@ -12,8 +12,6 @@ import acco_jax
 from tests.reference import make_mesh
 from tests.test_contract import LOCAL
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 METHODS = ("acco", "zero1", "fused_zero1", "ddp", "dpu", "wp", *LOCAL)
 
 

@@ -11,8 +11,6 @@ import acco_jax
 from acco_jax.step.halves import Turns
 from tests.reference import Unsharded, make_mesh
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 N, ROWS, WIDTH = 4, 2, 6
 HALVES = acco_jax.Halves(1, 3)
 

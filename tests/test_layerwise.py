@@ -9,8 +9,6 @@ import pytest
 
 from acco_jax.methods.layerwise import Reduction, reduced_gradients
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 LAYERS, WIDTH = 3, 4
 
 

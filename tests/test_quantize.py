@@ -14,8 +14,6 @@ from acco_jax.quantize import dequantize, dequantized_sum, quantize
 from tests.examples import examples
 from tests.reference import make_mesh, quantization_step, quantized
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 ROWS, WIDTH = 6, 128
 encode = functools.partial(jax.jit, static_argnums=1)(quantize)
 decode = functools.partial(jax.jit, static_argnums=1)(dequantize)

@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import acco_jax
+from tests.compiling import optimized
 from tests.reference import AUTO, EXPLICIT, make_mesh, parameters
 
-pytestmark = pytest.mark.usefixtures("optimized", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 SHAPES = {"b": (13,), "s": (), "v": (13, 3), "w": (5, 13)}
 METHODS = {"acco": acco_jax.acco, "zero1": acco_jax.zero1}
 
@@ -89,6 +90,7 @@ CASES = [
 
 @pytest.mark.fast("acco-2-*", "zero1-4-*")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+@optimized()  # the forms' float32 bits
 def test_all_forms_agree(case):
     made = setup(*case)
     half_rounds = 7

@@ -14,7 +14,7 @@ from acco_jax.models import transformer
 from acco_jax.plan import schedules
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh, parameters
 
-pytestmark = pytest.mark.usefixtures("optimized", "x64", "compiled_here")
+pytestmark = pytest.mark.usefixtures("x64", "compiled_here")
 LAYERS = 3
 SHAPES = {
     "embed": (11, 6),
