@@ -2,15 +2,15 @@
 
     python benchmarks/fuzz.py [--inputs=10000] [--seed=0] [--target=NAME] [--case=N]
 
-Each input is a mutation of a valid one in tests/data/fuzz/seeds, which seed, target and
-number alone determine: `--target=NAME --case=N` repeats one and shows what it was. A
-process beside this one calls the product's own entry with it (no compilation, no
+Each input is a mutation of a valid one in tests/recorded/fuzz/seeds, which seed, target
+and number alone determine: `--target=NAME --case=N` repeats one and shows what it was.
+A process beside this one calls the product's own entry with it (no compilation, no
 training). It must return, or raise a ValueError or OSError of one line, which names the
 file if it is about one. Anything else is a finding: another exception, several lines,
 the end of the interpreter, more than 20 s of the processor, more than 2 GiB beyond the
 start, an import or a process that data ask for. Inputs that once were findings are in
-tests/data/fuzz/failed and run first; `--case=N --keep=WHY` writes one. Exits with 1 if
-there is a finding.
+tests/recorded/fuzz/failed and run first; `--case=N --keep=WHY` writes one. Exits with 1
+if there is a finding.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-FAILED = ROOT / "tests" / "data" / "fuzz" / "failed"
+FAILED = ROOT / "tests" / "recorded" / "fuzz" / "failed"
 SECONDS = 20.0  # of the processor that an input may take
 PATIENCE = 300.0  # seconds of the clock: others may have the processor
 INPUTS_EACH = 1500  # of a worker, until a fresh one takes over

@@ -36,7 +36,7 @@ from acco_jax.runner.validation import validate
 from acco_jax.step.replay import read_counts
 
 Case = dict[str, Any]
-SEEDS = Path(__file__).resolve().parents[2] / "tests" / "data" / "fuzz" / "seeds"
+SEEDS = Path(__file__).resolve().parents[2] / "tests" / "recorded" / "fuzz" / "seeds"
 _ABSL = frozenset(flags.FLAGS)
 
 

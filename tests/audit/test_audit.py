@@ -18,7 +18,7 @@ from acco_jax.audit.axes import axes_of, label, parse_mesh
 from acco_jax.plan import costs, hlo, machines, schedules, topologies, verdict
 from acco_jax.plan.sources import Sources
 
-DATA = pathlib.Path(__file__).parents[1] / "data"
+DATA = pathlib.Path(__file__).parents[1] / "recorded"
 PLACE = "gpu:h100:4x8"
 MESH = {"data": 4, "fsdp": 8}
 

@@ -14,7 +14,7 @@ from acco_jax.audit import auditing
 from acco_jax.plan import topologies
 from acco_jax.runner import exits
 
-FOREIGN = pathlib.Path(__file__).parents[1] / "data" / "foreign"
+FOREIGN = pathlib.Path(__file__).parents[1] / "recorded" / "foreign"
 PLACE, MESH = "--topology=gpu:h100:4x8", "--mesh=data:4,fsdp:8"
 FSDP = str(FOREIGN / "fsdp.txt.gz")
 

@@ -2,7 +2,7 @@
 
 What stands here was read from the texts line by line, with awk: in which computation a
 collective starts and ends, on which of its lines, how many bytes its full buffer has
-and how often the loops around it run. tests/data/record_foreign.py made the texts.
+and how often the loops around it run. tests/recorded/record_foreign.py made the texts.
 """
 
 import functools
@@ -13,7 +13,7 @@ import pytest
 
 from acco_jax.audit import audit
 
-FOREIGN = pathlib.Path(__file__).parents[1] / "data" / "foreign"
+FOREIGN = pathlib.Path(__file__).parents[1] / "recorded" / "foreign"
 MIB = 2**20
 MESHES = {
     "plain_dp": {"data": 32},

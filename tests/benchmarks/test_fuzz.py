@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "fuzz.py"
-FAILED = ROOT / "tests" / "data" / "fuzz" / "failed"
+FAILED = ROOT / "tests" / "recorded" / "fuzz" / "failed"
 
 
 def fuzz(*flags):

@@ -24,7 +24,7 @@ def program():
 
 @pytest.mark.parametrize("name", ["gpu_hidden", "tpu_v5e_hidden", "tpu_v6e_hidden"])
 def test_entry_of_a_recorded_schedule(program, name):
-    recording = TESTS / "data" / "schedules" / f"{name}.txt.gz"
+    recording = TESTS / "recorded" / "schedules" / f"{name}.txt.gz"
     text = gzip.decompress(recording.read_bytes()).decode()
     operations, on_chip = program.entry_operations(text)
     assert (on_chip > 0) == name.startswith("tpu")

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from acco_jax.data import corpora, records
 from acco_jax.runner import config as configs
 
-SAVED = Path(__file__).parent.parent / "data" / "huggingface"
+SAVED = Path(__file__).parent.parent / "recorded" / "huggingface"
 HELD_OUT = "held out by hash"
 
 

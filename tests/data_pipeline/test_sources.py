@@ -18,7 +18,7 @@ from acco_jax import data
 from acco_jax.data import corpora, tasks
 from acco_jax.runner import config as configs
 
-SAVED = Path(__file__).parent.parent / "data" / "huggingface"
+SAVED = Path(__file__).parent.parent / "recorded" / "huggingface"
 RECORDS = [
     {
         "instruction": f"Say {i}.",

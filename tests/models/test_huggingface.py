@@ -13,7 +13,7 @@ import pytest
 from acco_jax.models import huggingface, transformer
 from acco_jax.models.transformer import RopeScaling
 
-DATA = pathlib.Path(__file__).parents[1] / "data"
+DATA = pathlib.Path(__file__).parents[1] / "recorded"
 NAMES = ("gpt_neo", "gpt2", "llama", "llama_tied", "qwen3", "qwen3_tied")
 # What is in the config.json of EleutherAI/gpt-neo-125m, as far as the model goes.
 GPT_NEO = {

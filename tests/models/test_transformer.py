@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from acco_jax.models import huggingface, transformer
 
-DATA = pathlib.Path(__file__).parents[1] / "data"
+DATA = pathlib.Path(__file__).parents[1] / "recorded"
 FAMILIES = ("gpt2", "llama", "llama_tied", "qwen3", "qwen3_tied")
 CONFIG = transformer.Config(
     vocab_size=97,

@@ -13,7 +13,7 @@ from acco_jax.plan import costs, hlo, schedules, topologies
 from acco_jax.plan.machines import Machine, figures
 from acco_jax.plan.module import Module
 
-RECORDED = pathlib.Path(__file__).parents[1] / "data" / "schedules"
+RECORDED = pathlib.Path(__file__).parents[1] / "recorded" / "schedules"
 
 # A product in the backward pass of a layer's loop, that carries an all-gather on: its
 # left side is a layer's part of what six layers kept, its right side lies in vector

@@ -35,7 +35,7 @@ from acco_jax.plan.chips import CHIPS, LARGEST_SLICE
 from acco_jax.runner import exits, models
 from acco_jax.runner.config import default_config
 
-RECORDED = pathlib.Path(__file__).parents[1] / "data" / "schedules"
+RECORDED = pathlib.Path(__file__).parents[1] / "recorded" / "schedules"
 QUICKSTART = pathlib.Path(__file__).parents[2] / "experiments" / "quickstart.py"
 MIB = 2**20
 BUFFER = 14592 * 1024 * 2  # bytes of the recordings' packed buffer

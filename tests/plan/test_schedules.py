@@ -8,10 +8,10 @@ import pytest
 
 from acco_jax.plan import hlo, schedules
 
-RECORDED = pathlib.Path(__file__).parents[1] / "data" / "schedules"
+RECORDED = pathlib.Path(__file__).parents[1] / "recorded" / "schedules"
 MIB = 2**20
 
-# What tests/data/record_schedules.py compiled: D, F, L, V, T, B there.
+# What tests/recorded/record_schedules.py compiled: D, F, L, V, T, B there.
 LAYER = 2 * 512 * (512 * 1536 + 512 * 512 + 2 * 512 * 2048) + 4 * 2 * 256 * 256 * 512
 LOGITS = 2 * 512 * 512 * 4096
 # forward, recomputed forward but for its last product, backward

@@ -27,7 +27,8 @@ from tests.reference import (
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
-CASES = json.loads((Path(__file__).parents[1] / "data" / "acco_small.json").read_text())
+RECORDED = Path(__file__).parents[1] / "recorded"
+CASES = json.loads((RECORDED / "acco_small.json").read_text())
 KINDS = {"auto": AUTO, "explicit": EXPLICIT}
 
 

@@ -1,7 +1,7 @@
 """Record what Hugging Face's GPT-2, Llama and Qwen 3 give for small random models.
 
     pip install torch==2.13.0 transformers==5.23.0
-    python tests/data/make_transformer_references.py
+    python tests/recorded/make_transformer_references.py
 
 The weights are drawn and stored in float32; logits, loss and gradients are computed in
 float64 (except what transformers takes in float32: rotations, RMSNorm and scores).

@@ -1,6 +1,6 @@
-"""Writes tests/data/fuzz/seeds, the valid inputs that benchmarks/fuzz.py mutates.
+"""Writes tests/recorded/fuzz/seeds, the valid inputs that benchmarks/fuzz.py mutates.
 
-python tests/data/make_fuzz.py
+python tests/recorded/make_fuzz.py
 """
 
 import gzip

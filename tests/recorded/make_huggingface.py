@@ -1,6 +1,6 @@
-"""Writes tests/data/huggingface with `datasets` (5.2.0), which the tests do without.
+"""Writes tests/recorded/huggingface with `datasets` (5.2.0), which no test needs.
 
-pip install datasets && python tests/data/make_huggingface.py
+pip install datasets && python tests/recorded/make_huggingface.py
 """
 
 from pathlib import Path

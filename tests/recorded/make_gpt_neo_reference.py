@@ -1,7 +1,7 @@
 """Record what Hugging Face's GPT-Neo gives for a small random model.
 
     pip install torch==2.13.0 transformers==5.23.0
-    python tests/data/make_gpt_neo_reference.py
+    python tests/recorded/make_gpt_neo_reference.py
 
 The weights are drawn and stored in float32; logits, loss and gradients are computed in
 float64 (except that transformers takes the attention scores in float32).

@@ -1,14 +1,15 @@
 """Records the compiled train steps of others that tests/audit reads.
 
-    JAX_PLATFORMS=cpu python tests/data/record_foreign.py plain_dp fsdp ...
+    JAX_PLATFORMS=cpu python tests/recorded/record_foreign.py plain_dp fsdp ...
 
 Compiles the programs of benchmarks/foreign.py, foreign_tunix.py (peft_trainer, which
 needs google-tunix) and foreign_levanter.py (levanter_step: marin-levanter) for 4 hosts
 of 8 H100 with jax 0.10.2 (google-tunix 0.1.7, flax 0.12.8; marin-levanter 0.2.227),
 needs no GPU but its compiler (pip install "acco-jax[plan-gpu]"), and writes
-tests/data/foreign/NAME.txt.gz. Of the text nothing is left out but the paths of this
-machine's folders, the names of operations in the scheduler, and what the compiler noted
-on operations that are no collectives. What must be read from each stands in the test.
+tests/recorded/foreign/NAME.txt.gz. Of the text nothing is left out but the paths of
+this machine's folders, the names of operations in the scheduler, and what the compiler
+noted on operations that are no collectives. What must be read from each stands in the
+test.
 """
 
 import gzip
@@ -49,7 +50,7 @@ def record(name: str) -> None:
     factory = getattr(importlib.import_module(module), name)
     step, arguments = factory(audit.devices(MACHINE))
     text = shorten(step.lower(*arguments).compile().as_text())
-    path = ROOT / "tests" / "data" / "foreign" / f"{name}.txt.gz"
+    path = ROOT / "tests" / "recorded" / "foreign" / f"{name}.txt.gz"
     path.parent.mkdir(exist_ok=True)
     data = gzip.compress(text.encode(), 9, mtime=0)
     path.write_bytes(data)

@@ -1,16 +1,18 @@
 """Records the compiled schedules that tests/plan/test_schedules.py reads.
 
-    JAX_PLATFORMS=cpu python tests/data/record_schedules.py            # lists the names
-    JAX_PLATFORMS=cpu python tests/data/record_schedules.py gpu_hidden tpu_v6e_hidden
+    export JAX_PLATFORMS=cpu
+    python tests/recorded/record_schedules.py  # lists the names
+    python tests/recorded/record_schedules.py gpu_hidden tpu_v6e_hidden
 
 Needs no accelerator, but its compiler (pip install "acco-jax[plan-gpu,plan-tpu]") in
 the VERSIONS below; it refuses others. What each recording must be read as stands in
 the test. The program is a small decoder's half-round: 14.7M parameters, bf16, four
 microbatches of 2 x 256 tokens per worker, in loops whose bounds are not constants.
 
-Written into tests/data/schedules/NAME.txt.gz: the optimized module's text. Left out are
-the metadata of the operations, the tables of source positions, and the TPU compiler's
-backend configurations beyond 200 characters (but for those of collectives in fusions).
+Written into tests/recorded/schedules/NAME.txt.gz: the optimized module's text. Left out
+are the metadata of the operations, the tables of source positions, and the TPU
+compiler's backend configurations beyond 200 characters (but for those of collectives in
+fusions).
 """
 
 import functools
