@@ -36,12 +36,11 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 # models, plan, every optimizer of optax, what is computed on states, the house) runs on
 # one interpreter.
 TESTS   ?=
-RUNNERS := $(addprefix tests/test_, $(addsuffix .py, train compare notebook architecture \
-             docs experiments clusters house packaging \
-             layerwise reshard drop_nonfinite))
-LIBRARY := $(filter-out %/test_optimizers.py %/test_per_layer.py %/test_fused_zero1.py, \
-             $(wildcard tests/transforms/test_*.py)) \
-           tests/plan/test_footprint.py $(filter-out $(RUNNERS), $(wildcard tests/test_*.py))
+REST    := $(addprefix %/test_, $(addsuffix .py, train compare drop_nonfinite \
+             optimizers per_layer fused_zero1 layerwise reshard))
+LIBRARY := tests/layout tests/step tests/plan/test_footprint.py \
+           tests/project/test_readme.py \
+           $(filter-out $(REST), $(wildcard tests/test_*.py tests/methods/test_*.py))
 
 test: $(VENV)/.test ## test every method and every command once, in ten minutes
 	$(PYTEST) $(TESTS)

@@ -12,8 +12,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
+from tests.methods.test_contract import (
+    batch_for,
+    loss_fn,
+    method,
+    refused,
+    step_of,
+    theta,
+)
 from tests.reference import AUTO, EXPLICIT, make_mesh
-from tests.test_contract import batch_for, loss_fn, method, refused, step_of, theta
 
 PAIRS = [(0, 1), (1, 0)]
 

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from tests.local import problem
-from tests.local.test_rounds import diloco
+from tests.methods.local import problem
+from tests.methods.local.test_rounds import diloco
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh, parameters
 from tests.stablehlo import KINDS, collectives
 

@@ -10,9 +10,7 @@ import optax
 import pytest
 
 import acco_jax
-from tests.optimizers import OPTIMIZERS
-from tests.reference import AUTO, EXPLICIT
-from tests.test_contract import (
+from tests.methods.test_contract import (
     LOCAL,
     batch_for,
     loss_fn,
@@ -21,6 +19,8 @@ from tests.test_contract import (
     step_of,
     theta,
 )
+from tests.optimizers import OPTIMIZERS
+from tests.reference import AUTO, EXPLICIT
 
 SHARDED = ("acco", "zero1", "fused_zero1", "ddp", "dpu", "wp")
 VARIANTS = {  # each code path that computes with dtypes or shapes of its own, once

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (the environment first)
-"""One process of test_processes.py: python -m tests.local.worker INDEX PROCESSES P"""
+"""A process of test_processes.py: python -m tests.methods.local.worker I PROCESSES P"""
 
 import json
 import os
@@ -20,7 +20,7 @@ jax.distributed.initialize(
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tests.local import test_processes as shared
+from tests.methods.local import test_processes as shared
 
 mesh = jax.make_mesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 rows = jax.NamedSharding(mesh, jax.P("data"))

@@ -14,7 +14,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 IMPORT_SECONDS = 0.050  # on top of jax and optax
 IMPORT_ATTEMPTS = 5  # the fastest counts: noise adds time, never takes any
 

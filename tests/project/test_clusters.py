@@ -18,7 +18,7 @@ import yaml
 from acco_jax.runner import commands, exits
 from acco_jax.runner.validation import validate
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "experiments" / "clusters"
 MANIFESTS = sorted(CLUSTERS.glob("*.yaml"))
 

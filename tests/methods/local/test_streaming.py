@@ -10,8 +10,8 @@ import acco_jax
 from acco_jax.layout import Leaf, Outgoing
 from acco_jax.methods.local import streaming
 from acco_jax.quantize import dequantize, quantize
-from tests.local import problem
-from tests.local.test_rounds import HELD, run
+from tests.methods.local import problem
+from tests.methods.local.test_rounds import HELD, run
 from tests.reference import make_mesh
 from tests.stablehlo import collectives
 

@@ -8,8 +8,8 @@ import pytest
 
 import acco_jax
 from acco_jax.methods.local.gossip import matchings
-from tests.local import problem
-from tests.local.test_rounds import HELD, run
+from tests.methods.local import problem
+from tests.methods.local.test_rounds import HELD, run
 from tests.reference import make_mesh
 from tests.stablehlo import collectives
 

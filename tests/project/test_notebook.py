@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "colab" / "acco_quickstart.ipynb"
 NOTEBOOKS = [QUICKSTART, ROOT / "colab" / "bring_your_own_model.ipynb"]
 KERNEL = "this-interpreter"

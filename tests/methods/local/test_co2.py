@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import acco_jax
-from tests.local import problem
-from tests.local.test_rounds import HELD, STEPS, run
+from tests.methods.local import problem
+from tests.methods.local.test_rounds import HELD, STEPS, run
 from tests.reference import make_mesh
 from tests.stablehlo import collectives
 

@@ -17,7 +17,7 @@ import pytest
 import acco_jax
 from tests.reference import make_mesh
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 METHOD = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
 WORKERS, N, ROWS, WIDTH, HALF_ROUNDS = 2, 2, 2, 3, 6

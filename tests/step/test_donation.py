@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
+from tests.methods.test_contract import LOCAL
 from tests.reference import make_mesh
-from tests.test_contract import LOCAL
 
 METHODS = ("acco", "zero1", "fused_zero1", "ddp", "dpu", "wp", *LOCAL)
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import acco_jax
-from tests.local import problem
+from tests.methods.local import problem
 from tests.reference import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HELD, CALLS, SECONDS = 2, 3, 240
 METHODS = {
     "diloco": {"local_steps": 2},
@@ -53,7 +53,7 @@ def test_two_processes():
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "tests.local.worker"]
+    command = [sys.executable, "-m", "tests.methods.local.worker"]
     workers = [
         subprocess.Popen(
             [*command, str(i), "2", str(port)],

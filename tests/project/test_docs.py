@@ -15,7 +15,7 @@ from acco_jax.methods import METHODS, options
 from acco_jax.runner.config import default_config
 from acco_jax.runner.exits import TABLE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
 PAGES = sorted(SITE.rglob("*.md"))
 TEXTS = {page: page.read_text() for page in PAGES}

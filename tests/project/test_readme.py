@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SHELL = [line[4:] for line in README.splitlines() if line.startswith("    ")]
 PROSE = re.sub(r"```.*?```|<picture>.*?</picture>", "", README, flags=re.S)

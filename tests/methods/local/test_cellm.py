@@ -14,8 +14,8 @@ from acco_jax.methods.local.base import Work
 from acco_jax.methods.local.cellm import _entries
 from acco_jax.models import lora, transformer
 from acco_jax.plan import footprint
-from tests.local import problem
-from tests.local.test_rounds import HELD, run
+from tests.methods.local import problem
+from tests.methods.local.test_rounds import HELD, run
 from tests.reference import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -18,7 +18,7 @@ from acco_jax.runner import commands, comparison, models
 from acco_jax.runner.validation import validate
 from tests import stand_ins
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "tinystories_36m", "openwebtext_125m", "alpaca_gptneo_2p7b",
     "alpaca_llama3_8b_lora", "heterogeneous",

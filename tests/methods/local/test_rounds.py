@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from tests.local import problem
+from tests.methods.local import problem
 from tests.reference import make_mesh
 from tests.stablehlo import collectives
 
