@@ -3,8 +3,6 @@
 The TPU's are from a half-round of acco compiled for v5e (jax 0.10.2), shortened.
 """
 
-import gzip
-import pathlib
 import re
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from acco_jax.plan import costs, hlo, schedules, topologies
 from acco_jax.plan.machines import Machine, figures
 from acco_jax.plan.module import Module
-
-RECORDED = pathlib.Path(__file__).parents[1] / "recorded" / "schedules"
+from tests.plan.recordings import text_of
 
 # A product in the backward pass of a layer's loop, that carries an all-gather on: its
 # left side is a layer's part of what six layers kept, its right side lies in vector
@@ -110,9 +107,7 @@ def test_cudnn_s_attention_has_its_products(form):
 
     Of the scores, the causal half; 2 products forward and 5 backward.
     """
-    text = gzip.decompress(
-        (RECORDED / "gpu_cudnn_jax0102.txt.gz").read_bytes()
-    ).decode()
+    text = text_of("gpu_cudnn_jax0102")
     if form == "XLA's":
         text = text.replace('": ', '":')
     elif form == "escaped":
@@ -130,9 +125,7 @@ def test_cudnn_s_attention_has_its_products(form):
 
 
 def test_a_window_leaves_fewer_scores():
-    text = gzip.decompress(
-        (RECORDED / "gpu_cudnn_jax0102.txt.gz").read_bytes()
-    ).decode()
+    text = text_of("gpu_cudnn_jax0102")
     text = text.replace('"sliding_window_length": 0', '"sliding_window_length": 256')
     call = next(
         x for x in Module(text, None).entry.instructions if "fmha" in x.attributes

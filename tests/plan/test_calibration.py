@@ -6,7 +6,7 @@ import pytest
 
 from acco_jax.plan import calibration, costs, machines, schedules, topologies
 from acco_jax.runner.config import default_config
-from tests.plan.test_plan import run
+from tests.plan.recordings import run
 
 long = pytest.mark.long  # what is measured: three programs, and kernels
 

@@ -9,9 +9,7 @@ import pytest
 from acco_jax.plan import decision, planner, topologies
 from acco_jax.plan.decision import Terms
 from acco_jax.runner.config import default_config
-from tests.plan.test_plan import SCHEDULES, run, stand_in
-
-__all__ = ["stand_in"]  # a fixture
+from tests.plan.recordings import SCHEDULES, run
 
 PLACES = "--topology=gpu:h200:1x8", "--topology=gpu:a100:1x8"
 # dpu's half-round is a step: of the recordings both compute the same microbatches

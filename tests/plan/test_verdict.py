@@ -1,20 +1,19 @@
 """Verdicts of --require-hidden, computed by hand, in plans and audits."""
 
+import dataclasses
 import re
 
 import pytest
 
 from acco_jax.audit import assert_hidden, audit
-from acco_jax.plan import verdict
+from acco_jax.plan import programs, verdict
 from acco_jax.plan.causes import Cause
 from acco_jax.plan.costs import Spent
 from acco_jax.plan.schedules import Collective
 from acco_jax.plan.verdict import Reading, Verdict
+from acco_jax.runner import exits
 from tests.audit.test_command import run as run_audit
-from tests.plan.test_plan import run as run_plan
-from tests.plan.test_plan import stand_in
-
-__all__ = ["stand_in"]  # a fixture
+from tests.plan.recordings import run as run_plan
 
 
 def reading(size, flops, seconds, exposed, done=9):
@@ -137,6 +136,57 @@ def test_plans_of_hidden_bytes_with_exposed_seconds(
     out, err = capsys.readouterr()
     assert "99.9% of the bytes (READ)" in out  # all but some scalars
     assert ("exposed, most by" in err) == bool(code)
+
+
+SLOW_CHIP = "--set=compute_efficiency=0.002"
+
+
+@pytest.mark.parametrize(
+    ("methods", "code"),
+    [
+        ([SLOW_CHIP], None),
+        ([SLOW_CHIP, "--methods=acco"], None),
+        ([SLOW_CHIP, "--methods=acco,zero1"], 3),
+    ],
+)
+def test_require_hidden(stand_in, tmp_path, capsys, methods, code):
+    """Scalars expose at most 0.1 % of a half-round's time on a slow chip."""
+    arguments = ["--require-hidden", "--nofit", f"--out={tmp_path}", *methods]
+    if code is None:
+        run_plan(*arguments)
+    else:
+        with pytest.raises(SystemExit) as stopped:
+            run_plan(*arguments)
+        assert stopped.value.code == code
+        assert "most by reduce-scatter" in capsys.readouterr().err
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_small_collectives_count_by_their_time(stand_in, tmp_path, capsys):
+    """On a fast chip the same scalars take 4 % of a half-round of so small a model."""
+    with pytest.raises(SystemExit) as stopped:
+        run_plan("--require-hidden", "--nofit", "--methods=acco", f"--out={tmp_path}")
+    assert stopped.value.code == exits.EXPOSED
+    out, err = capsys.readouterr()
+    assert "exposed, most by all-reduce" in err
+    assert "hidden: 99.9% of the bytes (READ)" in out
+
+
+def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, tmp_path, capsys):
+    compile_ = programs.Program.compile
+
+    def alone(program, *place):
+        compiled = compile_(program, *place)
+        nothing = dataclasses.replace(compiled.schedule, collectives=())
+        return dataclasses.replace(compiled, schedule=nothing)
+
+    monkeypatch.setattr(programs.Program, "compile", alone)
+    with pytest.raises(SystemExit) as stopped:
+        run_plan("--require-hidden", "--nofit", "--methods=acco", f"--out={tmp_path}")
+    assert stopped.value.code == exits.EXPOSED
+    out, err = capsys.readouterr()
+    assert "there is no collective: nothing was hidden" in err
+    assert "none: nothing is communicated, so nothing is hidden" in out
 
 
 def test_assert_hidden_counts_exposed_seconds():

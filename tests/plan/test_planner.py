@@ -1,0 +1,190 @@
+"""Plans of recorded schedules: what they compile, and what they make of it."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from acco_jax.plan import costs, footprint, planner, programs
+from acco_jax.runner import exits
+from tests.plan.recordings import BUFFER, SCHEDULES, machine, recorded, run
+
+
+def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys):
+    """As if only the reduce-scatter had been asked for, and both."""
+    compile_, shape = programs.Program.compile, (BUFFER // 2,)
+    kinds = ["reduce_scatter"]
+
+    def with_asked(program, *place):
+        source = tuple(footprint.Collective(k, "bf16", shape, 16) for k in kinds)
+        return dataclasses.replace(compile_(program, *place), source_collectives=source)
+
+    monkeypatch.setattr(programs.Program, "compile", with_asked)
+    file = tmp_path / "plan.json"
+    arguments = "--nofit", "--methods=acco", f"--out={tmp_path}", f"--json={file}"
+    run(*arguments)
+    line = next(x for x in capsys.readouterr().out.splitlines() if "own" in x)
+    assert re.fullmatch(
+        r"    the optimizer's own, of any size: \d all-reduces?, \d+ bytes; "
+        r"1 all-gather, 28.5 MiB; 100% of these bytes hidden",
+        line,
+    )
+    own = json.loads(file.read_text())["methods"]["acco"]["optimizers_own"]
+    assert own["all-gather"] == {"number": 1, "bytes": BUFFER, "hidden_bytes": BUFFER}
+
+    kinds.append("all_gather")
+    run(*arguments)
+    assert "the optimizer's own" not in capsys.readouterr().out  # scalars alone
+    own = json.loads(file.read_text())["methods"]["acco"]["optimizers_own"]
+    assert own.keys() == {"all-reduce"}
+
+
+def test_the_largest_microbatch_is_bracketed(stand_in, monkeypatch, tmp_path, capsys):
+    """By compiles alone: above 40 rows the compiler finds no way."""
+    compile_, file = programs.Program.compile, tmp_path / "plan.json"
+
+    def limited(program, *place):
+        if program.rows > 40:
+            raise programs.DoesNotFit("it needs too much")
+        return compile_(program, *place)
+
+    monkeypatch.setattr(programs.Program, "compile", limited)
+    run("--methods=acco", f"--out={tmp_path}", f"--json={file}")
+    found = json.loads(file.read_text())["methods"]["acco"]
+    tried = [c["microbatch_size"] for c in found["candidates"]]
+    assert tried[0] == 4 and len(tried) == 1 + planner.COMPILES
+    assert found["largest_microbatch"] <= 40 < found["smallest_misfit"]
+    fits = [c for c in found["candidates"] if c["memory"]]
+    same = [c for c in fits if c["microbatch_size"] * c["microbatches_per_step"] <= 10]
+    (best,) = (c for c in found["candidates"] if c["best"])
+    assert best["tokens_per_second"] == max(c["tokens_per_second"] for c in same)
+    text = capsys.readouterr().out
+    assert f"largest microbatch that fits: {found['largest_microbatch']} rows" in text
+    assert f"{len(tried)} programs compiled" in text
+
+
+def test_without_fit_there_is_one_compile_per_method(stand_in, tmp_path, capsys):
+    run("--nofit", "--methods=acco", f"--out={tmp_path}")
+    assert [p.method for p in stand_in] == ["acco"]
+    text = capsys.readouterr().out
+    assert "largest microbatch" not in text
+    assert "zero1 by formula" in text
+
+
+def test_ddp_is_compared_with_where_it_is_asked_for(
+    stand_in, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setitem(SCHEDULES, "ddp", "gpu_synchronous")
+    run("--nofit", "--methods=acco,ddp", f"--out={tmp_path}")
+    text = capsys.readouterr().out
+    assert "over ddp" in text and "over zero1" not in text
+
+
+def test_a_misfit_does_not_discard_another_s_result(
+    stand_in, monkeypatch, tmp_path, capsys
+):
+    compile_, file = programs.Program.compile, tmp_path / "plan.json"
+
+    def limited(program, *place):
+        if program.method == "acco":
+            raise programs.DoesNotFit("it needs 9G of 8G of memory")
+        return compile_(program, *place)
+
+    monkeypatch.setattr(programs.Program, "compile", limited)
+    run("--nofit", f"--out={tmp_path}", f"--json={file}")
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT\n  acco with microbatch_size 4 does not fit" in text
+    assert "zero1: 1 half-round per step" in text
+    plan = json.loads(file.read_text())
+    assert plan["methods"].keys() == {"zero1"} and "9G" in plan["do_not_fit"]["acco"]
+    with pytest.raises(SystemExit) as stopped:
+        run("--nofit", "--require-hidden", f"--out={tmp_path}")
+    assert stopped.value.code == exits.EXPOSED
+
+
+def test_a_method_is_not_given_another_s_options(stand_in, tmp_path, capsys):
+    run("--nofit", "--config.method_options.gather_bits=(8,4)", f"--out={tmp_path}")
+    assert [p.method for p in stand_in] == ["acco", "zero1"]
+    text = capsys.readouterr().out
+    assert "its half-rounds differ" in text
+    assert stand_in[0].tx.codecs.gather_quantized
+    assert not stand_in[1].tx.codecs.gather_quantized
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_domains_are_advised_where_there_are_hosts(stand_in, tmp_path, capsys, hosts):
+    run(
+        "--nofit", "--methods=acco", f"--out={tmp_path}", topology=f"gpu:h200:{hosts}x8"
+    )
+    advised = "with config.domains=2 gradients are summed" in capsys.readouterr().out
+    assert advised == (hosts == 2)
+
+
+def test_a_local_method_is_timed_per_inner_step(
+    stand_in, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setitem(SCHEDULES, "diloco", "gpu_synchronous")
+    file = tmp_path / "plan.json"
+    options = "--config.method=diloco", "--config.method_options.local_steps=10"
+    run("--nofit", "--methods=diloco", *options, f"--out={tmp_path}", f"--json={file}")
+    text = capsys.readouterr().out
+    assert "diloco: 10 inner steps per half-round, 2 microbatches in each" in text
+    (row,) = json.loads(file.read_text())["predicted"]
+    p = costs.predict(recorded("gpu_synchronous"), machine("gpu:h200:1x8"), 8)
+    assert row["step"] == pytest.approx(p.total / 10)
+    assert row["tokens_per_step"] == 2 * 4 * 128 * 8
+    assert row["speedup"] is None
+
+
+def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
+    file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
+    halves = "--config.microbatches=halves", "--config.microbatches_per_step=8"
+    arguments = *halves, f"--json={file}", f"--dump-hlo={hlo}", f"--out={tmp_path}"
+    run(*arguments, "--config.first_half=2")
+    out = capsys.readouterr().out
+    assert "2 half-rounds per step, 2 and 6 microbatches in them" in out
+    assert "READ from the schedule of the first half, the estimate" in out
+    assert "READ from the schedule of the second half, the commit" in out
+    assert "both halves" in out and "the second  " in out
+    plan = json.loads(file.read_text())
+    first, second = plan["methods"]["acco"]["halves"]
+    assert (first["microbatches"], second["microbatches"]) == (2, 6)
+    assert second["flops"] > first["flops"]
+    acco, zero1 = plan["predicted"]
+    assert acco["step"] == pytest.approx(first["seconds"] + second["seconds"])
+    assert acco["tokens_per_step"] == zero1["tokens_per_step"]  # its own are equal
+    assert plan["methods"]["zero1"]["halves"] == []
+    assert {p.name for p in hlo.iterdir()} == {
+        "acco-first.hlo.txt", "acco-second.hlo.txt", "zero1.hlo.txt"}  # fmt: skip
+    # larger and smaller microbatches are tried in the same ratio, with one program each
+    tried = [p for p in stand_in if p.method == "acco"]
+    assert len({p.rows for p in tried}) == len(tried) > 1
+    for program in tried:
+        assert program.counts == (program.halves[0],) * 8
+        assert program.halves[1] == 3 * program.halves[0]
+
+    stand_in.clear()
+    run("--nofit", *arguments)  # one of eight: its program is another
+    compiled = [(p.counts[0], p.single) for p in stand_in if p.method == "acco"]
+    assert compiled == [(1, True), (7, False)]
+
+
+def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):
+    def planned(bandwidth):
+        file = tmp_path / "plan.json"
+        run("--nofit", "--methods=acco", "--config.microbatches=adaptive",
+            "--config.most_microbatches=64", f"--set=fast_bandwidth={bandwidth}",
+            f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+        plan = json.loads(file.read_text())
+        (row,) = plan["predicted"]
+        (count,) = set(plan["methods"]["acco"]["counts"])
+        return count, row
+
+    found = {b: planned(b) for b in (450e9, 20e9, 10e9)}
+    counts = {b: count for b, (count, _) in found.items()}
+    assert counts[450e9] <= 2 < counts[20e9] < counts[10e9] < 64
+    # twice the time of communication takes twice the microbatches to hide it
+    assert counts[10e9] == pytest.approx(2 * counts[20e9], rel=0.2)
+    for _, row in found.values():
+        assert row["exposed"] < 0.1 * row["step"]

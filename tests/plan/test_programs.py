@@ -1,0 +1,120 @@
+"""The program that is planned is that of training; nothing is compiled here."""
+
+import types
+
+import pytest
+
+from acco_jax.plan import programs, topologies
+from acco_jax.runner import models
+from acco_jax.runner.config import default_config
+from tests.plan.recordings import text_of
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "domains", "said"),
+    [
+        ("gpu:h200:2x8", 1, 4, "domains is 4, but gpu:h200:2x8 has 2 hosts: give that"),
+        ("tpu:v5e:4x4", 2, 3, "has 2 slices: give that or 1"),
+        ("gpu:h200:2x8", 1, 0, "domains is 0"),
+    ],
+)
+def test_domains_are_hosts_or_slices(name, slices, domains, said):
+    with pytest.raises(ValueError, match=said):
+        programs.data_mesh(topologies.parse(name, slices), domains)
+
+
+def test_what_more_devices_divide(stand_in):
+    mesh, config = programs.data_mesh(None), default_config()
+    sizes = {}
+    for name in ("acco", "ddp", "diloco"):
+        config.method = name
+        program = programs.describe(config, mesh)
+        memory = program.held()
+        assert memory.total == sum(memory.parts.values()) and not memory.temporaries
+        sizes[name] = memory
+    psi = 4 * program.parameters  # bytes of one float32 copy
+    whole = sizes["acco"].parts
+    assert sizes["acco"].shards == pytest.approx(4 * psi / 8, rel=0.02)
+    assert {"master copy (shard)", "optimizer state (shard)"} <= set(whole)
+    assert sizes["ddp"].shards == 0 and "optimizer state" in sizes["ddp"].parts
+    assert sizes["diloco"].shards == pytest.approx(2 * psi / 8, rel=0.02)
+    assert sizes["diloco"].parts["optimizer state"] == pytest.approx(2 * psi, rel=0.02)
+
+
+def test_the_program_is_that_of_training(stand_in):
+    """The same step, model and microbatches as training's preparation has."""
+    mesh = programs.data_mesh(None)
+    config = default_config()
+    config.microbatches_per_step, config.counts = 6, (1, 2, 3, 3, 3, 3, 3, 3)
+    program = programs.describe(config, mesh)
+    params, state, batch, counts = program.arguments
+    assert (program.microbatches, program.computed, program.workers) == (3, 21, 8)
+    assert batch["tokens"].shape == (8 * 3 * 8, 257)
+    assert counts.shape == (8,)
+    assert params["wte"]["embedding"].shape == (models.BYTE_TOKENS, 128)
+    assert params["wte"]["embedding"].sharding.is_fully_replicated
+    assert {f for f in state._fields if "pending" in f} == {"pending"}
+    assert program.groups is None
+    program.step.lower(*program.arguments)  # traces
+
+
+def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
+    mesh, config = programs.data_mesh(None), default_config()
+    config.microbatches_per_step = 4
+    whole = programs.describe(config, mesh)
+    config.lora.rank = 4
+    program = programs.describe(config, mesh)
+    assert (whole.frozen, program.frozen) == (0, 2 * whole.parameters)  # bfloat16
+    assert program.parameters < whole.parameters / 20
+    assert len(program.step.lower(*program.arguments).as_text()) < 1_000_000
+
+
+def test_trips_of_dynamic_loops_are_the_busiest_workers():
+    step = type("Step", (), {})()
+    tx = types.SimpleNamespace(local=False)
+    program = programs.Program("acco", tx, step, 5, (2, 5), (None,) * 4)
+    trips = program._trips(text_of("gpu_hidden"))
+    assert list(trips.values()) == [2, 3]
+    single = programs.Program("acco", tx, step, 1, (), (None,) * 4)
+    assert list(single._trips(text_of("gpu_hidden")).values()) == [1, 1]
+    idle = programs.Program("acco", tx, step, 2, (0, 1), (None,) * 4)
+    assert list(idle._trips(text_of("gpu_hidden")).values()) == [0, 1]
+    every = programs.Program("acco", tx, step, 4, (), (None,) * 4)
+    assert list(every._trips(text_of("gpu_hidden")).values()) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "data", "model", "expected"),
+    [("bytes", None, None, 257), ("bpe", 10000, None, 10000), ("bpe", None, 512, 512)],
+)
+def test_vocabulary_without_a_corpus(tokenizer, data, model, expected):
+    config = default_config()
+    config.data.tokenizer, config.data.vocab_size = tokenizer, data
+    config.model.vocab_size = model
+    assert programs.vocab_size(config) == expected
+
+
+def test_bytes_are_those_of_the_tokenizer():
+    from acco_jax.data.tokenizers import ByteTokenizer
+
+    assert ByteTokenizer.vocab_size == models.BYTE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in "
+            "memory space hbm. Used 40.00G of 31.25G hbm. Exceeded by 8.75G.",
+            "it needs 40.00G of 31.25G of memory",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+            "for HLO temporaries (3.76T) exceeds available HBM (31.25G).",
+            "it needs 3.76T of 31.25G of memory",
+        ),
+        ("RESOURCE_EXHAUSTED: too much\nand more", "RESOURCE_EXHAUSTED: too much"),
+    ],
+)
+def test_what_a_compiler_says_of_memory(message, said):
+    assert programs.what_it_needs(message) == said
