@@ -10,6 +10,7 @@ import pytest
 import acco_jax
 from acco_jax.runner import config as configs
 from acco_jax.runner import loop, preparation
+from tests.runner import supervised
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +71,12 @@ def saved(tiny):
         return e, jax.device_get(acco_jax.committed_params(state, params))
 
     return save
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """jobs(*plans, **limits): commands of processes that train nothing."""
+    return supervised.commands(tmp_path)
 
 
 def _trained(x):

@@ -8,18 +8,16 @@ import os
 import shutil
 import signal
 import threading
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import acco_jax
 from acco_jax import data
 from acco_jax.models import transformer
-from acco_jax.runner import loop, meshes, metrics, models, preparation, processes
+from acco_jax.runner import loop, metrics, models, preparation
 from tests import compiling
 
 RUNS = {
@@ -347,51 +345,7 @@ def test_runs_outside_the_main_thread(train, tmp_path):
     assert results[0][0].checkpoints.latest() == 1
 
 
-# ---- what prepare refuses
-
-
-REFUSED = [
-    (
-        {"microbatches_per_step": 3},
-        "is 3, which does not divide into the 2 half-rounds",
-    ),
-    ({"counts": (1, 1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
-    ({"counts": (3, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
-    ({"counts": (-1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
-    ({"data.path": "/nowhere"}, "no folder /nowhere"),
-    (
-        {"data.name": "text_foldr"},
-        "no data set 'text_foldr'.*did you mean 'text_folder'",
-    ),
-    ({"data.tokenizer": "bpe"}, "needs data.vocab_size"),
-    ({"model.vocab_size": 200}, "is 200, but the tokenizer has 257 tokens"),
-    ({"model.heads": 3}, "heads"),
-    ({"model.size": "gpt-neo-9b"}, "'gpt-neo-9b' is unknown"),
-    ({"microbatch_size": 4096}, "less than a batch of"),
-    ({"length": 30000}, "less than a batch of"),
-    ({"optimizer.name": "lbfgs"}, "optimizer lbfgs .* does not work here: .*value"),
-    ({"optimizer.options": {"b1": "much"}}, "optimizer"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_prepare_refuses_in_one_line(tiny, tmp_path, changes, message):
-    config = tiny()
-    options = changes.pop("optimizer.options", None)
-    config.update_from_flattened_dict(changes)
-    config.optimizer.options.update(options or {})
-    with pytest.raises(ValueError, match=message):
-        preparation.prepare(config, tmp_path, jax.devices()[:2])
-    # what was refused leaves the workdir to whatever comes next
-    assert not (tmp_path / "config.json").exists()
-
-
-def test_text_folder_without_text(tiny, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "zeros.bin").write_bytes(b"\0" * 100)
-    config = tiny(**{"data.path": str(tmp_path / "empty")})
-    with pytest.raises(ValueError, match=r"zeros\.bin is no UTF-8 text: move it out"):
-        preparation.prepare(config, tmp_path / "work", jax.devices()[:2])
+# ---- the same workdir once more
 
 
 @pytest.mark.parametrize(
@@ -413,194 +367,8 @@ def test_refuses_the_workdir_of_another_run(acco_run, tiny, changes, message):
     assert str(workdir) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
-    moved = shutil.copytree(texts, tmp_path / "texts")
-    first = tmp_path / "work"
-    config = tiny(**{"data.path": str(moved)})
-    preparation.prepare(config, first, jax.devices()[:2])
-    for path in moved.iterdir():
-        path.write_text(path.read_text() + "more")
-    with pytest.raises(ValueError, match=r"not those of the run.*corpus\.documents"):
-        preparation.prepare(config, first, jax.devices()[:2])
-
-
 def test_what_does_not_change_a_run_may_change(acco_run, tiny):
     _, _, workdir, _ = acco_run
     changes = {"log_every": 5, "eval_every": 3, "checkpoint_every": 1,
                "eval_batches": 1, "keep_checkpoints": 1}  # fmt: skip
     preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
-
-
-def test_processes_with_other_text_are_refused(monkeypatch):
-    gathered = lambda x: np.uint32([7, 7, 9, 7])  # noqa: E731
-    monkeypatch.setattr(processes, "gathered", gathered)
-    with pytest.raises(ValueError, match="process 2 has other text than process 0"):
-        preparation._check_same_text(7)
-
-
-def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
-    (tmp_path / "config.json").write_text('{"steps":')
-    with pytest.raises(ValueError, match=r"config\.json is damaged"):
-        preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
-
-
-# ---- other optimizers, tokenizers, sizes
-
-
-OTHERS = {
-    "lion": {"optimizer.name": "lion"},
-    "sgd": {"optimizer.name": "sgd", "options": {"momentum": 0.9}},
-    "adafactor": {
-        "optimizer.name": "adafactor",
-        "options": {"min_dim_size_to_factor": 16},
-    },
-    "bpe": {"data.tokenizer": "bpe", "data.vocab_size": 280, "model.remat": "block"},
-    "qwen3": {
-        "model.family": "qwen3",
-        "model.kv_heads": 1,
-        "data.document_mask": True,
-    },
-}
-
-
-@pytest.mark.parametrize("name", slow_but("bpe", of=OTHERS))
-def test_trains_and_continues_with(tiny, tmp_path, name):
-    """What was not stopped and what was give the same last loss, below the first."""
-    changes = dict(OTHERS[name])
-    options = changes.pop("options", {})
-    changes |= {"steps": 3, "optimizer.learning_rate": 1e-2}
-    ends = []
-    for name, stops in ("whole", (None,)), ("stopped", (4, None)):
-        for stop in stops:
-            config = tiny(**changes)
-            config.optimizer.options.update(options)
-            e = preparation.prepare(config, tmp_path / name, jax.devices()[:2])
-            ends.append((loop.run(e, stop_after=stop), rows_of(tmp_path / name)))
-    (summary, rows), _, (_, resumed) = ends
-    assert rows == resumed
-    first = next(r for r in rows if r["kind"] == "train")
-    assert summary["loss"] < first["loss"]
-    assert (tmp_path / "whole" / "tokenizer.json").exists() == (
-        "data.tokenizer" in changes
-    )
-
-
-def test_rounds_of_local_steps(train, tmp_path):
-    """A call of several steps evaluates and saves whatever multiples it has passed."""
-    changes = {"method": "diloco", "method_options": {"local_steps": 4}, "steps": 12,
-               "eval_every": 3, "checkpoint_every": 7, "counts": (0, 2)}  # fmt: skip
-    _, summary = train(tmp_path, **changes)
-    rows = metrics.read(tmp_path)
-    steps = [(r["half_round"], r["step"]) for r in rows if r["kind"] == "validation"]
-    assert steps == [(1, 4), (2, 8), (3, 12)]
-    trained = [r for r in rows if r["kind"] == "train"]
-    # 4 steps x 2 microbatches of one worker x 2 rows x 32 targets
-    assert [r["tokens"] for r in trained] == [512, 1024, 1536]
-    assert [r["step"] for r in trained] == [4, 8, 12]
-    folder = tmp_path / "checkpoints"
-    assert {p.name for p in folder.iterdir() if p.is_dir()} == {"2", "3"}
-    assert summary["loss"] < trained[0]["loss"]
-
-
-LOCAL = {
-    "slowmo": {"local_steps": 2},
-    "co2": {"local_steps": 2},
-    "gossip": {"topology": "exponential"},
-    "streaming_diloco": {
-        "local_steps": 4, "fragments": 2, "overlap_steps": 1, "bits": 8
-    },
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(m, marks=[pytest.mark.long] * (m in ("slowmo", "co2")))
-        for m in LOCAL  # those are diloco's rounds
-        if m != "gossip"
-    ]
-    + slow_but(of=["gossip"]),
-)
-def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
-    changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
-               "optimizer.learning_rate": 3e-3}  # fmt: skip
-    experiment, summary = train(tmp_path / "whole", **changes)
-    train(tmp_path / "stopped", stop_after=3, **changes)  # mid-turn of the fragments
-    again, resumed = train(tmp_path / "stopped", **changes)
-    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
-    assert arrays_of(again) == arrays_of(experiment)
-    assert resumed["loss"] == summary["loss"]
-    first = next(r for r in rows_of(tmp_path / "whole") if r["kind"] == "train")
-    assert summary["loss"] < first["loss"]
-
-
-@pytest.mark.slow
-def test_domains_make_two_data_axes(tiny, tmp_path):
-    """The run of one axis, to the arithmetic; few bits cross between domains alone."""
-
-    def run(name, stop_after=None, **changes):
-        config = tiny(steps=3, **changes)
-        e = preparation.prepare(config, tmp_path / name, jax.devices()[:4])
-        return e, loop.run(e, stop_after=stop_after)
-
-    (_, flat), (apart, two) = run("flat"), run("two", domains=2)
-    assert apart.mesh.axis_names == apart.tx.axis == ("domain", "data")
-    assert two["loss"] == pytest.approx(flat["loss"], rel=1e-6)
-    # by a ring of all four 3/4 of a buffer; in two stages 1/2 and then 1/4
-    assert two["bytes_sent_per_worker"] == flat["bytes_sent_per_worker"]
-
-    bits = {"domains": 2, "method_options": {"gather_bits": 8, "reduce_bits": 8}}
-    whole, summary = run("bits", **bits)
-    run("stopped", stop_after=4, **bits)
-    again, _ = run("stopped", **bits)
-    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "bits")
-    assert arrays_of(again) == arrays_of(whole)
-    assert summary["loss"] == pytest.approx(flat["loss"], rel=1e-2)
-    # the stage within a domain is two thirds of plain bytes, a quarter of it gathers'
-    share = summary["bytes_sent_per_worker"] / two["bytes_sent_per_worker"]
-    assert share == pytest.approx((2 / 3 + 1 / 3 / 4 + 1 / 4) / 2, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("slices", "domains", "shape"),
-    [
-        ([0] * 4, None, (4,)),
-        ([0] * 4, 2, (2, 2)),
-        ([0, 0, 1, 1], None, (2, 2)),
-        ([0, 0, 1, 1], 1, (4,)),
-        ([0, 0, 1, 1], 4, (4,)),  # no network within them
-        ([0] * 4, 3, "domains is 3, but there are 4 devices: give a number that"),
-        ([0] * 4, 0, "domains is 0, but there are 4 devices"),
-        ([0, 1, 0, 1], 2, "domains is 2, but the devices are in 2 slices"),
-    ],
-)
-def test_which_devices_are_a_domain(slices, domains, shape, monkeypatch):
-    def make_mesh(shape, names, types, devices):
-        assert len(shape) == len(names) == len(types) == 1
-        return mock.Mock(devices=np.array(devices).reshape(shape))
-
-    monkeypatch.setattr(meshes.jax, "make_mesh", make_mesh)
-    monkeypatch.setattr(meshes, "Mesh", lambda devices, names, types: devices)
-    devices = [mock.Mock(slice_index=i) for i in slices]
-    if isinstance(shape, str):
-        with pytest.raises(ValueError, match=shape) as error:
-            meshes.data_mesh(devices, domains)
-        assert "\n" not in str(error.value)
-        return
-    found = meshes.data_mesh(devices, domains)
-    assert found.shape == shape and found.ravel().tolist() == devices
-
-
-def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
-    config = tiny(method="diloco", method_options={"local_steps": 4})
-    with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
-        preparation.prepare(config, tmp_path, jax.devices()[:2])
-
-
-def test_rows_per_worker_follow_counts(train, tmp_path):
-    experiment, _ = train(tmp_path, stop_after=3, counts=(0, 2))
-    rows = metrics.read(tmp_path)
-    assert rows[-1]["microbatches"] == [0, 2]
-    assert [r["tokens"] for r in rows] == [384]
-    assert isinstance(experiment.mesh, Mesh)

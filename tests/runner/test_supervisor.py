@@ -1,92 +1,22 @@
 """Commands and the processes they start: who is lost, who says so, and what follows.
 
-The processes here train nothing; tests/test_train.py and benchmarks/chaos.py have real
-ones. A process is a plan of what it does when it reaches a half-round.
+The processes here train nothing (supervised.py); tests/test_train.py and
+benchmarks/chaos.py have real ones.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 
-from acco_jax.runner import exits, heartbeat, meeting, supervisor
-from acco_jax.runner.meeting import End, Limits, Member
-
-# heartbeat.py alone: the package around it would import jax, which takes seconds.
-PROCESS = f"""
-import importlib.util, os, signal, sys, time
-spec = importlib.util.spec_from_file_location("heartbeat", {heartbeat.__file__!r})
-heartbeat = sys.modules["heartbeat"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(heartbeat)
-orders = heartbeat.follow()
-fault, at, faulty_attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-place = "/".join(map(str, (orders.process, orders.processes)))
-print(orders.attempt, orders.coordinator, os.getpid(), place, flush=True)
-os.write(2, b"a message of a library in C++\\n")
-for half_round in range(1, 6):
-    if half_round == at and orders.attempt <= faulty_attempts:
-        if fault == "raise":
-            raise RuntimeError("nobody expected this\\nand more")
-        if fault == "refuse":
-            print("error: no such file", file=sys.stderr)
-            heartbeat.ends_with(2, "no such file")
-            sys.exit(2)
-        if fault == "wait":  # as in a collective whose peer is gone
-            while not told:
-                time.sleep(0.05)
-        if fault == "save":  # once it is told to
-            while not told:
-                time.sleep(0.05)
-        if fault == "slow":  # and alive
-            time.sleep(6)
-        if fault == "stay":
-            while True:
-                time.sleep(1)
-        if fault.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, fault))
-    heartbeat.reached(half_round)
-    time.sleep(0.02)
-    if told:
-        sys.exit(75)
-"""
-LIMITS = Limits(lost_after=4.0, start_within=30.0)
-
-
-@pytest.fixture
-def jobs(tmp_path):
-    """jobs(*plans, **limits): one for each (fault, half-round[, attempts])."""
-    script, workdir = tmp_path / "process.py", tmp_path / "work"
-    script.write_text(PROCESS)
-    workdir.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def make(*plans, **limits):
-        return [
-            supervisor.Job(
-                command=[sys.executable, str(script), *map(str, (*plan, 1)[:3])],
-                workdir=workdir,
-                limits=dataclasses.replace(LIMITS, **limits),
-                process=i,
-                processes=len(plans),
-                coordinator=f"127.0.0.1:{port}" if len(plans) > 1 else None,
-            )
-            for i, plan in enumerate(plans)
-        ]
-
-    return make
+from acco_jax.runner import exits, supervisor
+from tests.runner.supervised import GOOD, WAIT
 
 
 def run(*jobs):
@@ -103,7 +33,6 @@ def errors(capfd):
 
 
 HOST = re.escape(socket.gethostname())
-GOOD, WAIT = ("none", 0), ("wait", 4)
 
 
 def test_all_good(jobs, capfd):
@@ -273,31 +202,6 @@ def test_commands_that_do_not_fit(jobs, capfd):
     assert any("is there already" in line for line in errors(capfd))
 
 
-def test_a_command_comes_again_while_its_old_words_arrive():
-    """When a cut link is whole, what was said before it was cut is heard at once."""
-    lines = []
-
-    async def say(port, command, *more):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        hello = {"process": 1, "processes": 2, "host": "a", "attempt": 0}
-        for message in (hello | {"command": command}, *more):
-            writer.write((json.dumps(message) + "\n").encode())
-        lines.append(next(iter(json.loads(await reader.readline()))))
-        return writer
-
-    async def commands():
-        async with meeting.Meeting(2, Limits()).at("127.0.0.1", 0) as here:
-            beat = {"beat": {"half_round": 1, "started": True, "silent": 0.0}}
-            commands = "one", "one", "other"
-            writers = [await say(here.port, name, beat) for name in commands]
-            for writer in writers:
-                writer.transport.abort()
-            await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(commands(), 20))
-    assert lines == ["welcome", "welcome", "refused"]
-
-
 @pytest.mark.slow
 def test_a_connection_that_falls_silent_is_left(jobs):
     """A cut link ends no connection: when it is whole again, old words arrive."""
@@ -329,184 +233,3 @@ def test_a_connection_that_falls_silent_is_left(jobs):
 
     assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.FINISHED
     assert [hello["attempt"] for hello in connections] == [0, 1]
-
-
-# ---- commands as processes of their own
-
-
-@pytest.fixture
-def start():
-    """start(job): its command, a process of its own."""
-    code = (
-        "import json, sys; from pathlib import Path\n"
-        "from acco_jax.runner import supervisor, meeting\n"
-        "job = json.loads(sys.argv[1]); job['workdir'] = Path(job['workdir'])\n"
-        "job['limits'] = meeting.Limits(**job['limits'])\n"
-        "sys.exit(supervisor.supervise(supervisor.Job(**job)))"
-    )
-    with contextlib.ExitStack() as stack:
-
-        def popen(job):
-            text = json.dumps(dataclasses.asdict(job), default=str)
-            started = stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, text],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            stack.callback(started.kill)
-            return started
-
-        yield popen
-
-
-def child_of(started):
-    """The number of the process that a command has started, from its first line."""
-    return int(started.stdout.readline().split()[2])
-
-
-def place_of(started):
-    """(attempt, "number/how many") of the process that a command has started."""
-    attempt, _, _, place = started.stdout.readline().split()
-    return int(attempt), place
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.fast("0")
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_command_that_is_killed_takes_its_process_along(jobs, start, killed):
-    todo = jobs(("stay", 3), ("stay", 3), restarts=1)
-    started = [start(job) for job in todo]
-    children = [child_of(one) for one in started]
-    started[killed].kill()
-    again = start(todo[killed])  # and takes part in the second attempt
-    out, err = again.communicate(timeout=60)
-    assert again.returncode == 0, err
-    assert out.startswith("2 ")
-    left = started[1 - killed]
-    _, err = left.communicate(timeout=60)
-    assert left.returncode == 0, err
-    assert f"process {killed} on" in err and "its command is gone" in err
-    assert not any(map(alive, children))
-
-
-@pytest.mark.slow
-def test_fewer_go_on_and_whoever_comes_again_is_taken_in(jobs, start):
-    """Four commands, of which the second and then the last are gone for a while."""
-    limits = {"restarts": 9, "min_processes": 2, "regroup_after": 1.0}
-    todo = jobs(*[("save", 5, 9)] * 4, **limits)
-    started = [start(job) for job in todo]
-    assert [place_of(one) for one in started] == [(1, f"{i}/4") for i in range(4)]
-    started[1].kill()
-    left = [started[i] for i in (0, 2, 3)]
-    assert [place_of(one) for one in left] == [(2, f"{i}/3") for i in range(3)]
-    started[3].kill()
-    assert [place_of(started[i]) for i in (0, 2)] == [(3, "0/2"), (3, "1/2")]
-    started[1] = start(todo[1])
-    assert [place_of(started[i]) for i in (0, 1, 2)] == [
-        (4, f"{i}/3") for i in range(3)
-    ]
-    for i in (0, 1, 2):
-        started[i].send_signal(signal.SIGTERM)
-    said = [started[i].communicate(timeout=30)[1] for i in (0, 1, 2)]
-    assert [started[i].returncode for i in (0, 1, 2)] == [exits.STOPPED] * 3, said
-    assert "going on with 3 of 4 processes: without process 1" in said[0]
-    assert "going on with 2 of 4 processes: without process 1, 3" in said[0]
-    assert "process 1 on" in said[0] and "came, for whom the others have sav" in said[0]
-
-
-@pytest.mark.slow
-def test_a_machine_that_wakes_up_late(jobs, start):
-    started = [start(job) for job in jobs(("stay", 3), ("stay", 3))]
-    children = [child_of(one) for one in started]
-    time.sleep(3)  # until process 0's command has heard of its half-rounds
-    for frozen in (started[1].pid, children[1]):
-        os.kill(frozen, signal.SIGSTOP)
-    _, err = started[0].communicate(timeout=30)
-    assert started[0].returncode == exits.LOST
-    assert re.search(r"process 1 on .* after half-round 2 \(no sign of life for", err)
-    for frozen in (started[1].pid, children[1]):
-        os.kill(frozen, signal.SIGCONT)
-    _, err = started[1].communicate(timeout=30)
-    assert started[1].returncode == exits.LOST
-    assert "error: process " in err
-    assert not any(map(alive, children))
-
-
-@pytest.mark.parametrize("waits", ["wait", "stay"])
-def test_signals_are_passed_on_and_a_second_one_is_obeyed_at_once(jobs, start, waits):
-    (job,) = jobs((waits, 3), restarts=1)
-    started = start(job)
-    child = child_of(started)
-    time.sleep(0.5)
-    started.send_signal(signal.SIGTERM)
-    if waits == "stay":
-        time.sleep(0.5)
-        assert started.poll() is None
-        started.send_signal(signal.SIGTERM)
-    _, err = started.communicate(timeout=20)
-    assert started.returncode == (exits.STOPPED if waits == "wait" else exits.FAILED)
-    assert err.startswith("error: interrupted") == (waits == "stay"), err
-    assert not alive(child)
-
-
-def test_told_to_stop_while_it_waits(jobs, start):
-    job = jobs(GOOD, GOOD)[0]
-    started, address = start(job), job.coordinator.split(":")
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(address):
-            break
-        time.sleep(0.1)
-    time.sleep(0.5)
-    started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=20)
-    assert started.returncode == exits.STOPPED
-    assert err == "error: stopped while waiting for other processes.\n"
-
-
-# ---- who is to blame
-
-
-def members(*changes):
-    base = {
-        "host": "a",
-        "heard": 100.0,
-        "idle": False,
-        "half_round": 7,
-        "started": True,
-    }
-    return [Member(**(base | {"process": i} | c)) for i, c in enumerate(changes)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "process"),
-    [
-        (({}, {}, {}), None),
-        (({}, {"silent": 61.0}, {}), 1),
-        (({}, {"silent": 59.0}, {}), None),
-        (({}, {"heard": 39.0}, {}), 1),
-        (({"silent": 61.0}, {"gone": True}, {}), 1),
-        (({}, {"started": False, "silent": 299.0}, {}), None),
-        (({}, {"started": False, "silent": 301.0}, {}), 1),
-        # one that aborts while another is silent was waiting for it
-        (({}, {"end": End(-6), "ended": 90.0}, {"silent": 30.0}), 2),
-        (({}, {"end": End(-6), "ended": 90.0}, {}), 1),
-        (({}, {"end": End(-6), "ended": 99.0}, {}), None),  # it may be another's fault
-        (({}, {"end": End(-6), "ended": 90.0}, {"end": End(-9), "ended": 91.0}), 2),
-        (({}, {"end": End(0), "ended": 50.0}, {}), None),  # process 0 writes a report
-        (({}, {"end": End(75), "ended": 99.0, "half_round": None}, {}), 1),
-        (({}, {"end": End(75), "ended": 50.0}, {}), None),
-    ],
-)
-def test_judge(changes, process):
-    verdict = meeting.judge(members(*changes), 100.0, Limits(), 1)
-    assert (verdict and verdict.process) == process
