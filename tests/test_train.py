@@ -172,6 +172,7 @@ def test_prints_a_start_the_evaluations_and_a_summary(finished):
         assert re.fullmatch(pattern, line), (line, pattern)
 
 
+@pytest.mark.slow
 def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
     ours, theirs = pty.openpty()
     size = struct.pack("4H", 24, 120, 0, 0)  # else it is of no width
@@ -222,7 +223,7 @@ def test_damaged_checkpoints(start, finished, place, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.fast("{*")
+@pytest.mark.fast("{")
 @pytest.mark.parametrize("line", ["{", '{"kind": 3}', '["x"]'])
 def test_a_damaged_row_ends_the_loop_with_a_line(start, finished, tmp_path, line):
     workdir = tmp_path / "work"
@@ -235,19 +236,12 @@ def test_a_damaged_row_ends_the_loop_with_a_line(start, finished, tmp_path, line
 
 # ---- told to stop, and several processes
 
-SLOW = pytest.mark.slow
 LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=100000",
         "--config.checkpoint_every=100000")  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        *(pytest.param(n, marks=SLOW) for n in (signal.SIGHUP, signal.SIGUSR1)),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
     process = start(tmp_path, *LONG)
     wait_for_rows(process, tmp_path, 3)

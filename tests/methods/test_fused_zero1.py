@@ -142,7 +142,7 @@ def run(method, mesh, loss, params, batches, N, counts=None, **options):
     return params, acco_jax.committed_params(state, params), tx, state
 
 
-@pytest.mark.fast("block-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "N"),
     [

@@ -181,12 +181,8 @@ def sums():
 SUMS = {f"{tree}: {names[0]} ... {names[-1]}": (tree, names) for tree, names in sums()}
 
 
-FIRST = {next(s for s in SUMS if s.startswith(tree)) for tree in ("odd", "large")}
-
-
-@pytest.mark.parametrize(
-    "some", [pytest.param(s, marks=[pytest.mark.slow] * (s not in FIRST)) for s in SUMS]
-)
+@pytest.mark.fast("odd: adabelief*")
+@pytest.mark.parametrize("some", SUMS)
 def test_as_unsharded(some):
     tree, names = SUMS[some]
     inner = added(names)

@@ -266,6 +266,7 @@ def owned(state):
     return held.layout.gather_exact(held.master)
 
 
+@pytest.mark.fast("pair")
 @pytest.mark.parametrize("name", SETUPS)
 def test_owners_know_what_replicas_hold(name):
     made = setup(name)
@@ -291,6 +292,7 @@ def test_a_saved_run_continues_to_the_bit(name):
         chex.assert_trees_all_equal(again, through)
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
     """Less than a step of the last difference away, and the rounding of one sum."""
     mesh, rate = make_mesh(N), 0.5

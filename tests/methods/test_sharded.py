@@ -114,17 +114,11 @@ def weights(n):
     )
 
 
-FEW = {"global norm": (1, 4), "lamb on odd sizes": (2,), "noise": (4,), "muon": (4,),
-       "global norm, padded": (2,), "labels callable": (2,)}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "n"),
-    [
-        pytest.param(name, n, marks=[pytest.mark.slow] * (n not in FEW.get(name, ())))
-        for name, n in RUNS
-    ],
-)
+@pytest.mark.fast(
+    "global norm-[14]", "global norm, padded-2", "lamb on odd sizes-2", "noise-4",
+    "muon-4", "labels callable-2",
+)  # fmt: skip
+@pytest.mark.parametrize(("name", "n"), RUNS)
 def test_inner_behaves_as_unsharded(name, n):
     theta, start, update = compiled(name, n)
     tree = INNER[name][1]

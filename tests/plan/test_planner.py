@@ -170,6 +170,7 @@ def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
     assert compiled == [(1, True), (7, False)]
 
 
+@pytest.mark.slow
 def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):
     def planned(bandwidth):
         file = tmp_path / "plan.json"

@@ -61,6 +61,7 @@ def test_never_is_never(run):
     assert run.ends[2]["loss"] > 0
 
 
+@pytest.mark.slow
 def test_lost_half_rounds_are_repeated(run):
     summary, lines = run.ends[2], goodput.read(run.workdir)
     seconds = summary["seconds_by_cause"]

@@ -18,7 +18,6 @@ import acco_jax
 from acco_jax import data
 from acco_jax.models import transformer
 from acco_jax.runner import loop, metrics, models, preparation
-from tests import compiling
 
 RUNS = {
     "acco": {},
@@ -78,13 +77,7 @@ def compilations():
         logger.setLevel(level)
 
 
-def slow_but(*quick, of):
-    """Parameters, all but these left to the slower tests."""
-    slow = pytest.mark.slow
-    return [x if x in quick else pytest.param(x, marks=slow) for x in of]
-
-
-@pytest.fixture(scope="module", params=slow_but("acco", "diloco", of=RUNS))
+@pytest.fixture(scope="module", params=RUNS)
 def whole(request, train, tmp_path_factory):
     """(changes, experiment, summary, workdir) of an uninterrupted run."""
     workdir, changes = tmp_path_factory.mktemp("whole"), RUNS[request.param]
@@ -101,6 +94,7 @@ def acco_run(train, tmp_path_factory):
     return experiment, summary, workdir, names
 
 
+@pytest.mark.fast("acco", "diloco")
 def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     changes, experiment, summary, workdir = whole
     delayed = experiment.tx.delayed
@@ -116,6 +110,7 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     assert len(losses) == len(set(losses)) == calls
 
 
+@pytest.mark.fast("acco")
 def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_path):
     """As after a SIGKILL: the newest checkpoint is older than the last row."""
     changes, experiment, _, workdir = whole
@@ -239,8 +234,7 @@ def manual_loss(experiment, params):
 @pytest.mark.fast("estimate")
 @pytest.mark.parametrize("stop", [6, 9], ids=["estimate", "commit"])
 def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
-    with compiling.optimized():  # else theta's last bit is not that of its gather
-        experiment, _ = train(tmp_path, stop_after=stop)
+    experiment, _ = train(tmp_path, stop_after=stop)
     (params, state), _ = experiment.checkpoints.restore(
         stop, preparation.abstract(experiment)
     )
@@ -292,12 +286,13 @@ def test_a_nan_stops_the_run_and_spares_the_checkpoints(train, tmp_path):
     assert again.checkpoints.latest() == 13
 
 
+@pytest.mark.fast("logged late")
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({"log_every": 2}, id="logged late"),
-        pytest.param({"eval_every": 1}, id="evaluated", marks=pytest.mark.slow),
-        pytest.param({}, id="only saved", marks=pytest.mark.slow),
+        pytest.param({"eval_every": 1}, id="evaluated"),
+        pytest.param({}, id="only saved"),
     ],
 )
 def test_divergence_is_seen_wherever_it_is_looked_for(train, tmp_path, changes):
@@ -310,10 +305,8 @@ def test_divergence_is_seen_wherever_it_is_looked_for(train, tmp_path, changes):
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
-)
+@pytest.mark.fast("15")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_with_a_checkpoint(
     acco_run, train, tmp_path, number, monkeypatch
 ):

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import Mesh
 
 from acco_jax.runner import loop, metrics, preparation
-from tests.runner.test_loop import arrays_of, rows_of, slow_but
+from tests.runner.test_loop import arrays_of, rows_of
 
 OTHERS = {
     "lion": {"optimizer.name": "lion"},
@@ -23,7 +23,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but("bpe", of=OTHERS))
+@pytest.mark.fast("lion")
+@pytest.mark.parametrize("name", OTHERS)
 def test_trains_and_continues_with(tiny, tmp_path, name):
     """What was not stopped and what was give the same last loss, below the first."""
     changes = dict(OTHERS[name])
@@ -45,6 +46,7 @@ def test_trains_and_continues_with(tiny, tmp_path, name):
     )
 
 
+@pytest.mark.slow
 def test_rounds_of_local_steps(train, tmp_path):
     """A call of several steps evaluates and saves whatever multiples it has passed."""
     changes = {"method": "diloco", "method_options": {"local_steps": 4}, "steps": 12,
@@ -78,9 +80,7 @@ LOCAL = {
     [
         pytest.param(m, marks=[pytest.mark.long] * (m in ("slowmo", "co2")))
         for m in LOCAL  # those are diloco's rounds
-        if m != "gossip"
-    ]
-    + slow_but(of=["gossip"]),
+    ],
 )
 def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
     changes = {"method": method, "method_options": LOCAL[method], "steps": 8,

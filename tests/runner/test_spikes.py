@@ -119,6 +119,7 @@ def losses(workdir):
     return [r["loss"] for r in metrics.read(workdir) if r["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_spike_stops_the_run_and_spares_the_checkpoints(train, tmp_path, spoiled):
     with pytest.raises(
         spikes.LossSpike, match=r"above the lowest such mean .*: lower"

@@ -63,6 +63,7 @@ def test_it_learns_what_it_would_have_learnt(whole, changed):
         np.testing.assert_allclose(found[key], value, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_record_says_who_did_what(changed):
     said = worlds.recorded(changed[0])
     assert [(h, w.axes["data"], w.counts) for h, w in said] == [
