@@ -1,8 +1,12 @@
 """The program that is planned is that of training; nothing is compiled here."""
 
+import logging
 import types
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from acco_jax.plan import programs, topologies
 from acco_jax.runner import models
@@ -118,3 +122,24 @@ def test_bytes_are_those_of_the_tokenizer():
 )
 def test_what_a_compiler_says_of_memory(message, said):
     assert programs.what_it_needs(message) == said
+
+
+def test_what_was_compiled_before_is_not_said_to_be_compiled(
+    monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("ACCO_PLAN_CACHE", str(tmp_path))
+    entry = {"text": text_of("gpu_hidden"), "peak": 1, "bytes_accessed": None,
+             "source_collectives": None}  # fmt: skip
+    monkeypatch.setattr(programs, "_compiled", lambda *_: dict(entry))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    program = programs.describe(default_config(), mesh)
+    with caplog.at_level(logging.INFO, "absl"):
+        first = program.compile("a place")
+        assert [r.getMessage() for r in caplog.records] == [
+            f"compiling acco for a place, microbatches of {program.rows}"
+        ]
+        caplog.clear()
+        again = program.compile("a place")
+    assert not caplog.records
+    assert (first.cached, again.cached) == (False, True)
+    assert again.text == first.text and again.seconds == first.seconds

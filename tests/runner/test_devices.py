@@ -170,6 +170,11 @@ def test_refuses_flags_that_do_not_fit(given, message):
         devices.check_together(*given)
 
 
+@pytest.mark.parametrize("address", ["[::1]:12355", "host.a.b:1", "10.0.0.1:65535"])
+def test_addresses_that_are(address):
+    devices.check_together(address, 2, 1)
+
+
 def test_alone_without_flags_or_launcher(monkeypatch):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
