@@ -258,6 +258,26 @@ def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
 
 
 @pytest.mark.slow
+def test_a_folder_of_checkpoints_is_of_one_run(start, tmp_path):
+    checkpoints = f"--config.checkpoints={tmp_path / 'checkpoints'}"
+    first, second = tmp_path / "first", tmp_path / "second"
+    process = start(first, *LONG, checkpoints)
+    wait_for_rows(process, first, 3)
+    other = (second, *LONG, checkpoints, "--config.seed=1")
+    ((_, err),) = finish(start(*other), code=exits.REFUSED)
+    (line,) = (x for x in err.splitlines() if x.startswith("error: "))
+    assert f"another run works in {tmp_path / 'checkpoints'} (" in line
+    process.send_signal(signal.SIGTERM)
+    ((_, err),) = finish(process, code=exits.STOPPED)
+    (done,) = re.findall(r"stopped after half-round (\d+) of 40001", err)
+    ((_, err),) = finish(start(*other), code=exits.REFUSED)  # nor when it rests
+    (line,) = (x for x in err.splitlines() if x.startswith("error: "))
+    assert "seed=0, not 1" in line
+    more = f"--stop_after={int(done) + 5}"
+    finish(start(first, *LONG, checkpoints, more), code=exits.STOPPED)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
