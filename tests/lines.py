@@ -1,0 +1,10 @@
+"""What a command says when it refuses."""
+
+
+def refusal(err: str, *words: str) -> bool:
+    """Whether it is one line with these words in it: field, value and remedy."""
+    return (
+        err.startswith("error: ")
+        and err.count("\n") == 1
+        and all(word in err for word in words)
+    )
