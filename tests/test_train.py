@@ -298,6 +298,7 @@ def two(start_two, place):
     return workdir, finish(*start_two(workdir))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_with_two_devices(finished, two):
     """The same rows in the same batches: the same losses, to float32 rounding."""
     one, several = rows_of(finished[2]), rows_of(two[0])

@@ -35,6 +35,7 @@ def test_nothing_but_one_line(short):
     assert "FINDING" not in short.stdout
 
 
+@pytest.mark.slow
 def test_every_target_accepts_what_is_valid_and_refuses_something(short):
     lines = short.stdout.splitlines()
     rows = [re.findall(r"[^| ][^|]*[^| ]|[^| ]", line) for line in lines]

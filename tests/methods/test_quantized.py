@@ -230,7 +230,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.fast("acco")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETUPS)
 @optimized()  # the forms' float32 bits
 def test_all_forms_are_one_half_round(name):

@@ -60,6 +60,7 @@ def test_networks_are_rows_and_hiding_pays_on_a_slow_one(stand_in, tmp_path):
     assert gains[0] > 1.1 > gains[1]
 
 
+@pytest.mark.slow
 def test_a_crossing_is_where_the_gain_is(stand_in):
     config = default_config()
     place = topologies.parse("gpu:h200:2x8")
