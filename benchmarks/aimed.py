@@ -139,8 +139,8 @@ def main() -> None:
 
     connect = devices.connect
 
-    def connected(*args: Any) -> None:
-        connect(*args)
+    def connected(*args: Any, **options: Any) -> None:
+        connect(*args, **options)
         keep_programs()
         if "SOAK_AIMS" in os.environ:
             arm()
