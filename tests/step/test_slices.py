@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import acco_jax
+from tests.compiling import optimized
 from tests.reference import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -44,6 +45,7 @@ def trajectory(sizes, names, *, form, microbatches=MICROBATCHES):
     return np.stack(points)
 
 
+@optimized()  # the forms' bits
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [MICROBATCHES, 1])
 def test_two_axes_are_one_to_the_arithmetic(microbatches):
