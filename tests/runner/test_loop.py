@@ -18,6 +18,7 @@ import acco_jax
 from acco_jax import data
 from acco_jax.models import transformer
 from acco_jax.runner import loop, metrics, models, preparation
+from tests.compiling import optimized
 
 RUNS = {
     "acco": {},
@@ -234,7 +235,8 @@ def manual_loss(experiment, params):
 @pytest.mark.fast("estimate")
 @pytest.mark.parametrize("stop", [6, 9], ids=["estimate", "commit"])
 def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
-    experiment, _ = train(tmp_path, stop_after=stop)
+    with optimized():  # else theta's last bit is not that of its gather
+        experiment, _ = train(tmp_path, stop_after=stop)
     (params, state), _ = experiment.checkpoints.restore(
         stop, preparation.abstract(experiment)
     )
