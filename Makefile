@@ -42,7 +42,7 @@ LIBRARY := tests/layout tests/step tests/plan/test_footprint.py \
            tests/project/test_readme.py \
            $(filter-out $(REST), $(wildcard tests/test_*.py tests/methods/test_*.py))
 
-test: $(VENV)/.test ## test every method and every command once, in ten minutes
+test: $(VENV)/.test ## test every method and every command once, in twelve minutes
 	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.test ## run what CI tests besides: whole runs, more optimizers and worlds
