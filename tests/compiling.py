@@ -1,4 +1,4 @@
-"""How XLA compiles the tests' programs: quickly, or as it compiles users'."""
+"""Turns XLA's optimizations on for tests whose bits or schedules depend on them."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 @contextlib.contextmanager
 def optimized():
-    """What is compiled inside is optimized, in processes started there, too."""
+    """Optimizes what is compiled inside, in processes started there, too."""
     quick = os.environ.pop(VARIABLE, None)
     jax.config.update("jax_disable_most_optimizations", False)
     try:

@@ -2,8 +2,9 @@
 
 Where the machine is busy a device may come late to a collective: XLA ends the process
 after 40 s unless it is told to wait longer. Programs are compiled in a third of the
-time, not to run fast. Those for GPUs and TPUs, and those whose bits depend on it, are
-compiled as users' are (`optimized`); OPTIMIZED=1 compiles all of them so.
+time, not to run fast. Those for GPUs and TPUs are compiled as users' are, and those
+whose bits depend on it are optimized, too (`optimized`). With OPTIMIZED=1, as for the
+newest jax, all of them are users'.
 """
 
 import fnmatch
@@ -71,7 +72,7 @@ def x64():
 
 @pytest.fixture(scope="module")
 def optimized():
-    """Programs of a module, and of the processes that it starts, as users compile."""
+    """Optimizes the programs of a module, and of the processes that it starts."""
     with compiling.optimized():
         yield
 

@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: few in `make test`, more in test-long."""
+"""Numbers of examples of a property: few in `make test`, ten times that in test-long."""
 
 import os
 

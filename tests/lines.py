@@ -1,8 +1,8 @@
-"""What a command says when it refuses."""
+"""Checks the one line in which a command refuses."""
 
 
 def refusal(err: str, *words: str) -> bool:
-    """Whether it is one line with these words in it: field, value and remedy."""
+    """Tells if it is one line with these words in it: field, value and remedy."""
     return (
         err.startswith("error: ")
         and err.count("\n") == 1
