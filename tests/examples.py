@@ -1,4 +1,4 @@
-"""Numbers of examples of a property: few in `make test`, ten times that in test-long."""
+"""Examples of a property: few in `make test`, ten times as many in test-long."""
 
 import os
 
