@@ -258,7 +258,7 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_is_stopped_and_goes_on(start, place):
     """Two values of two methods, two runs at once, killed in the middle."""
     flags = ("--tune=optimizer.learning_rate=1e-3,4e-3", "--at_once=2",

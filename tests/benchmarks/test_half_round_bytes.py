@@ -38,7 +38,7 @@ def test_entry_of_a_recorded_schedule(program, name):
     assert 4 * BUFFER < sum(sizes) + on_chip < 20 * BUFFER
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_model(tmp_path):
     out = tmp_path / "out.json"
     machines = "--machines=gpu:h200:1x8,gpu:abacus:1x8"

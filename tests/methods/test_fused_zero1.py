@@ -146,11 +146,11 @@ def run(method, mesh, loss, params, batches, N, counts=None, **options):
 @pytest.mark.parametrize(
     ("remat", "N"),
     [
-        ("none", 1),
         ("block", 2),
         *(
             pytest.param(*x, marks=pytest.mark.long)
-            for x in (("none", 2), ("block", 1), ("elementwise", 1), ("elementwise", 2))
+            for x in (("none", 1), ("none", 2), ("block", 1), ("elementwise", 1),
+                      ("elementwise", 2))
         ),
     ],
 )

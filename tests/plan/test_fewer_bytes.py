@@ -11,7 +11,7 @@ from acco_jax.models import transformer
 from acco_jax.plan import costs, machines, programs, topologies
 from tests.plan.test_hidden import MODEL, ROWS
 
-pytestmark = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 MACHINE = topologies.parse("gpu:h200:1x8")
 
 
@@ -38,7 +38,13 @@ def compiled(gather_bits, reduce_bits):
 
 @pytest.mark.parametrize(
     ("gather_bits", "reduce_bits", "share"),
-    [(8, None, 0.75), (4, None, 0.65), (8, 8, 0.5), (4, 8, 0.40)],
+    [
+        pytest.param(8, 8, 0.5, marks=slow),
+        *(
+            pytest.param(*case, marks=long)
+            for case in ((8, None, 0.75), (4, None, 0.65), (4, 8, 0.40))
+        ),
+    ],
 )
 def test_bytes_of_plain_bf16(gather_bits, reduce_bits, share):
     plain, whole, before = compiled(None, None)

@@ -57,9 +57,9 @@ CASES = [
     case("acco", "gpu:h200:2x8", 4, marks=()),
     case("zero1", "gpu:h200:2x8", 4),
     case("acco", "gpu:h200:2x8", 1),
-    case("acco", "gpu:h200:2x8", 2),
+    case("acco", "gpu:h200:2x8", 2, marks=long),
     case("acco", "gpu:h200:2x8", 3, dynamic=True),
-    case("acco", "gpu:h200:1x8", 4),
+    case("acco", "gpu:h200:1x8", 4, marks=long),
     case("acco", "gpu:h200:16x8", 4),
     case("acco", "gpu:h200:2x8", 4, model=2),
     case("acco", "tpu:v6e:4x4", 4),
@@ -239,7 +239,7 @@ DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all byt
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=long if n.startswith("slices") else slow) for n in DOMAINS],
+    [pytest.param(n, marks=slow if n == "hosts in few bits" else long) for n in DOMAINS],
 )
 def test_two_data_axes(name):
     """Each network has its own collectives, and each of the four its own products."""
@@ -327,8 +327,10 @@ LOCAL = {
 }
 
 
-@slow
-@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=slow if m == "streaming_diloco" else long) for m in LOCAL],
+)
 def test_exchanges_hide_behind_inner_steps(method):
     (options, kinds), machine = LOCAL[method], topologies.parse("gpu:h200:2x8")
     params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))

@@ -139,8 +139,9 @@ def test_runs_from_a_clean_kernel(notebook, tmp_path):
         "JUPYTER_PATH": str(spec.parent.parent.parent),
         "PYTHONPATH": str(ROOT),
     }
-    # without an accelerator, which the notebook itself must find out
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+    # as users run it: compiled with optimizations (it is quicker by more than that
+    # takes), and without an accelerator, which the notebook itself must find out
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS", "JAX_PLATFORMS"):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-c", program, "--inplace", f"--kernel_name={KERNEL}", copy],
