@@ -22,12 +22,12 @@ from acco_jax.loss import (
     evaluate,
     finite,
     keep,
-    where,
     widened,
     with_arrays,
     with_state,
 )
 from acco_jax.microbatches import piece, place_counts
+from acco_jax.select import masked
 from acco_jax.workers import (
     from_row,
     over_data,
@@ -194,17 +194,24 @@ class Accumulator:
 
     def add(
         self,
-        sums: Sums,
+        sums: Sums | None,
         params: PyTree,
         batch: PyTree,
         rng: Any,
         counts: jax.Array | None,
         span: Callable[[Any], tuple[Any, Any]] = lambda count: (0, count),
+        model_state: PyTree = None,
     ) -> Sums:
-        """Add each worker's microbatches span(count) = (first, end) to its row."""
+        """Add each worker's microbatches span(count) = (first, end) to its row.
 
-        def local(self, params, batch, rng, sums, counts):  # type: ignore[no-untyped-def]
-            sums, count = from_row(sums), self.microbatches
+        Without `sums` they are the first ones: each worker goes on at its row of
+        `model_state`.
+        """
+
+        def local(self, params, batch, rng, before, counts):  # type: ignore[no-untyped-def]
+            (sums, state), count = from_row(before), self.microbatches
+            if sums is None:
+                sums = self.zeros_here(params, batch, rng, self.held, state)
             if counts is not None:
                 count = jnp.clip(counts[0], 0, count)
             first, end = span(count)
@@ -213,7 +220,8 @@ class Accumulator:
             total = self.held
             return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
-        return self._on_workers(local, self.rows, params, batch, rng, sums, counts)
+        before = sums, model_state
+        return self._on_workers(local, self.rows, params, batch, rng, before, counts)
 
     def part(
         self,
@@ -241,9 +249,8 @@ class Accumulator:
             if k == middle:
                 return self._backward(work, params, counts, model_state)
             return work
-        sums = self.zeros(params, batch, rng, model_state) if k == 0 else work
         share = functools.partial(piece, k=k, parts=parts)
-        return self.add(sums, params, batch, rng, counts, share)
+        return self.add(work, params, batch, rng, counts, share, model_state)
 
     def _forward(
         self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree
@@ -289,7 +296,7 @@ class Accumulator:
             # `pack` drops gradients without weight: here they would exist twice
             loss = counted(Sums(None, loss, weight, None)).loss
             sums = self._widened(Sums(grads, loss, weight, aux), params)
-            sums = sums if counts is None else where(counts[0] > 0, sums)
+            sums = sums if counts is None else masked(counts[0] > 0, sums)
             sums = sums._replace(model_state=state)
             return to_row(keep(sums, from_row(before)))
 
@@ -371,7 +378,7 @@ class Accumulator:
             grads = None if sums is None else sums.grads
             (loss, (weight, aux, state)), out = take(loss_of, params, grads, valid)
             one = self._widened(Sums(None, loss, weight, aux), None)
-            one = counted(one if valid is None else where(valid, one))
+            one = counted(one if valid is None else masked(valid, one))
             one = one._replace(model_state=state)
             if sums is None:
                 return out, to_row(keep(one, start))
@@ -413,12 +420,12 @@ class Accumulator:
         model_state: PyTree = None,
     ) -> Sums:
         """Return the sums of no microbatch, for `sum_here`."""
-        gradient = functools.partial(self._gradient, total=total, i=0)
-        out = self._checked(gradient, params, batch, rng, model_state)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)
+        loss_of = self._loss_of(batch, rng, model_state, total, 0)
+        loss, (weight, aux, _) = self._checked(loss_of, params)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (loss, weight, aux))
         # zeros_like keeps how other mesh axes split the parameter
         grads = jax.tree.map(jnp.zeros_like, params)
-        sums = self._widened(zeros._replace(grads=grads), params)
+        sums = self._widened(Sums(grads, *zeros), params)
         return sums._replace(model_state=model_state)
 
     def _checked(self, fn: Callable, *args: Any) -> Any:
@@ -427,6 +434,8 @@ class Accumulator:
         check_constraints(jaxpr.jaxpr, self.axis)
         return out
 
+    # traced and lowered once, however many pieces of a half-round compute microbatches
+    @functools.partial(jax.jit, static_argnames="total")
     def _gradient(
         self, params: PyTree, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
     ) -> Sums:

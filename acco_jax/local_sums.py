@@ -10,7 +10,7 @@ from acco_jax.collectives import Alone
 from acco_jax.gradients import Accumulator, PyTree
 from acco_jax.loss import counted
 from acco_jax.microbatches import differ
-from acco_jax.workers import axis_names, check_compiled
+from acco_jax.workers import axis_names, check_compiled, from_row, to_row
 
 
 def local_gradients(
@@ -67,11 +67,11 @@ def local_gradients(
 
     @jax.jit
     def run(acc, params, batch, counts, rng):  # type: ignore[no-untyped-def]
-        zeros = acc.zeros(params, batch, rng)
-        sums = acc.add(zeros, params, batch, rng, counts)
+        sums = acc.add(None, params, batch, rng, counts)
         if acc.drop_nonfinite:
             sums = acc.checked(sums, jax.tree.map(lambda g: g.dtype, sums.grads))
-            sums = acc.over_data(counted, (acc.rows,), acc.rows)(sums)
+            own = lambda sums: to_row(counted(from_row(sums)))  # noqa: E731
+            sums = acc.over_data(own, (acc.rows,), acc.rows)(sums)
         aux = sums.loss if sums.aux is None else sums.aux
         return sums.grads, sums.weight, jax.tree.map(lambda x: x.sum(0), aux)
 

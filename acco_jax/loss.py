@@ -11,6 +11,7 @@ from jax.tree_util import Partial
 
 from acco_jax.dtypes import promoted
 from acco_jax.model_state import check_call, check_same
+from acco_jax.select import choose, masked
 
 PyTree = Any
 
@@ -106,14 +107,9 @@ def evaluate(
     return loss, (weight, aux, model_state)
 
 
-def where(condition: jax.Array, tree: PyTree) -> PyTree:
-    """Return the tree, or zeros where the condition does not hold."""
-    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
-
-
 def counted(sums: Sums) -> Sums:
     """Return the sums; what has no weight counts for nothing, not even a NaN."""
-    grads, loss = where(sums.weight != 0, (sums.grads, sums.loss))
+    grads, loss = masked(sums.weight != 0, (sums.grads, sums.loss))
     return sums._replace(grads=grads, loss=loss)
 
 
@@ -122,10 +118,7 @@ def keep(sums: Sums, before: PyTree) -> Sums:
     if before is None:
         return sums
     valid = sums.weight != 0
-    state = jax.tree.map(
-        lambda new, old: jnp.where(valid, new, old), sums.model_state, before
-    )
-    return sums._replace(model_state=state)
+    return sums._replace(model_state=choose(valid, sums.model_state, before))
 
 
 def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> Sums:
@@ -143,7 +136,7 @@ def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> S
     # not of the largest: where devices share a leaf, a maximum may lose a NaN
     each = [jnp.isfinite(x).all() for x in numbers]
     bad = (sums.weight != 0) & ~functools.reduce(jnp.logical_and, each)
-    good = where(~bad, sums._replace(model_state=None))
+    good = masked(~bad, sums._replace(model_state=None))
     dropped, state = (me & bad).astype(jnp.int32), sums.model_state
     return keep(good._replace(dropped=dropped, model_state=state), before)
 

@@ -1,10 +1,17 @@
-"""How long the step of a model compiles, by its number of layers.
+"""How long the first call of a step takes to trace and compile, by the model's size.
 
 python benchmarks/compile_time.py [--layers=12,48] [--families=gpt-neo,llama]
+python benchmarks/compile_time.py --leaves=50,100,200,400 [--methods=zero1,acco]
 
-The fused step of acco on two CPU devices, traced and compiled anew each time; layers
-are one loop of the program, so that more of them should not take longer. Prints, for
-each family, the median seconds and the ratio of the largest to the smallest model.
+With layers: the fused step of acco on two CPU devices; layers are one loop of the
+program, so that more of them should not take longer.
+
+With leaves: a chain of so many 16 x 16 products, unrolled, under adamw on four CPU
+devices, two microbatches of eight rows; beside each method `plain`, data parallel as
+jax.jit makes it of optax's own update in a scan over microbatches.
+
+Each size is traced and compiled anew, sizes and methods in turn, because machines are
+noisy: seconds are medians, ratios medians of those within a repetition.
 """
 
 import argparse
@@ -12,7 +19,7 @@ import os
 import statistics
 import time
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -20,23 +27,28 @@ import jax.numpy as jnp
 import optax
 
 import acco_jax
+from acco_jax.methods import METHODS
 from acco_jax.models import transformer
 from acco_jax.runner import models
 from acco_jax.runner.config import default_config
 
 WIDTH, LENGTH, VOCABULARY = 64, 64, 256
+ROWS, SIDE, MICROBATCHES = 8, 16, 2
 
 
-def seconds(family: str, layers: int) -> float:
-    """Returns how long tracing and compiling take."""
-    jax.clear_caches()
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    kinds = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((devices,), ("data",), kinds, devices=jax.devices()[:devices])
+
+
+def scanned(family: str, layers: int) -> float:
+    """Returns how long tracing and compiling take where layers are one loop."""
     config = default_config()
     config.model.family, config.model.layers = family, layers
     config.model.width, config.model.heads, config.length = WIDTH, 4, LENGTH
     c = models.transformer_config(config, VOCABULARY)
     model = transformer.model(c)
-    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
+    tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh_of(2))
     params, state = acco_jax.start(tx, model.init(jax.random.key(0)))
     step = acco_jax.make_train_step(model.loss, tx, microbatches=2, form="fused")
     tokens = jax.ShapeDtypeStruct((8, LENGTH + 1), jnp.int32)
@@ -45,23 +57,85 @@ def seconds(family: str, layers: int) -> float:
     return time.perf_counter() - start
 
 
+def chain(params: dict[str, jax.Array], batch: jax.Array, rng: None) -> jax.Array:
+    x = batch
+    for name in params:
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+def unrolled(method: str, leaves: int) -> float:
+    """Returns how long they take where each of so many leaves has its own product."""
+    mesh, optimizer = mesh_of(4), optax.adamw(1e-3)
+    params = {f"{i:04}": jnp.eye(SIDE) / 2 for i in range(leaves)}
+    batch = jnp.ones((mesh.size * MICROBATCHES * ROWS, SIDE))
+    batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+    if method != "plain":
+        tx = METHODS[method](optimizer, mesh=mesh)
+        params, state = acco_jax.start(tx, params)
+        step = acco_jax.make_train_step(
+            chain, tx, microbatches=MICROBATCHES, form="fused"
+        )
+    else:
+        whole = jax.NamedSharding(mesh, jax.P())
+        params, state = jax.device_put((params, optimizer.init(params)), whole)
+
+        @jax.jit
+        def step(params, state, batch):
+            def add(sums, part):
+                grads = jax.grad(chain)(params, part, None)
+                return jax.tree.map(jnp.add, sums, grads), None
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            parts = batch.reshape(MICROBATCHES, -1, SIDE)
+            grads, _ = jax.lax.scan(add, zeros, parts)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+    start = time.perf_counter()
+    step.lower(params, state, batch).compile()
+    return time.perf_counter() - start
+
+
+def table(measure, names: list[str], sizes: list[int], repeat: int, of: str) -> None:
+    """Prints seconds, and ratios to the smallest size or to the first name."""
+    taken: dict[tuple[str, int], list[float]] = {}
+    for _ in range(repeat):
+        for size in sizes:
+            for name in names:
+                jax.clear_caches()
+                taken.setdefault((name, size), []).append(measure(name, size))
+    print("| | " + " | ".join(f"{size} {of}, s" for size in sizes) + " | ratio |")
+    print("|---|" + "---|" * (len(sizes) + 1))
+    for name in names:
+        base = [names[0]] * len(sizes) if of == "leaves" else [name]
+        first = [(b, s) for b, s in zip(base, sizes, strict=False)]
+        shown = " | ".join(f"{statistics.median(taken[name, s]):.1f}" for s in sizes)
+        tops = [(name, s) for s in sizes[-len(first) :]]
+        ratios = [
+            statistics.median(
+                a / b for a, b in zip(taken[top], taken[low], strict=True)
+            )
+            for top, low in zip(tops, first, strict=True)
+        ]
+        print(f"| {name} | {shown} | {', '.join(f'{r:.2f}' for r in ratios)} |")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", default="12,48")
     parser.add_argument("--families", default="gpt-neo,llama")
+    parser.add_argument("--leaves")
+    parser.add_argument("--methods", default="ddp,zero1,acco")
     parser.add_argument("--repeat", type=int, default=3)
     flags = parser.parse_args()
-    numbers = [int(n) for n in flags.layers.split(",")]
-    print("| family | " + " | ".join(f"{n} layers, s" for n in numbers) + " | ratio |")
-    print("|---|" + "---|" * (len(numbers) + 1))
-    for family in flags.families.split(","):
-        taken: dict[int, list[float]] = {n: [] for n in numbers}
-        for _ in range(flags.repeat):
-            for n in numbers:  # interleaved: machines are noisy
-                taken[n].append(seconds(family, n))
-        medians = [statistics.median(taken[n]) for n in numbers]
-        shown = " | ".join(f"{m:.2f}" for m in medians)
-        print(f"| {family} | {shown} | {medians[-1] / medians[0]:.2f} |", flush=True)
+    if flags.leaves:
+        names = ["plain", *flags.methods.split(",")]
+        sizes = [int(n) for n in flags.leaves.split(",")]
+        table(unrolled, names, sizes, flags.repeat, "leaves")
+    else:
+        sizes = [int(n) for n in flags.layers.split(",")]
+        table(scanned, flags.families.split(","), sizes, flags.repeat, "layers")
 
 
 if __name__ == "__main__":

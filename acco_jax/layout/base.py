@@ -20,6 +20,7 @@ from acco_jax.layout.buffers import Arrays, Group, LeftOut, Outgoing, Pending, T
 from acco_jax.layout.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.layout.parts import SMALL, Parts, evenly
 from acco_jax.model_state import weighted
+from acco_jax.select import masked
 
 MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
 
@@ -314,14 +315,27 @@ class Layout:
 
         def local(buffers: Arrays, whole: Arrays) -> PyTree:
             blocks: dict[int, jax.Array] = {}
-            rest = iter(whole)
+            rest, apart = iter(whole), self._apart()
             for group, buffer in zip(self.groups, buffers, strict=True):
-                blocks |= dict(zip(group.leaves, group.take(buffer), strict=True))
+                parts = group.take(buffer, apart)
+                blocks |= dict(zip(group.leaves, parts, strict=True))
             each = enumerate(self.leaves)
             xs = [next(rest) if leaf.whole else blocks[i] for i, leaf in each]
             return self.map(fn, self.treedef.unflatten(xs))
 
         return self.everywhere(local, (spec, self._whole_specs), out_specs)
+
+    def _apart(self) -> Callable[[jax.Array], jax.Array]:
+        """On CPU, an identity into which nothing behind it is fused.
+
+        XLA:CPU compiles each kernel by itself, but equal ones once, and a leaf's kernel
+        is not equal to another's if it reads the buffer at a place of its own. Of what
+        it will not compute twice, a division by a one that it cannot know is the least.
+        """
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return lambda x: x
+        one = jnp.where(lax.axis_index(self.axis) >= 0, 1, 2)
+        return lambda x: x / one.astype(x.dtype)
 
     # ---- gradients, to the shards' owners
 
@@ -346,9 +360,7 @@ class Layout:
             if not check:
                 return packed
             # of what is packed, so that leaves are not held twice
-            return jax.tree.map(
-                lambda x: jnp.where(weight[0] != 0, x, jnp.zeros_like(x)), packed
-            )
+            return masked(weight[0] != 0, packed)
 
         in_specs = (self._row_specs, P(self.axis))
         rows = tuple(P(self.axis, *spec) for spec in self._whole_specs)

@@ -8,7 +8,7 @@ zeros.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,17 +86,45 @@ class Group:
             blocks.append(jnp.concatenate(tail, 1).reshape(n, -1, self.width))
         return jnp.concatenate(blocks, 1).reshape(-1, self.width)
 
-    def take(self, buffer: jax.Array) -> list[jax.Array]:
-        """Return (n, *part) of every leaf: the inverse of `lay`."""
+    def take(
+        self, buffer: jax.Array, apart: Callable[[jax.Array], jax.Array] = lambda x: x
+    ) -> list[jax.Array]:
+        """Return (n, *part) of every leaf: the inverse of `lay`.
+
+        In two steps, pieces of the buffer and then their leaves, with `apart` behind
+        each: where it keeps the compiler from joining them, one kernel reads all leaves
+        that lie at the same place of their pieces. So k of them need 2 sqrt(k) kernels,
+        not k, and what reads them is the same kernel for each.
+        """
         blocks = buffer.reshape(-1, self.rows, self.width)
-        n, k, start, parts = blocks.shape[0], self.aligned, 0, []
-        for i, part in enumerate(self.parts):
-            if i == k:  # from here on in elements, not in rows
-                blocks, start = blocks[:, start:].reshape(n, -1), 0
-            end = start + math.prod(part) // (self.width if i < k else 1)
-            parts.append(blocks[:, start:end].reshape(n, *part))
-            start = end
-        return parts
+        k, rows = self.aligned, 0
+        leaves, rest = self.parts[:k], self.parts[k:]
+        if leaves:
+            rows = sum(map(math.prod, leaves)) // self.width
+        first = _cut(blocks[:, :rows], leaves, self.width, apart)
+        if not rest:
+            return first
+        tail = blocks[:, rows:].reshape(blocks.shape[0], -1)
+        return first + _cut(tail, rest, 1, apart)
+
+
+def _cut(
+    blocks: jax.Array,
+    parts: Sequence[tuple[int, ...]],
+    unit: int,
+    apart: Callable[[jax.Array], jax.Array],
+) -> list[jax.Array]:
+    """Return (n, *part) of each; blocks (n, ...) hold `unit` elements an index."""
+    found: list[jax.Array] = []
+    start, step = 0, max(math.isqrt(len(parts)), 1)
+    for i in range(0, len(parts), step):
+        sizes = [math.prod(part) // unit for part in parts[i : i + step]]
+        piece = apart(blocks[:, start : start + sum(sizes)])
+        start += sum(sizes)
+        ends = np.cumsum([0, *sizes])
+        for part, a, b in zip(parts[i : i + step], ends, ends[1:], strict=False):
+            found.append(apart(piece[:, a:b]).reshape(-1, *part))
+    return found
 
 
 def _fills_rows(part: tuple[int, ...], width: int) -> bool:

@@ -31,8 +31,8 @@ from jax.sharding import Mesh
 from acco_jax.exchange import Point
 from acco_jax.layout import Layout, Pending, PyTree, Totals
 from acco_jax.methods import sharded
-from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
+from acco_jax.select import choose, masked
 
 
 @sharded.with_shards
@@ -73,15 +73,12 @@ def advance(
     extrapolation: float,
 ) -> tuple[AccoState, Point]:
     """One half-round of the recurrence, on the shards."""
-    commit = state.half_rounds % 2 == 1  # this half-round is counted already
+    commit = state.half_rounds & 1 == 1  # this half-round is counted already
     # without weight nothing counts, not even what few bits had left out
-    gradient = jax.tree.map(lambda g: jnp.where(totals.weight != 0, g, 0), gradient)
-    both, total = jax.tree.map(
-        lambda g, c: g + jnp.where(commit, c, 0),
-        (gradient, totals),
-        (state.carry, state.carried),
-    )
-    theta, inner_state, norm = step(both, total, state.inner, state.master)
+    gradient = masked(totals.weight != 0, gradient)
+    before = masked(commit, (state.carry, state.carried))
+    both, total = jax.tree.map(jnp.add, (gradient, totals), before)
+    theta, inner_state, norm = step(both, total, state.inner, state.master, commit)
     point = theta
     if extrapolation != 1:
         ahead = jax.tree.map(
@@ -91,7 +88,7 @@ def advance(
     state = state._replace(
         steps=state.steps + jnp.int32(commit & (total.weight != 0)),
         master=choose(commit, theta, state.master),
-        inner=choose(commit, inner_state, state.inner),
+        inner=inner_state,
         carry=gradient,
         carried=totals,
     )

@@ -125,9 +125,8 @@ def _accumulate(
     gradients, batch, counts, rng = inputs
     (layout, states), sums = rest, None
     if gradients.microbatches > 1:
-        sums = gradients.zeros(params, batch, rng, states)
         before = lambda count: (0, count - 1)  # noqa: E731
-        sums = gradients.add(sums, params, batch, rng, counts, before)
+        sums = gradients.add(None, params, batch, rng, counts, before, states)
     take = functools.partial(_reduced, pipelined, gradients, layout)
     dims = map(_dim, layout.leaves)
     specs = tuple(

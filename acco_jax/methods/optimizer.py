@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.layout import Layout, PyTree, Totals
 from acco_jax.layout.leaves import axes_in
 from acco_jax.methods.checks import checked_update
+from acco_jax.select import choose, masked
 
 
 @jax.tree_util.register_static
@@ -30,6 +31,7 @@ def guarded_step(
     totals: Totals,
     inner_state: PyTree,
     master: PyTree,
+    commit: jax.Array | bool = True,
 ) -> tuple[PyTree, PyTree, jax.Array]:
     """Opt(theta, G / W) on the shards; without weight nothing moves, whatever G is.
 
@@ -41,15 +43,14 @@ def guarded_step(
       totals: W, and the sum of the losses.
       inner_state: the optimizer's at theta.
       master: theta, the committed point; shards.
+      commit: whether the inner state advances, too.
 
     Returns:
       The new shards, the new inner state and the norm of G / W.
     """
     valid = totals.weight != 0
     weight = jnp.where(valid, totals.weight, 1)
-    mean = jax.tree.map(
-        lambda g: jnp.where(valid, g / weight.astype(g.dtype), 0), gradient
-    )
+    mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient))
     arguments = {
         k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()
     }
@@ -59,13 +60,9 @@ def guarded_step(
     moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),
-        choose(valid, layout.store_state(stepped), inner_state),
+        choose(valid & commit, layout.store_state(stepped), inner_state),
         optax.tree.norm(mean),
     )
-
-
-def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:

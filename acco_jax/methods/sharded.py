@@ -23,10 +23,11 @@ from acco_jax.half_round import Inputs, Round, run
 from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
 from acco_jax.methods import base, checks, optimizer
 from acco_jax.model_state import check_state
+from acco_jax.select import choose
 from acco_jax.workers import check_compiled, over_data, place, to_row
 
 StateType = TypeVar("StateType", bound=type)
-Step = Callable[[PyTree, Totals, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]]
+Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]
 Start = Callable[[Layout, PyTree, PyTree], Any]
 Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
 
@@ -366,8 +367,8 @@ def _plain_update(
         warming = half_round < tx.warmup
         sent, pending = state.pending, computed
         if tx.warmup:
-            sent = optimizer.choose(warming, computed, sent)
-            pending = optimizer.choose(warming, state.pending, pending)
+            sent = choose(warming, computed, sent)
+            pending = choose(warming, state.pending, pending)
         state = state._replace(pending=None)
     exchange = tx.exchange(tx.codecs.all[0])
     parcel = exchange.send(sent, state, extra)
@@ -417,8 +418,9 @@ def sharded(
         `master`, `inner`, `residue` and, where the method is delayed, `pending`.
       start: (layout, master, inner_state) -> the initial state; `residue` is filled in.
       advance: (state, gradient shards, totals, step) -> (state, Point), where
-        step(gradient, totals, inner_state, master) -> (master, inner_state, norm)
-        is a guarded optimizer step on the mean gradient. `half_rounds` counts already.
+        step(gradient, totals, inner_state, master, commit=True) ->
+        (master, inner_state, norm) is a guarded optimizer step on the mean gradient;
+        without `commit` inner_state stays. `half_rounds` counts already.
       delayed: whether a half-round communicates the gradients of the one before.
       half_rounds: how many make one step of the inner optimizer.
       warmup: so many first half-rounds of a delayed method send their own gradients.

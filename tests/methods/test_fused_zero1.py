@@ -149,8 +149,13 @@ def run(method, mesh, loss, params, batches, N, counts=None, **options):
         ("block", 2),
         *(
             pytest.param(*x, marks=pytest.mark.long)
-            for x in (("none", 1), ("none", 2), ("block", 1), ("elementwise", 1),
-                      ("elementwise", 2))
+            for x in (
+                ("none", 1),
+                ("none", 2),
+                ("block", 1),
+                ("elementwise", 1),
+                ("elementwise", 2),
+            )
         ),
     ],
 )

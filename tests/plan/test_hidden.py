@@ -239,7 +239,10 @@ DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all byt
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=slow if n == "hosts in few bits" else long) for n in DOMAINS],
+    [
+        pytest.param(n, marks=slow if n == "hosts in few bits" else long)
+        for n in DOMAINS
+    ],
 )
 def test_two_data_axes(name):
     """Each network has its own collectives, and each of the four its own products."""

@@ -25,8 +25,8 @@ from acco_jax.layout import Layout, PyTree, wide
 from acco_jax.methods import checks
 from acco_jax.methods.base import find_state, is_state
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
-from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
+from acco_jax.select import choose, masked
 from acco_jax.workers import from_row, over_data, place, to_row
 
 
@@ -115,9 +115,7 @@ class InnerSteps:
         sums = gradients.checked_here(sums._replace(grads=None), grads)
         valid = sums.weight != 0
         weight = jnp.where(valid, sums.weight, 1)
-        mean = jax.tree.map(
-            lambda g: jnp.where(valid, g / weight.astype(g.dtype), 0), grads
-        )
+        mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
         updates, inner = checked_update(
             self.inner, mean, work.inner, work.theta, {}, in_loop=True
         )

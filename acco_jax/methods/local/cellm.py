@@ -40,7 +40,8 @@ from acco_jax.methods.checks import checked_update
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.local.rounds import RoundOptions, counted
-from acco_jax.methods.optimizer import choose, pinned
+from acco_jax.methods.optimizer import pinned
+from acco_jax.select import choose
 from acco_jax.workers import over_data
 
 ROW = 256  # entries; a place in it fits 8 bits

@@ -42,9 +42,9 @@ from acco_jax.methods.delayed import dpu
 from acco_jax.methods.local import base
 from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.local.rounds import RoundOptions, counted, differences
-from acco_jax.methods.optimizer import choose
 from acco_jax.methods.sharded import ShardedMethod
 from acco_jax.methods.zero1 import zero1
+from acco_jax.select import choose
 from acco_jax.workers import over_data
 
 Fragment = dict[str, Any]  # leaves by name
