@@ -22,14 +22,14 @@ MUTANTS = (
     Mutant(
         "acco commits in the other half",
         "methods",
-        "commit = state.half_rounds % 2 == 1",
-        "commit = state.half_rounds % 2 == 0",
+        "commit = state.half_rounds & 1 == 1",
+        "commit = state.half_rounds & 1 == 0",
     ),
     Mutant(
         "acco takes the carried gradient off",
         "methods",
-        "lambda g, c: g + jnp.where(commit, c, 0),",
-        "lambda g, c: g - jnp.where(commit, c, 0),",
+        "both, total = jax.tree.map(jnp.add, (gradient, totals), before)",
+        "both, total = jax.tree.map(jnp.subtract, (gradient, totals), before)",
     ),
     Mutant(
         "acco counts a commit of nothing",
@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "a row without weight is packed as it is",
         "layout",
-        "lambda x: jnp.where(weight[0] != 0, x, jnp.zeros_like(x)), packed",
-        "lambda x: x, packed",
+        "return masked(weight[0] != 0, packed)",
+        "return packed",
     ),
     Mutant(
         "padding is not zero",
