@@ -16,9 +16,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import acco_jax
 from acco_jax.methods import METHODS
 from acco_jax.models import transformer
-from acco_jax.plan import programs, topologies
+from acco_jax.plan import programs, schedules, topologies
 from acco_jax.plan.footprint import bytes_held
 from acco_jax.runner.config import default_config
 
@@ -367,3 +368,40 @@ def test_what_does_not_fit_says_so():
     program = dataclasses.replace(program, arguments=arguments)
     with pytest.raises(programs.DoesNotFit, match=r"needs .*[GT] of 31.25G of memory"):
         program.compile()
+
+
+@slow
+def test_a_model_state_leaves_both_collectives_hidden():
+    """Batch-norm statistics travel with the weights, before the first microbatch."""
+    mesh, width, rows = programs.data_mesh(topologies.parse("gpu:h200:1x8")), 2048, 512
+
+    def loss_fn(params, x, rng, state):
+        new = {}
+        for name, w in params.items():
+            x = x @ w
+            mean, var = x.mean(0), x.var(0)
+            new[name] = state[name] + 0.1 * (jnp.stack([mean, var]) - state[name])
+            x = jax.nn.relu((x - mean) * jax.lax.rsqrt(var + 1e-5))
+        return jnp.sum(x.astype(jnp.float32) ** 2), 1.0, {}, new
+
+    abstract = jax.ShapeDtypeStruct
+    params = {k: abstract((width, width), jnp.bfloat16) for k in "abcd"}
+    state = {k: abstract((2, width), jnp.float32) for k in "abcd"}
+    tx = METHODS["acco"](optax.adamw(1e-3), mesh=mesh)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=4, form="fused")
+    args = jax.tree.map(
+        lambda x, home: abstract(x.shape, x.dtype, sharding=home),
+        jax.eval_shape(tx.start, params, state),
+        tx.start_shardings(params, state),
+    )
+    batch = abstract(
+        (mesh.size * 4 * rows, width),
+        jnp.bfloat16,
+        sharding=jax.NamedSharding(mesh, jax.P("data")),
+    )
+    schedule = schedules.read(step.lower(*args, batch).compile().as_text())
+    assert [x.kind for x in schedule.select()] == ["reduce-scatter", "all-gather"]
+    assert schedule.hidden_fraction() == 1.0
+    statistics = 4 * 2 * width * 4
+    small = [x.bytes for x in schedule.select(min_bytes=0) if x.bytes < 1 << 20]
+    assert statistics <= max(small) <= statistics + 64
