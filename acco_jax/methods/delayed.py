@@ -5,9 +5,16 @@
          recent gradient: theta~(t+1) = Opt(theta(t+1), G(t-1) / W(t-1)), not committed
 
 Both communicate while they compute, as ACCO does, and leave the delay as it is.
+
+With `feedback` f each step makes up for the delay by the change of the update since the
+step before (update-level error feedback), u being what Opt moves:
+
+    theta(t+1) = theta(t) + u(t) + f (u(t) - u(t-1)),
+    u(t) = Opt(theta(t), G(t-1) / W(t-1)) - theta(t)
 """
 
 import functools
+import math
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -19,6 +26,7 @@ from acco_jax.exchange import Point
 from acco_jax.layout import Layout, Pending, PyTree, Totals
 from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
+from acco_jax.select import choose
 
 
 @sharded.with_shards
@@ -33,11 +41,17 @@ class DelayedState(NamedTuple):
     pending: Pending  # g, w of the last update: every worker's own, wire dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
+    update: PyTree = None  # u(t-1): shards, with `feedback` alone
 
 
-def start(layout: Layout, master: PyTree, inner: PyTree) -> DelayedState:
+def start(
+    layout: Layout, master: PyTree, inner: PyTree, *, feedback: float
+) -> DelayedState:
     counts = jnp.int32(0), jnp.int32(0)
-    return DelayedState(layout, *counts, master, inner, layout.zeros())
+    state = DelayedState(layout, *counts, master, inner, layout.zeros())
+    if not feedback:
+        return state
+    return state._replace(update=jax.tree.map(jnp.zeros_like, master))
 
 
 def advance(
@@ -47,18 +61,63 @@ def advance(
     step: Step,
     *,
     predict: bool,
+    feedback: float,
+    warmup: int = 0,
 ) -> tuple[DelayedState, Point]:
-    """One step on the gradient that has arrived; with `predict` a second one ahead."""
+    """Take a step on the gradient that has arrived; `predict` adds one ahead."""
+    # this half-round is counted already; in a warm-up no gradient is late
+    late = (totals.weight != 0) & (state.half_rounds > warmup)
+
+    def fed_back(point: PyTree, at: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
+        """Return where a step to `point` ends, and its update."""
+        if not feedback:
+            return point, before
+        update = jax.tree.map(jnp.subtract, point, at)
+        further = jax.tree.map(
+            lambda x, u, last: x + feedback * (u - last), point, update, before
+        )
+        return choose(late, (further, update), (point, before))
+
     theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
-    ahead = step(gradient, totals, inner_state, theta)[0] if predict else theta
-    steps = state.steps + jnp.int32(totals.weight != 0)
-    state = state._replace(steps=steps, master=theta, inner=inner_state)
+    theta, update = fed_back(theta, state.master, state.update)
+    ahead = theta
+    if predict:
+        ahead = step(gradient, totals, inner_state, theta)[0]
+        ahead, _ = fed_back(ahead, theta, update)
+    state = state._replace(
+        steps=state.steps + jnp.int32(totals.weight != 0),
+        master=theta,
+        inner=inner_state,
+        update=update,
+    )
     return state, Point(ahead, norm)
 
 
-delayed = functools.partial(
-    sharded.sharded, state=DelayedState, start=start, delayed=True
-)
+def delayed(
+    inner: optax.GradientTransformation,
+    mesh: Mesh,
+    options: ShardedOptions,
+    *,
+    predict: bool,
+    feedback: float,
+    warmup: int = 0,
+) -> ShardedMethod:
+    if not 0 <= feedback < math.inf:
+        raise ValueError(
+            f"feedback is {feedback}: give 0 for none, or a positive number; 1 makes "
+            "up for the whole change of the update."
+        )
+    step = functools.partial(advance, predict=predict, feedback=feedback, warmup=warmup)
+    return sharded.sharded(
+        inner,
+        mesh,
+        options,
+        state=DelayedState,
+        start=functools.partial(start, feedback=feedback),
+        advance=step,
+        delayed=True,
+        warmup=warmup,
+    )
 
 
 def dpu(
@@ -66,32 +125,39 @@ def dpu(
     *,
     mesh: Mesh,
     warmup_steps: int = 0,
+    feedback: float = 0.0,
     **options: Unpack[ShardedOptions],
 ) -> ShardedMethod:
-    """Apply each gradient one step late, so that its communication is hidden.
+    """Apply each gradient one step late, so that its communication is overlapped.
 
     Args:
       inner: an optax transformation.
       mesh: the devices.
       warmup_steps: so many first half-rounds are synchronous, as in `zero1`.
+      feedback: how much of the update's change since the last step each late step adds
+        (the module's f); 1 as in arXiv 2606.30634, 0 for none. Adds a shard of the
+        parameters in float32.
       **options: as for `acco_jax.acco`.
 
     References:
       Ren et al., ZeRO-Offload, section 4.2: one-step delayed parameter update
       (https://arxiv.org/abs/2101.06840)
+      Update-level error feedback for delayed updates (https://arxiv.org/abs/2606.30634)
     """
-    step = functools.partial(advance, predict=False)
     if warmup_steps < 0:
         raise ValueError(
             f"warmup_steps is {warmup_steps}: it must be at least 0, which is none."
         )
-    return delayed(inner, mesh, options, advance=step, warmup=warmup_steps)
+    return delayed(
+        inner, mesh, options, predict=False, feedback=feedback, warmup=warmup_steps
+    )
 
 
 def wp(
     inner: optax.GradientTransformation,
     *,
     mesh: Mesh,
+    feedback: float = 0.0,
     **options: Unpack[ShardedOptions],
 ) -> ShardedMethod:
     """Compute each gradient where the next, late step is predicted to lead.
@@ -99,11 +165,11 @@ def wp(
     Args:
       inner: an optax transformation.
       mesh: the devices.
+      feedback: as for `dpu`; the predicted step has it, too.
       **options: as for `acco_jax.acco`.
 
     References:
       The weight prediction that Nabli et al. compare with
       (https://arxiv.org/abs/2406.02613, section 3)
     """
-    step = functools.partial(advance, predict=True)
-    return delayed(inner, mesh, options, advance=step)
+    return delayed(inner, mesh, options, predict=True, feedback=feedback)

@@ -38,10 +38,16 @@ def adamw(w, state, g):
     return w - LEARNING_RATE * (step + DECAY * w), (m, v, t)
 
 
-def reference(w, batches, counts, *, warmup=0, predict=False):
+def reference(w, batches, counts, *, warmup=0, predict=False, feedback=0.0):
     """[(where the parameters go, theta)] after each update."""
     state, pending, points = (0.0, 0.0, 0), None, []
-    at = w
+    at, last = w, np.zeros_like(w)
+
+    def late_step(w, state):
+        new, state = adamw(w, state, pending)
+        u = new - w
+        return w + u + feedback * (u - last), state, u
+
     for batch, count in zip(batches, counts, strict=True):
         gradient = mean_gradient(at, batch, count)
         if state[2] < warmup:
@@ -49,8 +55,8 @@ def reference(w, batches, counts, *, warmup=0, predict=False):
             at = w
         else:
             if pending is not None:
-                w, state = adamw(w, state, pending)
-                at = adamw(w, state, pending)[0] if predict else w
+                w, state, last = late_step(w, state)
+                at = late_step(w, state)[0] if predict else w
             pending = gradient
         points.append((at, w))
     return points
@@ -92,7 +98,14 @@ def draw(workers):
 
 
 @pytest.mark.fast(
-    "dpu-4-*", "dpu-1-plain", "dpu_warmup-2-fused", "wp-4-*", "wp-2-plain"
+    "dpu-4-*",
+    "dpu-1-plain",
+    "dpu_warmup-2-fused",
+    "wp-4-*",
+    "wp-2-plain",
+    "dpu_feedback-4-fused",
+    "wp_feedback-2-plain",
+    "dpu_warm_feedback-2-split",
 )
 @pytest.mark.parametrize("form", ["plain", "fused", "split"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -102,8 +115,15 @@ def draw(workers):
         (acco_jax.dpu, {}, {}),
         (acco_jax.dpu, {"warmup_steps": 3}, {"warmup": 3}),
         (acco_jax.wp, {}, {"predict": True}),
+        (acco_jax.dpu, {"feedback": 1.0}, {"feedback": 1.0}),
+        (acco_jax.wp, {"feedback": 0.5}, {"predict": True, "feedback": 0.5}),
+        (
+            acco_jax.dpu,
+            {"feedback": 1.0, "warmup_steps": 3},
+            {"feedback": 1.0, "warmup": 3},
+        ),
     ],
-    ids=["dpu", "dpu_warmup", "wp"],
+    ids=["dpu", "dpu_warmup", "wp", "dpu_feedback", "wp_feedback", "dpu_warm_feedback"],
 )
 def test_follows_its_equations(method, options, recurrence, workers, form):
     inner = optax.adamw(LEARNING_RATE, B1, B2, EPS, weight_decay=DECAY)
@@ -113,6 +133,26 @@ def test_follows_its_equations(method, options, recurrence, workers, form):
     np.testing.assert_allclose(
         found, reference(w, batches, counts, **recurrence), rtol=0, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("method", [acco_jax.dpu, acco_jax.wp])
+@pytest.mark.parametrize("factor", [-1.0, np.inf, np.nan])
+def test_a_feedback_that_is_none_is_refused(method, factor):
+    with pytest.raises(ValueError, match=f"feedback is {factor}: give"):
+        method(optax.sgd(1.0), mesh=make_mesh(1), feedback=factor)
+
+
+def test_without_weight_the_fed_back_update_stays():
+    tx = acco_jax.dpu(optax.sgd(1.0), mesh=make_mesh(1), feedback=1.0)
+    params = {"w": jnp.zeros(2)}
+    state, points = tx.init(params), []
+    for weight in (1.0, 1.0, 0.0, 1.0, 1.0):
+        grads = {"w": jnp.ones((1, 2))}
+        updates, state = tx.update(grads, state, params, weight=jnp.full(1, weight))
+        params = optax.apply_updates(params, updates)
+        points.append(float(params["w"][0]))
+    # late by one: nothing, then -1 - (1 - 0), -1 - (1 - 1), nothing, -1
+    assert points == [0, -2, -3, -3, -4]
 
 
 def test_endless_warmup_is_zero1():

@@ -83,6 +83,12 @@ def test_sums_are_what_counts(name, worlds):
     chex.assert_trees_all_close(found, alone, rtol=1e-9, atol=1e-12)
 
 
+def test_a_fed_back_update_moves_with_its_parameters():
+    found, _ = run("dpu", [(4,), (2,)], 3, feedback=1.0)
+    alone, _ = run("dpu", [(1,), (1,)], 3, feedback=1.0)
+    chex.assert_trees_all_close(found, alone, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_few_bits_lose_nothing():
     """Sums of gradients and of what rounding left out; replicas are copied."""
