@@ -1,7 +1,7 @@
-"""Delayed updates: the gradient that arrives belongs to the parameters of before.
+"""Delayed updates: a gradient is applied one step after it was computed.
 
     dpu  theta(t+1) = Opt(theta(t), G(t-1) / W(t-1)),  g(t) computed at theta(t)
-    wp   the same, but g(t) computed at a predicted point, a second step with the most
+    wp   as dpu, but g(t) computed at a predicted point, a second step with the most
          recent gradient: theta~(t+1) = Opt(theta(t+1), G(t-1) / W(t-1)), not committed
 
 Both communicate while they compute, as ACCO does, and leave the delay as it is.
@@ -30,7 +30,7 @@ class DelayedState(NamedTuple):
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last update: every worker's own, wire dtype
+    pending: Pending  # g, w of the last update: each worker's own
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
@@ -48,7 +48,7 @@ def advance(
     *,
     predict: bool,
 ) -> tuple[DelayedState, Point]:
-    """One step on the gradient that has arrived; with `predict` a second one ahead."""
+    """Take a step on the gradient that arrived; with `predict` a second one ahead."""
     theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
     ahead = step(gradient, totals, inner_state, theta)[0] if predict else theta
     steps = state.steps + jnp.int32(totals.weight != 0)
@@ -68,12 +68,12 @@ def dpu(
     warmup_steps: int = 0,
     **options: Unpack[ShardedOptions],
 ) -> ShardedMethod:
-    """Apply each gradient one step late, so that its communication is hidden.
+    """Apply each gradient one step late, so that its communication is overlapped.
 
     Args:
       inner: an optax transformation.
       mesh: the devices.
-      warmup_steps: so many first half-rounds are synchronous, as in `zero1`.
+      warmup_steps: how many first half-rounds are synchronous, as in `zero1`.
       **options: as for `acco_jax.acco`.
 
     References:
