@@ -215,8 +215,8 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
       params: the parameters of the loop (theta, theta~ or rows); for their structure.
 
     Returns:
-      The master copy, gathered and rounded to each parameter's own dtype (whatever
-      dtype communication uses); replicated over the data axis. Of a method without a
+      The master weights, gathered and rounded to each parameter's own dtype (whatever
+      the communication dtype is); replicated over the data axis. For a method without a
       common copy (gossip): the mean over the workers.
 
     Raises:
@@ -239,8 +239,8 @@ def committed_model_state(state: PyTree) -> PyTree:
 
     Returns:
       The mean over the workers, weighted as their gradients are, of each one's state
-      after its last microbatch whose gradients have been communicated; replicated. A
-      copy: later steps leave it as it is.
+      after its last microbatch whose gradients have been communicated; replicated. It is
+      a copy, which later steps do not change.
 
     Raises:
       ValueError: `state` carries no model state.
@@ -255,7 +255,7 @@ def committed_model_state(state: PyTree) -> PyTree:
 
 
 def start(tx: Method, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
-    """Return what a train step starts from.
+    """Return the parameters and the state from which a train step starts.
 
     Args:
       tx: a method of this library.
@@ -271,7 +271,7 @@ def start(tx: Method, params: PyTree, model_state: PyTree = None) -> tuple[PyTre
       (n, *param.shape), row i on worker i and all equal; else `params` as they are.
 
     Raises:
-      ValueError: in one line, what cannot be trained or carried.
+      ValueError: the parameters cannot be trained, or the model state not carried.
     """
     return tx.start(params, model_state)
 

@@ -50,8 +50,8 @@ class AdaptiveStep(LoggedStep, SplitStep):
 
     Its batches hold `most` microbatches for each worker. Microbatches for which there
     was no time are not computed. Every process counts for the workers on its devices.
-    The counts of a half-round are in its metrics; given as `counts=` (or read from the log
-    of a run) they are repeated, bitwise.
+    The counts of a half-round are in its metrics. Given as `counts=`, or read from the
+    log of a run, they are repeated, bitwise.
     """
 
     def __init__(

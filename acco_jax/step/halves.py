@@ -18,9 +18,9 @@ class Halves:
         e(t+1) = -kappa h (1 - f) e(t) + noise of variance ~ (1 - f) / f,
 
     and enters the gradient as f h e. A larger f is stable at larger learning rates, and
-    the remaining error is smaller (f (1 - f) of its variance). f -> 1 is zero1. The cost
-    of a larger f is overlap: the estimate's communication has only `first` beside it,
-    so take the smallest count that covers it. A single microbatch overlaps both
+    the remaining error is smaller (f (1 - f) of its variance). f -> 1 is zero1. The
+    cost is overlap: the estimate's communication has only `first` beside it, so take
+    the smallest count that covers it. A single microbatch overlaps both
     collectives, with its forward and its backward pass one each.
 
     Attributes:
