@@ -208,7 +208,7 @@ class Codecs:
 
     @property
     def feedback(self) -> bool:
-        """Whether error feedback adds a gradient's rounding error to the next one."""
+        """Return whether a gradient's rounding error is added to the next one."""
         return self.phases[0].reduce_bits is not None and self.phases[0].feedback
 
     def turn(self, half_round: Any) -> Any:

@@ -212,7 +212,7 @@ def _train(claim: contextlib.ExitStack) -> None:
     except ValueError as error:
         if process_count() == 1 or isinstance(error, checkpoints.Damaged):
             raise
-        # a collective whose peer is gone may raise one: nothing was refused
+        # a collective whose peer is gone may raise one: the input was not rejected
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if summary is None:
         sys.exit(exits.STOPPED)

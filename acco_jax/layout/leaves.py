@@ -53,7 +53,7 @@ class Leaf:
 
     @property
     def whole(self) -> bool:
-        """Whether every worker holds the whole leaf."""
+        """Return whether every worker holds the whole leaf."""
         return self.parts is None
 
     @property
@@ -73,12 +73,12 @@ class Leaf:
 
     @property
     def padded(self) -> bool:
-        """Whether the parts hold more elements than the leaf has."""
+        """Return whether the parts hold more elements than the leaf has."""
         return any(after for _, after in self.padding)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether shards are stored as blocks (n, *part), for lack of a spec that fits.
+        """Return whether shards are stored as blocks (n, *part), as no spec fits.
 
         Shards of other leaves have the leaf's own shape, one dimension of it padded.
         """

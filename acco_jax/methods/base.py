@@ -239,8 +239,8 @@ def committed_model_state(state: PyTree) -> PyTree:
 
     Returns:
       The mean over the workers, weighted as their gradients are, of each one's state
-      after its last microbatch whose gradients have been communicated; replicated. It is
-      a copy, which later steps do not change.
+      after its last microbatch whose gradients have been communicated; replicated. A
+      copy, which later steps do not change.
 
     Raises:
       ValueError: `state` carries no model state.

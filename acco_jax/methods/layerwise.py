@@ -28,7 +28,7 @@ Arrays = list[jax.Array]
 
 
 class Reduction(NamedTuple):
-    """How gradients cross the network; leaves are given by their numbers."""
+    """The reduction of gradients; leaves are given by their numbers."""
 
     # (leaves, gradients, earlier, valid) -> buffers of the sums, without communication
     pack: Callable[..., Arrays]

@@ -49,7 +49,7 @@ def make_train_step(
         finite has no weight in that call, as if it had computed nothing; of local
         methods, in that inner step. Bad numbers then stay on the worker that made them.
         Gradients are checked before they are sent; nothing more is communicated.
-      compiler_options: for the fused program; None takes
+      compiler_options: for the single program; None takes
         `acco_jax.compiler_options` of the mesh's devices.
 
     Returns:

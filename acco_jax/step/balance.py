@@ -128,7 +128,7 @@ class Balancer:
 
     @property
     def may_be_single(self) -> bool:
-        """Whether the counts may come to at most one microbatch on every worker."""
+        """Return whether counts may come to at most one microbatch per worker."""
         return self._bounds.total <= len(self.counts)
 
     def take(
