@@ -17,7 +17,7 @@ There the rounded values are the sums g_i of a host's (or slice's) workers.
 
 Both round to nearest. The reduction is an all-to-all. GPUs overlap it with computation.
 The compilers of TPUs (v5e, v5p, v6e, tpu7x) overlap it between slices, not within one.
-All of them gather asynchronously.
+GPUs and TPUs all gather asynchronously.
 
 Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340); error
 feedback, Karimireddy et al. (arXiv 1901.09847).

@@ -1,6 +1,6 @@
 """Model state: arrays that a model carries along and that are not differentiated.
 
-An example are the running statistics of batch norm. Each worker updates its own with
+Examples are the running statistics of batch norm. Each worker updates its own with
 the rows of its microbatches, in their order. The committed state is the workers' mean,
 weighted as their gradients are. The sum over the workers is part of the small
 all-reduce of the weights. With r_i(t) and w_i(t) worker i's state after its last

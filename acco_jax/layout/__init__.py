@@ -6,14 +6,14 @@
 
 The optimizer sees every leaf in its own global shape (`view`), split over the workers
 along one dimension; along two where no single one divides and the leaf is large. So it
-computes what it would compute on one device, also across elements. Between the
+computes what it would compute on one device, even across a whole leaf. Between the
 optimizer and the network the workers' parts are packed into one buffer per dtype.
 `reduce_scatter` and `all_gather` are only the collectives, so that a step can overlap
 them with computation. A small leaf that no dimension splits evenly stays
 whole, with its state, on every worker; its gradient is summed with the weights.
 
 A layout is static (hashable, no arrays): it lives in the optimizer state as a pytree
-node without leaves, so that the state contains all that interprets it.
+node without leaves, so that any holder of the state can interpret it.
 """
 
 from acco_jax.layout.base import Layout

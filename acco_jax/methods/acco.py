@@ -44,7 +44,7 @@ class AccoState(NamedTuple):
     steps: jax.Array  # int32 []: commits so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last half-round: each worker's own
+    pending: Pending  # g, w of the last half-round: per worker, communication dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized

@@ -30,7 +30,7 @@ class DelayedState(NamedTuple):
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last update: each worker's own
+    pending: Pending  # g, w of the last update: per worker, communication dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 

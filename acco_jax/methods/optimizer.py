@@ -1,4 +1,4 @@
-"""Runs of an optimizer, written for one device, on the shards of many."""
+"""The step of an optimizer, written for one device, on the shards of many."""
 
 from collections.abc import Callable
 from typing import Any

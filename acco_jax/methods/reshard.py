@@ -1,4 +1,4 @@
-"""Moves of a method's state to other devices: more workers, fewer, other groups.
+"""A method's state on other devices: more workers or fewer, or in other groups.
 
 State of the whole run stays the same: the committed parameters, the optimizer's state
 and the sum of the workers' in-flight gradients. Its splits, padding and packing follow

@@ -84,7 +84,7 @@ class BalancedStep(LoggedStep):
         return self._spent, time.perf_counter() - self._began if self._began else 0.0
 
     def compile(self, *args: Any, **named: Any) -> None:
-        """Compile the programs of the fused step, and the program that is timed."""
+        """Compile the single-program step's programs, and the one that is timed."""
         super().compile(*args, **named)
         if self._balancer:
             params, state, inputs, _ = self._placed(self._arguments(*args, **named))
