@@ -10,7 +10,7 @@ import math
 from acco_jax.layout.leaves import Leaf
 
 Parts = tuple[int, ...] | None
-SMALL = 1 << 16  # elements: up to here, leaves that no dimension splits evenly stay whole
+SMALL = 1 << 16  # elements: up to here a leaf that does not split evenly stays whole
 MAX_PADDING = 1 / 256  # of a leaf, before two of its dimensions are split
 MAX_LAYERS = 256  # a longer leading dimension does not count as one over layers
 

@@ -1,4 +1,4 @@
-"""The methods by name: each is one file, and no other module knows any of them."""
+"""The methods by name: each is one file, and nothing else depends on any of them."""
 
 import importlib
 import inspect

@@ -106,8 +106,7 @@ def acco(
 
     Two updates make one step of `inner`: an estimate, which moves the parameters ahead
     to theta~, and a commit, which moves them to theta and advances the state of
-    `inner`, so its schedules count commits. The first update only fills the
-    pipeline.
+    `inner`, so its schedules count commits. The first update only fills the pipeline.
 
     Args:
       inner: an optax transformation; sees mean gradients and the float32 master

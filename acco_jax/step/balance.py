@@ -27,9 +27,9 @@ class Balanced:
     little. A worker that became much slower is followed at the second probe, one that
     recovered at the first. There are 8 half-rounds or more between probes, enough to
     keep their time within `share`. With some 20 microbatches per worker in a
-    half-round (the time of a probe is the slowest worker's) a change to a
-    quarter of the speed, and back, is followed within 20 half-rounds. With fewer it
-    takes proportionally more, or a larger share.
+    half-round (the time of a probe is the slowest worker's) a change to a quarter of
+    the speed, and back, is followed within 20 half-rounds. With fewer it takes
+    proportionally more, or a larger share.
 
     Attributes:
       total: microbatches of all workers in a half-round.

@@ -1,6 +1,6 @@
 """The single-program step with counts known before it runs: balanced, halves or logged.
 
-Counts are data of the program, (n,) integers: another speed compiles nothing again. The
+Counts are data of the program, (n,) integers: a change of speed compiles nothing. The
 exception is a half-round in which no worker computes more than one microbatch. A loop
 of one leaves no computation to overlap a second collective with, so that half-round has
 a program of its own, with the forward and the backward pass apart.

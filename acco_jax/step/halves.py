@@ -20,8 +20,8 @@ class Halves:
     and enters the gradient as f h e. A larger f is stable at larger learning rates, and
     the remaining error is smaller (f (1 - f) of its variance). f -> 1 is zero1. The
     cost is overlap: the estimate's communication has only `first` beside it, so take
-    the smallest count that covers it. A single microbatch overlaps both
-    collectives, with its forward and its backward pass one each.
+    the smallest count that covers it. A single microbatch overlaps both collectives,
+    with its forward and its backward pass one each.
 
     Attributes:
       first: of each worker, or one number for every worker.
