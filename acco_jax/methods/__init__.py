@@ -1,4 +1,4 @@
-"""The methods by name: each is one file, and nothing else depends on any of them."""
+"""The methods by name, each in one file."""
 
 import importlib
 import inspect
