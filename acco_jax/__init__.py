@@ -1,4 +1,4 @@
-"""Accumulate while you communicate: data-parallel training with hidden communication.
+"""Accumulate while you communicate: data parallelism with overlapped communication.
 
 tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
 step = acco_jax.make_train_step(loss_fn, tx, microbatches=4)
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when they are asked for: name -> module of acco_jax.methods.
+# Imported on first access: name -> module of acco_jax.methods.
 _LAZY = MODULES | {"local_rounds": "local.rounds", "per_layer": "per_layer"}
 
 

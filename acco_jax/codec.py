@@ -1,4 +1,4 @@
-"""What is sent in a half-round, in how many bits, and what each end makes of it.
+"""The communication of a half-round: its bits, and the encoding at both ends.
 
     gradients --(encode, reduce)--> of each data axis in turn --(decode)--> shards
     shards --(encode_params)--> gather, one axis at a time --(decode_params)--> params
@@ -7,17 +7,17 @@ Plain communication sends the layout's buffers. Quantized, with Q of
 `acco_jax.quantize` and every replica of the parameters holding the same r:
 
     gather  the owner of a shard, which also knows its part of r, sends
-            d = Q(point - r), and everyone takes r + d: the next difference corrects
-            what this one's rounding left, so nothing accumulates
+            d = Q(point - r), and every worker takes r + d. The next difference corrects
+            this one's rounding error, so errors do not accumulate
     reduce  worker i sends Q(g_i + e_i) and keeps e_i' = g_i + e_i - Q(g_i + e_i) for
             its next gradient; the owner adds up what arrives, in float32
 
-Of several data axes only the last to be reduced, the slowest network, is crossed in few
-bits: what is rounded there is the sum g_i of a host's (or slice's) workers.
+With several data axes only the last to be reduced, the slowest network, is quantized.
+There the rounded values are the sums g_i of a host's (or slice's) workers.
 
-Both round to nearest. The reduction is an all-to-all, which GPUs run beside computation
-and the compilers of TPUs (v5e, v5p, v6e, tpu7x) do not within a slice, between slices
-they do; all gather asynchronously.
+Both round to nearest. The reduction is an all-to-all. GPUs overlap it with computation.
+The compilers of TPUs (v5e, v5p, v6e, tpu7x) overlap it between slices, not within one.
+GPUs and TPUs all gather asynchronously.
 
 Sources: differences to what the receiver holds, as CHOCO-SGD (arXiv 1902.00340); error
 feedback, Karimireddy et al. (arXiv 1901.09847).
@@ -36,7 +36,7 @@ from acco_jax.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
 class Residue(NamedTuple):
-    """What quantized communication remembers; a part of a method's state."""
+    """The memory of quantized communication; a part of a method's state."""
 
     replica: PyTree  # r: shards of the parameters as all hold them; None: exact
     error: LeftOut | None  # e: each worker's, of what it sends; None: exact
@@ -44,23 +44,23 @@ class Residue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How one half-round communicates.
+    """The way in which one half-round communicates.
 
     Every function takes the residue of the half-round before, None if communication is
-    plain, and those that encode return the new one.
+    plain. Functions that encode return the new one.
     """
 
-    gather_bits: int | None = None  # of differences; None: values in the wire dtype
-    reduce_bits: int | None = None  # of gradients; None: in the wire dtype
-    feedback: bool = True  # add what rounding a gradient left out to the next one
+    gather_bits: int | None = None  # of differences; None: values, communication dtype
+    reduce_bits: int | None = None  # of gradients; None: in the communication dtype
+    feedback: bool = True  # add a gradient's rounding error to the next one
 
     def encode(
         self, layout: Layout, residue: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
-        """(residue, what `reduce` takes) of gradients to be reduced over a data axis.
+        """Return (residue, what `reduce` takes), to reduce gradients over a data axis.
 
         The buffers are local gradients, reduced over the data axes before this one, and
-        `weight` [] is that of all of them.
+        `weight` [] is the total weight.
         """
         if (bits := self._bits(layout, axis)) is None:
             return residue, buffers
@@ -79,17 +79,17 @@ class Codec:
         return residue._replace(error=error), words
 
     def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
-        """The collective over one data axis."""
+        """Run the collective over one data axis."""
         if self._bits(layout, axis) is None:
             return layout.reduce_scatter(buffers, axis)
         return layout.all_to_all(buffers, axis)
 
     def _bits(self, layout: Layout, axis: str) -> int | None:
-        """Of gradients over a data axis: few over the slowest one alone."""
+        """Return the bits of gradients over a data axis: None except on the slowest."""
         return self.reduce_bits if axis == layout.reduce_order[-1] else None
 
     def decode(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
-        """The shards of the sums over workers, in the master copy's dtype."""
+        """Return the shards of the sums over workers, in the master weights' dtype."""
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
         if bits is not None:
             reduced = layout.on_buffers(
@@ -100,7 +100,7 @@ class Codec:
     def encode_params(
         self, layout: Layout, residue: Any, point: PyTree
     ) -> tuple[Any, Outgoing]:
-        """(residue, what `gather` takes) of the shards of a new point."""
+        """Return (residue, what `gather` takes) of the shards of a new point."""
         whole = layout.whole(point)
         if residue is None:
             return residue, Outgoing(layout.join(point), whole)
@@ -117,13 +117,13 @@ class Codec:
         return residue._replace(replica=replica), Outgoing(buffers, whole)
 
     def gather(self, layout: Layout, outgoing: Outgoing, axis: str) -> Outgoing:
-        """The collective over one data axis."""
+        """Run the collective over one data axis."""
         return layout.all_gather(outgoing, axis)
 
     def decode_params(
         self, layout: Layout, residue: Any, gathered: Outgoing, params: PyTree
     ) -> PyTree:
-        """The new parameters, of what was gathered and the parameters so far."""
+        """Return the new parameters, from what was gathered and the old parameters."""
         if self.gather_bits is None:
             new = layout.unpack(gathered)
             if residue is None or residue.replica is None:
@@ -139,10 +139,10 @@ class Codec:
 def quantized(
     layout: Layout, buffers: tuple[jax.Array, ...], bits: int
 ) -> tuple[jax.Array, ...]:
-    """Packed buffers in few bits.
+    """Quantize packed buffers to `bits` bits.
 
-    A row may hold a leaf that a model axis splits and one that is the same all along
-    it, and must stay the same: so the devices of such an axis share their scales.
+    A row may hold a leaf that a model axis splits and one that is replicated along it
+    and must stay so. The devices of such an axis therefore share their scales.
     """
     axes = tuple(a for a in layout.model_axes if layout.mesh.shape[a] > 1)
     return layout.on_buffers(lambda xs: tuple(quantize(x, bits, axes) for x in xs))(
@@ -155,13 +155,13 @@ def _values(bits: int | None) -> Callable[[tuple[jax.Array, ...]], Any]:
     return lambda buffers: tuple(dequantize(q, bits) for q in buffers)
 
 
-# What a replica and the shard's owner compute alike, on a leaf's elements.
+# Replicas and the shard's owner compute these alike, on a leaf's elements.
 
 
 def _arrived(
     leaf: Leaf, old: jax.Array, step: jax.Array, point: jax.Array
 ) -> jax.Array:
-    """What holds `old` once a step has arrived; of whole leaves the point itself."""
+    """Return `old` moved by an arrived step; for whole leaves, to the point itself."""
     if leaf.whole:
         return _moved(leaf, old, point)
     new = leaf.on_wire(old) + step.astype(leaf.master)
@@ -169,9 +169,9 @@ def _arrived(
 
 
 def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
-    """What optax.apply_updates makes of `old` and the update `new - old`.
+    """Return the result of optax.apply_updates on `old` and the update `new - old`.
 
-    Replicas that a loop updates itself are then those of the train step, to the bit.
+    Replicas that a loop updates itself are then bitwise those of the train step.
     """
     before = old.astype(leaf.master)
     return (before + (new.astype(leaf.master) - before)).astype(leaf.dtype)
@@ -179,23 +179,23 @@ def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Codecs:
-    """Which codec each half-round takes."""
+    """The codecs of a method, one for each half-round."""
 
     phases: tuple[Codec, ...] = (Codec(),)  # of half-rounds 0, 1, ..., over and over
-    # so many half-rounds apart, from the first on, one sends values and not
+    # one half-round in this many, from the first on, sends values instead of
     # differences; 0: never
     resync_every: int = 0
 
     @property
     def all(self) -> tuple[Codec, ...]:
-        """Those there are, as `turn` numbers them."""
+        """All codecs, as `turn` numbers them."""
         if not self.resync_every:
             return self.phases
         return (*self.phases, Codec(None, self.phases[0].reduce_bits))
 
     @property
     def period(self) -> int:
-        """Half-rounds after which they come in the same order again."""
+        """The number of half-rounds after which the codecs repeat in order."""
         return math.lcm(len(self.phases), self.resync_every or 1)
 
     @property
@@ -208,11 +208,11 @@ class Codecs:
 
     @property
     def feedback(self) -> bool:
-        """Whether what rounding a gradient left out is added to the next one."""
+        """Return whether a gradient's rounding error is added to the next one."""
         return self.phases[0].reduce_bits is not None and self.phases[0].feedback
 
     def turn(self, half_round: Any) -> Any:
-        """The number of a half-round's codec; of an int or an array."""
+        """Return the number of a half-round's codec, for an int or an array."""
         number = half_round % len(self.phases)
         if self.resync_every:
             # 1 or 0, without a bool, which strict promotion does not take for a number
@@ -226,7 +226,7 @@ class Codecs:
         return self.all[self.turn(half_round)]
 
     def start(self, layout: Layout, params: PyTree) -> Any:
-        """`Residue` before the first half-round; None of plain communication."""
+        """Return the `Residue` before the first half-round; None if none is needed."""
         if not (self.gather_quantized or self.feedback):
             return None
         cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
@@ -237,7 +237,7 @@ class Codecs:
         )
 
     def check(self, residue: Residue | None) -> None:
-        """Raises a ValueError unless the residue of a state is of these codecs."""
+        """Raise a ValueError unless a state's residue fits these codecs."""
         replica, error = residue or (None, None)
         has = replica is not None, error is not None
         if has != (self.gather_quantized, self.feedback):
@@ -249,7 +249,7 @@ class Codecs:
 
 
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
-    """Zeros in the shape of what crosses the slowest data axis: `Residue.error`'s."""
+    """Return zeros like `Residue.error`: what crosses the slowest data axis."""
     before = layout.workers // layout.mesh.shape[layout.reduce_order[-1]]
     part = lambda xs: tuple(x[: x.shape[0] // before] for x in xs)  # noqa: E731
     return layout.on_buffers(part)(layout.zeros().buffers)
@@ -262,10 +262,10 @@ def codecs(
     *,
     half_rounds: int,
 ) -> Codecs:
-    """The codecs for a method's arguments; see `acco_jax.acco`.
+    """Return the codecs for a method's arguments; see `acco_jax.acco`.
 
     Raises:
-      ValueError: in one line, which argument is none of the choices.
+      ValueError: an argument is not one of its choices.
     """
     bits = gather_bits
     if isinstance(bits, tuple | list):

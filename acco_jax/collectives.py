@@ -1,4 +1,4 @@
-"""What a loss function does over the data axes, where it runs on one worker's rows."""
+"""The use of data axes by a loss function, which runs on one worker's rows."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ _SILENT = ("axis_index", "pvary", "pcast", "reduced_vary_cast")
 
 
 def _values(equation: Any) -> list[Any]:
-    """Return an equation's parameters, and what tuples among them hold."""
+    """Return an equation's parameters, and the items of tuples among them."""
     values = equation.params.values()
     return [x for v in values for x in (v if isinstance(v, tuple | list) else (v,))]
 
@@ -46,7 +46,7 @@ def collective(jaxpr: Any, axis: tuple[str, ...]) -> str:
 
 
 def check_constraints(jaxpr: Any, axis: tuple[str, ...]) -> None:
-    """Raises a ValueError if something is placed over a data axis."""
+    """Raise a ValueError if a sharding constraint names a data axis."""
     for equation in _equations(jaxpr):
         for x in _values(equation):
             if isinstance(x, NamedSharding) and _names(str(x.spec), axis):
@@ -59,7 +59,7 @@ def _names(spec: str, axis: tuple[str, ...]) -> bool:
 
 @contextlib.contextmanager
 def naming_constraints(axis: tuple[str, ...]) -> Iterator[None]:
-    """Turn what JAX raises for an array placed over a data axis into one line."""
+    """Turn JAX's error for an array placed over a data axis into one line."""
     try:
         yield
     except ValueError as error:
@@ -79,10 +79,10 @@ def _constrained(spec: str) -> ValueError:
 
 
 class Alone:
-    """Checks once that a loss function sends nothing over the data axes."""
+    """A check, made once, that a loss function sends nothing over the data axes."""
 
     def __init__(self, gradients: "Accumulator", own_params: bool = False) -> None:
-        """Prepares the check.
+        """Prepare the check.
 
         Args:
           gradients: its loss function, and how many microbatches a batch holds.
@@ -93,7 +93,7 @@ class Alone:
     def __call__(
         self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None
     ) -> None:
-        """Traces the loss function, the first time.
+        """Trace the loss function, the first time.
 
         Raises:
           ValueError: it communicates over a data axis.

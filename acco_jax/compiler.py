@@ -1,4 +1,4 @@
-"""What each generation of compiler must be told so that collectives run beside compute.
+"""The options of each generation of compiler that let collectives overlap compute.
 
 Found by compiling half-rounds and reading the schedules; `acco_jax.plan` shows them.
 """
@@ -22,7 +22,7 @@ _SPARSE_CORE: dict[str, bool | int] = {
 OPTIONS: dict[str, dict[str, bool | int]] = {
     # One asynchronous collective at a time is the rule; a model axis has its own
     # collectives inside the loops, each of which takes a place, and the data axis needs
-    # one beside them: Llama 3 8B in groups of 8 hides it from 8 places on, not with 4.
+    # one beside them: Llama 3 8B in groups of 8 overlaps it with 8 places, not with 4.
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
@@ -96,7 +96,7 @@ def compiler_options(
 
 @contextlib.contextmanager
 def naming_unknown_options() -> Iterator[None]:
-    """Turn a compiler's refusal of an option, before anything runs, into one line."""
+    """Turn a compiler's error about an unknown option into one line."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

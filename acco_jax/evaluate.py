@@ -54,10 +54,10 @@ def main(argv: list[str]) -> None:
 
 
 def _figures() -> dict[str, Any]:
-    """Returns what is asked for.
+    """Return the requested figures.
 
     Raises:
-      ValueError: in one line, what cannot be evaluated, or flags exclude each other.
+      ValueError: the model or the text cannot be read, or flags exclude each other.
       FloatingPointError: a loss is not finite.
     """
     asked = [f for f in (_SPLIT, _FILE, _LAMBADA) if f.value is not None]
@@ -84,7 +84,7 @@ def _figures() -> dict[str, Any]:
 
 
 def _lines(figures: dict[str, Any], indent: str = "") -> list[str]:
-    """Returns a line for each figure."""
+    """Return a line for each figure."""
     lines = []
     for name, value in figures.items():
         label = name.replace("_", " ")

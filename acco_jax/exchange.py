@@ -3,9 +3,9 @@
     pending --send--> Reducing --(encode, reduce) over each data axis--> gradient sums
     sums --advance--> Advanced --(encode, gather) over each--> Gathering --> Delivery
 
-Each data axis has a reduction and a gather, which are the hops. What comes between is
-the method's own: `advance`, on the shards. It is the same whatever stands beside the
-hops: see `acco_jax.half_round`.
+Each data axis has a reduction and a gather, which are the hops. Between them comes the
+method's own `advance`, on the shards. The exchange does not depend on the computation
+beside the hops: see `acco_jax.half_round`.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from acco_jax.model_state import averaged
 
 
 class Point(NamedTuple):
-    """What `advance` decided: where the parameters go, and what it saw on the way."""
+    """The decision of `advance`: where the parameters go, and the norm on the way."""
 
     shards: PyTree  # the new parameters, master dtype
     grad_norm: jax.Array  # [] global norm of the mean gradient of this half-round
 
 
 class Reducing(NamedTuple):
-    """The parcel until the gradients have been reduced."""
+    """The data of an exchange until the gradients have been reduced."""
 
-    state: Any  # of the method, without what is pending
+    state: Any  # of the method, without the in-flight gradients
     extra: dict[str, Any]  # arguments of the optimizer
     totals: Totals
     whole: Arrays  # reduced gradients of leaves that stay whole
@@ -39,7 +39,7 @@ class Reducing(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """What the owners of the shards decided."""
+    """The result of the owners' step on the shards."""
 
     state: Any
     totals: Totals
@@ -47,7 +47,7 @@ class Advanced(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """The parcel until the parameters have been gathered."""
+    """The data of an exchange until the parameters have been gathered."""
 
     state: Any
     totals: Totals
@@ -56,7 +56,7 @@ class Gathering(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What an exchange ends with."""
+    """The result of an exchange."""
 
     params: PyTree  # of their own dtypes, on every worker
     state: Any  # advanced
@@ -69,13 +69,13 @@ class Exchange:
     """Reduce-scatter, the optimizer on the shards, all-gather: a hop per data axis."""
 
     axis: tuple[str, ...]  # the data axes, slowest first
-    # (state, gradient shards, totals, extra) -> (state, Point): what the owners of
-    # shards do between the reduction and the gather
+    # (state, gradient shards, totals, extra) -> (state, Point): the step of the owners
+    # of shards, between the reduction and the gather
     advance: Callable[[Any, PyTree, Totals, dict[str, Any]], tuple[Any, Point]]
     codec: Codec  # how this half-round communicates
 
     def send(self, pending: Pending, state: Any, extra: dict[str, Any]) -> Reducing:
-        """Sums what is small: an all-reduce later would take the asynchronous slot."""
+        """Sum what is small: an all-reduce later would take the asynchronous slot."""
         totals, whole, sums = state.layout.sum_small(pending)
         if sums:
             new = averaged(state.model_state, sums[0], totals.weight)
@@ -90,7 +90,7 @@ class Exchange:
 
     @functools.cached_property
     def reduces(self) -> tuple[Hop, ...]:
-        """The way of gradients to the owners of shards, the fastest network first."""
+        """The hops of gradients to the owners of shards, the fastest network first."""
         partial = functools.partial
         return tuple(
             Hop(partial(self._encode, axis), partial(self._reduce, axis))
@@ -99,7 +99,7 @@ class Exchange:
 
     @functools.cached_property
     def gathers(self) -> tuple[Hop, ...]:
-        """The way of an advanced point to all workers, the slowest network first."""
+        """The hops of an advanced point to all workers, the slowest network first."""
         first, *others = (
             Hop(lambda x: x, functools.partial(self._gather, axis))
             for axis in self.axis
@@ -116,7 +116,7 @@ class Exchange:
         return x._replace(buffers=self.codec.reduce(x.state.layout, x.buffers, axis))
 
     def act(self, x: Reducing) -> Advanced:
-        """What the owners of shards do with the reduced sums."""
+        """Advance the shards on the reduced sums, as their owners."""
         gradient = self.codec.decode(x.state.layout, x.buffers, x.whole)
         state, point = self.advance(x.state, gradient, x.totals, x.extra)
         return Advanced(state, x.totals, point)
@@ -137,7 +137,7 @@ class Exchange:
         return Delivery(new, state, x.totals, x.grad_norm)
 
     def homes(self, state: Any) -> Delivery:
-        """The shardings of what `decode` returns."""
+        """Return the shardings of what `decode` returns."""
         layout = state.layout
         everywhere = layout.sharding()
         totals = Totals(everywhere, everywhere)

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         if number:
             _show(f"--- {number + 1} of {len(keys)}\n")
         texts = model.write(prompt, _TOKENS.value, how, key[None], chunk=1)
-        first = next(texts)  # refuses before anything is shown
+        first = next(texts)  # raises before anything is shown
         _show(_PROMPT.value)
         shown = 0
         for (text,) in itertools.chain([first], texts):

@@ -1,4 +1,4 @@
-"""Microbatches to one local gradient and weight per worker, without communication."""
+"""Local gradients: a sum over microbatches per worker, without communication."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ PyTree = Any
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Pullback:
-    """How to put a gradient function together again from its residuals."""
+    """The structure that rebuilds a gradient function from its residuals."""
 
     treedef: Any
     params: tuple[int | None, ...]  # by residual: which parameter or loss array it is
@@ -54,15 +54,16 @@ class _Pullback:
 )
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """Adds up gradients of microbatches on each worker.
+    """The sum of microbatch gradients on each worker.
 
-    A pytree: of the arrays of a loss function that is a jax.tree_util.Partial. Programs
-    take it as an argument, so that those arrays are no constants in their text.
+    It is a pytree of the arrays of a loss function that is a jax.tree_util.Partial.
+    Programs take it as an argument, so that these arrays are not constants in the HLO
+    text.
     """
 
     loss_fn: Callable[..., Any]  # as for `local_gradients`; becomes a Partial
     mesh: Mesh
-    axis: tuple[str, ...]  # the data axes; the others stay as they are inside `loss_fn`
+    axis: tuple[str, ...]  # the data axes; other axes are unchanged inside `loss_fn`
     microbatches: int  # how many each worker computes, or where counts vary the most
     dtype: Any = None  # of the sums; None: each parameter's own
     drop_nonfinite: bool = False  # see `acco_jax.make_train_step`
@@ -73,7 +74,7 @@ class Accumulator:
             object.__setattr__(self, "loss_fn", with_arrays(self.loss_fn))
 
     def frozen(self, model_state: PyTree) -> Self:
-        """The same of a loss function that keeps its model state; None: it has none."""
+        """Return the accumulator with a fixed model state; None: there is none."""
         if model_state is None:
             return self
         loss_fn = Partial(with_state, self.loss_fn, model_state)
@@ -96,7 +97,7 @@ class Accumulator:
 
     @property
     def held(self) -> int:
-        """How many microbatches each worker's part of the batch holds."""
+        """The number of microbatches that each worker's part of the batch holds."""
         return self.room or self.microbatches
 
     @property
@@ -106,14 +107,14 @@ class Accumulator:
     def opaque(self, end: Any) -> Any:
         """Return a loop's end, on GPU as a number that the compiler cannot know.
 
-        XLA:GPU inlines a loop of one trip, then puts only as much of it behind a
-        collective as it thinks enough, and holds more of it in memory.
+        XLA:GPU inlines a loop of one iteration. It then overlaps a collective with only
+        as much of it as it estimates to be enough, and holds more of it in memory.
         """
         on_gpu = self.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")
         return lax.optimization_barrier(jnp.int32(end)) if on_gpu else end
 
     def _whole(self, fn: Callable) -> Callable:
-        """fn as one piece of a GPU's program: a loop that runs once."""
+        """Wrap fn as one piece of a GPU's program: a loop that runs once."""
 
         def run(*args: Any) -> Any:
             end = self.opaque(1)
@@ -132,7 +133,8 @@ class Accumulator:
         """Split every leaf's axis 0 over the workers.
 
         Raises:
-          ValueError: it does not divide by n * microbatches, or leaves differ in it.
+          ValueError: axis 0 does not divide by n * microbatches, or leaves differ in
+            its length.
         """
         parts = self.workers * self.held
         first: tuple[str, int] | None = None
@@ -155,8 +157,8 @@ class Accumulator:
     def place_counts(self, counts: Any) -> jax.Array | None:
         """Put microbatch counts on their workers: (n,) int32.
 
-        Those of a jax.Array would have to be waited for: they are not read, but clipped
-        to 0 ... `microbatches`.
+        A jax.Array is not read, since reading would block: it is clipped to 0 ...
+        `microbatches`.
 
         Raises:
           ValueError: wrong shape or dtype, or a count that can be read is out of range.
@@ -165,18 +167,18 @@ class Accumulator:
         return place_counts(counts, self.workers, self.microbatches, sharding)
 
     def counts_here(self, counts: Sequence[int]) -> jax.Array:
-        """(n,) counts, of which each process gives those of its own workers."""
+        """Return (n,) counts, of which each process gives those of its own workers."""
         x, sharding = np.asarray(counts, np.int32), NamedSharding(self.mesh, self.rows)
         with jax.transfer_guard_host_to_device("allow"):  # here it is meant
             return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
     def abstract_counts(self) -> jax.ShapeDtypeStruct:
-        """What `counts_here` returns, without values."""
+        """Return the result of `counts_here`, without values."""
         sharding = NamedSharding(self.mesh, self.rows)
         return jax.ShapeDtypeStruct((self.workers,), jnp.int32, sharding=sharding)
 
     def _on_workers(self, fn: Callable, out_specs: Any, *args: Any) -> Any:
-        """fn(self, params, batch, rng, sums or model state, counts), on own rows."""
+        """Run fn(self, params, batch, rng, sums or model state, counts) on own rows."""
         rows = self.rows
         in_specs = (P(), P(), rows, P(), rows, rows)[: len(args) + 1]
         return self.over_data(fn, in_specs, out_specs)(self, *args)
@@ -184,7 +186,7 @@ class Accumulator:
     def zeros(
         self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None
     ) -> Sums:
-        """Return the sums of no microbatch; of `model_state`, rows, each goes on."""
+        """Return the sums of no microbatch, to go on at rows of `model_state`."""
 
         def local(self, params, batch, rng, state):  # type: ignore[no-untyped-def]
             state = from_row(state)
@@ -204,8 +206,8 @@ class Accumulator:
     ) -> Sums:
         """Add each worker's microbatches span(count) = (first, end) to its row.
 
-        Without `sums` they are the first ones: each worker goes on at its row of
-        `model_state`.
+        Without `sums` these microbatches are the first: each worker goes on at its row
+        of `model_state`.
         """
 
         def local(self, params, batch, rng, before, counts):  # type: ignore[no-untyped-def]
@@ -236,11 +238,11 @@ class Accumulator:
     ) -> PyTree:
         """Run the k-th of `parts` pieces of a half-round's work, beside one collective.
 
-        Each worker's microbatches in equal parts, those left over beside the slowest
-        network's collectives, which are in the middle; if there is but one, its forward
-        pass and its backward pass are there. Pieces count from 0, and there are at
-        least 2: the first takes None for `work`, the next what the one before returned,
-        and the last returns the `Sums`.
+        Each worker's microbatches are in equal parts, with the remainder beside the
+        slowest network's collectives, in the middle. A single microbatch has its
+        forward pass and its backward pass there. Pieces count from 0, and there are at
+        least 2: the first takes None for `work`, each other one the result of the piece
+        before, and the last returns the `Sums`.
         """
         middle = parts // 2
         if self.microbatches == 1:
@@ -255,7 +257,7 @@ class Accumulator:
     def _forward(
         self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree
     ) -> PyTree:
-        """The only microbatch's loss, its rest and what its gradient will need."""
+        """Return the only microbatch's loss, the rest and its gradient's residuals."""
         pullbacks: list[_Pullback] = []
 
         def local(self, params, batch, rng, state):  # type: ignore[no-untyped-def]
@@ -309,8 +311,8 @@ class Accumulator:
 
         Args:
           sums: of all of a half-round's microbatches, rows.
-          dtypes: of each gradient where it must be finite: those that travel.
-          model_state: rows, where each worker began; a dropped one goes back there.
+          dtypes: of each gradient where it must be finite: the communication dtypes.
+          model_state: rows, where each worker began; a dropped worker goes back there.
         """
         if not self.drop_nonfinite:
             return sums
@@ -326,9 +328,9 @@ class Accumulator:
     def checked_here(self, sums: Sums, grads: PyTree, before: PyTree = None) -> Sums:
         """Return one worker's sums, zeros unless they and its gradients are finite.
 
-        For functions given to `over_data`. What has no weight counts for nothing, and
-        is not dropped. Where another axis of the mesh splits parameters, its devices
-        agree on one bit; the data axes communicate nothing.
+        For functions given to `over_data`. A worker without weight counts for nothing,
+        and is not dropped. Where another axis of the mesh splits parameters, its
+        devices agree on one bit; the data axes communicate nothing.
         """
         if not self.drop_nonfinite:
             return sums
@@ -397,7 +399,7 @@ class Accumulator:
         first: Any,
         end: Any,
     ) -> Sums:
-        """Add microbatches first to end of the `total` that this worker's batch holds.
+        """Add microbatches first to end of this worker's `total` in the batch.
 
         For functions given to `over_data`: everything is one worker's own, without a
         leading axis.
@@ -429,7 +431,7 @@ class Accumulator:
         return sums._replace(model_state=model_state)
 
     def _checked(self, fn: Callable, *args: Any) -> Any:
-        """The abstract results of a function that evaluates the loss function."""
+        """Return the abstract results of fn, which evaluates the loss function."""
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         check_constraints(jaxpr.jaxpr, self.axis)
         return out
@@ -439,7 +441,7 @@ class Accumulator:
     def _gradient(
         self, params: PyTree, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
     ) -> Sums:
-        """One microbatch's contribution on one worker (no leading axis)."""
+        """Return one microbatch's contribution on one worker (no leading axis)."""
         loss_of = self._loss_of(batch, key, state, total, i)
         (loss, rest), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         weight, aux, state = rest
@@ -448,7 +450,7 @@ class Accumulator:
     def _loss_of(
         self, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
     ) -> Callable:
-        """params -> (loss, (weight, aux, state)), the i-th of `total` microbatches."""
+        """Return params -> (loss, (weight, aux, state)) of microbatch i of `total`."""
 
         def pick(x: jax.Array) -> jax.Array:
             x = x.reshape(total, x.shape[0] // total, *x.shape[1:])
@@ -462,6 +464,6 @@ class Accumulator:
         return loss_of
 
     def _widened(self, sums: Sums, params: PyTree) -> Sums:
-        """In the dtypes of the accumulator."""
+        """Return the sums in the dtypes of the accumulator."""
         cast = lambda g, p: g.astype(self.dtype or p.dtype)  # noqa: E731
         return widened(sums)._replace(grads=jax.tree.map(cast, sums.grads, params))

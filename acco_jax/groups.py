@@ -1,4 +1,4 @@
-"""Groups of devices that are one worker each, and how they divide its parameters."""
+"""Model-parallel groups of devices, one worker each, and their parameters' split."""
 
 import itertools
 import math
@@ -18,12 +18,12 @@ TENSOR = "tensor"  # splits heads and hidden units
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes along which the workers are: those that are not of a group."""
+    """Return the axes along which the workers are: all axes that are not of a group."""
     return tuple(name for name in mesh.axis_names if name not in (ROWS, TENSOR))
 
 
 def members(mesh: Mesh) -> np.ndarray:
-    """Return the devices as rows, one for each worker; a group's axes are the last."""
+    """Return the devices as rows, one for each worker; a group's axes come last."""
     n = math.prod(mesh.shape[a] for a in data_axes(mesh))
     return mesh.devices.reshape(n, -1)
 
@@ -35,11 +35,11 @@ def group_specs(
     specs: PyTree | None = None,
     stacked: PyTree | None = None,
 ) -> PyTree:
-    """Return `param_specs` that split parameters over the mesh's axis "fsdp", too.
+    """Return `param_specs` that also split parameters over the mesh's axis "fsdp".
 
     Each array of at least two dimensions is split along the largest one that is free
-    and that the axis divides; vectors, and what no axis divides, are whole on every
-    device of a group.
+    and that the axis divides. Vectors, and arrays that the axis does not divide, are
+    whole on every device of a group.
 
     Args:
       params: arrays or ShapeDtypeStructs.
@@ -70,7 +70,7 @@ def fitted(
     Args:
       shape: of the array.
       spec: an axis, or None, for each dimension, over other axes than "fsdp".
-      sizes: of the axes that there are.
+      sizes: of the mesh's axes.
       first: "fsdp" splits no dimension before this one.
     """
     entries = [

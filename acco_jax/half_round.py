@@ -1,13 +1,13 @@
-"""A half-round: what crosses the network, hop by hop, and what is computed beside it.
+"""A half-round: its communication, hop by hop, and the computation beside it.
 
     outbox --send--> parcel --(encode, collective) of each hop--> parcel --decode--> new
                                     beside: compute, a piece for each hop
 
-`Round` says what a method does in one call of the train step, and two functions run
-it: `run` takes a parcel over the hops, `half_round` is a whole call as one
-program. The forms of a train step differ only in what stands beside the hops: nothing
-in a plain `update`, pieces of the computation in a fused program, another thread in
-split form.
+`Round` is what a method does in one call of the train step, and two functions run it:
+`run` takes a parcel over the hops, `half_round` is a whole call as one program. The
+forms of a train step differ only in what runs beside the hops: nothing in a plain
+`update`, pieces of the computation in a single program, another thread in two-thread
+execution.
 """
 
 import abc
@@ -31,11 +31,11 @@ class Hop(NamedTuple):
     # decodes what the hop before brought, lets its owner act on it, and encodes what
     # is sent next; no large collective
     encode: Callable[[Any], Any]
-    collective: Callable[[Any], Any]  # the collective alone
+    collective: Callable[[Any], Any]  # only the collective
 
 
 class Inputs(NamedTuple):
-    """What a call of the train step computes on, beside the parameters."""
+    """The inputs of a call of the train step, beside the parameters."""
 
     gradients: Accumulator
     batch: PyTree  # leaves (n * microbatches * b, ...), row after row of each worker
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 class Round(abc.ABC):
-    """One call of a method: a computation, and an exchange in so many hops.
+    """One call of a method: a computation, and an exchange in several hops.
 
     With `overlaps`, the exchange sends what the call before left in the state, and the
     computation runs beside it. Without, it sends what this call has computed.
@@ -57,7 +57,7 @@ class Round(abc.ABC):
 
     @abc.abstractmethod
     def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Any]:
-        """Takes a state apart.
+        """Take a state apart.
 
         Returns:
           (outbox, owner, rest): what the call before left to be sent, or None if the
@@ -68,39 +68,39 @@ class Round(abc.ABC):
     def compute(
         self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
     ) -> Any:
-        """The k-th piece of the computation, one for each hop.
+        """Compute the k-th piece of the computation, one for each hop.
 
         `work` is what the piece before returned; None for the first, piece 0.
         """
 
     def close(self, work: Any, rest: Any, inputs: Inputs) -> Any:
-        """What all pieces computed, as it is kept. No collective."""
+        """Return the work of all pieces as it is kept. No collective."""
         return work
 
     def outgoing(self, params: PyTree, rest: Any, work: Any) -> Any:
-        """The outbox that a closed computation leaves. No collective.
+        """Return the outbox that a closed computation leaves. No collective.
 
-        Asked for where the round does not overlap.
+        Called only where the round does not overlap.
         """
         raise NotImplementedError
 
     @abc.abstractmethod
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
-        """The parcel before the first hop; sums what is small."""
+        """Return the parcel before the first hop; sum what is small."""
 
     def decode(self, parcel: Any, params: PyTree) -> Any:
-        """What the last hop brought, as `finish` needs it. No collective."""
+        """Return what the last hop brought, as `finish` needs it. No collective."""
         return parcel
 
     def homes(self, owner: Any) -> Any:
-        """The shardings of what `decode` returns; None leaves them to the compiler."""
+        """Return the shardings of what `decode` returns; None: the compiler chooses."""
         return None
 
     @abc.abstractmethod
     def finish(
         self, params: PyTree, rest: Any, inputs: Inputs, work: Any, delivery: Any
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
-        """Ends the call with closed work and a decoded delivery; no large collective.
+        """End the call with closed work and a decoded delivery; no large collective.
 
         Returns:
           The new parameters and state, the sums of this call without gradients, and the
@@ -115,10 +115,10 @@ def run(
     compute: Callable[[int, Any, PyTree], Any] = lambda k, work, params: work,
     work: Any = None,
 ) -> tuple[Any, Any, PyTree]:
-    """Takes a parcel over the hops, a piece of computation beside each.
+    """Take a parcel over the hops, a piece of computation beside each.
 
-    Barriers pin the order: a compiler left to itself hides at most one collective. The
-    last one is pinned too, or it would be waited for before the computation.
+    Barriers pin the order: without them a compiler overlaps at most one collective. The
+    last one is pinned too, or the computation would wait for it.
 
     `compute` is (k, work, params) -> work, the k-th piece. Returns the parcel after the
     last hop, the work, and params.
@@ -133,7 +133,7 @@ def run(
 def half_round(
     round: Round, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
 ) -> tuple[PyTree, Any, dict[str, Any]]:
-    """A call of the train step as one program; see `acco_jax.make_train_step`."""
+    """Run a call of the train step as one program; see `acco_jax.make_train_step`."""
     outbox, owner, rest = round.open(params, state)
 
     def compute(k: int, work: Any, params: PyTree) -> Any:
@@ -154,9 +154,9 @@ def half_round(
 
 
 def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
-    """The whole computation of a call, with nothing beside it.
+    """Run the whole computation of a call, with nothing beside it.
 
-    In the same pieces as beside an exchange, so that sums are equal bit for bit.
+    The pieces are those beside an exchange, so that sums are bitwise identical.
     """
     work = None
     for k in range(len(round.hops)):
@@ -167,7 +167,7 @@ def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
 def exchanged(
     round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
 ) -> Any:
-    """What a whole exchange ends with, with nothing beside it."""
+    """Run a whole exchange, with nothing beside it, and return its delivery."""
     parcel = barrier(round.send(outbox, owner, extra))
     return round.decode(run(round.hops, parcel)[0], params)
 
@@ -175,7 +175,7 @@ def exchanged(
 def metrics(
     sums: Sums, counts: jax.Array | None, norm: jax.Array, steps: jax.Array
 ) -> dict[str, Any]:
-    """Means over the microbatches of this call; see `acco_jax.make_train_step`."""
+    """Return means over the call's microbatches; see `acco_jax.make_train_step`."""
     loss, weight, dropped = _totals(sums)
     means = {
         "loss": loss / jnp.where(weight != 0, weight, 1),
@@ -188,9 +188,9 @@ def metrics(
 
 
 def _totals(sums: Sums) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """The loss and the weight of all workers, and how often each was dropped.
+    """Return the loss and the weight of all workers, and how often each was dropped.
 
-    All in one sum over the workers, so that nothing travels by itself.
+    All are in one sum over the workers, so that none needs a collective of its own.
     """
     if sums.dropped is None:
         weight = sums.weight.sum()

@@ -22,7 +22,7 @@ CHUNK = 16  # tokens of an answer between looks for what ends it
 
 @register_model("acco_jax")
 class AccoLM(LM):
-    """A run's model, or that of a Hugging Face folder."""
+    """The model of a run or of a Hugging Face folder."""
 
     def __init__(
         self,
@@ -33,18 +33,19 @@ class AccoLM(LM):
         batch_size: int | str = 8,
         **unused: Any,
     ) -> None:
-        """Opens a model.
+        """Open a model.
 
         Args:
           workdir: of a run.
           model: a Hugging Face folder, instead.
           dtype: of the folder's model; None: its own.
           ignore_weights: a regular expression of weights of the folder to leave out.
-          batch_size: texts that are written together.
+          batch_size: how many texts are generated together.
           **unused: what the harness gives every model, such as a device.
 
         Raises:
-          ValueError: in one line, what cannot be opened.
+          ValueError: not exactly one of workdir and model is given, or it cannot be
+            opened.
         """
         super().__init__()
         if (workdir is None) == (model is None):
@@ -64,14 +65,14 @@ class AccoLM(LM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Returns of (context, continuation): log-probability, and if it is greedy."""
+        """Return log-probabilities of (context, continuation), and if it is greedy."""
         rows = [self._language.pair(*request.args) for request in requests]
         return [(-s.nats, s.likeliest) for s in self._language.score(rows)]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns of (text,): its log-probability, in windows that do not overlap."""
+        """Return log-probabilities of (text,), in windows that do not overlap."""
         stride = self._language.config.max_length
         parts = [self._language.rows(r.args[0], stride) for r in requests]
         scores = iter(self._language.score([row for part in parts for row in part]))
@@ -80,10 +81,10 @@ class AccoLM(LM):
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Returns of (context, options) what follows, before the first stop string.
+        """Return continuations of (context, options), up to the first stop string.
 
         Options are the harness's: until, max_gen_toks, do_sample, temperature, top_k
-        and top_p. Of a context that is too long the end is kept.
+        and top_p. A context that is too long is cut to its end.
         """
         found = [""] * len(requests)
         groups: dict[str, list[int]] = {}
@@ -99,7 +100,7 @@ class AccoLM(LM):
         return found
 
     def _until(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        """Returns what follows contexts, with the same options."""
+        """Return the texts that follow contexts, with equal options."""
         until = options.get("until") or []
         stops = [
             stop for stop in ([until] if isinstance(until, str) else until) if stop
@@ -121,7 +122,7 @@ class AccoLM(LM):
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Returns how the harness's options choose tokens: greedily but where they draw."""
+    """Return the harness's options as `Sampling`: greedy unless they ask to sample."""
     temperature = options.get("temperature")
     if not options.get("do_sample", bool(temperature)) or temperature == 0:
         return Sampling()
@@ -130,5 +131,5 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 
 def _before(text: str, stops: list[str]) -> str:
-    """Returns a text up to the first of these strings in it."""
+    """Return a text up to the first of these strings in it."""
     return text[: min((text.find(s) for s in stops if s in text), default=None)]

@@ -1,4 +1,4 @@
-"""Local gradients for a loop of the user's own, beside a method's `update`."""
+"""Local gradients for the user's own training loop, beside a method's `update`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +42,9 @@ def local_gradients(
       A function (params, batch, counts=None, rng=None) -> (grads, weight, aux).
       batch: leaves (n * N * b, ...), split on axis 0, worker after worker and
       microbatch after microbatch. counts: (n,) integers from 0 to N, how many
-      microbatches each worker computes, read at run time; None means N. Others are
-      refused, or clipped in a jax.Array, which is not read. rng: a key; microbatch k of
-      the whole batch gets fold_in(rng, k), whatever n is.
+      microbatches each worker computes, read at run time; None means N. Others raise
+      a ValueError. In a jax.Array, which is not read, they are clipped. rng: a key;
+      microbatch k of the whole batch gets fold_in(rng, k), whatever n is.
       grads: each leaf (n, *param.shape), row i the SUM of worker i's microbatch
       gradients and of nothing else. weight: (n,), the sums of the weights. aux: summed
       over all microbatches (the loss itself where loss_fn returns nothing else).

@@ -1,4 +1,4 @@
-"""What a loss function may return, and how that adds up over microbatches."""
+"""The results of a loss function, and their sums over microbatches."""
 
 import functools
 from collections.abc import Callable
@@ -17,33 +17,33 @@ PyTree = Any
 
 
 class Sums(NamedTuple):
-    """What every worker adds up over its microbatches; row i is worker i's."""
+    """The sums of each worker over its microbatches; row i is worker i's."""
 
     grads: PyTree  # (n, *param.shape), the accumulator's dtype
     loss: jax.Array  # (n,)
     weight: jax.Array  # (n,)
     aux: PyTree  # (n, ...)
-    # (n, n) int32, row i zero but for place i: how often worker i was dropped; None
-    # where it is not asked whether numbers are finite
+    # (n, n) int32, row i zero except at place i: how often worker i was dropped; None
+    # where numbers are not checked to be finite
     dropped: jax.Array | None = None
     # (n, ...) each worker's own after its last microbatch; None: the model has none
     model_state: PyTree = None
 
 
 def with_arrays(fn: Callable[..., Any]) -> Partial:
-    """A function as a pytree of the arrays that it carries; a Partial as it is."""
+    """Return a function as a pytree of the arrays that it carries, a Partial as is."""
     return fn if isinstance(fn, Partial) else Partial(fn)
 
 
 def with_state(
     loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Any
 ) -> Any:
-    """(loss, weight, aux) where nobody asks what becomes of the model state."""
+    """Return (loss, weight, aux), where the new model state is not needed."""
     return loss_fn(params, batch, rng, state)[:3]
 
 
 def _check_numbers(out: PyTree) -> None:
-    """Raises a ValueError unless a loss function returned numbers, which add up."""
+    """Raise a ValueError unless a loss function returned numbers, which are summed."""
     for path, x in jax.tree_util.tree_leaves_with_path(out):
         dtype = getattr(x, "dtype", None)
         if dtype is None and isinstance(x, int | float | complex):
@@ -65,7 +65,7 @@ def evaluate(
     model_state: PyTree,
     params: PyTree,
 ) -> tuple[jax.Array, tuple[jax.Array, PyTree, PyTree]]:
-    """Return (loss [], (weight [], aux, model_state)), None for what there is not.
+    """Return (loss [], (weight [], aux, model_state)), with None for absent parts.
 
     Raises:
       ValueError: the loss function takes or returns something else.
@@ -108,13 +108,13 @@ def evaluate(
 
 
 def counted(sums: Sums) -> Sums:
-    """Return the sums; what has no weight counts for nothing, not even a NaN."""
+    """Return the sums; without weight they count for nothing, not even a NaN."""
     grads, loss = masked(sums.weight != 0, (sums.grads, sums.loss))
     return sums._replace(grads=grads, loss=loss)
 
 
 def keep(sums: Sums, before: PyTree) -> Sums:
-    """Return one worker's sums; without weight its model state is that of before."""
+    """Return one worker's sums; without weight the model state is `before`."""
     if before is None:
         return sums
     valid = sums.weight != 0
@@ -124,12 +124,12 @@ def keep(sums: Sums, before: PyTree) -> Sums:
 def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> Sums:
     """Return one worker's sums, or zeros unless they and its gradients are finite.
 
-    What has no weight counts for nothing, whatever it is, and is not dropped.
+    A worker without weight counts for nothing, whatever its sums, and is not dropped.
 
     Args:
       sums: of this worker, without a leading axis.
       grads: of this worker, as they are sent.
-      me: (n,) true in this worker's place alone.
+      me: (n,) true only in this worker's place.
       before: its model state before these microbatches.
     """
     numbers = jax.tree.leaves((sums.loss, sums.weight, sums.model_state, grads))
@@ -142,7 +142,7 @@ def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> S
 
 
 def add(sums: Sums, more: Sums) -> Sums:
-    """Return their sum, in the first one's dtypes; a model state follows another."""
+    """Return the sum of both, in the first one's dtypes, with the later model state."""
     state = keep(more, sums.model_state).model_state
     a, b = (x._replace(model_state=None) for x in (sums, counted(more)))
     added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
@@ -152,7 +152,7 @@ def add(sums: Sums, more: Sums) -> Sums:
 def widened(sums: Sums) -> Sums:
     """Return the sums in at least 32 bits, gradients as they are.
 
-    There booleans are counted and small floats do not stick.
+    This lets booleans be summed and keeps small increments.
     """
 
     def wide(x: jax.Array, least: Any = jnp.float32) -> jax.Array:

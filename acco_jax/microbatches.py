@@ -1,4 +1,4 @@
-"""How many microbatches each worker computes, and which of them in which piece."""
+"""The microbatches of each worker: their counts, and their division into pieces."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 
 def differ(counts: Any) -> bool:
-    """Whether workers' counts may differ; those of a jax.Array are not read."""
+    """Return whether workers' counts may differ; a jax.Array is not read."""
     if counts is None:
         return False
     if not isinstance(counts, jax.Array | jax.ShapeDtypeStruct):
@@ -50,8 +50,8 @@ def _clip(counts: jax.Array, most: int) -> jax.Array:
 def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
     """Return (first, end) of the microbatches of the k-th of `parts` pieces.
 
-    Half of `count`, rounded down, comes before the middle; what does not divide further
-    goes to the pieces there.
+    Half of `count`, rounded down, comes before the middle. The remainder of a further
+    division goes to the pieces next to the middle.
     """
     middle, before = parts // 2, count // 2
 

@@ -1,12 +1,12 @@
-"""Model state: what a model carries along that is not differentiated.
+"""Model state: arrays that a model carries along and that are not differentiated.
 
-Such as the running statistics of batch norm: each worker updates its own with the rows
-of its microbatches, in their order, and the workers' means, weighted as their gradients
-are, are the committed ones. The sum over the workers travels in the small all-reduce of
-the weights. Of a half-round t, with r_i(t) and w_i(t) worker i's state after its last
-microbatch and its weight,
+Examples are the running statistics of batch norm. Each worker updates its own with
+the rows of its microbatches, in their order. The committed state is the workers' mean,
+weighted as their gradients are. The sum over the workers is part of the small
+all-reduce of the weights. With r_i(t) and w_i(t) worker i's state after its last
+microbatch of half-round t and its weight,
 
-    m(t) = sum_i w_i(t) r_i(t) / sum_i w_i(t), or m(t-1) where nobody had a weight.
+    m(t) = sum_i w_i(t) r_i(t) / sum_i w_i(t), or m(t-1) if no worker had weight.
 
 Without delay every worker begins half-round t + 1 at m(t). A delayed method knows m(t)
 a half-round late: there each goes on at its own r_i(t). A microbatch without weight,
@@ -32,7 +32,7 @@ _ELSEWHERE = (
 
 
 def check_state(model_state: PyTree) -> None:
-    """Raises a ValueError unless it is a tree of floating arrays, which have a mean."""
+    """Raise a ValueError unless it is a tree of floating arrays, which have a mean."""
     flat = jax.tree_util.tree_leaves_with_path(model_state)
     if not flat:
         raise ValueError("model_state has no arrays: leave it out.")
@@ -48,7 +48,7 @@ def check_state(model_state: PyTree) -> None:
 
 
 def check_trained(params: PyTree) -> None:
-    """Refuses state among the parameters, or warns of what looks like it.
+    """Raise a ValueError for state among the parameters; warn of what looks like it.
 
     Raises:
       ValueError: flax keeps a leaf as state that is not differentiated.
@@ -76,9 +76,9 @@ def check_trained(params: PyTree) -> None:
 
 
 def check_call(loss_fn: Callable[..., Any], model_state: PyTree) -> None:
-    """Raises a ValueError if a loss function takes a model state and there is none.
+    """Raise a ValueError if a loss function takes a model state and there is none.
 
-    Or the other way round.
+    The reverse raises one, too.
     """
     try:
         signature = inspect.signature(loss_fn)
@@ -107,7 +107,7 @@ def check_call(loss_fn: Callable[..., Any], model_state: PyTree) -> None:
 
 
 def check_same(before: PyTree, after: PyTree) -> None:
-    """Raises a ValueError unless a loss function returned a state like it was given."""
+    """Raise a ValueError unless a loss function returned a state like the one given."""
     given, found = (str(jax.tree.structure(x)) for x in (before, after))
     if given != found:
         raise ValueError(
@@ -127,13 +127,13 @@ def check_same(before: PyTree, after: PyTree) -> None:
 
 
 def weighted(states: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
-    """One worker's leaves times its weight, as one vector; zeros without weight."""
+    """Return a worker's leaves times its weight, as a vector; zeros without weight."""
     flat = jnp.concatenate([x.astype(weight.dtype).reshape(-1) for x in states])
     return jnp.where(weight != 0, weight * flat, 0)
 
 
 def averaged(before: PyTree, total: jax.Array, weight: jax.Array) -> PyTree:
-    """The mean of the workers' states, or that of before if nobody had a weight.
+    """Return the mean of the workers' states, or `before` if no worker had weight.
 
     Args:
       before: a tree of arrays.

@@ -1,11 +1,11 @@
-"""Rows of numbers in 8 or 4 bits each, their scale included.
+"""Quantization of rows of numbers to 8 or 4 bits each, their scale included.
 
 A row's values become integers in [-L, L], L = 127 or 7, times one scale, the row's
 largest absolute value / L rounded up to bfloat16. So an integer times its scale is
-exact in float32, and `old + value` is rounded once, the same on every device, whether
-or not a compiler contracts it. The scale's 16 bits travel as the lowest bits of the
-row's first 16 values, so that 8 bits per value is all that crosses the network. They
-travel four or eight to a 32-bit word: TPUs gather words asynchronously, bytes not.
+exact in float32, and `old + value` is rounded once, identically on every device,
+whether or not a compiler contracts it. The scale's 16 bits are sent as the lowest bits
+of the row's first 16 values, so only 8 or 4 bits per value cross the network. They are
+sent four or eight to a 32-bit word: TPUs gather words asynchronously, but not bytes.
 """
 
 import functools
@@ -51,7 +51,7 @@ def quantize(x: jax.Array, bits: int, axes: tuple[str, ...] = ()) -> jax.Array:
     peak = jnp.max(size, 1, keepdims=True)
     if axes:
         peak = lax.pmax(peak, axes)
-    # a constant divisor becomes this factor where the compiler likes: here everywhere
+    # some compilers turn a constant divisor into this factor: here all multiply
     code = _scale_above(peak * np.float32(1 / limit))
     scale = _scale(code)
     x = jnp.where(scale > 0, x * (1 / scale), 0)
@@ -78,10 +78,10 @@ def dequantize(q: jax.Array, bits: int) -> jax.Array:
 
 
 def dequantized_sum(q: jax.Array, bits: int, senders: int) -> jax.Array:
-    """Sum what several senders quantized, added in their order.
+    """Sum values that several senders quantized, in their order.
 
-    Turns uint32 [senders * rows, width * bits / 32] into float32 [rows, width]. One
-    reduction over the senders XLA:CPU does not vectorize: it takes some twenty times as
+    Turns uint32 [senders * rows, width * bits / 32] into float32 [rows, width]. XLA:CPU
+    does not vectorize one reduction over the senders, which takes some twenty times as
     long as these additions.
     """
 
@@ -95,14 +95,14 @@ def dequantized_sum(q: jax.Array, bits: int, senders: int) -> jax.Array:
 
 
 def _scales(q: jax.Array) -> jax.Array:
-    """float32 [rows, 1], from the lowest bits of the first values."""
+    """Return the scales, float32 [rows, 1], from lowest bits of the first values."""
     place = lax.broadcasted_iota(jnp.uint32, (1, SCALE_BITS), 1)
     lowest = q[:, :SCALE_BITS] & 1
     return _scale(jnp.sum(lowest << place, 1, keepdims=True, dtype=jnp.uint32))
 
 
 def _integers(q: jax.Array, bits: int) -> jax.Array:
-    """float32 [rows, width], without their scales."""
+    """Return the integers as float32 [rows, width], without their scales."""
     q = lax.bitcast_convert_type(q, jnp.int32)
     # up to the highest bits, then down with their sign
     parts = [q << 32 - bits - up >> 32 - bits for up in range(0, 32, bits)]
@@ -110,7 +110,7 @@ def _integers(q: jax.Array, bits: int) -> jax.Array:
 
 
 def _scale_above(least: jax.Array) -> jax.Array:
-    """The bits, in a uint32, of the smallest normal bfloat16 that is not below it."""
+    """Return the bits, as uint32, of the smallest normal bfloat16 not below `least`."""
     above = lax.bitcast_convert_type(least, jnp.uint32) + 0xFFFF >> 16
     code = jnp.where(least > 0, jnp.maximum(above, _SMALLEST), 0)
     return jnp.where(jnp.isfinite(least), code, _NAN)

@@ -1,4 +1,4 @@
-"""Trees chosen by a condition, in few operations: a program has them for every leaf."""
+"""Trees chosen by a condition, in few operations, since every leaf needs them."""
 
 from typing import Any
 

@@ -9,10 +9,10 @@ TOKENIZER = 2**28  # bytes of a tokenizer's file
 
 
 def check(path: str | os.PathLike, limit: int = LARGEST) -> None:
-    """Refuse what is not a regular file of at most `limit` bytes, without opening it.
+    """Raise an OSError, without opening it, unless it is a regular file within `limit`.
 
     Raises:
-      OSError: it is not, or there is no such file.
+      OSError: it is not such a file, or it does not exist.
     """
     found = os.stat(path)
     if stat.S_ISDIR(found.st_mode):
@@ -26,7 +26,7 @@ def check(path: str | os.PathLike, limit: int = LARGEST) -> None:
 
 
 def content(path: str | os.PathLike, limit: int = LARGEST) -> bytes:
-    """Return what is in a regular file of at most `limit` bytes; raises as `check`."""
+    """Return the content of a regular file within `limit` bytes; raise as `check`."""
     check(path, limit)
     with open(path, "rb") as file:
         return file.read(limit)
@@ -37,13 +37,13 @@ def text(path: str | os.PathLike, limit: int = LARGEST) -> str:
 
     Raises:
       OSError: as `check`.
-      UnicodeDecodeError: it has none.
+      UnicodeDecodeError: the file is not UTF-8.
     """
     return content(path, limit).decode()
 
 
 def reason(error: Exception) -> str:
-    """Return why a file could not be read, without its name."""
+    """Return the reason why a file could not be read, without its name."""
     if isinstance(error, UnicodeDecodeError):
         return "it is no UTF-8 text"
     return getattr(error, "strerror", None) or str(error)

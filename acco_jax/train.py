@@ -80,7 +80,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def _ours_or_serious(record: levels.LogRecord) -> bool:
-    """Drops the chatter of other libraries that log through absl."""
+    """Drop the messages of other libraries that log through absl."""
     return record.levelno >= levels.WARNING or record.pathname.startswith(_PACKAGE)
 
 
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
 
 
 def _check_fewer() -> None:
-    """Raises a ValueError if --min_processes does not fit the other flags."""
+    """Raise a ValueError if --min_processes does not fit the other flags."""
     if (least := _MIN_PROCESSES.value) is None:
         return
     if not _RESTARTS.value or _COORDINATOR.value is None:
@@ -115,10 +115,10 @@ def _check_fewer() -> None:
 
 
 def _job() -> supervisor.Job:
-    """Returns what this command supervises: itself, as the process that trains.
+    """Return the supervised job: this command itself, as the process that trains.
 
     Raises:
-      ValueError: a launcher has started several that do not know of each other.
+      ValueError: a launcher has started several commands without a coordinator.
     """
     if _COORDINATOR.value is None and devices.launched_by_a_cluster():
         raise ValueError(
@@ -142,7 +142,7 @@ def _job() -> supervisor.Job:
 
 
 def _train(claim: contextlib.ExitStack) -> None:
-    """Trains; the workdir is this run's until `claim` ends."""
+    """Train; the workdir is locked to this run until `claim` ends."""
     began = time.time() - time.process_time()  # imports have kept the processor busy
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
@@ -212,7 +212,7 @@ def _train(claim: contextlib.ExitStack) -> None:
     except ValueError as error:
         if process_count() == 1 or isinstance(error, checkpoints.Damaged):
             raise
-        # a collective whose peer is gone may raise one: nothing was refused
+        # a collective whose peer is gone may raise one: the input was not rejected
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if summary is None:
         sys.exit(exits.STOPPED)

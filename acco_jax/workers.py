@@ -1,4 +1,4 @@
-"""The workers: the data axes of a mesh, and what runs on each worker's own rows."""
+"""The workers: the data axes of a mesh, and functions on each worker's own rows."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ PyTree = Any
 
 
 def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the data axes as a tuple; raise a ValueError if the mesh has them not."""
+    """Return the data axes as a tuple; raise a ValueError if the mesh lacks one."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
             f"mesh is {mesh!r}: give the devices as a jax.sharding.Mesh, such as "
@@ -28,7 +28,7 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_compiled() -> None:
-    """Raises a ValueError inside jax.disable_jit, where collectives may not end."""
+    """Raise a ValueError inside jax.disable_jit, where collectives may not end."""
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
             "jax.disable_jit is on, but what runs on several workers is compiled: turn "
@@ -39,18 +39,18 @@ def check_compiled() -> None:
 def over_data(
     fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable:
-    """Run fn on each worker's part, manual over the data axes alone.
+    """Run fn on each worker's part, manual over only the data axes.
 
-    check_vma is off: parameters stay what they are on each worker and no psum is put in
-    when a gradient is taken, and loss functions with scans of their own need not mark
-    what varies.
+    check_vma is off: parameters stay unchanged on each worker and no psum is put in
+    when a gradient is taken. Loss functions with scans of their own need not mark what
+    varies.
     """
     shard_map = functools.partial(jax.shard_map, axis_names=set(axis), check_vma=False)
     return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Put arrays where they belong; abstract ones without a sharding get theirs."""
+    """Put arrays on their devices; give abstract arrays a sharding if they lack one."""
     if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         return jax.device_put(tree, shardings)
     shardings = jax.tree.broadcast(shardings, tree)
@@ -63,10 +63,10 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def to_row(tree: PyTree) -> PyTree:
-    """A worker's own values as its row of an array over workers."""
+    """Return a worker's own values as its row of an array over workers."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
 def from_row(rows: PyTree) -> PyTree:
-    """The inverse of `to_row`."""
+    """Return a worker's own values from its row: the inverse of `to_row`."""
     return jax.tree.map(lambda x: x[0], rows)

@@ -1,4 +1,4 @@
-"""What is trained on: corpora, tokenizers, batches, and the bigram to beat."""
+"""Training data: corpora, tokenizers, batches, and the bigram to beat."""
 
 from acco_jax.data.batches import Batches as Batches
 from acco_jax.data.bigram import bigram_bits_per_byte as bigram_bits_per_byte

@@ -17,12 +17,12 @@ from acco_jax.data.rows import Batch, Rows
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Say where the rows of a global batch lie, and which of them are computed.
+    """The places of the rows of a global batch, and which of them are computed.
 
     A batch holds worker after worker, of each step after step, of each microbatch after
-    microbatch. Rows are taken for all workers of a step before those of the next; where
-    counts adapt, for a microbatch of all workers before the next, so that the oldest
-    rows are computed first.
+    microbatch. Rows are taken for all workers of a step before the next step. Where
+    counts adapt, they are taken for a microbatch of all workers before the next one, so
+    that the oldest rows are computed first.
 
     Attributes:
       workers: n.
@@ -45,7 +45,7 @@ class Slots:
 
     @property
     def size(self) -> int:
-        """Rows of a batch, computed or not."""
+        """The number of rows of a batch, computed or not."""
         return math.prod(self._shape)
 
     @property
@@ -71,13 +71,13 @@ class Slots:
         return np.broadcast_to(number < per_worker, self._shape).ravel()
 
     def worker(self, places: np.ndarray) -> np.ndarray:
-        """Return whose the places of a batch are."""
+        """Return the workers of the places of a batch."""
         return places // (self.size // self.workers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Say how far each stream was read, what of it is left, and targets so far."""
+    """The rows read from each stream, the rows left of them, and the targets so far."""
 
     rows: list[int]
     left: list[list[int]]
@@ -85,11 +85,11 @@ class Position:
 
 
 class Batches:
-    """Iterate for ever over one process's part of the global batches.
+    """An endless iterator over one process's part of the global batches.
 
     The position is the number of rows handed out so far, `row`, in the endless sequence
-    that `order` gives, and those of them that were not computed, `left`, which come
-    first in the next batch. With several streams there is one of each for every worker.
+    that `order` gives, and the rows among them that were not computed, `left`. These
+    come first in the next batch. With several streams every worker has both.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Batches:
           rows: to read.
           order: of the rows.
           slots: of the global batch.
-          process_index, process_count: of the batch, which part is this process's.
+          process_index, process_count: this process's part of the batch.
           prefetch: whether the next batch is read while this one is used.
         """
         self._rows, self._order, self._slots = rows, order, slots
@@ -130,7 +130,7 @@ class Batches:
         """Return the next batch.
 
         Raises:
-          ValueError: where counts adapt, if those of the last batch were not told.
+          ValueError: counts adapt, and the counts of the last batch were not set.
         """
         self._check_closed()
         if self._ahead is not None:
@@ -142,7 +142,7 @@ class Batches:
         return batch
 
     def computed(self, counts: Sequence[int]) -> None:
-        """Say, where counts adapt, what was computed of the batch handed out last."""
+        """Set, where counts adapt, the counts computed of the batch handed out last."""
         if self._open is None:
             return
         done = self._slots.computed(counts)
@@ -159,7 +159,7 @@ class Batches:
 
     @property
     def position(self) -> Position:
-        """Where the next batch begins."""
+        """The position at which the next batch begins."""
         return self._position
 
     def first_row(self, position: Position, worker: int) -> int:
@@ -173,7 +173,7 @@ class Batches:
 
     @property
     def targets(self) -> int:
-        """The targets of all rows that were computed so far."""
+        """The number of targets of all rows that were computed so far."""
         return self._position.targets
 
     def shapes(self) -> list[Batch]:
@@ -182,10 +182,10 @@ class Batches:
         return [self._rows.read(none, width) for width in self._rows.widths]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position, JSON-able and the same in all processes.
+        """Return the position, JSON-able and equal in all processes.
 
         Raises:
-          ValueError: as of `next`.
+          ValueError: as for `next`.
         """
         self._check_closed()
         rows, left, targets = dataclasses.astuple(self._position)
@@ -197,7 +197,7 @@ class Batches:
         """Continue from a position of `get_state`.
 
         Raises:
-          ValueError: if it is none of these rows.
+          ValueError: if it is not a position in these rows.
         """
         several = self._order.streams > 1
         try:

@@ -1,4 +1,4 @@
-"""What lies beside a tokenizer's file: its special tokens, and a chat template."""
+"""The files beside a tokenizer's file: its special tokens, and a chat template."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def read(path: Path, limit: int = smallfiles.LARGEST) -> dict[str, Any]:
     """Return the JSON object in a file of at most `limit` bytes, {} without a file.
 
     Raises:
-      ValueError: in one line, it is damaged.
+      ValueError: the file is damaged.
     """
     if not os.path.lexists(path):
         return {}
@@ -31,10 +31,10 @@ def read(path: Path, limit: int = smallfiles.LARGEST) -> dict[str, Any]:
 
 
 def kept(path: Path) -> dict[str, Any]:
-    """Return what the files beside a tokenizer say of it, its chat template included.
+    """Return the content of the files beside a tokenizer, its chat template included.
 
     Raises:
-      ValueError: in one line, which of them is damaged.
+      ValueError: one of the files is damaged.
     """
     config, tokens = (read(path.with_name(name)) for name in (CONFIG, _MAP))
     said = {name: tokens[name] for name in SPECIAL if name in tokens} | config
@@ -59,7 +59,7 @@ def eos(path: Path) -> str | None:
     """Return the eos_token that a file names; None if it names none.
 
     Raises:
-      ValueError: in one line, the file is damaged, or names something else.
+      ValueError: the file is damaged, or its eos_token is not text.
     """
     if (named := read(path).get("eos_token")) is None:
         return None
@@ -72,11 +72,11 @@ def eos(path: Path) -> str | None:
 
 
 def _content(token: Any) -> str | None:
-    """Return a token of tokenizer_config.json as text, None if it is none."""
+    """Return a token of tokenizer_config.json as text, None if it is not text."""
     token = token.get("content") if isinstance(token, dict) else token
     try:
         if isinstance(token, str):
-            token.encode()  # refuses half a surrogate
+            token.encode()  # raises for half a surrogate
             return token
     except UnicodeEncodeError:
         pass
@@ -86,13 +86,13 @@ def _content(token: Any) -> str | None:
 def written(
     folder: Path, said: dict[str, Any], special: Mapping[str, int], model: Any
 ) -> dict[str, int]:
-    """Write tokenizer_config.json; the result is that of `Tokenizer.export`.
+    """Write tokenizer_config.json; return the result of `Tokenizer.export`.
 
     Args:
       folder: where it is written.
       said: its content, which may name special tokens already.
-      special: ids of those that it has to name.
-      model: what has the methods `token_to_id` and `id_to_token`.
+      special: ids of the special tokens that it has to name.
+      model: an object with the methods `token_to_id` and `id_to_token`.
     """
     ids: dict[str, int] = {}
     for name in SPECIAL:
@@ -108,7 +108,7 @@ def written(
 
 
 def as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """What makes transformers take a tokenizer's file as it is."""
+    """Return settings with which transformers takes a tokenizer's file unchanged."""
     return {
         "tokenizer_class": kind,
         "clean_up_tokenization_spaces": False,

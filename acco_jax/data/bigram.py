@@ -1,4 +1,4 @@
-"""A smoothed bigram over a corpus's tokens: what a trained model has to beat."""
+"""A smoothed bigram over a corpus's tokens: the baseline of a trained model."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
         p(y)     = (c(y) + t / V) / (c + t)
         p(y | x) = (c(x, y) + t(x) p(y)) / (c(x) + t(x))
 
-    The targets are those of `validation_batches`, ends of text included; of
+    The targets are those of `validation_batches`, ends of text included. For
     instructions they are answers, and the bigram is counted on answers too.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C,
@@ -51,7 +51,7 @@ def _count_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count adjacent tokens x, y: the distinct x V + y, ascending, and their counts.
 
-    With spans only those are counted whose y is of an answer: see `Corpus`.
+    With spans only pairs are counted whose y is of an answer: see `Corpus`.
     """
     dense = np.zeros(vocab_size**2 if vocab_size <= _DENSE_VOCABULARY else 0, np.int64)
     pairs = np.zeros(0, np.int64)

@@ -1,7 +1,8 @@
 """Tokens on disk, written once and verified whenever they are read.
 
 Beside the tokens lie the checksums of their blocks, verified as a whole when the
-cache is opened; the checksum of these is in counts.json, which has one of its own.
+cache is opened. The checksum of these checksums is in counts.json, which has one of
+its own.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from acco_jax.data.stored import Tokens, block_sums, damaged
 from acco_jax.data.tasks import Document
 from acco_jax.data.tokenizers import Tokenizer
 
-# What `Corpus` takes of counts.json, beside the tokens.
+# The fields of counts.json that `Corpus` takes, beside the tokens.
 _COUNTS = ("train_bytes", "train_documents", "validation_bytes",
            "validation_documents", "checksum")  # fmt: skip
 FORMAT = 3  # of the files; part of their folder's name
@@ -69,13 +70,13 @@ def write_counts(folder: Path, counts: dict[str, Any]) -> None:
 
 
 def read_counts(folder: Path) -> dict[str, Any]:
-    """Return what was counted as tokens were written, if they are still the same.
+    """Return the counts of the written tokens, after checking that they are unchanged.
 
-    That is seen of counts.json, of the sizes of all files, and of the checksums of
-    blocks and spans; of a block itself whenever it is read.
+    It checks counts.json, the sizes of all files, and the checksums of blocks and
+    spans. A block itself is checked whenever it is read.
 
     Raises:
-      ValueError: in one line, which file is damaged.
+      ValueError: a file is damaged.
     """
     path = folder / "counts.json"
     try:
@@ -101,7 +102,7 @@ def open_arrays(folder: Path, dtype: str) -> dict[str, Any]:
     """Open tokens and spans, by their names in `Corpus`.
 
     Raises:
-      ValueError: in one line, which file is damaged.
+      ValueError: a file is damaged.
     """
     arrays: dict[str, Any] = {}
     for split in ("train", "validation"):
@@ -119,7 +120,7 @@ def open_arrays(folder: Path, dtype: str) -> dict[str, Any]:
 
 
 def _check_spans(spans: np.ndarray, tokens: int) -> None:
-    """Refuse spans that are none of so many tokens."""
+    """Raise a ValueError for spans that do not fit the number of tokens."""
     if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 3:
         raise ValueError("no spans")
     ascending = np.diff(spans, axis=1, prepend=1, append=tokens - 1) >= 0
@@ -133,7 +134,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _checksum(folder: Path) -> int:
-    """CRC-32 of the blocks' checksums and the spans in a folder: of all tokens, too."""
+    """Return the CRC-32 of a folder's block checksums and spans, so of all tokens."""
     checksum = 0
     for path in sorted(folder.glob("*.npy")):
         with open(path, "rb") as file:
@@ -161,8 +162,8 @@ def _pack(
     """Write tokens, each document between two ends of text.
 
     Returns:
-      How many documents there are, how many bytes of text to predict (of prompts none),
-      and of prompts and answers the spans that `Examples` takes, in parts.
+      The number of documents, the number of bytes of text to predict (prompts do not
+      count), and the spans of prompts and answers that `Examples` takes, in parts.
     """
     end = np.asarray([tokenizer.end_of_text], dtype)
     file.write(end.tobytes())

@@ -1,4 +1,4 @@
-"""Where documents come from: text, records in files, any tfds name."""
+"""The sources of documents: text, records in files, any tfds name."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,15 @@ from acco_jax.data.tasks import Document
 RECORDS = ("jsonl", "parquet", "huggingface")
 BUILT_IN = ("stdlib", "text_folder", *RECORDS)
 _FEATURES = "features.json"  # of tfds
-_READ_AS = 2  # is raised where the same files give other documents
+# incremented when equal files begin to give other documents
+_READ_AS = 2
 _LARGEST_TEXT = 2**30  # bytes: a record of tfds holds less than twice as many
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Hold the documents of a prepared data set, by split."""
+    """The documents of a prepared data set, by split."""
 
     fingerprint: str  # names the documents and their split; fit for a file name
     train: Callable[[], Iterator[Document]]
@@ -41,17 +42,17 @@ class Source:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class FolderConfig(tfds.core.BuilderConfig):
-    """Name the files of a folder: paths below `root`."""
+    """The configuration of a folder of text: its files, as paths below `root`."""
 
     root: Path
     train: tuple[str, ...]
-    validation: tuple[str, ...] = ()  # (): `held_out` of those of `train`
+    validation: tuple[str, ...] = ()  # (): `held_out` of the files of `train`
     held_out: float = 0.05
-    checked: bool = True  # whether a file that is no text is refused, or left out
+    checked: bool = True  # whether a file that is not text is an error, or left out
 
 
 class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Build a data set of the UTF-8 files of a folder, one document a file."""
+    """A data set of the UTF-8 files of a folder, one document a file."""
 
     VERSION = tfds.core.Version("1.0.0")
     # Nothing is downloaded; looking for checksums needs importlib_resources, which
@@ -99,7 +100,7 @@ class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
 
 
 class StdlibSource(TextFolder, skip_registration=True):  # type: ignore[call-arg]
-    """Build a data set of the running interpreter's own source files."""
+    """A data set of the running interpreter's own source files."""
 
 
 def stdlib_config(held_out: float = 0.05) -> FolderConfig:
@@ -189,7 +190,7 @@ def open_source(config: ml_collections.ConfigDict, data_dir: Path) -> Source:
 def _builder(
     config: ml_collections.ConfigDict, data_dir: Path
 ) -> tfds.core.DatasetBuilder:
-    """Find what makes a data set of text, or a named one."""
+    """Return the builder of a data set of text, or of a named data set."""
     if config.name in ("stdlib", "text_folder") and config.task != "pretrain":
         raise ValueError(
             f"data set {config.name!r} has no columns of data.task={config.task!r}: "
@@ -204,7 +205,7 @@ def _builder(
 
 
 def _from_records(config: ml_collections.ConfigDict) -> Source:
-    """Open records in files; without files for it, a part of them is held out."""
+    """Open records in files; without held-out files, a part of them is held out."""
     columns = tasks.columns(config.task, config.text_feature)
     optional = tasks.optional_columns(config.task)
     files = records.find(
@@ -325,10 +326,10 @@ def _documents(
 
 
 def _check_apart(builder: tfds.core.DatasetBuilder, splits: Sequence[str]) -> None:
-    """Refuse parts of splits, such as 'train[:90%]', that overlap.
+    """Raise a ValueError if parts of splits, such as 'train[:90%]', overlap.
 
     Raises:
-      ValueError: in one line, which.
+      ValueError: they overlap.
     """
     if len(splits) < 2:
         return
@@ -352,7 +353,7 @@ def _examples(rows: Sequence[dict[str, Any]], name: str) -> Iterator[dict[str, A
     """Iterate over a split.
 
     Raises:
-      ValueError: in one line, its files cannot be read.
+      ValueError: its files cannot be read.
     """
     try:
         for number in range(len(rows)):
@@ -408,10 +409,10 @@ def _modules(root: Path) -> list[str]:
 
 
 def _check_text(root: Path, paths: Sequence[str]) -> None:
-    """Refuse a folder of text that holds something else.
+    """Raise a ValueError if a folder of text holds something else.
 
     Raises:
-      ValueError: in one line, which file is no text, and what to do.
+      ValueError: a file is not text; the message says what to do.
     """
     for path in paths:
         if say := records.remedy(Path(path).name):
@@ -429,10 +430,10 @@ def _check_text(root: Path, paths: Sequence[str]) -> None:
 
 
 def _check_features(name: str, data_dir: Path) -> None:
-    """Refuse a prepared data set whose files name code of other packages to import.
+    """Raise a ValueError if a data set's files name code of other packages to import.
 
     Raises:
-      ValueError: in one line, the file and the class.
+      ValueError: a file names such a class.
     """
     root = data_dir / name.split(":")[0].split("/")[0]
     found = listing.folders(root) if root.is_dir() else ()
@@ -470,7 +471,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _uniform(text: str) -> float:
-    """Hash a string to [0, 1), the same on every machine."""
+    """Hash a string to [0, 1), identically on every machine."""
     digest = hashlib.sha256(text.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

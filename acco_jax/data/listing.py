@@ -1,4 +1,4 @@
-"""Which files a corpus has, and which split each of them is."""
+"""The files of a corpus, and the split of each of them."""
 
 import dataclasses
 import fnmatch
@@ -17,14 +17,14 @@ WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-ALL = "all"  # as data.train_split: names mean nothing, all files are for training
+ALL = "all"  # as data.train_split: ignore names, all files are for training
 _LETTER = r"[^\W\d_]"
 _SHOWN = 4  # names in a line
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Name the files of each split; without any of validation, documents are held out.
+    """The files of each split; without validation files, documents are held out.
 
     Attributes:
       train, validation: files to read.
@@ -44,7 +44,7 @@ def walk(root: Path, excluded: frozenset[str] = frozenset()) -> list[str]:
       excluded: names of folders that are left out.
 
     Raises:
-      ValueError: a link is broken, a file is no regular one, a folder cannot be read.
+      ValueError: a link is broken, a file is not regular, a folder cannot be read.
     """
     paths = []
     for folder, names in folders(root, excluded):
@@ -60,8 +60,8 @@ def folders(
 ) -> Iterator[tuple[str, list[str]]]:
     """Iterate over a folder and those below it, with the names of their files.
 
-    Links are followed. A folder comes again where its path has another split's words,
-    so that one folder in two splits is seen; never again in a loop of links.
+    Links are followed. A folder comes again if its path has another split's words, so
+    that one folder in two splits is found. It never comes again in a loop of links.
     """
 
     def fail(error: OSError) -> None:
@@ -84,10 +84,10 @@ def folders(
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is no regular file, or would make two lines of each line about it.
+    """Raise a ValueError for an irregular file, or a line break in a file's name.
 
     Raises:
-      ValueError: in one line, what is wrong with the file.
+      ValueError: the file has such a name, cannot be read or is not regular.
     """
     if len(path.name.splitlines()) > 1:
         raise ValueError(
@@ -141,7 +141,7 @@ def base(root: Path) -> Path:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path's parts match a pattern's, of which "**" matches any number."""
+    """Return whether a path's parts match a pattern's; "**" matches any number."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
@@ -159,21 +159,21 @@ def choose(
     validation_split: str,
     documents: bool = False,
 ) -> Splits:
-    """Tell which split each file is, by the words in its path below a folder.
+    """Choose the split of each file, by the words in its path below a folder.
 
-    Files without a word of a split are for training, if no file has a word of it. Where
-    there is no file for validation, those for testing are taken.
+    Files without a word of a split are for training, if no file has a word of it. If
+    there is no file for validation, the files for testing are taken.
 
     Args:
       files: all under `root`.
       root: whose own path does not count.
       train_split: a key of `WORDS`, another name, or `ALL`.
       validation_split: a key of `WORDS`, or another name.
-      documents: whether each file is a document, whose name may hold any word: splits
-        are only recognised if each file is one's, and folders' names win.
+      documents: whether each file is a document, whose name may hold any word. Then
+        splits are only recognised if each file has one, and folders' names win.
 
     Raises:
-      ValueError: in one line, a file would be in two splits, or may be of any.
+      ValueError: a file would be in two splits, or may be of any.
     """
     check_names(train_split, validation_split)
     if train_split == ALL:
@@ -227,10 +227,10 @@ def choose(
 
 
 def check_names(train_split: str, validation_split: str) -> None:
-    """Refuse names with which a split would be trained on and held out.
+    """Raise a ValueError for names with which a split would be trained on and held out.
 
     Raises:
-      ValueError: in one line, which.
+      ValueError: a name is empty, or the two do not fit each other.
     """
     for name, split in ("train", train_split), ("validation", validation_split):
         if not split:
@@ -248,15 +248,15 @@ def check_names(train_split: str, validation_split: str) -> None:
 
 
 def held_out(splits: Sequence[str], asked: str) -> str | None:
-    """Return which of the splits that a data set declares is held out; None: none.
+    """Return the held-out split among those that a data set declares; None: none.
 
     Args:
       splits: their names.
-      asked: data.validation_split; of 'validation' its other words are tried, and then
-        those of 'test'.
+      asked: data.validation_split; for 'validation' its other words are tried, and
+        then the words of 'test'.
 
     Raises:
-      ValueError: in one line, several may be.
+      ValueError: several may be.
     """
     if asked != "validation" or asked in splits:
         return asked
@@ -273,7 +273,7 @@ def held_out(splits: Sequence[str], asked: str) -> str | None:
 
 
 def some(names: Iterable[str]) -> str:
-    """List names, of many the first."""
+    """List names, or only the first of many."""
     names = [repr(name)[1:-1] for name in names]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -282,7 +282,7 @@ def some(names: Iterable[str]) -> str:
 def said(
     train: Sequence[str], validation: Sequence[str], unused: Sequence[str], share: float
 ) -> str:
-    """Say in a line which files, or which declared splits, are which split.
+    """Return a line that names the files, or declared splits, of each split.
 
     Args:
       train, validation, unused: their names.
@@ -295,7 +295,7 @@ def said(
 
 
 def _check_documents(names: Sequence[str], root: Path) -> None:
-    """Refuse a folder of documents with a part that is named as a split is."""
+    """Raise a ValueError for a folder of documents with a part named like a split."""
     tops = sorted({PurePath(name).parts[0] for name in names})
     words = {word for group in WORDS.values() for word in group}
     if found := [top for top in tops if top.split(".")[0].lower() in words]:
@@ -312,7 +312,7 @@ def _check_documents(names: Sequence[str], root: Path) -> None:
 
 
 def _distinct(splits: Splits, root: Path) -> Splits:
-    """Leave out what links name again; refuse a file in two splits."""
+    """Leave out files that links repeat; raise a ValueError for one in two splits."""
     seen: dict[str, tuple[int, Path]] = {}
     real = functools.cache(os.path.realpath)  # of folders
     kept: list[list[Path]] = [[], [], []]
@@ -335,7 +335,7 @@ def _distinct(splits: Splits, root: Path) -> Splits:
 
 @functools.lru_cache(4096)  # folders' names come often
 def _roles(name: str, train_split: str, validation_split: str) -> frozenset[str]:
-    """Return what a path's words say that it is: of what a longer name covers none."""
+    """Return the roles of a path's words; words within a longer name do not count."""
     pattern, roles = _words(train_split, validation_split)
     found = pattern.finditer(_spaced(name))
     return frozenset(roles[match.lastindex - 1] for match in found if match.lastindex)
@@ -343,7 +343,7 @@ def _roles(name: str, train_split: str, validation_split: str) -> frozenset[str]
 
 @functools.lru_cache
 def _words(train_split: str, validation_split: str) -> tuple[re.Pattern[str], list]:
-    """Return a pattern of all words, a group each, and what each stands for."""
+    """Return a pattern of all words, a group each, and the role of each."""
     asked = {"train": train_split, "validation": validation_split}
     role_of = {w: role for role, s in asked.items() for w in WORDS.get(s, ())}
     role_of |= {split: role for role, split in asked.items()}
@@ -356,12 +356,12 @@ def _words(train_split: str, validation_split: str) -> tuple[re.Pattern[str], li
 
 
 def _delimited(word: str) -> str:
-    """Match a word where neither letters (nor of a number, digits) continue it."""
+    """Return a pattern for a word that no letters (nor, of a number, digits) extend."""
     word = _spaced(word)
     before, after = (r"\d" if c.isdigit() else _LETTER for c in (word[0], word[-1]))
     return f"((?<!{before}){re.escape(word)}(?!{after}))"
 
 
 def _spaced(name: str) -> str:
-    """Part words that are only told apart by a capital: 'trainSet'."""
+    """Put a space between words that only a capital separates: 'trainSet'."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)

@@ -1,6 +1,6 @@
-"""The order of rows: a permutation for each epoch, computed where it is asked for.
+"""The order of rows: a permutation for each epoch, computed on demand.
 
-A permutation of n rows is never held: `permuted` says where one of its places leads, in
+A permutation of n rows is never held. `permuted` computes where it takes places, in
 NumPy, for as many places at once as a batch has rows, whatever n is.
 """
 
@@ -17,14 +17,14 @@ _BLOCK = 1024  # positions whose rows are computed together, at most
 def permuted(places: np.ndarray, size: int, *names: int) -> np.ndarray:
     """Return where a pseudorandom permutation of 0 .. size - 1 takes some places.
 
-    A Feistel network permutes the numbers of an even number of bits, enough for `size`;
-    one that leaves the range is taken again until it is back.
+    A Feistel network permutes the numbers of an even number of bits, enough for `size`.
+    A number outside the range is permuted again until it is inside.
 
     Args:
       places: integers (n,) in 0 .. size - 1.
       size: of what is permuted.
       *names: of the permutation, such as a seed and an epoch: they are hashed, so that
-        two permutations whose names differ have nothing to do with each other.
+        permutations whose names differ are unrelated.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
     """
@@ -58,10 +58,10 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 class Order(abc.ABC):
-    """Endless sequences of rows, one or several beside each other.
+    """Endless sequences of rows, one or several in parallel.
 
     Attributes:
-      streams: how many sequences there are. One is read by all workers in turn; of
+      streams: the number of sequences. One is read by all workers in turn. With
         several, each worker reads its own.
     """
 
@@ -100,7 +100,7 @@ class Order(abc.ABC):
 
     @abc.abstractmethod
     def epoch(self, stream: int) -> int:
-        """Return how many rows an epoch of a stream has."""
+        """Return the number of rows of a stream's epoch."""
 
     @abc.abstractmethod
     def _places(self, stream: int, epoch: int, places: np.ndarray) -> np.ndarray:
@@ -129,7 +129,7 @@ class Skewed(Order):
     Rows are in as many groups as there are workers, one after the other. In each epoch
     the first part of every group's order, the share `skew`, goes to the worker with its
     number; the rest of all groups is pooled, shuffled and dealt to the workers in turn.
-    Each worker then shuffles what it got.
+    Each worker then shuffles its rows.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, skew: float):

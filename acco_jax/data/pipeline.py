@@ -1,4 +1,4 @@
-"""Documents to tokens to batches."""
+"""The pipeline from documents to tokens to batches."""
 
 import dataclasses
 import math
@@ -35,11 +35,11 @@ from acco_jax.data.tokenizers import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Hold the tokens of the training and of the held-out documents.
+    """The tokens of the training and of the held-out documents.
 
     A token array is end-of-text, then every document followed by end-of-text: each
     document's tokens and its end all have a predecessor, so all are targets. Of
-    instructions only answers and their ends are; spans say where they are.
+    instructions only answers and their ends are targets; spans give their places.
     """
 
     tokenizer: Tokenizer
@@ -63,14 +63,14 @@ def load_corpus(
     """Prepare a corpus, or find it prepared, and open its tokens.
 
     Args:
-      config: the fields of `data` in `acco_jax.runner.config`, which says what each is:
+      config: the fields of `data` in `acco_jax.runner.config`, which documents each:
         of the data set name, path, text_feature, train_split, validation_split,
         held_out, task and data_dir; of the tokenizer tokenizer, vocab_size and
         end_of_text.
       workdir: where a copy of the tokenizer is read from, or written to.
 
     Raises:
-      ValueError: if a setting is wrong or what it names is not there.
+      ValueError: if a setting is wrong, or names something that does not exist.
     """
     _check(config)
     data_dir = config.data_dir or os.environ.get("ACCO_DATA_DIR")
@@ -108,20 +108,20 @@ def train_iterator(
     lengths: Sequence[int] = (),
     document_mask: bool = False,
 ) -> Batches:
-    """Iterate for ever over this process's part of the shuffled training batches.
+    """Iterate endlessly over this process's part of the shuffled training batches.
 
     Packed row i is tokens [i T, i T + T] of the training split: inputs and targets
     overlap. Of instructions every example is a row, padded with its whole global batch.
     Rows are in one endless sequence, epoch after epoch a permutation of them, which
-    depends on the seed alone; a batch takes the next ones of it, as many as are
+    depends only on the seed. A batch takes the next rows of it, as many as are
     computed, whatever the number of workers and processes is. The iterator has
     `get_state()` (JSON-able) and `set_state(state)`.
 
     With a skew every worker has a sequence of its own. Documents are in as many groups
     as there are workers: in the order of their mean token, cut where they hold equal
     numbers of tokens, so that groups differ in what tokens are frequent. In each epoch
-    that share of a group's rows is its worker's; the others are pooled and dealt to
-    all. Finding the groups reads the whole split once.
+    the share `skew` of a group's rows is its worker's; the other rows are pooled and
+    dealt to all. Finding the groups reads the whole split once.
 
     Args:
       corpus: from `load_corpus`.
@@ -130,14 +130,17 @@ def train_iterator(
       seed: of the order.
       process_index, process_count: this process, of how many share the global batch.
       prefetch: whether the next batch is read, in a thread, while one is used.
-      workers: that share the global batch, in equal contiguous parts; None: processes.
-      steps: of each worker in a batch, and `microbatches` of each step: where they lie.
+      workers: how many share the global batch, in equal contiguous parts; None: as many
+        as processes.
+      steps: of each worker in a batch.
+      microbatches: of each step.
       counts: how many of its microbatches each worker computes; the other places of the
-        batch take no rows. None: all. (): it is not known yet, and must be told with
-        `computed(counts)` after each batch; rows that were not computed come again.
-      skew: 0 to 1, which part of a worker's rows is of its own group.
-      lengths: to which examples are padded: each global batch to the smallest that fits
-        its longest row; (): to `length`.
+        batch take no rows. None: all. (): the counts are not known yet, and must be set
+        with `computed(counts)` after each batch; rows that were not computed come
+        again.
+      skew: 0 to 1, fraction of a worker's rows from its own group.
+      lengths: the padded lengths of examples: each global batch has the smallest that
+        fits its longest row; (): only `length`.
       document_mask: whether batches number documents: see `acco_jax.data.rows`.
 
     Returns:
@@ -188,13 +191,13 @@ def validation_batches(
 
     Every held-out target appears once with mask 1; the last batch is filled up with
     end-of-text at mask 0. All processes get the same number of batches. With a limit,
-    blocks of rows are spread evenly over the split, whose parts differ.
+    blocks of rows are spread evenly over the split, since its parts differ.
 
     Args:
       corpus, length, batch_size, process_index, process_count, lengths, document_mask:
-        as `train_iterator`'s.
+        as for `train_iterator`.
       limit: number of blocks; None: all.
-      block: rows of a block; None: those of a batch.
+      block: rows of a block; None: `batch_size`.
 
     Returns:
       An iterator over batches of batch_size // process_count rows, with "mask".
@@ -228,8 +231,8 @@ def bits_per_byte(
 ) -> float:
     """Convert the summed loss of held-out targets, nats, to bits per byte of text.
 
-    `targets` is their number; None: all. Fewer (`limit` of `validation_batches`) are
-    taken to have the whole split's bytes per target.
+    `targets` is their number; None: all. A part (`limit` of `validation_batches`) is
+    assumed to have the whole split's bytes per target.
     """
     total = len(corpus.validation_tokens) - 1
     if (spans := corpus.validation_spans) is not None:
@@ -246,15 +249,15 @@ def rows_per_epoch(corpus: Corpus, length: int, lengths: Sequence[int] = ()) -> 
 def check_rows(
     corpus: Corpus, rows: int, length: int, batch_size: int, lengths: Sequence[int] = ()
 ) -> None:
-    """Refuse a training split that has less than one batch.
+    """Raise a ValueError for a training split that has less than one batch.
 
     Args:
       corpus: from `load_corpus`.
       rows: of its training split: see `rows_per_epoch`.
-      length, batch_size, lengths: as `train_iterator`'s.
+      length, batch_size, lengths: as for `train_iterator`.
 
     Raises:
-      ValueError: in one line, what is too few, and what to change.
+      ValueError: there are too few rows; the message says what to change.
     """
     if rows >= batch_size:
         return
@@ -274,7 +277,7 @@ def check_rows(
 
 
 def _longest(length: int, lengths: Sequence[int]) -> tuple[int, str]:
-    """Return the longest row of instructions, and which fields say so."""
+    """Return the longest row of instructions, and the fields that determine it."""
     return (lengths[-1], "data.lengths (and length)") if lengths else (length, "length")
 
 
@@ -315,7 +318,7 @@ def _rows(
 
 
 def cuts(corpus: Corpus, longest: int) -> list[str]:
-    """Say of each split how many examples are cut to `longest` targets, or left out."""
+    """Return a line per split on examples cut to `longest` targets, or left out."""
     lines = []
     for split in ("train", "validation"):
         if (spans := getattr(corpus, f"{split}_spans")) is None:
@@ -332,7 +335,7 @@ def cuts(corpus: Corpus, longest: int) -> list[str]:
 
 
 def _check_groups(sizes: Sequence[int], length: int) -> None:
-    """Refuse groups of documents of which one is too small."""
+    """Raise a ValueError for a group of documents that is too small."""
     for worker, size in enumerate(sizes):
         if not size:
             raise ValueError(
@@ -361,7 +364,7 @@ def _rows_per_process(
 
 
 def _check(config: ml_collections.ConfigDict) -> None:
-    """Refuse settings that no data set could make right."""
+    """Raise a ValueError for settings that no data set could make right."""
     if config.task not in tasks.TASKS:
         raise ValueError(f"data.task {config.task!r} must be one of {tasks.TASKS}")
     own = config.tokenizer not in ("bytes", "bpe")
@@ -396,14 +399,14 @@ def _check(config: ml_collections.ConfigDict) -> None:
 def kept_tokenizer(
     config: ml_collections.ConfigDict, workdir: str | os.PathLike
 ) -> Tokenizer:
-    """Return the tokenizer of a run from its workdir alone.
+    """Return the tokenizer of a run from only its workdir.
 
     Args:
       config: as for `load_corpus`.
       workdir: that a corpus was loaded with.
 
     Raises:
-      ValueError: in one line, its copy is not there, or damaged.
+      ValueError: the copy is missing or damaged.
     """
     if config.tokenizer == "bytes":
         return ByteTokenizer()
@@ -421,10 +424,10 @@ def _tokenizer(
     data_dir: Path,
     workdir: Path,
 ) -> Tokenizer:
-    """Find the workdir's tokenizer, or the one trained or given, and copy it there.
+    """Find the workdir's, the trained or the given tokenizer, and copy it there.
 
     Raises:
-      ValueError: the workdir has another one.
+      ValueError: the workdir has another tokenizer.
     """
     kept = copied(workdir)
     old = workdir / "tokenizer.json"
@@ -461,7 +464,7 @@ def _trained(
     data_dir: Path,
     path: Path,
 ) -> Tokenizer:
-    """Find the workdir's BPE at `path`, or the one trained before, or train it."""
+    """Find the workdir's BPE at `path` or the one trained before, or train it."""
     trained = data_dir / "tokenizers" / f"{source.fingerprint}-{config.vocab_size}.json"
     if path.exists():
         tokenizer = BpeTokenizer.load(path)

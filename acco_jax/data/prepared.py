@@ -24,7 +24,7 @@ def opened(
     """Open a data set of our own, prepared or not.
 
     Raises:
-      ValueError: in one line, which of its files is damaged.
+      ValueError: one of its files is damaged.
     """
     folder = data_dir / kind.name / config.name / str(kind.VERSION)
     try:
@@ -48,7 +48,10 @@ def _sums(folder: Path) -> dict[str, int]:
 
 
 def _written(folder: Path) -> Any:
-    """Return the checksums as they were; a process that was killed left none."""
+    """Return the checksums as written; without them, the current ones.
+
+    A process that was killed left none.
+    """
     if not (folder / _SUMS).exists():
         return _sums(folder)
     return json.loads(smallfiles.text(folder / _SUMS))

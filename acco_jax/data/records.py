@@ -1,6 +1,6 @@
-"""Records of text in files: JSON Lines, Parquet, and what `datasets` saves to disk.
+"""Records of text in files: JSON Lines, Parquet, and `datasets` saved to disk.
 
-Nothing here runs code of the data set's, and pyarrow alone is needed for its formats.
+Nothing here runs the data set's code. Its formats need only pyarrow.
 """
 
 import codecs
@@ -22,7 +22,7 @@ SUFFIXES = {
     "huggingface": (".arrow",),
 }
 
-# Files that hold records, and what to do about them where they are not what is read.
+# Files that hold records, and what to do about them where they cannot be read.
 REMEDIES = {
     **{end: f"set data.name='{k}'" for k, ends in SUFFIXES.items() for end in ends},
     **dict.fromkeys((".json", ".csv", ".tsv", ".xml", ".yaml", ".yml"),
@@ -44,23 +44,23 @@ LONGEST_LINE = 2**28  # bytes: a small .gz may hold a line that no memory does
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Name the files of each split of a data set; () where a split has none."""
+    """The files of each split of a data set; () where a split has none."""
 
     kind: str
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
-    # Of training, of what is held out and of what is not used: files, or splits that
-    # the data set declares.
+    # For training, held out and not used: names of files, or of splits that the data
+    # set declares.
     names: list[list[str]]
 
     def listing(self) -> list[tuple[str, int, int]]:
-        """Return what tells the files from changed ones."""
+        """Return values that change when a file changes."""
         stats = [(str(path), path.stat()) for path in (*self.train, *self.validation)]
         return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def remedy(name: str) -> str | None:
-    """Say what to do about a file that is no text by its name; None if it may be."""
+    """Return a remedy for a file that is not text by its name; None if it may be."""
     if name in METADATA:
         kind = METADATA[name]
         what = f"'{kind}'" if kind else "its tfds name"
@@ -73,13 +73,13 @@ def remedy(name: str) -> str | None:
 def find(kind: str, path: str | None, train_split: str, validation_split: str) -> Files:
     """Find the files of a data set.
 
-    Of 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; the words
-    in a file's name, and in those of its folders, say which split it is (see
+    For 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; the words
+    in a file's name, and in its folders' names, give its split (see
     `acco_jax.data.listing`).
-    Of 'huggingface' it is a folder that `datasets` has saved to disk.
+    For 'huggingface' it is a folder that `datasets` has saved to disk.
 
     Raises:
-      ValueError: in one line, what is not there or cannot be read.
+      ValueError: the files are missing or cannot be read.
     """
     if not path:
         raise ValueError(
@@ -104,7 +104,7 @@ def read(
     """Iterate over the records of some files, with the given columns, all text.
 
     Raises:
-      ValueError: in one line, which file cannot be read or lacks a column.
+      ValueError: a file cannot be read or lacks a column.
     """
     for path in paths:
         if files.kind == "jsonl":
@@ -114,10 +114,10 @@ def read(
 
 
 def _readable(kind: str, root: Path, found: Sequence[Path]) -> list[Path]:
-    """Return those of the files found that hold records of a kind.
+    """Return the files, among those found, that hold records of a kind.
 
     Raises:
-      ValueError: in one line, there are none, or others that hold records too.
+      ValueError: there are none, or there are files of other records, too.
     """
     good = [p for p in found if p.name.lower().endswith(SUFFIXES[kind])]
     for path in found:
@@ -273,7 +273,7 @@ def _table(
 def _present(
     path: Path, schema: Any, columns: Sequence[str], optional: Sequence[str]
 ) -> list[str]:
-    """Return the columns to read, if those that must be there are, and are text."""
+    """Return the columns to read; raise a ValueError if a required one is not text."""
     texts = [f.name for f in schema if _is_text(f.type)]
     for name in columns:
         if name not in texts:
@@ -282,7 +282,7 @@ def _present(
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a type of Arrow's is text, of which repeated ones may be encoded."""
+    """Return whether an Arrow type is text, which may be encoded if it repeats."""
     while str(kind).startswith(("dictionary<", "run_end_encoded<")):
         kind = kind.value_type
     return str(kind) in ("string", "large_string", "string_view")
@@ -301,12 +301,12 @@ def _complete(
 
 
 def lacks(name: str, texts: Sequence[str], columns: Sequence[str]) -> str:
-    """Say that there is no column of text of a name, and what to do.
+    """Return a message that there is no column of text of a name, and what to do.
 
     Args:
       name: of the column.
-      texts: names of the columns of text that there are.
-      columns: names of those that the task reads.
+      texts: names of the data's columns of text.
+      columns: names of the columns that the task reads.
     """
     others = [text for text in texts if text != name]
     if len(columns) > 1:
@@ -323,14 +323,14 @@ def lacks(name: str, texts: Sequence[str], columns: Sequence[str]) -> str:
 
 
 def outside(path: Path, *ours: str | os.PathLike) -> None:
-    """Refuse a folder of data in which our own files would become data.
+    """Raise a ValueError for a folder of data in which our own files would become data.
 
     Args:
-      path: of the data: a folder, or a pattern of files in one and those below it.
+      path: of the data: a folder, or a pattern of files in a folder and below it.
       ours: folders that training writes to.
 
     Raises:
-      ValueError: in one line, which of `ours` is in the folder.
+      ValueError: one of `ours` is in the folder.
     """
     path = path.expanduser().absolute()
     if not path.is_dir() and "**" not in path.parts:

@@ -1,4 +1,4 @@
-"""Rows of tokens: what a batch is made of, read by number, many at once.
+"""Rows of tokens: the parts of a batch, read by number, many at once.
 
 A batch holds "tokens", int32 (rows, T + 1): inputs and targets, which overlap. It may
 hold "mask", float32 (rows, T), 1 where there is a target, and "segments", int32
@@ -19,10 +19,10 @@ Batch = dict[str, np.ndarray]
 
 
 class Rows(abc.ABC):
-    """Give random access to rows.
+    """A sequence of rows with random access.
 
     Attributes:
-      groups: how many rows each group of documents has, one group after the other.
+      groups: the number of rows of each group of documents, one group after another.
       widths: every T that batches may have.
     """
 
@@ -38,7 +38,7 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def targets(self, rows: np.ndarray) -> int:
-        """Return how many targets these rows have."""
+        """Return the number of targets of these rows."""
 
     @abc.abstractmethod
     def read(self, rows: np.ndarray, width: int) -> Batch:
@@ -46,7 +46,7 @@ class Rows(abc.ABC):
 
 
 class PackedRows(Rows):
-    """Take row i of each group's documents as tokens [i T, i T + T] of its own."""
+    """Rows in which row i of a group is tokens [i T, i T + T] of its documents."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class PackedRows(Rows):
         Args:
           groups: arrays of tokens: see `Corpus`.
           length: T.
-          end_of_text: where a document begins.
+          end_of_text: the token at which a document begins.
           segments: whether batches carry "segments".
-          mask: whether they carry "mask", and the last row of a group may be cut short.
+          mask: whether batches carry "mask", and a group's last row may be shorter.
         """
         self._tokens, self._length, self._end = groups, length, end_of_text
         self._segments, self._mask, self.widths = segments, mask, (length,)
@@ -97,11 +97,11 @@ class PackedRows(Rows):
 
 
 class Examples(Rows):
-    """Take every example as a row, padded: a prompt, and an answer to be learnt.
+    """Rows that are examples, padded: a prompt, and an answer to be learnt.
 
     Row i is end of text, the prompt, the answer, end of text; targets are the answer
     and the end of text after it. A row longer than the largest length loses its end,
-    the end of text with it; one that would have no target left is no row at all.
+    with the end of text. `fitting` leaves out examples that would keep no target.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Examples(Rows):
         Args:
           tokens: of all examples, one after the other.
           spans: int64 (n, 3): see `Corpus`.
-          lengths: to which batches are padded, ascending.
-          end_of_text: which fills up.
-          groups: as of `Rows`; None: one.
+          lengths: of padded batches, ascending.
+          end_of_text: the token for padding.
+          groups: as in `Rows`; None: one.
         """
         self._tokens, self._end, self.widths = tokens, end_of_text, lengths
         self._lengths = np.asarray(lengths, np.int64)
@@ -148,7 +148,7 @@ class Examples(Rows):
 
 
 def fitting(spans: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
-    """Return examples that keep a target in rows of `longest`, and how many are cut.
+    """Return examples that keep a target in rows of `longest`, and the number cut.
 
     Spans are int64 (n, 3): see `Corpus`.
     """
@@ -162,8 +162,8 @@ def by_mean(tokens: np.ndarray, spans: np.ndarray, count: int) -> list[np.ndarra
 
     Args:
       tokens: of all documents.
-      spans: int64 (n, 2): the places of a document's first token and of its end of
-        text, which every document is followed by.
+      spans: int64 (n, 2): the places of a document's first token and of the end of
+        text that follows it.
       count: of groups.
 
     Returns:

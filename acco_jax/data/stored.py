@@ -27,7 +27,7 @@ def block_sums(path: Path) -> np.ndarray:
 
 
 class Tokens:
-    """Hold tokens on disk; what is read of them is what was written.
+    """Tokens on disk, verified to be those that were written when they are read.
 
     A slice reads its blocks and verifies them, each time. `np.asarray` verifies
     everything and memory-maps the file.
@@ -42,7 +42,7 @@ class Tokens:
           sums: `block_sums` of the file as it was written.
 
         Raises:
-          ValueError: in one line, it has another number of blocks.
+          ValueError: the file has another number of blocks.
         """
         self.dtype = np.dtype(dtype)
         self._path, self._sums = path, sums
@@ -60,7 +60,7 @@ class Tokens:
         """Return a token, or a slice of them.
 
         Raises:
-          ValueError: in one line, a block that holds them is damaged.
+          ValueError: a block that holds them is damaged.
         """
         if not isinstance(index, slice):
             number = range(self._length)[index]
@@ -80,7 +80,7 @@ class Tokens:
         return np.array(mapped, dtype, copy=copy)
 
     def _read(self, first: int, end: int) -> bytes:
-        """Return the blocks from `first` to before `end`; raises as `__getitem__`."""
+        """Return the blocks from `first` to before `end`; raise as `__getitem__`."""
         content = os.pread(self._file, max(end - first, 0) * BLOCK, first * BLOCK)
         whole = memoryview(content)
         for i, expected in enumerate(self._sums[first:end].tolist()):

@@ -1,4 +1,4 @@
-"""What a data set is read for: documents to go on with, or answers to instructions."""
+"""The tasks that a data set is read for: continue documents, or answer instructions."""
 
 import re
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def columns(task: str, text_feature: str) -> tuple[str, ...]:
 
 
 def optional_columns(task: str) -> tuple[str, ...]:
-    """Return the columns that are read too where a data set has them."""
+    """Return the columns that are also read if a data set has them."""
     return () if task == "pretrain" else (INPUT,)
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a BPE trained on the corpus, or a file's own."""
+"""Conversion of text to token ids and back: bytes, a trained BPE, or a file's own."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 
 
 class Tokenizer(abc.ABC):
-    """Turn text into token ids and back.
+    """A conversion of text to token ids and back.
 
     Attributes:
       vocab_size: ids are 0 .. vocab_size - 1.
-      end_of_text: which of them ends a text; no text is encoded to it.
+      end_of_text: the id that ends a text; no text is encoded to it.
       fingerprint: names the tokenizer; fit for a file name.
-      prefix: what models that were published with it see before a text; often nothing.
+      prefix: ids that models published with it see before a text; often none.
     """
 
     vocab_size: int
@@ -62,7 +62,7 @@ class Tokenizer(abc.ABC):
     def export(
         self, folder: Path, max_length: int, special: Mapping[str, int]
     ) -> dict[str, int]:
-        """Write it into a folder as AutoTokenizer of transformers reads it.
+        """Write it into a folder in the form that AutoTokenizer of transformers reads.
 
         Args:
           folder: where it is written.
@@ -70,12 +70,12 @@ class Tokenizer(abc.ABC):
           special: ids of tokens that `beside.SPECIAL` names, as far as they are known.
 
         Returns:
-          The ids of the tokens that the folder names now, by those names.
+          The ids of the tokens that the folder names now, by their names.
         """
 
 
 class ByteTokenizer(Tokenizer):
-    """Take every byte of the UTF-8 text as a token; id 256 ends a text."""
+    """A tokenizer with a token for every byte of the UTF-8 text; id 256 ends a text."""
 
     vocab_size = _BYTES + 1
     end_of_text = _BYTES
@@ -101,9 +101,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class BpeTokenizer(Tokenizer):
-    """Take the tokens of a byte-level BPE; the id after its last ends a text.
+    """A tokenizer of a byte-level BPE; the id after its last ends a text.
 
-    The end of text is no string of the vocabulary, so that no text can contain it.
+    The end of text is not a string of the vocabulary, so no text can contain it.
 
     Source: Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with
     Subword Units" (2016); over bytes as in GPT-2 (Radford et al., 2019).
@@ -150,7 +150,7 @@ class BpeTokenizer(Tokenizer):
         """Read a tokenizer.json.
 
         Raises:
-          ValueError: in one line, if it is none.
+          ValueError: if it is not one, or its ids have gaps.
         """
         bpe = _read(Path(path))
         if {*bpe.get_vocab().values()} != {*range(bpe.get_vocab_size())}:
@@ -178,12 +178,12 @@ class BpeTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """Take the tokens of any tokenizer.json, with an end of text of its own.
+    """A tokenizer of any tokenizer.json, with an end of text of its own.
 
-    Special tokens are not looked for in texts: "<|endoftext|>" in one is encoded as the
-    characters that it is. Where the vocabulary makes the end of text of these
-    characters all the same, they are encoded in two parts; what a normalizer still
-    turns into it is left out.
+    Special tokens are not recognised in texts: "<|endoftext|>" in a text is encoded as
+    its characters. If the vocabulary still makes the end of text of these characters,
+    they are encoded in two parts. An end of text that a normalizer still makes is left
+    out.
     """
 
     def __init__(self, path: str | os.PathLike, end_of_text: str | None = None):
@@ -195,7 +195,7 @@ class FileTokenizer(Tokenizer):
             special_tokens_map.json beside it, or else a well-known one.
 
         Raises:
-          ValueError: in one line, if it cannot be read, or no end of text is known.
+          ValueError: if it cannot be read, or no end of text is known.
         """
         path = Path(path)
         self._model = model = _read(path)
@@ -212,10 +212,10 @@ class FileTokenizer(Tokenizer):
         self._path = path
 
     def save(self, folder: Path) -> None:
-        """Copy the file into a folder, and what is said of it beside it.
+        """Copy the file into a folder, with the configuration beside it.
 
-        That is its tokenizer_config.json, which also names its end of text, and its
-        chat template.
+        The configuration is in tokenizer_config.json, with its end of text and its chat
+        template.
         """
         said = beside.kept(self._path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
@@ -254,10 +254,10 @@ class FileTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Take the pieces of a SentencePiece model; its "</s>" ends a text.
+    """A tokenizer of a SentencePiece model's pieces; its "</s>" ends a text.
 
-    SentencePiece never makes that of characters in a text. It normalizes texts as the
-    model says: runs of spaces may become one.
+    SentencePiece never makes this piece of characters in a text. It normalizes texts as
+    the model specifies: runs of spaces may become one.
     """
 
     def __init__(self, path: str | os.PathLike, end_of_text: str | None = None):
@@ -269,7 +269,7 @@ class SentencePieceTokenizer(Tokenizer):
             special_tokens_map.json beside it, or else its own end of sentence.
 
         Raises:
-          ValueError: in one line, if it cannot be read, or has no end of text.
+          ValueError: if it cannot be read, or has no end of text.
         """
         try:
             import sentencepiece
@@ -282,7 +282,7 @@ class SentencePieceTokenizer(Tokenizer):
             proto = smallfiles.content(path, smallfiles.TOKENIZER)
             self._model.LoadFromSerializedProto(proto)
             for number in range(self._model.get_piece_size()):
-                self._model.id_to_piece(number)  # is no text in a damaged file
+                self._model.id_to_piece(number)  # is not text in a damaged file
         except (OSError, RuntimeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is no SentencePiece model: give a .model file"
@@ -301,7 +301,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.fingerprint = f"sentencepiece-{digest.hexdigest()[:16]}"
 
     def save(self, folder: Path) -> None:
-        """Copy the file into a folder, and what is said of it, as `FileTokenizer`."""
+        """Copy the file and its configuration into a folder, as `FileTokenizer`."""
         said = beside.kept(self._path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
@@ -340,7 +340,7 @@ def read_tokenizer(
     """Read a tokenizer.json or a SentencePiece `.model`, by the file's name.
 
     Raises:
-      ValueError: in one line, if there is none, or it has no end of text.
+      ValueError: if there is no such file, or it has no end of text.
     """
     path = Path(path).expanduser().absolute()
     if not path.is_file():
@@ -357,7 +357,7 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json.
 
     Raises:
-      ValueError: in one line, if it is none.
+      ValueError: if it is not one, or is unsafe to use.
     """
     try:
         smallfiles.check(path, smallfiles.TOKENIZER)
@@ -380,10 +380,10 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_growth(path: Path, said: dict[str, Any]) -> None:
-    """Refuse a tokenizer.json that makes long texts of single characters.
+    """Raise a ValueError if a tokenizer.json makes long texts of single characters.
 
     Raises:
-      ValueError: in one line, how long.
+      ValueError: it makes more than `_MOST_GROWTH` characters of one.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if (size := _growth(said.get(part))) > _MOST_GROWTH:
@@ -394,7 +394,7 @@ def _check_growth(path: Path, said: dict[str, Any]) -> None:
 
 
 def _growth(node: Any) -> float:
-    """Return how many characters the replacements in a node may make of one."""
+    """Return the most characters that the replacements in a node may make of one."""
     parts = node if isinstance(node, list) else []
     own = 0
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""How parameters are split over the workers; see `acco_jax.layout`."""
+"""The layout of parameters split over the workers; see `acco_jax.layout`."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no paramet
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How each parameter is split over the workers."""
+    """The split of each parameter over the workers."""
 
     mesh: Mesh
     axis: tuple[str, ...]  # the data axes, slowest network first
@@ -38,7 +38,7 @@ class Layout:
     # moment of, or None
     mirrors: tuple[int | None, ...] = ()
 
-    # up to so many elements of leaves that stay whole are summed with the weights
+    # up to this many elements of leaves that stay whole are summed with the weights
     together: ClassVar[int] = SMALL
 
     @classmethod
@@ -51,7 +51,7 @@ class Layout:
         comm_dtype: Any = None,
         param_specs: PyTree | None = None,
     ) -> Self:
-        """Lay these parameters out; arguments and errors are those of `describe`."""
+        """Lay these parameters out; arguments and errors are as for `describe`."""
         treedef, leaves = describe(params, mesh, axis, comm_dtype, param_specs)
         n = math.prod(mesh.shape[a] for a in axis)
         split = (dataclasses.replace(f, parts=cls.parts_of(f, n)) for f in leaves)
@@ -59,7 +59,7 @@ class Layout:
 
     @staticmethod
     def parts_of(leaf: Leaf, n: int) -> Parts:
-        """Into how many parts n workers cut each dimension of a leaf."""
+        """Return the number of parts of each dimension of a leaf, among n workers."""
         return evenly(leaf, n)
 
     # ---- copies of a state, in which a layout is a node without arrays
@@ -92,7 +92,7 @@ class Layout:
     def reduce_order(self) -> tuple[str, ...]:
         """The data axes as collectives take them: the fastest network first.
 
-        Reduced there, a gradient is 1/k of its size when it meets the slower network.
+        Reduced there, a gradient has 1/k of its size on the slower network.
         So the worker at (slice s, chip c) owns part c * slices + s.
         """
         return self.axis[::-1]
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def scalar(self) -> np.dtype:
-        """The dtype of weights: float32, or float64 if any master copy is."""
+        """The dtype of weights: float32, or float64 if any master weights are."""
         return np.result_type(np.float32, *(leaf.master for leaf in self.leaves))
 
     def sharding(self, *spec: Any) -> NamedSharding:
@@ -124,12 +124,12 @@ class Layout:
 
     @property
     def grads_shardings(self) -> PyTree:
-        """Of per-worker gradients: leaf (n, *shape), row i on worker i."""
+        """Shardings of per-worker gradients: leaf (n, *shape), row i on worker i."""
         return self.tree(lambda leaf: self.sharding(self.axis, *leaf.spec))
 
     @property
     def shards(self) -> PyTree:
-        """Abstract shards: ShapeDtypeStructs of the master copy, as it is stored."""
+        """Abstract shards: ShapeDtypeStructs of the master weights, as stored."""
         return self.tree(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.stored, leaf.master, sharding=self._home(leaf)
@@ -148,9 +148,9 @@ class Layout:
     # ---- the optimizer's state
 
     def mirroring(self, inner: optax.GradientTransformation, state: PyTree) -> Self:
-        """Return this layout, knowing which arrays of the state are moments.
+        """Return this layout with the marks of which state arrays are moments.
 
-        `state` is what its `init` makes of the parameters' own shapes; abstract.
+        `state` is what inner's `init` returns for the parameters' own shapes; abstract.
         """
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         flat = jax.tree_util.tree_leaves_with_path(state)
@@ -165,7 +165,7 @@ class Layout:
             )
             numbers = jax.tree.leaves(marks)
             assert len(numbers) == len(flat)
-        except Exception:  # inner looks at the parameters, and optax has but a stand-in
+        except Exception:  # inner reads the parameters, and optax has only a stand-in
             number_of = numbering(self.leaves)
             numbers = [number_of(path) for path, _ in flat]
         mirrors = (
@@ -197,14 +197,14 @@ class Layout:
     def _map_state(
         self, fn: Callable, state: PyTree, other: Callable = lambda x: x
     ) -> PyTree:
-        """fn(leaf, x) of each array that mirrors a leaf, other(x) of the rest."""
+        """Return fn(leaf, x) for arrays that mirror a leaf, other(x) for the others."""
         arrays, treedef = jax.tree.flatten(state)
         each = zip(self.mirrors, arrays, strict=True)
         mapped = [other(x) if i is None else fn(self.leaves[i], x) for i, x in each]
         return jax.tree.unflatten(treedef, mapped)
 
     def _spread(self, x: Any) -> NamedSharding:
-        """Of what mirrors no leaf: split if it is large and a dimension fits."""
+        """Return the sharding of an array that mirrors no leaf: split if large."""
         shape = jnp.shape(x)
         fits = [d for d, s in enumerate(shape) if s % self.workers == 0]
         if fits and math.prod(shape) > MAX_REPLICATED:
@@ -240,7 +240,7 @@ class Layout:
         return homes._replace(inner=inner, model_state=carried)
 
     def holds_shards(self, x: Any) -> bool:
-        """Whether x is a tree of stored shards."""
+        """Return whether x is a tree of stored shards."""
         leaves, treedef = jax.tree.flatten(x)
         shapes = [leaf.stored for leaf in self.leaves]
         return treedef == self.treedef and list(map(jnp.shape, leaves)) == shapes
@@ -261,7 +261,7 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """What the buffers hold, one for each dtype that travels."""
+        """The contents of the buffers, one group for each communication dtype."""
         by_dtype: dict[np.dtype, dict[int, tuple[int, ...]]] = {}
         for i, leaf in enumerate(self.leaves):
             if not leaf.whole:
@@ -271,12 +271,12 @@ class Layout:
         )
 
     def _over(self, axes: tuple[str, ...]) -> P:
-        """Of buffers that are split over these data axes."""
+        """Return the spec of buffers that are split over these data axes."""
         return P((*axes, *self.model_axes)) if axes or self.model_axes else P()
 
     @property
     def _own(self) -> P:
-        """Of what every device has for itself."""
+        """The spec of buffers that each device has for itself."""
         return self._over(self.reduce_order)
 
     @property
@@ -301,7 +301,7 @@ class Layout:
         return self.everywhere(fn, (spec,), spec)
 
     def whole(self, tree: PyTree) -> Arrays:
-        """Return the leaves that every worker has: not sent, hence nor rounded."""
+        """Return the leaves that every worker has: neither sent nor rounded."""
         each = zip(self.leaves, jax.tree.leaves(tree), strict=True)
         return tuple(x for leaf, x in each if leaf.whole)
 
@@ -326,11 +326,11 @@ class Layout:
         return self.everywhere(local, (spec, self._whole_specs), out_specs)
 
     def _apart(self) -> Callable[[jax.Array], jax.Array]:
-        """On CPU, an identity into which nothing behind it is fused.
+        """Return, on CPU, an identity into which nothing behind it is fused.
 
-        XLA:CPU compiles each kernel by itself, but equal ones once, and a leaf's kernel
-        is not equal to another's if it reads the buffer at a place of its own. Of what
-        it will not compute twice, a division by a one that it cannot know is the least.
+        XLA:CPU compiles each kernel by itself, but equal kernels once. Leaves' kernels
+        differ if each reads the buffer at a place of its own. A division by a one that
+        the compiler cannot know is the cheapest operation that it does not duplicate.
         """
         if self.mesh.devices.flat[0].platform != "cpu":
             return lambda x: x
@@ -347,9 +347,9 @@ class Layout:
         Args:
           grads: leaves (n, *shape), row i on worker i.
           weight: (n,) their weights.
-          loss: (n,) the sums that the gradients are of, or None.
+          loss: (n,) the sums of losses that have these gradients, or None.
           check: whether a row of weight 0 may hold anything but zeros, such as NaN; it
-            counts for nothing.
+            is masked.
         """
 
         def local(grads: PyTree, weight: jax.Array) -> tuple[Arrays, Arrays]:
@@ -359,20 +359,20 @@ class Layout:
             packed = self._lay(blocks), self.whole(blocks)
             if not check:
                 return packed
-            # of what is packed, so that leaves are not held twice
+            # mask what is packed, so that leaves are not held twice
             return masked(weight[0] != 0, packed)
 
         in_specs = (self._row_specs, P(self.axis))
         rows = tuple(P(self.axis, *spec) for spec in self._whole_specs)
         run = self.everywhere(local, in_specs, (self._own, rows))
         weight = weight.astype(self.scalar)
-        # of weight, which knows where it lies: zeros_like may not
+        # from weight, which has its sharding: zeros_like may not
         loss = jnp.where(weight != 0, 0, 0 * weight) if loss is None else loss
         buffers, whole = run(grads, weight)
         return Pending(buffers, whole, weight, loss.astype(self.scalar))
 
     def zeros(self) -> Pending:
-        """Return what is pending before the first gradients: zeros."""
+        """Return zeros: the in-flight gradients before the first gradients."""
 
         def local() -> tuple[PyTree, jax.Array]:
             grads = self.tree(lambda leaf: jnp.zeros((1, *leaf.local), leaf.wire))
@@ -414,7 +414,7 @@ class Layout:
     def reduce_scatter(self, buffers: Arrays, axis: str) -> Arrays:
         """Sum the buffers over one data axis; each worker keeps its share.
 
-        The collective alone; applied over the axes of `reduce_order` in turn.
+        Only the collective; applied over the axes of `reduce_order` in turn.
         """
 
         def local(buffers: Arrays) -> Arrays:
@@ -430,7 +430,7 @@ class Layout:
         return self.on_buffers(exchange)(buffers)
 
     def split(self, reduced: Arrays, whole: Arrays | None = None) -> PyTree:
-        """Turn reduced buffers into shards, in the master copy's dtype.
+        """Turn reduced buffers into shards, in the master weights' dtype.
 
         `whole` are the leaves that are not split; None: zeros.
         """
@@ -446,14 +446,14 @@ class Layout:
     # ---- parameters, to all workers
 
     def join(self, shards: PyTree, dtype: Any = None) -> Arrays:
-        """Pack shards into buffers to gather, in the wire's dtypes or another."""
+        """Pack shards into buffers to gather, in communication dtypes or `dtype`."""
         pack = lambda shards: self._lay(self.map(Leaf.blocks, shards), dtype)  # noqa: E731
         return self.everywhere(pack, (self._shard_specs,), self._own)(shards)
 
     def all_gather(self, outgoing: Outgoing, axis: str) -> Outgoing:
         """Gather the shares along one data axis on every worker of it.
 
-        The collective alone; applied over the axes of `reduce_order`, last one first.
+        Only the collective; applied over the axes of `reduce_order`, last one first.
         """
 
         def local(buffers: Arrays) -> Arrays:
@@ -486,7 +486,7 @@ class Layout:
         return self.everywhere(functools.partial(self.map, fn), (in_specs,), out_specs)
 
     def shard(self, params: PyTree) -> PyTree:
-        """Turn parameters into shards, in the master copy's dtype."""
+        """Turn parameters into shards, in the master weights' dtype."""
 
         def share(leaf: Leaf, x: jax.Array) -> jax.Array:
             x = x.astype(leaf.master)
@@ -498,7 +498,7 @@ class Layout:
         return self._leafwise(share, self._param_specs, self._shard_specs)(params)
 
     def gather_exact(self, shards: PyTree) -> PyTree:
-        """Gather shards to parameters, in their own dtype whatever the wire's."""
+        """Gather shards to parameters, in their own dtype whatever is communicated."""
 
         def param(leaf: Leaf, x: jax.Array) -> jax.Array:
             x = x.astype(leaf.dtype)

@@ -1,8 +1,8 @@
-"""What crosses the network: one buffer for the workers' parts of many leaves.
+"""Communication buffers: one buffer for the workers' parts of many leaves.
 
 A buffer is [n * rows, width]; rows i * rows to (i + 1) * rows, block i, hold part i of
-every leaf: first those that fill whole rows, then the others, one after the other, and
-zeros.
+every leaf: first the leaves that fill whole rows, then the other leaves, one after
+another, then zeros.
 """
 
 import collections
@@ -30,32 +30,32 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Pending(NamedTuple):
-    """Local gradients that have not crossed the network yet: every worker's own."""
+    """In-flight gradients: local, not reduced yet, every worker's own."""
 
-    buffers: Arrays  # sums over microbatches, packed in the wire's dtypes
-    whole: Arrays  # rows (n, *shape): the same of leaves that stay whole
+    buffers: Arrays  # sums over microbatches, packed in the communication dtypes
+    whole: Arrays  # rows (n, *shape): the sums of leaves that stay whole
     weight: jax.Array  # (n,) their weights
-    loss: jax.Array  # (n,) the sums of their losses; 0 where nobody gave one
+    loss: jax.Array  # (n,) the sums of their losses; 0 where none was given
     model_state: Any = None  # (n, ...) each worker's own, after its last microbatch
 
 
 class Totals(NamedTuple):
-    """What gradients are sums of, over all workers."""
+    """The totals over all workers that belong to summed gradients."""
 
     weight: jax.Array  # []
     loss: jax.Array  # []
 
 
 class LeftOut(NamedTuple):
-    """What rounding left out of the gradients sent so far (see `acco_jax.codec`)."""
+    """Error feedback: the rounding error of sent gradients (see `acco_jax.codec`)."""
 
-    buffers: Arrays  # every worker's own, in the wire's dtype
+    buffers: Arrays  # every worker's own, in the communication dtype
 
 
 class Outgoing(NamedTuple):
     """Parameters on their way to all workers; also when they have arrived."""
 
-    buffers: Arrays  # of each worker's shards, then of all; in the wire's dtypes
+    buffers: Arrays  # of each worker's shards, then of all; in communication dtypes
     whole: Arrays  # leaves that every worker has; they stay where they are
 
 
@@ -63,7 +63,7 @@ class Outgoing(NamedTuple):
 class Group:
     """The leaves of one buffer."""
 
-    dtype: np.dtype  # that travels
+    dtype: np.dtype  # that is communicated
     width: int  # of a row
     rows: int  # of each worker's block
     leaves: tuple[int, ...]  # their numbers, in the order in which they lie
@@ -71,7 +71,7 @@ class Group:
 
     @property
     def aligned(self) -> int:
-        """How many leaves have rows of their own; they are the first."""
+        """The number of leaves that have rows of their own; they come first."""
         return sum(_fills_rows(part, self.width) for part in self.parts)
 
     def lay(self, parts: Sequence[jax.Array], dtype: Any = None) -> jax.Array:
@@ -91,10 +91,10 @@ class Group:
     ) -> list[jax.Array]:
         """Return (n, *part) of every leaf: the inverse of `lay`.
 
-        In two steps, pieces of the buffer and then their leaves, with `apart` behind
-        each: where it keeps the compiler from joining them, one kernel reads all leaves
-        that lie at the same place of their pieces. So k of them need 2 sqrt(k) kernels,
-        not k, and what reads them is the same kernel for each.
+        It takes pieces of the buffer and then their leaves, with `apart` behind each
+        step. Where `apart` keeps the compiler from joining the steps, one kernel reads
+        all leaves that lie at the same place of their pieces. So k leaves need
+        2 sqrt(k) kernels, not k.
         """
         blocks = buffer.reshape(-1, self.rows, self.width)
         k, rows = self.aligned, 0
@@ -132,7 +132,7 @@ def _fills_rows(part: tuple[int, ...], width: int) -> bool:
 
 
 def make_group(dtype: np.dtype, parts: Mapping[int, tuple[int, ...]]) -> Group:
-    """Lay out one buffer; `parts` are by leaf's number the shapes of workers' parts."""
+    """Lay out one buffer; `parts` maps leaf numbers to the shapes of workers' parts."""
     total = sum(map(math.prod, parts.values()))
     width = _best_width(total, parts.values())
     order = sorted(parts, key=lambda i: not _fills_rows(parts[i], width))
@@ -141,7 +141,7 @@ def make_group(dtype: np.dtype, parts: Mapping[int, tuple[int, ...]]) -> Group:
 
 
 def _padded(size: int, width: int) -> int:
-    """Elements of a block that holds so many."""
+    """Return the elements of a block that holds at least `size`."""
     unit, odd = width * TILE, width // (width & -width)
     while -(-size // unit) * odd > MAX_ODD:
         unit *= 2
@@ -149,9 +149,10 @@ def _padded(size: int, width: int) -> int:
 
 
 def _best_width(total: int, parts: Iterable[tuple[int, ...]]) -> int:
-    """The width of most leaves' own rows, which then move as they are; or the widest.
+    """Return the width of most leaves' own rows, which pack unchanged, or a default.
 
-    Of the widths that fill up a buffer by at most 1 %; where none does, the narrowest.
+    Only widths that pad a buffer by at most 1 % count. The default is the widest of
+    them in `WIDE`, or the narrowest of `WIDE` if there is none.
     """
     fits = [w for w in WIDTHS if _padded(total, w) <= (1 + MAX_PADDING) * total]
     elements: collections.Counter[int] = collections.Counter()  # by own rows' width

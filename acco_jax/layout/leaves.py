@@ -1,4 +1,4 @@
-"""What a layout has to know of each parameter, and how it is cut into parts."""
+"""The records of parameters that a layout needs, and their division into parts."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What is known of one parameter before any array exists."""
+    """The record of one parameter before any array exists."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: np.dtype  # the parameter's
     wire: np.dtype  # what communication carries
     spec: P  # over the mesh's other axes; the data axes never appear
-    local: tuple[int, ...]  # shape on one device, split over the other axes alone
-    # Into how many parts the workers cut each dimension of `local`, n in all; None:
-    # every worker has the leaf whole.
+    local: tuple[int, ...]  # shape on one device, split over only the other axes
+    # The number of parts into which the workers cut each dimension of `local`, n in
+    # all; None: every worker has the leaf whole.
     parts: tuple[int, ...] | None = None
 
     @property
@@ -44,7 +44,7 @@ class Leaf:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that split it, data axes excluded."""
+        """The mesh axes that split the leaf, data axes excluded."""
         return tuple(a for entry in self.spec for a in axes_in(entry))
 
     @property
@@ -53,12 +53,12 @@ class Leaf:
 
     @property
     def whole(self) -> bool:
-        """Whether every worker has all of it."""
+        """Return whether every worker holds the whole leaf."""
         return self.parts is None
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Shape of one worker's part, on one device."""
+        """The shape of one worker's part, on one device."""
         return tuple(-(-s // k) for s, k in zip(self.local, self._parts, strict=True))
 
     @property
@@ -68,19 +68,19 @@ class Leaf:
 
     @property
     def padding(self) -> list[tuple[int, int]]:
-        """What its parts hold beyond `local`, as for jnp.pad."""
+        """The padding of the parts beyond `local`, as for jnp.pad."""
         return [(0, -s % k) for s, k in zip(self.local, self._parts, strict=True)]
 
     @property
     def padded(self) -> bool:
-        """Whether its parts hold more elements than it has."""
+        """Return whether the parts hold more elements than the leaf has."""
         return any(after for _, after in self.padding)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether shards are stored as blocks (n, *part): no spec could split them so.
+        """Return whether shards are stored as blocks (n, *part), as no spec fits.
 
-        Those of other leaves have the leaf's own shape, one dimension of it padded.
+        Shards of other leaves have the leaf's own shape, one dimension of it padded.
         """
         return len(self.dims) > 1 or (
             self.padded and self.local[self.dims[0]] != self.shape[self.dims[0]]
@@ -88,7 +88,7 @@ class Leaf:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Global shape of its shards: of the master copy and of moments."""
+        """The global shape of the leaf's shards: of master weights and of moments."""
         if self.parts is None:
             return self.shape
         shape = [p * k for p, k in zip(self.part, self._split, strict=True)]
@@ -97,7 +97,7 @@ class Leaf:
         return tuple(s * k for s, k in zip(shape, self.parts, strict=True))
 
     def stored_spec(self, axes: tuple[str, ...]) -> P:
-        """How shards are split over the data axes, in the order of the parts."""
+        """Return the spec of shards over the data axes, in the order of the parts."""
         if self.parts is None:
             return self.spec
         if self.in_blocks:
@@ -108,9 +108,9 @@ class Leaf:
         return P(*spec)
 
     def on_wire(self, x: jax.Array) -> jax.Array:
-        """Round x, in the master dtype, to what the wire and the parameter can hold.
+        """Round x, in the master dtype, to the communication and leaf dtypes.
 
-        A cast there and back would not do: compilers take the pair away.
+        A cast there and back would not do: compilers remove the pair.
         """
         x = x.astype(self.master)
         for dtype in (self.wire, self.dtype):
@@ -143,7 +143,7 @@ class Leaf:
         return x[tuple(map(slice, self.shape))] if self.padded else x
 
     def blocks(self, x: jax.Array) -> jax.Array:
-        """Turn a device's own shard into blocks [1, *part]; what is whole stays."""
+        """Turn a device's own shard into blocks [1, *part]; keep whole leaves."""
         return x if self.whole or self.in_blocks else x[None]
 
     @property
@@ -152,7 +152,7 @@ class Leaf:
 
     @property
     def _split(self) -> tuple[int, ...]:
-        """How often the mesh's other axes split each dimension."""
+        """The number of pieces into which other mesh axes split each dimension."""
         return tuple(
             s // k if k else 1 for s, k in zip(self.shape, self.local, strict=True)
         )
@@ -187,12 +187,12 @@ class Leaf:
 
 
 def _interleave(*factors: Iterable[Any]) -> list[Any]:
-    """The factors of each dimension, one after the other."""
+    """Return the factors of each dimension, one after the other."""
     return [v for each in zip(*factors, strict=True) for v in each]
 
 
 def _transpose(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """x.transpose(order), of the dimensions that are larger than 1 alone."""
+    """Return x.transpose(order), transposing only dimensions larger than 1."""
     shape = [x.shape[a] for a in order]
     large = [a for a, s in enumerate(x.shape) if s != 1]
     small_order = [large.index(a) for a in order if x.shape[a] != 1]
@@ -205,7 +205,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a PartitionSpec names."""
+    """Return the mesh axes that one entry of a PartitionSpec names."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -216,9 +216,9 @@ def path_names(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def numbering(leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], int]:
-    """Return a function that tells by an array's path which parameter it belongs to.
+    """Return a function that maps an array's path to its parameter's index.
 
-    It is the number of the one whose path ends that path, the longest; -1: none does.
+    It is the parameter with the longest path that ends the array's path, or -1.
     """
     by_path = {leaf.path: i for i, leaf in enumerate(leaves)}
 
@@ -231,7 +231,7 @@ def numbering(leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], int]:
 
 
 def check_floating(name: str, dtype: Any) -> None:
-    """Raises a ValueError for an argument that is neither None nor floating point."""
+    """Raise a ValueError for an argument that is neither None nor floating point."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name} is {np.dtype(dtype)}: give a floating-point dtype. To send few "
@@ -296,7 +296,7 @@ def _check_specs_visible(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def _visible_spec(x: Any) -> P | None:
-    """The spec that an Explicit array's type shows."""
+    """Return the spec that an Explicit array's type shows."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, jax.Array):
         sharding = jax.typeof(x).sharding
@@ -326,7 +326,7 @@ def _split_by_spec(
     mesh: Mesh,
     axis: tuple[str, ...],
 ) -> tuple[P, tuple[int, ...]]:
-    """The spec without Nones at its end, and the shape that it leaves on a device."""
+    """Return the spec without trailing Nones, and the shape left on a device."""
     entries = list(spec or ())
     while entries and not entries[-1]:
         entries.pop()

@@ -1,4 +1,4 @@
-"""Which dimensions of a parameter the workers split, and into how many parts.
+"""The dimensions of a parameter that the workers split, and the number of parts.
 
 A rule takes (leaf, n) and returns the number of parts of each dimension, their product
 n; or None where every worker keeps the leaf whole.
@@ -10,13 +10,13 @@ import math
 from acco_jax.layout.leaves import Leaf
 
 Parts = tuple[int, ...] | None
-SMALL = 1 << 16  # elements: what no dimension splits evenly stays whole up to here
+SMALL = 1 << 16  # elements: up to here a leaf that does not split evenly stays whole
 MAX_PADDING = 1 / 256  # of a leaf, before two of its dimensions are split
-MAX_LAYERS = 256  # a longer leading dimension is not taken for one over layers
+MAX_LAYERS = 256  # a longer leading dimension does not count as one over layers
 
 
 def evenly(leaf: Leaf, n: int) -> Parts:
-    """Split the first dimension that n divides; else what needs the least padding.
+    """Split the first dimension that n divides, else with the least padding.
 
     A leaf of at most 65,536 elements that no dimension splits evenly stays whole.
     """
@@ -27,7 +27,7 @@ def evenly(leaf: Leaf, n: int) -> Parts:
         return (1,) * rank
 
     def padding(parts: tuple[int, ...]) -> int:
-        """Elements that the parts hold beyond the leaf's."""
+        """Return the elements that the parts hold beyond the leaf's."""
         each = zip(leaf.local, parts, strict=True)
         return math.prod(s + -s % k for s, k in each) - leaf.size
 
@@ -49,7 +49,7 @@ def evenly(leaf: Leaf, n: int) -> Parts:
 def beyond_layers(leaf: Leaf, n: int) -> Parts:
     """Split one dimension, but not the leading one where it may be over layers.
 
-    The first other one that n divides, else the largest, padded.
+    It is the first other dimension that n divides, else the largest, padded.
     """
     sizes = leaf.local
     free = [d for d, s in enumerate(sizes) if s == leaf.shape[d]]
@@ -64,5 +64,5 @@ def beyond_layers(leaf: Leaf, n: int) -> Parts:
 
 
 def _parts(rank: int, numbers: dict[int, int]) -> tuple[int, ...]:
-    """One part along each dimension but those of `numbers`."""
+    """Return one part along each dimension except those of `numbers`."""
     return tuple(numbers.get(d, 1) for d in range(rank))

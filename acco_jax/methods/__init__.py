@@ -1,11 +1,11 @@
-"""Methods by name: each is one file, and nothing else knows any of them."""
+"""The methods by name, each in one file."""
 
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_type_hints
 
-# name -> the module here that defines it, imported when it is asked for
+# name -> the module here that defines it, imported on first access
 MODULES = {
     "acco": "acco",
     "cellm": "local.cellm",
@@ -23,7 +23,7 @@ MODULES = {
 
 
 class _Methods(Mapping[str, Callable[..., Any]]):
-    """The function that makes each method, imported when it is asked for."""
+    """A mapping from names to method factories, imported on first access."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
@@ -39,7 +39,7 @@ METHODS = _Methods()
 
 
 def options(name: str) -> dict[str, Any]:
-    """Returns the types of a method's keyword arguments, shared options last."""
+    """Return the types of a method's keyword arguments, shared options last."""
     make = METHODS[name]
     hints = get_type_hints(make)
     shared = get_type_hints(get_args(hints["options"])[0])

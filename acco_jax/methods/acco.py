@@ -12,11 +12,11 @@ optimizer from its committed state:
 With `extrapolation` r the estimate goes r times as far, which looks ahead as Nesterov's
 momentum does: theta~(t+1) = theta(t) + r (Opt(theta(t), G(t-1) / W(t-1)) - theta(t)).
 
-So in each half-round the exchange sends `pending`, the gradients that the half-round
-before has left, and `advance` is what the owners of shards do between its reduction and
-its gather. Beside it the next gradients are computed, at the parameters that the
-exchange before has gathered; they are the next half-round's `pending`. The first
-half-round (priming) has nothing to communicate: it is a commit of weight 0.
+In each half-round the exchange sends `pending`, the in-flight gradients that the
+half-round before has left. The owners of shards run `advance` between its reduction and
+its gather. Meanwhile the next gradients are computed, at the parameters that the
+previous exchange gathered. They are the next half-round's `pending`. The first
+half-round (the pipeline fill) has nothing to communicate: it is a commit of weight 0.
 """
 
 import functools
@@ -44,7 +44,7 @@ class AccoState(NamedTuple):
     steps: jax.Array  # int32 []: commits so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last half-round: every worker's own, wire dtype
+    pending: Pending  # g, w of the last half-round: per worker, communication dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
@@ -72,9 +72,9 @@ def advance(
     *,
     extrapolation: float,
 ) -> tuple[AccoState, Point]:
-    """One half-round of the recurrence, on the shards."""
+    """Advance the shards by one half-round of the recurrence."""
     commit = state.half_rounds & 1 == 1  # this half-round is counted already
-    # without weight nothing counts, not even what few bits had left out
+    # without weight nothing counts, not even the error feedback of quantization
     gradient = masked(totals.weight != 0, gradient)
     before = masked(commit, (state.carry, state.carried))
     both, total = jax.tree.map(jnp.add, (gradient, totals), before)
@@ -106,11 +106,12 @@ def acco(
 
     Two updates make one step of `inner`: an estimate, which moves the parameters ahead
     to theta~, and a commit, which moves them to theta and advances the state of
-    `inner`, so its schedules count commits. The first update only primes.
+    `inner`, so its schedules count commits. The first update only fills the pipeline.
 
     Args:
-      inner: an optax transformation; sees mean gradients and the float32 master copy,
-        every leaf in its own shape. Clipping, masks and schedules belong in it.
+      inner: an optax transformation; sees mean gradients and the float32 master
+        weights, every leaf in its own shape. Clipping, masks and schedules belong in
+        it.
       mesh: the devices.
       extrapolation: how far an estimate goes, as a multiple of the optimizer's step;
         above 1 it looks ahead. It costs nothing. For optimizers without Nesterov's
@@ -121,11 +122,13 @@ def acco(
       A method. update(grads, state, params, weight=None, **extra) takes grads leaves
       (n, *param.shape), row i the sum of worker i's microbatch gradients, and weight
       (n,), and returns updates in float32 (float64 for such parameters) relative to
-      the params passed in. A negative weight is refused; in a jax.Array, which is not
-      read, it counts as 0 and its row for nothing.
+      the params passed in. A negative weight raises a ValueError. A jax.Array is not
+      read: there a negative weight counts as 0, and its row is ignored.
 
     Raises:
-      ValueError: in one line, before any device work, what does not fit.
+      ValueError: `extrapolation` is not positive and finite, `inner` is not an optax
+        transformation or is sharded itself, the mesh lacks the axis, or an option is
+        not one of its choices.
 
     References:
       Nabli et al., ACCO: Accumulate While You Communicate for Communication-Overlapped

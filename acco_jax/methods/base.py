@@ -1,4 +1,4 @@
-"""What every method is to a train step, a loop and a checkpoint, whichever it is."""
+"""The interface of a method that train steps, loops and checkpoints use."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
@@ -23,7 +23,8 @@ class CommonOptions(TypedDict, total=False):
         "data" unless given.
       comm_dtype: what collectives carry; None means each parameter's own dtype. With
         float32 parameters and bfloat16 here, the model sees the gathered, rounded
-        values (held in float32); `committed_params` gives the master copy.
+        values (held in float32); `committed_params` gives the master
+        weights.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.
       param_specs: PartitionSpecs of the parameters over the mesh's other axes; needed
         where such an axis is Auto.
@@ -43,13 +44,15 @@ class State(Protocol):
     steps: jax.Array  # int32 []: steps of the inner optimizer so far
 
     def shardings(self) -> Any:
-        """Returns a NamedSharding for every array of this, possibly abstract, state."""
+        """Return a NamedSharding for every array of this, possibly abstract, state."""
 
     def committed(self, params: PyTree) -> PyTree:
-        """Returns the parameters to evaluate; see `committed_params`."""
+        """Return the parameters to evaluate; see `committed_params`."""
 
     def theta(self, params: PyTree) -> PyTree:
-        """Returns what `committed` does, in jax.jit, on devices other than the mesh's.
+        """Return the parameters of `committed`, inside jax.jit, on other devices.
+
+        For states whose mesh is not available: the arrays may have any placement.
 
         Of states whose mesh is not there: the arrays may lie anyhow.
         """
@@ -57,27 +60,27 @@ class State(Protocol):
 
 @runtime_checkable
 class Method(Protocol):
-    """What a train step and a loop ask of a method."""
+    """The interface that a train step and a loop need from a method."""
 
     mesh: Mesh  # the devices
     axis: tuple[str, ...]  # the data axes, slowest first
     accumulate_dtype: Any  # of the gradient accumulator; None: each parameter's own
-    delayed: bool  # communication runs beside the computation of later gradients
+    delayed: bool  # communication overlaps the computation of later gradients
     local: bool  # each worker takes optimizer steps of its own, on its own row
     half_rounds: int  # calls of the train step that share the microbatches of one step
     steps_per_call: int  # steps whose microbatches one call computes
-    warmup: int  # so many first calls differ from all later ones
+    warmup: int  # how many first calls differ from all later ones
 
     @property
     def period(self) -> int:
-        """Calls after which those beyond the warm-up come in the same order again."""
+        """The number of calls after which those beyond the warm-up repeat in order."""
 
     @property
     def changes(self) -> str:
-        """Which option makes calls differ, so that a step counts them; '' for none."""
+        """The option that makes calls differ, so that steps count them; '' for none."""
 
     def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
-        """Returns the parameters of the loop and the initial state.
+        """Return the parameters of the loop and the initial state.
 
         Raises:
           ValueError: the method cannot carry a model state.
@@ -86,51 +89,51 @@ class Method(Protocol):
     def start_shardings(
         self, params: PyTree, model_state: PyTree = None
     ) -> tuple[PyTree, Any]:
-        """Returns NamedShardings of what `start` returns for abstract arrays."""
+        """Return NamedShardings of what `start` returns for abstract arrays."""
 
     def phase(self, call: int) -> Hashable:
-        """Returns which kind of call the one of this number is."""
+        """Return the phase of a call."""
 
     def round(self, phase: Any) -> Round:
-        """Returns what a call of that kind does."""
+        """Return the round of a call in the given phase."""
 
     def calls(self, steps: int) -> int:
-        """Returns how many calls make so many optimizer steps, a priming one included.
+        """Return the number of calls that make `steps` steps, pipeline fill included.
 
         Raises:
-          ValueError: they are no whole number of calls.
+          ValueError: the steps are not a whole number of calls.
         """
 
     def steps_done(self, calls: int) -> int | None:
-        """Returns the steps after so many calls; None in the middle of one."""
+        """Return the steps done after `calls` calls; None in the middle of a step."""
 
     def place(self, params: PyTree, state: Any) -> PyTree:
-        """Returns the parameters of the loop on their devices.
+        """Return the parameters of the loop on their devices.
 
         Raises:
-          ValueError: they, or the state, are not this method's.
+          ValueError: the parameters, or the state, are not this method's.
         """
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the optimizer is given beside gradients.
+        """Return the extra arguments of the optimizer, beside gradients.
 
         Raises:
-          ValueError: it does not take such arguments.
+          ValueError: the optimizer does not take such arguments.
         """
 
     def check(self, params: PyTree) -> None:
-        """Raises what the optimizer raises for such parameters; computes nothing."""
+        """Raise what the optimizer raises for such parameters; compute nothing."""
 
 
 def common_attributes(
     mesh: Mesh, options: Mapping[str, Any], known: type
 ) -> dict[str, Any]:
-    """The attributes of a method that its common options determine.
+    """Return the attributes of a method that its common options determine.
 
-    The options are the user's, `known` is the TypedDict of those that there are.
+    The options are the user's; `known` is the TypedDict of the options that exist.
 
     Raises:
-      TypeError: one is unknown.
+      TypeError: an option is unknown.
       ValueError: the mesh lacks the axis, or a dtype is not floating point.
     """
     for name in options:
@@ -150,14 +153,14 @@ def common_attributes(
 def layout_of(
     params: PyTree, common: Mapping[str, Any], layout_type: type[Layout] = Layout
 ) -> Layout:
-    """The layout of parameters that the common attributes of a method determine."""
+    """Return the layout of parameters that a method's common attributes determine."""
     check_trained(params)
     names = ("mesh", "axis", "comm_dtype", "param_specs")
     return layout_type.of(params, **{name: common[name] for name in names})
 
 
 def check_method(tx: Any) -> None:
-    """Raises a ValueError unless tx is a method of this library, as it was made."""
+    """Raise a ValueError unless tx is a method of this library, as it was made."""
     if not isinstance(tx, Method):
         raise ValueError(
             f"make_train_step needs a method's own stages, but tx is a "
@@ -167,12 +170,12 @@ def check_method(tx: Any) -> None:
 
 
 def is_state(x: Any) -> bool:
-    """Whether x is the state of a method of this library."""
+    """Return whether x is the state of a method of this library."""
     return isinstance(getattr(x, "layout", None), Layout)
 
 
 def find_state(state: PyTree) -> Any:
-    """The state of the one method in an optimizer state, wrapped or not.
+    """Return the state of the one method in an optimizer state, wrapped or not.
 
     Raises:
       ValueError: there is none, or more than one.
@@ -187,7 +190,7 @@ def find_state(state: PyTree) -> Any:
 
 
 def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
-    """The state make(params), every array of it where its `shardings` say."""
+    """Return the state make(params), every array placed as its `shardings` say."""
     check_compiled()
     like = jax.jit(make).eval_shape(params)  # traced once for both
     params = jax.device_put(params, like.layout.params_shardings)
@@ -200,7 +203,7 @@ def gather_exact(layout: Layout, master: PyTree) -> PyTree:
 
 
 def assembled(layout: Layout, master: PyTree) -> PyTree:
-    """What `gather_exact` returns, as operations on whole arrays: on any devices."""
+    """Return the result of `gather_exact` by whole-array operations, on any devices."""
     return layout.map(lambda leaf, x: x.astype(leaf.dtype), layout.view(master))
 
 
@@ -212,8 +215,8 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
       params: the parameters of the loop (theta, theta~ or rows); for their structure.
 
     Returns:
-      The master copy, gathered and rounded to each parameter's own dtype (whatever
-      dtype communication uses); replicated over the data axis. Of a method without a
+      The master weights, gathered and rounded to each parameter's own dtype (whatever
+      the communication dtype is); replicated over the data axis. For a method without a
       common copy (gossip): the mean over the workers.
 
     Raises:
@@ -237,7 +240,7 @@ def committed_model_state(state: PyTree) -> PyTree:
     Returns:
       The mean over the workers, weighted as their gradients are, of each one's state
       after its last microbatch whose gradients have been communicated; replicated. A
-      copy: later steps leave it as it is.
+      copy, which later steps do not change.
 
     Raises:
       ValueError: `state` carries no model state.
@@ -252,7 +255,7 @@ def committed_model_state(state: PyTree) -> PyTree:
 
 
 def start(tx: Method, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
-    """Return what a train step starts from.
+    """Return the parameters and the state from which a train step starts.
 
     Args:
       tx: a method of this library.
@@ -268,7 +271,7 @@ def start(tx: Method, params: PyTree, model_state: PyTree = None) -> tuple[PyTre
       (n, *param.shape), row i on worker i and all equal; else `params` as they are.
 
     Raises:
-      ValueError: in one line, what cannot be trained or carried.
+      ValueError: the parameters cannot be trained, or the model state not carried.
     """
     return tx.start(params, model_state)
 

@@ -1,4 +1,4 @@
-"""What a method refuses: arguments that do not fit, and places it cannot stand in."""
+"""Checks of a method's arguments, and of the optax wrappers that it may stand in."""
 
 import re
 import sys
@@ -20,8 +20,7 @@ PyTree = Any
 def place_weight(layout: Layout, weight: Any) -> jax.Array:
     """Put (n,) weights on their workers; None means 1 each.
 
-    Those of a jax.Array would have to be waited for: they are not read, and one below 0
-    becomes 0.
+    A jax.Array is not read, since reading would block: a weight below 0 becomes 0.
 
     Raises:
       ValueError: wrong shape, or a weight that can be read and is negative.
@@ -44,7 +43,7 @@ def place_weight(layout: Layout, weight: Any) -> jax.Array:
 
 
 def check_params(layout: Layout, params: PyTree | None) -> None:
-    """Raises a ValueError unless params are what `layout` was made for."""
+    """Raise a ValueError unless params are what `layout` was made for."""
     if params is None:
         raise ValueError(
             "update needs the current params: tx.update(grads, state, params)."
@@ -59,7 +58,7 @@ def check_params(layout: Layout, params: PyTree | None) -> None:
 
 
 def check_dtypes(layout: Layout, params: PyTree) -> None:
-    """Raises a ValueError unless params, or rows of them, are of the dtypes of init."""
+    """Raise a ValueError unless params, or rows of them, are of the dtypes of init."""
     for leaf, p in _by_leaf("params", layout, params):
         # NumPy's float64 becomes float32 where jax_enable_x64 is off
         dtype, expected = jnp.result_type(p), jnp.result_type(leaf.dtype)
@@ -71,7 +70,7 @@ def check_dtypes(layout: Layout, params: PyTree) -> None:
 
 
 def check_grads(layout: Layout, grads: PyTree) -> None:
-    """Raises a ValueError unless grads are rows of what `layout` was made for."""
+    """Raise a ValueError unless grads are rows of what `layout` was made for."""
     for leaf, g in _by_leaf("grads", layout, grads):
         shape = (layout.workers, *leaf.shape)
         if jnp.shape(g) != shape:
@@ -92,7 +91,7 @@ def _by_leaf(what: str, layout: Layout, tree: PyTree) -> Iterable[tuple[Leaf, An
 
 
 def check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> None:
-    """Raises a ValueError for extra arguments that inner cannot take."""
+    """Raise a ValueError for extra arguments that inner cannot take."""
     if extra and not isinstance(inner, optax.GradientTransformationExtraArgs):
         names = ", ".join(sorted(extra))
         raise ValueError(
@@ -115,10 +114,10 @@ def checked_update(
     *,
     in_loop: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Run inner.update, whose state must come back as it went in.
+    """Run inner.update, and check that its state keeps its form.
 
-    Its dtypes may become wider, as the first updates of some optimizers make them, but
-    not `in_loop`, a compiled one.
+    Its dtypes may become wider, as the first updates of some optimizers make them. They
+    may not `in_loop`, in a compiled loop.
 
     Raises:
       ValueError: it needs an argument that is not in `extra`, or the state has another
@@ -174,7 +173,7 @@ def _described(x: Any) -> str:
 
 
 def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
-    """Whether what jnp.where chooses of the two has the dtype of either."""
+    """Return whether jnp.where gives the two a result of the dtype of either."""
     if new is None or old is None or jnp.shape(new) != jnp.shape(old):
         return False
     with jax.numpy_dtype_promotion("standard"):  # as guarded by `choose`
@@ -183,7 +182,7 @@ def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
 
 
 def check_optimizer(name: str, optimizer: Any, give: str) -> None:
-    """Raises a ValueError unless an argument is an optax transformation."""
+    """Raise a ValueError unless an argument is an optax transformation."""
     if isinstance(optimizer, optax.GradientTransformation):
         return
     if hasattr(optimizer, "gradient_transformation"):  # optax.MultiSteps
@@ -221,9 +220,9 @@ def _module(frame: types.FrameType) -> str:
 
 
 def refuse_wrappers() -> None:
-    """Raises a ValueError when an optax wrapper that would break it calls `init`.
+    """Raise a ValueError if an optax wrapper that breaks the method calls `init`.
 
-    A member of a chain is not told what follows it, so the calling frames are asked.
+    A member of a chain is not told what follows it, so the calling frames are read.
     """
     called: types.FrameType | None = None
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
@@ -248,7 +247,7 @@ def _refuse_followers(
     if called is not None and called.f_code.co_name == "<genexpr>":
         names |= called.f_locals
     member, members = (names.get(name) for name in _LOOPS[wrapper])
-    # an optax that names them otherwise is not understood, which is no reason to refuse
+    # an optax that names them otherwise is not understood, which is not an error
     if not isinstance(members, tuple | list):
         return
     if wrapper == "named_chain":

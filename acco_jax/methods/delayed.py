@@ -1,7 +1,7 @@
-"""Delayed updates: the gradient that arrives belongs to the parameters of before.
+"""Delayed updates: a gradient is applied one step after it was computed.
 
     dpu  theta(t+1) = Opt(theta(t), G(t-1) / W(t-1)),  g(t) computed at theta(t)
-    wp   the same, but g(t) computed at a predicted point, a second step with the most
+    wp   as dpu, but g(t) computed at a predicted point, a second step with the most
          recent gradient: theta~(t+1) = Opt(theta(t+1), G(t-1) / W(t-1)), not committed
 
 Both communicate while they compute, as ACCO does, and leave the delay as it is.
@@ -38,7 +38,7 @@ class DelayedState(NamedTuple):
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last update: every worker's own, wire dtype
+    pending: Pending  # g, w of the last update: per worker, communication dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
     update: PyTree = None  # u(t-1): shards, with `feedback` alone
@@ -64,7 +64,7 @@ def advance(
     feedback: float,
     warmup: int = 0,
 ) -> tuple[DelayedState, Point]:
-    """Take a step on the gradient that has arrived; `predict` adds one ahead."""
+    """Take a step on the gradient that arrived; with `predict` a second one ahead."""
     # this half-round is counted already; in a warm-up no gradient is late
     late = (totals.weight != 0) & (state.half_rounds > warmup)
 
@@ -133,7 +133,7 @@ def dpu(
     Args:
       inner: an optax transformation.
       mesh: the devices.
-      warmup_steps: so many first half-rounds are synchronous, as in `zero1`.
+      warmup_steps: how many first half-rounds are synchronous, as in `zero1`.
       feedback: how much of the update's change since the last step each late step adds
         (the module's f); 1 as in arXiv 2606.30634, 0 for none. Adds a shard of the
         parameters in float32.

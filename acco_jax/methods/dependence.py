@@ -1,4 +1,4 @@
-"""Which inputs of a traced program each of its results depends on."""
+"""Data-flow analysis: the inputs that each result of a traced program depends on."""
 
 import functools
 import operator
@@ -16,8 +16,8 @@ _CALLS = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 def dependence(closed: Any, inputs: Sequence[Inputs]) -> list[Inputs]:
     """Follow data from a program's inputs to its results.
 
-    What an equation computes depends on all of its operands, unless it is known which:
-    calls, branches and loops are followed inside.
+    The results of an equation depend on all of its operands. Calls, branches and loops
+    are followed inside instead.
 
     Args:
       closed: what jax.make_jaxpr returns, or the jaxpr of such.
@@ -28,7 +28,7 @@ def dependence(closed: Any, inputs: Sequence[Inputs]) -> list[Inputs]:
     """
     jaxpr = _jaxpr(closed)
     sets: dict[Any, Inputs] = dict(zip(jaxpr.invars, inputs, strict=True))
-    # Neither literals nor constants are in it: they depend on nothing.
+    # `sets` holds neither literals nor constants: they depend on nothing.
     read = lambda v: 0 if hasattr(v, "val") else sets.get(v, 0)  # noqa: E731
     for eqn in jaxpr.eqns:
         outs = _equation(eqn, [read(v) for v in eqn.invars])
@@ -87,7 +87,7 @@ def _scan(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
     def body(carry: list[Inputs]) -> list[Inputs]:
         return dependence(params["jaxpr"], consts + carry + xs)
 
-    # with what the carry is where the loop runs no time
+    # includes the initial carry, for a loop of no iterations
     carry = _fixed_point(lambda carry: body(carry)[: end - begin], carry)
     return carry + body(carry)[end - begin :]
 
@@ -95,7 +95,7 @@ def _scan(params: dict[str, Any], args: list[Inputs]) -> list[Inputs]:
 def _fixed_point(
     step: Callable[[list[Inputs]], list[Inputs]], carry: list[Inputs]
 ) -> list[Inputs]:
-    """The smallest sets that hold `carry` and that a further step adds nothing to."""
+    """Return the smallest sets that hold `carry` and that `step` leaves equal."""
     while True:
         after = list(map(operator.or_, carry, step(carry)))
         if after == carry:

@@ -4,8 +4,8 @@
 
 The numbers are those of `acco_jax.zero1`. In the backward pass of a step's last
 microbatch each layer's gradient is added to that of the earlier microbatches and
-reduce-scattered at once, beside the backward pass of the layers before it: the best
-that a step without delay can do for its gradients. The all-gather stays exposed.
+reduce-scattered at once, beside the backward pass of the layers before it. A step
+without delay can do no better for its gradients. The all-gather stays exposed.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from acco_jax.methods.zero1 import synchronous
 
 @jax.tree_util.register_static
 class LayeredLayout(Layout):
-    """Leaves whole the leading dimension of each leaf, which may be over layers."""
+    """A layout that leaves axis 0 of a leaf whole where it may be over layers."""
 
     @staticmethod
     def parts_of(leaf: Leaf, n: int) -> Parts:
@@ -43,7 +43,7 @@ class LayeredLayout(Layout):
 
 
 def _padded(leaf: Leaf, x: jax.Array) -> jax.Array:
-    """A leaf, or a slice of one, filled up to what the workers' parts come to."""
+    """Return a leaf, or a slice, padded to the total size of the workers' parts."""
     if not leaf.dims:
         return x
     return jnp.pad(x, leaf.padding[-x.ndim :])
@@ -67,7 +67,7 @@ class FusedRound(ShardedRound):
 
 
 class _Reduced(Codec):
-    """The backward pass has reduced its gradients."""
+    """The codec of gradients that the backward pass has reduced already."""
 
     def reduce(self, layout: Layout, buffers: Arrays, axis: str) -> Arrays:
         return buffers
@@ -84,12 +84,12 @@ def fused_zero1(
     pipelined: bool | None = None,
     **options: Unpack[CommonOptions],
 ) -> ShardedMethod:
-    """`acco_jax.zero1` with its reduce-scatter inside the backward pass.
+    """Build `acco_jax.zero1` with its reduce-scatter inside the backward pass.
 
     The strongest synchronous rival of `acco_jax.acco`. Stacked parameters that the loss
     scans over are reduced layer by layer, others leaf by leaf. A last microbatch whose
     weight `loss_fn` finds to be 0 must have finite gradients: they are reduced before
-    the weight is known; for the same reason a train step refuses `drop_nonfinite`. A
+    the weight is known; for the same reason a train step rejects `drop_nonfinite`. A
     plain `update`, which is given gradients, is that of zero1.
 
     Args:
@@ -97,8 +97,8 @@ def fused_zero1(
       mesh: the devices.
       pipelined: whether a layer's gradients are reduced beside the backward pass of
         the layer before it, not at the end of its own; None: unless the devices are
-        CPUs, whose compiler puts nothing beside a collective. A scan over L layers then
-        reduces L + 1 times: the first time there is nothing yet.
+        CPUs, whose compiler overlaps nothing with a collective. A scan over L layers
+        then reduces L + 1 times: the first time there is nothing yet.
       **options: see `acco_jax.methods.base.CommonOptions`.
 
     References:
@@ -121,7 +121,7 @@ def fused_zero1(
 def _accumulate(
     pipelined: bool, rest: Rest, params: PyTree, inputs: Inputs
 ) -> tuple[Pending, Sums]:
-    """Gradients of all microbatches, reduced in the backward pass of the last."""
+    """Return the gradients of all microbatches, reduced in the last backward pass."""
     gradients, batch, counts, rng = inputs
     (layout, states), sums = rest, None
     if gradients.microbatches > 1:
@@ -140,7 +140,7 @@ def _accumulate(
 
 
 def _dim(leaf: Leaf) -> int | None:
-    """The dimension that is split."""
+    """Return the dimension that is split."""
     return leaf.dims[0] if leaf.dims else None
 
 
@@ -153,7 +153,7 @@ def _reduced(
     earlier: PyTree | None,
     valid: jax.Array | None,
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """(value, this worker's shards of the reduced gradients), on each worker.
+    """Return (value, this worker's shards of the reduced gradients), on each worker.
 
     `loss_of` and what follows it is as in the `take` of `Accumulator.last`.
     """
@@ -181,10 +181,11 @@ def _reduced(
 
 
 class _Scatter(NamedTuple):
-    """Local gradients of some leaves, whole or one layer's, to buffers and to shards.
+    """The packing and reduction of local gradients, of whole leaves or one layer's.
 
-    One buffer for all that travels in a dtype: one collective. Where another axis of
-    the mesh may split leaves, each is a buffer of its own: packing would gather them.
+    All leaves of one communication dtype share a buffer, and so one collective. Where
+    another axis of the mesh may split leaves, each leaf is a buffer of its own: packing
+    would gather them.
     """
 
     layout: Layout
@@ -197,7 +198,7 @@ class _Scatter(NamedTuple):
         earlier: list[jax.Array | None],
         valid: jax.Array | None,
     ) -> list[jax.Array]:
-        """Adds what came earlier as zero1's loop does; no communication."""
+        """Add earlier gradients as zero1's loop does, without communication."""
         blocks = {}
         for i, g, e in zip(leaves, grads, earlier, strict=True):
             leaf = self.layout.leaves[i]
@@ -215,7 +216,7 @@ class _Scatter(NamedTuple):
         return buffers + [blocks[i] for i in alone]
 
     def _cut(self, i: int, x: jax.Array, sliced: bool) -> jax.Array:
-        """What each worker keeps of a leaf or of a slice of it: (n, *part)."""
+        """Return what each worker keeps of a leaf or of a slice of it: (n, *part)."""
         d, part = _dim(self.layout.leaves[i]), self.layout.leaves[i].part[sliced:]
         assert d is not None
         d -= sliced
@@ -225,7 +226,7 @@ class _Scatter(NamedTuple):
     def scatter(
         self, leaves: Sequence[int], buffers: list[jax.Array], sliced: bool
     ) -> list[jax.Array]:
-        """Sums over the workers; each keeps its part. The collective, then views."""
+        """Sum over the workers; each keeps its part. The collective, then views."""
         groups, alone = self._groups(leaves, sliced)
         shards: dict[int, jax.Array] = {}
         for group, buffer in zip(groups, buffers, strict=False):
@@ -261,7 +262,7 @@ class _Scatter(NamedTuple):
     def _groups(
         self, leaves: Sequence[int], sliced: bool
     ) -> tuple[list[Group], list[int]]:
-        """What each buffer holds, and the leaves that are not packed."""
+        """Return the leaves of each buffer, and the leaves that are not packed."""
         parts: dict[Any, dict[int, tuple[int, ...]]] = {}
         alone = []
         for i in leaves:

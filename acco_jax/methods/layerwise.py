@@ -1,12 +1,12 @@
-"""Gradients that are reduced while the backward pass still runs, layer by layer.
+"""Gradients that are reduced layer by layer while the backward pass still runs.
 
     value, shards = reduced_gradients(loss, params, earlier, shards, ...)
 
 The loss is traced, and its parameters pass through a custom_vjp, the identity forward:
 inside the body of a `scan` that takes stacked parameters apart, with the slices of one
-layer; elsewhere each large parameter by itself and the small ones together. What it is
-differentiated for are the shards, of which it makes no use: their cotangents are the
-reduced gradients, and the reductions stand in the program where gradients are complete.
+layer; elsewhere each large parameter by itself and the small ones together. The loss is
+differentiated by the shards, which it does not use. Their cotangents are the reduced
+gradients, so the reductions stand in the program where gradients are complete.
 
 A loop's body is scheduled by itself, so a collective started there with that layer's
 gradients would have nothing beside it. With `pipelined` the gradients of a layer are
@@ -28,7 +28,7 @@ Arrays = list[jax.Array]
 
 
 class Reduction(NamedTuple):
-    """How gradients cross the network; leaves are given by their numbers."""
+    """The reduction of gradients; leaves are given by their numbers."""
 
     # (leaves, gradients, earlier, valid) -> buffers of the sums, without communication
     pack: Callable[..., Arrays]
@@ -86,10 +86,11 @@ def reduced_gradients(
 def _identity(
     reduction: Reduction, leaves: Sequence[int], sliced: bool
 ) -> Callable[..., Any]:
-    """(values, earlier, shards, valid, buffers) -> (values, buffers).
+    """Return (values, earlier, shards, valid, buffers) -> (values, buffers).
 
-    Backward, the sums are reduced. With buffers, their cotangent (the next layer's
-    sums) is, and this layer's sums become that of the buffers of the layer before.
+    Backward, this layer's sums are reduced. With buffers, their cotangent (the next
+    layer's sums) is reduced instead, and this layer's sums become the cotangent of the
+    buffers of the layer before.
     """
 
     @jax.custom_vjp
@@ -110,7 +111,7 @@ def _identity(
 
 
 def _first(reduction: Reduction, leaves: Sequence[int]) -> Callable[..., Arrays]:
-    """(shards, buffers) -> buffers; backward, the first layer's sums are reduced."""
+    """Return (shards, buffers) -> buffers, whose backward pass reduces the sums."""
 
     @jax.custom_vjp
     def identity(shards, buffers):  # type: ignore[no-untyped-def]
@@ -132,9 +133,9 @@ def _body(eqn: Any) -> core.ClosedJaxpr:
 
 
 def _find_uses(jaxpr: Any, tags: dict[Any, int], uses: dict[int, list[bool]]) -> None:
-    """Notes each use of the tagged leaves: True, by a scan that takes it apart.
+    """Note each use of the tagged leaves: True if a scan takes the leaf apart.
 
-    A conversion is not a use, what is done with its result is.
+    A conversion is not a use. The uses of its result are.
     """
     for eqn in jaxpr.eqns:
         name, leaves = eqn.primitive.name, _tagged(eqn.invars, tags)
@@ -152,13 +153,13 @@ def _find_uses(jaxpr: Any, tags: dict[Any, int], uses: dict[int, list[bool]]) ->
 
 
 def _tagged(atoms: Sequence[Any], tags: dict[Any, int]) -> dict[int, int]:
-    """Position -> leaf."""
+    """Return the tagged leaf of each position."""
     variables = ((k, v) for k, v in enumerate(atoms) if not isinstance(v, core.Literal))
     return {k: tags[v] for k, v in variables if v in tags}
 
 
 class _Evaluation(NamedTuple):
-    """Evaluates a jaxpr; its tagged leaves meet the identity in their scans."""
+    """An evaluation of a jaxpr that wraps tagged leaves in their scans."""
 
     earlier: Sequence[jax.Array | None]
     shards: Sequence[jax.Array]
@@ -166,7 +167,7 @@ class _Evaluation(NamedTuple):
     reduction: Reduction
 
     def of(self, leaves: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """What is added to the gradients of these leaves, and their shards."""
+        """Return what is added to the gradients of these leaves, and their shards."""
         return [self.earlier[i] for i in leaves], [self.shards[i] for i in leaves]
 
     def run(self, closed: Any, args: Sequence[Any], tags: dict[Any, int]) -> list[Any]:
@@ -207,7 +208,7 @@ class _Evaluation(NamedTuple):
         return call(*values)
 
     def scan(self, eqn: Any, values: list[Any], positions: dict[int, int]) -> list[Any]:
-        """The same scan with the slices of the tagged leaves wrapped in its body."""
+        """Run the scan with the slices of the tagged leaves wrapped in its body."""
         begin, end = carry_of(eqn.params, eqn.invars)
         body, reduction = core.jaxpr_as_fun(eqn.params["jaxpr"]), self.reduction
         leaves = list(positions.values())
@@ -241,6 +242,6 @@ class _Evaluation(NamedTuple):
 
 
 def _shift(shards: jax.Array, reverse: bool) -> jax.Array:
-    """Each layer's shard in the place of the one before it, in the scan's order."""
+    """Move each layer's shard to the place of the layer before, in the scan's order."""
     blank = jnp.zeros_like(shards[:1])
     return jnp.concatenate([blank, shards[:-1]] if reverse else [shards[1:], blank])

@@ -1,4 +1,4 @@
-"""An optimizer, written for one device, on the shards of many."""
+"""The step of an optimizer, written for one device, on the shards of many."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from acco_jax.select import choose, masked
 
 @jax.tree_util.register_static
 class _MeanLoss:
-    """Stands among an optimizer's extra arguments for a value that is yet to come."""
+    """A placeholder among an optimizer's extra arguments for the mean loss."""
 
 
 MEAN_LOSS = _MeanLoss()
@@ -33,13 +33,14 @@ def guarded_step(
     master: PyTree,
     commit: jax.Array | bool = True,
 ) -> tuple[PyTree, PyTree, jax.Array]:
-    """Opt(theta, G / W) on the shards; without weight nothing moves, whatever G is.
+    """Take the step Opt(theta, G / W) on the shards; without weight nothing moves.
 
     Args:
       inner: the optimizer.
       layout: of the shards.
       extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss.
-      gradient: G, summed over microbatches and workers; shards in the master dtype.
+      gradient: G, summed over microbatches and workers; shards in the master dtype,
+        of any values where W is 0.
       totals: W, and the sum of the losses.
       inner_state: the optimizer's at theta.
       master: theta, the committed point; shards.
@@ -66,7 +67,7 @@ def guarded_step(
 
 
 def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
-    """fn where the compiler places everything but the results.
+    """Wrap fn so that the compiler places everything but the results.
 
     An optimizer written for one device runs unchanged on sharded arrays where the
     mesh's axes are Auto; Explicit ones are made so for the region.
@@ -97,16 +98,16 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
 
 
 def _shown(sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
-    """A sharding over these of its axes alone, which a type shows."""
+    """Return the sharding over only those of these axes that a type shows."""
     spec = (tuple(a for a in axes_in(entry) if a in axes) for entry in sharding.spec)
     return NamedSharding(sharding.mesh, P(*(entry or None for entry in spec)))
 
 
 def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
-    """fn as a function of (captured, *args), and the arrays that it captures.
+    """Return fn as a function of (captured, *args), and the arrays that it captures.
 
     optax.inject_hyperparams leaves traced values in closures of what it builds. Their
-    axes are of the outer program's types: arguments can be cast, closures cannot.
+    axes have the outer program's types. Arguments can be cast, closures cannot.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -120,7 +121,7 @@ def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
 
 
 def in_place(layout: Layout, state: Any) -> Any:
-    """The state where it belongs, so that the next update finds what this one found."""
+    """Return the state in its place, where the next update must find it."""
     kinds = set(layout.mesh.axis_types)
     if kinds == {AxisType.Explicit}:
         return state  # as its types say
@@ -131,7 +132,7 @@ def in_place(layout: Layout, state: Any) -> Any:
 
 
 def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
-    """The tree so sharded, also where some of the mesh's axes are Explicit."""
+    """Return the tree with these shardings, also where some mesh axes are Explicit."""
     tree = jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
     def constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:

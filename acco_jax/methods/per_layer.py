@@ -1,9 +1,9 @@
 """Optimizers that see one layer's array where parameters are stacked over layers.
 
 A model that scans its layers keeps a parameter of all of them in one array, of shape
-(layers, ...). To an elementwise optimizer that is all the same. One that looks at whole
-arrays (muon, lamb, lars, adafactor, novograd, a decay mask by the number of dimensions)
-must be shown one layer's.
+(layers, ...). An elementwise optimizer computes the same on it. An optimizer that looks
+at whole arrays (muon, lamb, lars, adafactor, novograd, a decay mask by the number of
+dimensions) must be shown one layer's.
 """
 
 import collections
@@ -27,10 +27,10 @@ State = dict[str, Any]  # the arrays of an optimizer's state by their paths
 
 
 class PerLayerState(NamedTuple):
-    """State of `per_layer`: it has the structure of inner's own for the whole tree.
+    """State of `per_layer`, with the structure of inner's own state for the whole tree.
 
-    What inner keeps for a stacked leaf has the layers on axis 0, so a moment has the
-    shape of its parameter; what it keeps for no leaf (a count) is there once.
+    State that inner keeps for a stacked leaf has the layers on axis 0, so a moment has
+    the shape of its parameter. State that belongs to no leaf (a count) is kept once.
     """
 
     inner_state: PyTree
@@ -48,8 +48,8 @@ def per_layer(
     grows with that number. The leaves that a run leaves out are optax.MaskedNode() to
     it, as in optax.partition: masks in `inner` work, functions or trees.
 
-    `inner` must treat each leaf by itself. What looks across leaves or layers goes
-    outside, where it sees the whole tree:
+    `inner` must treat each leaf by itself. A transformation that looks across leaves or
+    layers goes outside, where it sees the whole tree:
 
       optax.chain(
           optax.clip_by_global_norm(1.0),
@@ -57,8 +57,8 @@ def per_layer(
       )
 
     Extra arguments of `update` reach `inner` whole, not split into layers. A random key
-    in inner's state is one for all layers, so that all layers of a leaf draw the same
-    numbers: put what draws (optax.add_noise) outside.
+    in inner's state is one for all layers, so all layers of a leaf sample the same
+    numbers: put transformations that sample (optax.add_noise) outside.
 
     Args:
       inner: an optax transformation that treats each leaf by itself.
@@ -82,7 +82,7 @@ def per_layer(
 
 
 class _Inner:
-    """The inner transformation, and what tracing it has told of a tree."""
+    """The inner transformation, and cached results of tracing it for a tree."""
 
     def __init__(self, inner: optax.GradientTransformationExtraArgs) -> None:
         self.init, self.update = inner.init, inner.update
@@ -143,7 +143,7 @@ def _update(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The leaves with as many layers, and what inner keeps for them."""
+    """The leaves with the same number of layers, and what inner keeps for them."""
 
     layers: int | None  # None: of the leaves that are not stacked
     treedef: Any  # of inner's state for these leaves
@@ -208,7 +208,7 @@ class _Tree:
 
 
 def _read(stacked: Stacked, tree: PyTree) -> _Tree:
-    """Reads the tree; raises a ValueError for a stacked leaf without an axis."""
+    """Read the tree; raise a ValueError for a stacked leaf without an axis."""
     marks = stacked(tree) if callable(stacked) else stacked
     marks = jax.tree.leaves(jax.tree.broadcast(marks, tree))
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -229,7 +229,7 @@ def _read(stacked: Stacked, tree: PyTree) -> _Tree:
 
 
 def _parts(inner: optax.GradientTransformation, tree: _Tree) -> list[_Part]:
-    """What inner keeps for each group of leaves, by tracing its init alone."""
+    """Return what inner keeps for each group of leaves, by tracing only its init."""
     one_layer = [leaf.one_layer for leaf in tree.leaves]
     states = [
         jax.eval_shape(inner.init, tree.masked(n, one_layer)) for n in tree.groups
@@ -255,7 +255,7 @@ def _by_path(state: PyTree) -> State:
 
 
 def _join(like: PyTree, states: Sequence[State]) -> PyTree:
-    """The whole state, of the structure of `like`, from those of the parts."""
+    """Join the parts' states to the whole state, in the structure of `like`."""
     arrays, paths = collections.ChainMap(*states), list(_by_path(like))
     if differ := sorted(set(paths) ^ set(arrays)):
         raise ValueError(
@@ -274,7 +274,7 @@ def _refuse_across(
     parts: Sequence[_Part],
     extra: dict[str, Any],
 ) -> None:
-    """Raises a ValueError if a stacked leaf meets another leaf in inner's program.
+    """Raise a ValueError if a stacked leaf meets another leaf in inner's program.
 
     The program is read for one layer, and for two with a leaf each. An inner that
     cannot be traced lacks extra arguments; it is read once `update` gets them.
@@ -300,7 +300,7 @@ def _refuse_across(
 
 
 def _across(what: str, own: str, inputs: int, tree: _Tree) -> ValueError:
-    """The refusal of what depends on the leaves of these bits."""
+    """Return the error for a result that depends on the leaves of these bits."""
     names = [leaf.name for i, leaf in enumerate(tree.leaves) if inputs >> i & 1]
     names = list(dict.fromkeys("its other layers" if x == own else x for x in names))
     shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
@@ -314,10 +314,10 @@ def _across(what: str, own: str, inputs: int, tree: _Tree) -> ValueError:
 def _dependences(
     inner: _Inner, tree: PyTree, extra: dict[str, Any]
 ) -> tuple[list[int], dict[str, int]]:
-    """Which leaves each update and each array of inner's state depends on.
+    """Return the leaves on which each update and each array of inner's state depends.
 
-    After any number of updates; bit i of a number stands for leaf i's gradient and
-    parameter.
+    The sets hold after any number of updates. Bit i of a number stands for leaf i's
+    gradient and parameter.
     """
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:

@@ -1,17 +1,16 @@
 """A method's state on other devices: more workers or fewer, or in other groups.
 
-What belongs to the whole run is the same afterwards: the committed parameters, the
-optimizer's state, what the workers' pending gradients add up to. How it is split,
-padded and packed follows the new devices. What each of n workers has for itself goes to
-m so:
+State of the whole run stays the same: the committed parameters, the optimizer's state
+and the sum of the workers' in-flight gradients. Its splits, padding and packing follow
+the new devices. State that each of n workers has for itself goes to m workers so:
 
-    gradients and what rounding left out of them   worker i's are added to those of
+    gradients and their error feedback             worker i's are added to those of
     (sums G, W over the workers)                   worker floor(i m / n); others have 0
     rows of local methods (parameters, states of   worker j has the mean over the i
     inner optimizers: means over the workers)      with floor(i m / n) = j, or a copy
                                                    of worker floor(j n / m)'s
 
-So G / W, and with m a divisor or a multiple of n the mean of rows, are what they were.
+So G / W does not change. Nor does the mean of rows if m divides n or n divides m.
 """
 
 import functools
@@ -36,8 +35,8 @@ def reshard(old: Any, tx: base.Method) -> Any:
     Args:
       old: a method's state, or (params, state) as `start` returned and steps went on
         with them; of a local method the latter. Arrays may lie on any devices that
-        this process can move them from, or in host memory. What another world has
-        saved is restored in `saved`'s form, on the devices that there are.
+        this process can move them from, or in host memory. A checkpoint of another
+        set of devices is restored in `saved`'s form, on the available devices.
       tx: the same method with the same options and inner optimizer, on the new mesh.
 
     Returns:
@@ -83,7 +82,7 @@ def saved(
     Args:
       tx: the method as it was, on a `jax.sharding.AbstractMesh` of its axes and sizes.
       params: arrays or ShapeDtypeStructs, without rows.
-      mesh: the devices that there are.
+      mesh: the available devices.
       model_state: arrays or ShapeDtypeStructs; None: the model has none.
 
     Returns:
@@ -94,7 +93,7 @@ def saved(
 
 
 def anywhere(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Of an array that any split will do for: the first dimension that all divide."""
+    """Return a sharding that splits the first dimension that all devices divide."""
     free = [d for d, size in enumerate(shape) if size and size % mesh.size == 0]
     return NamedSharding(mesh, P(*[None] * free[0], mesh.axis_names) if free else P())
 
@@ -156,7 +155,7 @@ def moved(old: Any, new: Any) -> Any:
 
 
 def _as(source: Layout, target: Layout, a: jax.Array, b: Any) -> jax.Array:
-    """An array that all have, as it is; rows of n workers as those of m."""
+    """Return rows of n workers as rows of m; an array common to all as it is."""
     if a.shape == b.shape:
         return a
     n, m = source.workers, target.workers
@@ -178,7 +177,7 @@ def _as(source: Layout, target: Layout, a: jax.Array, b: Any) -> jax.Array:
 
 
 def _placed(target: Layout, fn: Callable[[Any], PyTree], x: Any) -> PyTree:
-    """The rows fn(x) of the target's workers; inside fn the compiler places arrays."""
+    """Return the rows fn(x) of the target's workers, placed by the compiler in fn."""
     mesh = target.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
@@ -190,7 +189,7 @@ def _placed(target: Layout, fn: Callable[[Any], PyTree], x: Any) -> PyTree:
 
 
 def _states(target: Layout, weight: jax.Array, rows: PyTree) -> PyTree:
-    """Workers' model states for others: weighted means, or copies."""
+    """Return model states for other workers: weighted means, or copies."""
     n, m = weight.shape[0], target.workers
     if m >= n:
         return jax.tree.map(lambda x: x[np.arange(m) * n // m], rows)
@@ -207,7 +206,7 @@ def _states(target: Layout, weight: jax.Array, rows: PyTree) -> PyTree:
 
 
 def _summed(rows: PyTree, target: Layout) -> PyTree:
-    """Each worker's own (k, ...), of any k, added up to (n, ...) of the target's."""
+    """Add each worker's own (k, ...), of any k, up to (n, ...) of the target's."""
 
     def summed(x: jax.Array) -> jax.Array:
         n, k = target.workers, x.shape[0]
@@ -219,7 +218,7 @@ def _summed(rows: PyTree, target: Layout) -> PyTree:
 
 
 def _left_out(source: Layout, target: Layout, buffers: Arrays) -> Arrays:
-    """What rounding left out, where it is rounded: on the way over the slowest axis."""
+    """Return the error feedback, for rounding on the target's slowest axis."""
 
     def own(buffers: Arrays) -> PyTree:
         return _summed(_rows(source, buffers, scattered=True), target)
@@ -238,10 +237,10 @@ def _rows(
     *,
     scattered: bool = False,
 ) -> PyTree:
-    """Every worker's gradients, leaves (n, *shape), out of packed buffers.
+    """Return every worker's gradients, leaves (n, *shape), from packed buffers.
 
-    Those that stay whole are zeros if `whole` is None. What is `scattered` was summed
-    over all data axes but the slowest, whose rows it gives.
+    Leaves that stay whole are zeros if `whole` is None. Buffers that are `scattered`
+    were summed over all data axes but the slowest, and the rows are of that axis.
     """
     data = [layout.mesh.shape[a] for a in layout.reduce_order]
     models = [layout.mesh.shape[a] for a in layout.model_axes]
@@ -273,7 +272,7 @@ def _rows(
 def _joined(
     layout: Layout, leaf: Leaf, x: jax.Array, data: list[int], models: list[int]
 ) -> jax.Array:
-    """Devices' pieces (devices, *local) -> rows (n, *shape), worker after worker."""
+    """Join devices' pieces (devices, *local) to rows (n, *shape), by worker."""
     k, n = len(data), math.prod(data)
     x = x.reshape(*data, *models, *leaf.local)
     x = x.transpose(*reversed(range(k)), *range(k, x.ndim))

@@ -1,8 +1,8 @@
 """Methods with a sharded optimizer state: reduce gradients, advance, gather parameters.
 
-A method says how its state starts, how it advances on reduced gradients, and whether a
-half-round communicates the gradients of the half-round before (`delayed`) or its own.
-`ShardedMethod` makes an optax transformation and the rounds of a train step of that.
+A method defines how its state starts, how it advances on reduced gradients, and whether
+a half-round communicates the gradients of the half-round before (`delayed`) or its own.
+`ShardedMethod` makes an optax transformation and a train step's rounds from that.
 """
 
 import dataclasses
@@ -36,17 +36,19 @@ class ShardedOptions(base.CommonOptions, total=False):
     """Keyword arguments of the sharded methods, beside the common ones.
 
     Attributes:
-      gather_bits: 8 or 4 gathers differences to what the workers hold, in so many bits
+      gather_bits: 8 or 4 gathers differences to what the workers hold, in 8 or 4 bits
         with a scale per row, not values; of acco also a pair for (estimate, commit).
-        The master copy stays exact. Adds a shard of the parameters.
+        The master weights stay exact. Adds a shard of the parameters.
       reduce_bits: 8 sends gradients in 8 bits to the shards' owners, which add them in
-        float32; what rounding left out is added to each worker's next gradient. Adds a
-        buffer as large as what is rounded, with one data axis all of a worker's
-        gradients. Of several only the first named, the slowest, is crossed in 8 bits:
-        of hosts of GPUs, where an all-to-all of all workers crosses the network more
-        often than a ring does, name one axis for the hosts and one for a host's GPUs.
-        Not hidden within a TPU slice: its all-to-all is synchronous.
-      resync_every: with gather_bits, the first of so many half-rounds gathers values.
+        float32, with error feedback: the rounding error is added to each worker's next
+        gradient. Adds a buffer as large as what is rounded, with one data axis all of
+        a worker's gradients. With several axes only the first named, the slowest, is
+        crossed in 8 bits. On hosts of GPUs, where an all-to-all of all workers crosses
+        the network more often than a ring does, name one axis for the hosts and one
+        for a host's GPUs. It is not overlapped within a TPU slice, whose all-to-all is
+        synchronous.
+      resync_every: with gather_bits, one half-round in this many, the first, gathers
+        values.
     """
 
     gather_bits: int | tuple[int | None, int | None] | None
@@ -67,7 +69,7 @@ def with_shards(state_type: StateType) -> StateType:
 
 
 class Rest(NamedTuple):
-    """What a half-round computes with, beside parameters and inputs."""
+    """The state that a half-round computes with, beside parameters and inputs."""
 
     layout: Layout
     model_state: PyTree  # rows: where each worker begins; None: there is none
@@ -75,7 +77,7 @@ class Rest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedRound(ExchangeRound):
-    """A half-round: gradients of microbatches, and an exchange of gradients."""
+    """A half-round that computes microbatch gradients and exchanges gradients."""
 
     exchange: Exchange
     overlaps: bool
@@ -94,9 +96,9 @@ class ShardedRound(ExchangeRound):
         return gradients.part(k, len(self.hops), work, *args)
 
     def close(self, work: Sums, rest: Rest, inputs: Inputs) -> tuple[Pending, Sums]:
-        # several microbatches were added up without those of weight 0; a single one's
-        # gradients are as they came (`Accumulator.part`), and so are those of a worker
-        # that is dropped
+        # several microbatches were added up without those of weight 0; a single
+        # microbatch's gradients are as they came (`Accumulator.part`), and so are the
+        # gradients of a worker that is dropped
         gradients, layout = inputs.gradients, rest.layout
         check = gradients.microbatches == 1 or gradients.drop_nonfinite
         dtypes = layout.tree(lambda leaf: leaf.wire)
@@ -127,10 +129,10 @@ class ShardedRound(ExchangeRound):
 
 
 def _own_states(state: Any) -> PyTree:
-    """Where each worker's model state goes on: rows.
+    """Return the model state from which each worker goes on: rows.
 
-    At its own of the last half-round, whose mean has yet to be communicated; at the
-    mean, which is there, if nothing is delayed.
+    A delayed method goes on from each worker's own state of the last half-round, whose
+    mean is not communicated yet. Other methods go on from the mean.
     """
     if "pending" in state._fields:
         return state.pending.model_state
@@ -147,7 +149,7 @@ def _rows(layout: Layout, tree: PyTree) -> PyTree:
 
 
 class ShardedPhase(NamedTuple):
-    """Which kind a half-round is."""
+    """The phase of a half-round: whether it overlaps, and its codec."""
 
     overlaps: bool
     codec: Codec
@@ -239,7 +241,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return self.round_type(self.exchange(phase.codec), phase.overlaps)
 
     def calls(self, steps: int) -> int:
-        """Half-rounds of so many steps; a delayed method's first one only primes."""
+        """Return the half-rounds of `steps` steps, pipeline fill included."""
         return int(self.delayed and steps > self.warmup) + steps * self.half_rounds
 
     def steps_done(self, calls: int) -> int | None:
@@ -258,7 +260,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return place(params, state.layout.params_shardings)
 
     def check_state(self, state: Any) -> None:
-        """Raises a ValueError for a state of another method."""
+        """Raise a ValueError for a state of another method."""
         layout = type(getattr(state, "layout", None))
         ours: Any = state
         if type(state) is not self.state_type or layout is not self.layout_type:
@@ -304,7 +306,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def advance(
         self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
     ) -> tuple[Any, Point]:
-        """The optimizer's step on the shards of `gradient`, in the master dtype.
+        """Take the optimizer's step on the shards of `gradient`, in the master dtype.
 
         MEAN_LOSS among the extra arguments of the optimizer stands for the mean loss of
         exactly these gradients.
@@ -360,7 +362,7 @@ def _plain_update(
     weight: jax.Array,
     extra: dict[str, Any],
 ) -> tuple[PyTree, Any]:
-    """A half-round of given gradients, with nothing beside the exchange."""
+    """Run a half-round on given gradients, with nothing beside the exchange."""
     layout, half_round = state.layout, state.half_rounds
     sent = computed = layout.pack(grads, weight, check=True)
     if tx.delayed:
@@ -372,7 +374,7 @@ def _plain_update(
         state = state._replace(pending=None)
     exchange = tx.exchange(tx.codecs.all[0])
     parcel = exchange.send(sent, state, extra)
-    if tx.codecs.differ:  # in how their parameters travel alone
+    if tx.codecs.differ:  # only in how their parameters travel
         advanced = exchange.act(run(exchange.reduces, parcel)[0])
         ways = [functools.partial(_gathered, tx, c, params) for c in tx.codecs.all]
         delivery = jax.lax.switch(tx.codecs.turn(half_round), ways, advanced)
@@ -423,13 +425,13 @@ def sharded(
         without `commit` inner_state stays. `half_rounds` counts already.
       delayed: whether a half-round communicates the gradients of the one before.
       half_rounds: how many make one step of the inner optimizer.
-      warmup: so many first half-rounds of a delayed method send their own gradients.
+      warmup: how many first half-rounds of a delayed method send their own gradients.
       layout: how the shards lie.
-      round: what a half-round does, of its exchange and whether it overlaps.
-      known: the TypedDict of the options that there are.
+      round: what a half-round does, from its exchange and whether it overlaps.
+      known: the TypedDict of the options that exist.
 
     Raises:
-      ValueError: the mesh lacks the axis, or an option is none of the choices.
+      ValueError: the mesh lacks the axis, or an option is not one of its choices.
     """
     give = "an optax.GradientTransformation that is not sharded itself"
     checks.check_optimizer("the optimizer", inner, give)

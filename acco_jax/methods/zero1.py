@@ -2,8 +2,8 @@
 
     theta(t+1) = Opt(theta(t), G(t) / W(t)),  g(t) computed at theta(t)
 
-Nothing is hidden: the gradients that are communicated are those just computed. `ddp` is
-the same step with the state replicated and one all-reduce of each gradient.
+Communication is not overlapped: it sends the gradients just computed. `ddp` is the same
+step with the state replicated and one all-reduce of each gradient.
 """
 
 import functools
@@ -72,7 +72,7 @@ def zero1(
 
 @jax.tree_util.register_static
 class ReplicatedLayout(Layout):
-    """Every worker has all of everything; nothing is gathered, hence nor rounded."""
+    """A layout of leaves that are whole on every worker: not gathered, not rounded."""
 
     together = 0
 

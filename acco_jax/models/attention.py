@@ -26,10 +26,10 @@ _LANES = 128  # of which a block of a TPU's kernel is a multiple
 
 
 def default(dtype: Any, segments: bool, width: int) -> str:
-    """Return the implementation that `attention` takes if none is asked for.
+    """Return the implementation that `attention` takes by default.
 
-    Scores stay out of memory wherever there is a kernel for it: in 16 bits, and where
-    no mesh axis splits the arrays in a way that only the compiler knows.
+    Scores stay out of memory wherever there is a kernel for it. It needs 16 bits, and
+    no mesh axis that splits the arrays in a way that only the compiler knows.
 
     Args:
       dtype: of queries, keys and values.
@@ -63,15 +63,15 @@ def attention(
       k, v: (B, T, K, H), of the same dtype.
       scale: of the scores.
       window: how many keys a query sees, itself included; None: all before it.
-      segments: (B, T) int32, of which a query sees its own alone; None: all are one.
+      segments: (B, T) int32; a query sees only its own segment; None: all are one.
       implementation: one of `IMPLEMENTATIONS`; None: see `default`.
 
     Returns:
       (B, T, N H), of q's dtype, heads side by side.
 
     Raises:
-      ValueError: there is no such implementation, or cuDNN is not here, or is to keep
-        documents apart.
+      ValueError: there is no such implementation, cuDNN is not installed, or cuDNN is
+        asked to keep documents apart.
     """
     chosen = implementation or default(q.dtype, segments is not None, q.shape[-1])
     if chosen not in _KERNELS:
@@ -83,13 +83,13 @@ def attention(
     kernel = functools.partial(_KERNELS[chosen], scale=scale, window=window)
     if chosen == XLA:
         return kernel(q, k, v, segments)
-    # from this name plan takes how much a kernel computes
+    # plan reads from this name how much a kernel computes
     with jax.named_scope(f"attention_{q.shape[1]}x{window or q.shape[1]}"):
         return _in_groups(kernel)(q, k, v, segments)
 
 
 def _has_cudnn() -> bool:
-    """Whether JAX can compile cuDNN's attention here: an NVIDIA GPU's JAX has it."""
+    """Return whether JAX can compile cuDNN's attention here (JAX for NVIDIA's can)."""
     if "cuda" in jax.local_devices()[0].client.platform_version:
         return True
     try:
@@ -99,10 +99,12 @@ def _has_cudnn() -> bool:
 
 
 def _in_groups(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The kernel on each device's rows and heads: compilers cannot split a kernel.
+    """Return the kernel on each device's own rows and heads.
 
-    Heads of keys that are too few for the devices are repeated, so that each has those
-    of its own heads of queries.
+    Compilers cannot split a kernel.
+
+    Heads of keys that are too few for the devices are repeated, so that each device has
+    the keys of its own heads of queries.
     """
     axes = [axis for axis in (ROWS, TENSOR) if axis in automatic_axes()]
     if not axes:

@@ -1,4 +1,4 @@
-"""What the runner trains: how parameters start, and what they lose on a batch."""
+"""The interface of models that the runner trains: initial parameters and loss."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,10 +31,10 @@ class Model:
       stacked: parameters -> which leaves stack layers on axis 0, so that an optimizer
         acts on each by itself (`acco_jax.per_layer`); None: none does.
       tensor: (parameters, size) -> how a mesh axis "tensor" of this size splits each, a
-        tree of PartitionSpecs; raises a ValueError for a size that cannot be. None: it
-        has no such axis.
-      draws: whether `loss` draws random numbers in training (dropout).
-      dtype: of the products, a floating dtype's name; plan times bfloat16's.
+        tree of PartitionSpecs; raises a ValueError for an impossible size. None: the
+        model cannot be split.
+      draws: whether `loss` samples random numbers in training (dropout).
+      dtype: of the matmuls, a floating dtype's name; plan times bfloat16's.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -46,9 +46,9 @@ class Model:
     dtype: str = "bfloat16"
 
     def parameters(self) -> int:
-        """Returns the number of parameters."""
+        """Return the number of parameters."""
         return sum(x.size for x in jax.tree.leaves(self.shapes()))
 
     def shapes(self) -> PyTree:
-        """Returns shapes and dtypes of the parameters."""
+        """Return shapes and dtypes of the parameters."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))

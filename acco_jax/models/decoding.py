@@ -1,7 +1,7 @@
-"""A transformer one token at a time: keys and values of the past are kept.
+"""Incremental decoding: a transformer one token at a time, with a cache of the past.
 
-What is computed is the transformer's own blocks; only attention finds the keys and
-values of earlier tokens in a cache instead of computing them again.
+The computation is that of the transformer's own blocks. Only attention reads the keys
+and values of earlier tokens from a cache instead of computing them again.
 
 Shapes: B rows, T tokens of a prompt, S tokens that a cache has room for, L repetitions
 of the pattern of layers, D width, K heads of keys and values, N of queries, H width of
@@ -46,8 +46,8 @@ def empty_cache(config: Config, rows: int, size: int) -> Cache:
 def prefill(config: Config, params: Params, tokens_BxT: jax.Array, size: int) -> Cache:
     """Return the cache of prompts, with room for `size` tokens of each.
 
-    Prompts may be padded at their ends: what is kept of padding is not seen by the
-    tokens before it, and `step` replaces it before it sees it.
+    Prompts may be padded at their ends. Tokens before the padding do not see it, and
+    `step` replaces its keys and values before it reads them.
 
     Args:
       config: of the model.
@@ -114,7 +114,7 @@ def step(
 
 
 class _Past:
-    """The keys and values of one block, in which a call of its attention keeps its own.
+    """The keys and values of one block, to which its attention adds the new ones.
 
     Attributes:
       arrays: keys and values of all repetitions, each (L, B, S, K, H).
@@ -138,7 +138,7 @@ def _through(
     cache: Cache,
     attend: Callable[..., jax.Array],
 ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-    """Return the factors of the logits of tokens, and the cache that has them."""
+    """Return the factors of the logits of tokens, and the updated cache."""
     x_BxTxD, turns = model.begin(tokens_BxT, positions)
     config = model.config
 

@@ -1,4 +1,4 @@
-"""A table of the vocabulary in a group of devices: its split, and looking up in it.
+"""The vocabulary's table in a group of devices: its split, and lookups in it.
 
 Shapes: B batch, T length, D width, V vocabulary.
 """
@@ -20,11 +20,11 @@ from acco_jax.models.placement import automatic_axes
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a group's devices divide rows (B, T, ...) and a table (V, D)."""
+    """The split of rows (B, T, ...) and of a table (V, D) in a group of devices."""
 
     axes: frozenset[str]  # of the group
-    rows: str | None  # the one that splits B; None: none does
-    vocabulary: str | None  # the one that splits V
+    rows: str | None  # the axis that splits B; None: none does
+    vocabulary: str | None  # the axis that splits V
     groups: int  # into how many parts B is split
     parts: int  # and V
     wide: bool  # whether the axis over rows splits D of the table's gradient
@@ -42,7 +42,7 @@ class Split:
         return P(self.vocabulary, self.rows if self.wide else None)
 
     def run(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
-        """fn on each device's own part; compilers would split it otherwise."""
+        """Run fn on each device's own part; compilers would split it otherwise."""
         if not self.axes:
             return fn
         return jax.shard_map(
@@ -59,20 +59,20 @@ class Split:
         return x if self.vocabulary is None else lax.psum(x, self.vocabulary)
 
     def first(self, table: jax.Array) -> Any:
-        """The number of the first row of this device's part of the table."""
+        """Return the number of the first row of this device's part of the table."""
         if self.vocabulary is None:
             return 0
         return lax.axis_index(self.vocabulary) * table.shape[0]
 
     def reduced(self, gradient: jax.Array) -> jax.Array:
-        """The gradient of the table by all rows, as `gradient_spec` says."""
+        """Return the gradient of the table by all rows, as `gradient_spec` says."""
         if self.rows is None or not self.wide:
             return self.over_rows(gradient)
         return lax.psum_scatter(gradient, self.rows, scatter_dimension=1, tiled=True)
 
 
 def split_of(rows: int, table: tuple[int, ...]) -> Split:
-    """Return how the group that this is traced for divides so many rows and a table."""
+    """Return how the group that this is traced for splits rows and a table."""
     sizes = {a: k for a, k in automatic_axes().items() if a in (ROWS, TENSOR)}
     groups, parts = sizes.get(ROWS, 1), sizes.get(TENSOR, 1)
     groups = groups if rows % groups == 0 else 1
@@ -116,7 +116,7 @@ def _lookup(table: jax.Array, numbers: jax.Array, split: Split) -> jax.Array:
 
 
 def _own(table: jax.Array, numbers: jax.Array, split: Split) -> tuple[Any, Any]:
-    """Numbers in this device's part of the table, and which of them are in it."""
+    """Return numbers in this device's part of the table, and which are in it."""
     own = numbers - split.first(table)
     return jnp.clip(own, 0, table.shape[0] - 1), (own >= 0) & (own < table.shape[0])
 

@@ -1,4 +1,4 @@
-"""Flash attention for GPUs: causal, in a window or not, scores never in memory.
+"""Flash attention for GPUs: causal, optionally in a window, scores never in memory.
 
 Shapes are spelled in suffixes: B batch, T length, N heads of queries, K heads of keys
 and values, which N / K heads of queries share, H width of a head. Blocks are of R rows
@@ -26,7 +26,7 @@ _HIDDEN = -1e30  # score of a key that a query does not see
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What is known of an attention while it is compiled."""
+    """The static parameters of an attention kernel."""
 
     scale: float
     window: int | None  # keys that a query sees, itself included; None: all before it
@@ -35,7 +35,7 @@ class _Kernel:
     interpret: bool
 
     def scores(self, q_RxH: Any, k_CxH: Any, i: Any, j: Any, segments: Any) -> Any:
-        """Scores of block i of the queries and j of the keys, as exponents of two."""
+        """Return the scores of query block i and key block j, as exponents of two."""
         s_RxC = plgpu.dot(q_RxH, k_CxH.T) * (self.scale * _LOG2E)
         rows = (i * self.rows + jnp.arange(self.rows))[:, None]
         columns = (j * self.columns + jnp.arange(self.columns))[None, :]
@@ -55,14 +55,14 @@ class _Kernel:
         return pl.ds(j * self.columns, self.columns)
 
     def columns_of(self, i: Any) -> tuple[Any, Any]:
-        """Bounds of the blocks of keys that block i of queries sees: first, and end."""
+        """Return the first and the end of the key blocks that query block i sees."""
         first: Any = 0
         if self.window is not None:
             first = jnp.maximum(i * self.rows - self.window + 1, 0) // self.columns
         return first, pl.cdiv((i + 1) * self.rows, self.columns)
 
     def rows_of(self, j: Any, length: int) -> tuple[Any, Any]:
-        """Bounds of the blocks of queries that see block j of keys: first, and end."""
+        """Return the first and the end of the query blocks that see key block j."""
         end: Any = length
         if self.window is not None:
             end = jnp.minimum((j + 1) * self.columns + self.window - 1, length)
@@ -81,7 +81,7 @@ class _Kernel:
 def _forward_kernel(
     kernel: _Kernel, q: Any, k: Any, v: Any, segments: Any, o: Any, lse: Any
 ) -> None:
-    """One block of queries: their outputs, and log2 of the sum of their exponentials.
+    """Compute a block of queries' outputs and log2 of its sums of exponentials.
 
     q (R, H); k, v (T, H); segments (T,) or None; o (R, H); lse (R,).
     """
@@ -119,7 +119,10 @@ def _queries_kernel(
     delta: Any,
     dq: Any,
 ) -> None:
-    """Gradient of one block of queries; q, do, dq (R, H); k, v (T, H); others (R,)."""
+    """Compute one block of queries' gradient.
+
+    q, do, dq are (R, H); k, v (T, H); the others (R,).
+    """
     i = pl.program_id(2)
     q_RxH, do_RxH = plgpu.load(q), plgpu.load(do)
     lse_R, delta_R = plgpu.load(lse), plgpu.load(delta)
@@ -149,7 +152,7 @@ def _keys_kernel(
     dk: Any,
     dv: Any,
 ) -> None:
-    """Gradients of one block of keys and values, of one head of queries.
+    """Compute the gradients of one block of keys and values, for one head of queries.
 
     k, v, dk, dv (C, H); q, do (T, H); lse, delta (T,).
     """
@@ -189,7 +192,7 @@ def attention(
     Args:
       q_BxTxNxH: bfloat16 or float16.
       k_BxTxKxH, v_BxTxKxH: of the same dtype; K divides N.
-      segments_BxT: int32; a query sees keys of its own segment alone.
+      segments_BxT: int32; a query sees only keys of its own segment.
       scale: of the scores.
       window: how many keys a query sees, itself included; None: all before it.
       interpret: whether the kernel is interpreted, on CPU.
@@ -199,7 +202,7 @@ def attention(
     """
     T, H = q_BxTxNxH.shape[1], q_BxTxNxH.shape[3]
     width = max(16, pl.next_power_of_2(H))
-    # as many as the shared memory of an A100 holds, of all that a block needs
+    # as many as fit an A100's shared memory, with all that a block needs
     rows = max(16, min(128, 128 * 64 // width, pl.next_power_of_2(T)))
     columns = min(64, rows)
     kernel = _Kernel(scale, window, rows, columns, interpret)
@@ -224,7 +227,7 @@ def _attention(q: Any, k: Any, v: Any, segments: Any, kernel: _Kernel) -> jax.Ar
 
 
 def _specs(shape: Any, group: int) -> Any:
-    """Makers of the specs of blocks of (B, T, N or K, H) and (B, N, T) arrays."""
+    """Return makers of block specs of (B, T, N or K, H) and (B, N, T) arrays."""
     _, T, _, H = shape
 
     def block(size: int, shared: int = 1) -> pl.BlockSpec:
@@ -268,7 +271,7 @@ def _forward(
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
     )(q, k, v, segments)  # fmt: skip
-    return o.reshape(B, T, -1), lse  # as it is used: one array is saved, not two
+    return o.reshape(B, T, -1), lse  # in the shape of use: one array is saved
 
 
 def _attention_forward(
@@ -297,7 +300,7 @@ def _attention_backward(kernel: _Kernel, saved: Any, do: jax.Array) -> Any:
         out_specs=block(kernel.rows),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     )(q, k, v, segments, do, lse, delta)  # fmt: skip
-    # those of a head that several heads of queries share are added up afterwards
+    # gradients of a head that several heads of queries share are added up afterwards
     dtype = k.dtype if group == 1 else jnp.float32
     dk, dv = kernel.call(
         functools.partial(_keys_kernel, kernel),

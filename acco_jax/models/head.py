@@ -1,4 +1,4 @@
-"""The last layer and its loss, without logits of all tokens at once.
+"""The output layer and its loss, without logits of all tokens at once.
 
 Shapes: B batch, T length, D width, V vocabulary, C tokens of a row in a chunk.
 """
@@ -31,9 +31,9 @@ def cross_entropy(
 
         sum_bt weights_bt (log sum_v exp(x_bt . w_v) - x_bt . w_targets_bt)
 
-    Logits are products in x's dtype, added up in at least float32, of a few tokens at a
-    time. Their gradients are computed with them, while they are there: what is saved
-    for the backward pass has the shapes of x and w.
+    Logits are matmuls in x's dtype, accumulated in at least float32, of a few tokens at
+    a time. Their gradients are computed with them in the forward pass: the values saved
+    for the backward pass have the shapes of x and w.
 
     Args:
       x_BxTxD: floating.
@@ -63,8 +63,8 @@ def each(
 ) -> tuple[jax.Array, jax.Array]:
     """Return each target's cross-entropy under x w', and whether it is the likeliest.
 
-    Arguments are as `cross_entropy`'s; not for a group of devices. A target that is as
-    likely as one before it in the vocabulary is not the likeliest.
+    Arguments are as for `cross_entropy`; a group of devices is not supported. A target
+    that is as likely as one before it in the vocabulary is not the likeliest.
 
     Returns:
       Nats (B, T) in at least float32, and (B, T) bool.
@@ -86,14 +86,14 @@ def each(
 
 
 def _chunk(x_BxTxD: jax.Array, w_VxD: jax.Array, split: Split, logits: int) -> int:
-    """How many tokens of each row have at most so many logits."""
+    """Return the number of tokens of each row that have at most `logits` logits."""
     B, T, _ = x_BxTxD.shape
     held = B * T * w_VxD.shape[0] / (split.groups * split.parts)
     return math.ceil(T / min(T, math.ceil(held / logits)))
 
 
 def _padded(size: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays (B, T, ...) with T rounded up to a multiple of a chunk's tokens."""
+    """Return arrays (B, T, ...) with T rounded up to a multiple of a chunk's tokens."""
     if not (rest := -arrays[0].shape[1] % size):
         return list(arrays)
     return [jnp.pad(x, ((0, 0), (0, rest)) + ((0, 0),) * (x.ndim - 2)) for x in arrays]
@@ -118,7 +118,7 @@ def _sum(
 
 
 def _part(x: jax.Array, i: Any, size: int) -> jax.Array:
-    """Chunk i of an array (B, T, ...)."""
+    """Return chunk i of an array (B, T, ...)."""
     return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
 
@@ -126,7 +126,7 @@ def _over_chunks(x: jax.Array, size: int, chunk: Any, start: Any) -> Any:
     number = x.shape[1] // size
     if number > 1 and platform() != "tpu":
         return lax.fori_loop(0, number, chunk, start)
-    # TPU v5e's compiler hides nothing behind a loop that has this one inside.
+    # TPU v5e's compiler overlaps nothing with a loop that has this one inside.
     for i in range(number):
         start = chunk(i, lax.optimization_barrier(start))
     return start
@@ -135,10 +135,11 @@ def _over_chunks(x: jax.Array, size: int, chunk: Any, start: Any) -> Any:
 def _losses(
     x_BxCxD: Any, w_VxD: Any, targets_BxC: Any, split: Split
 ) -> tuple[Any, Any, Any, Any]:
-    """Cross-entropies (B, C), and what turns them into gradients of logits.
+    """Return cross-entropies (B, C), and what turns them into gradients of logits.
 
-    These are the logits (B, C, V) of this device's tokens, the logarithm of the sum of
-    all tokens' exponentials (B, C), and where the targets are (B, C, V).
+    The latter are the logits (B, C, V) of this device's part of the vocabulary, the
+    logarithm of the sum of the whole vocabulary's exponentials (B, C), and the targets'
+    places (B, C, V).
     """
     wide = jnp.promote_types(x_BxCxD.dtype, jnp.float32)
     logits_BxCxV = jnp.einsum(

@@ -1,12 +1,11 @@
-"""Hugging Face's names: a transformer's config.json and state dict, read and written.
+"""Hugging Face's formats: a transformer's config.json and state dict, read and written.
 
     config = config_of(json.load(file), dtype="bfloat16")
     params = from_state(config, get)  # get: a weight's name -> a NumPy array
 
-Nothing here needs torch or transformers: whoever reads and writes files gives and takes
-NumPy arrays by name, one at a time. `transformer.shapes_of` says which leaves there
-are, and `leaf` makes one of them, or a part, for callers that place each before the
-next.
+Nothing here needs torch or transformers: callers read and write the files, and pass
+NumPy arrays by name, one at a time. `transformer.shapes_of` gives the leaves, and
+`leaf` makes one of them, or a part, for callers that place each before the next.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from acco_jax.models.transformer import Params, shapes_of
 
 
 class Weight(Protocol):
-    """A NumPy array, or what reads the part of one that it is sliced to."""
+    """A NumPy array, or a reader of the part of an array that it is sliced to."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -43,7 +42,7 @@ _MODELS = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
-# What tells the families apart.
+# The fields that tell the families apart.
 _PARTS = ("norm", "positions", "mlp", "biases", "qk_norm", "scale")
 
 # Our field -> the field of config.json.
@@ -150,7 +149,7 @@ def config_of(config_json: Mapping[str, Any], **overrides: Any) -> Config:
     Args:
       config_json: its content, of model_type gpt_neo, gpt2, llama or qwen3, as
         transformers 4 or 5 writes it.
-      **overrides: fields of `Config`, such as dtype, that replace what it says.
+      **overrides: fields of `Config`, such as dtype, that replace the file's.
 
     Raises:
       ValueError: it lacks a field, or describes what `Config` cannot.
@@ -236,7 +235,7 @@ def _rope(config_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_all_layers(name: str, said: Any) -> Mapping[str, Any]:
-    """Return what is said of RoPE, also where it is said of a type of layers."""
+    """Return the RoPE fields, also where they are given for a type of layers."""
     kinds = (type(said), *map(type, said.values())) if isinstance(said, dict) else ()
     if kinds and dict not in kinds[1:]:
         return said
@@ -247,7 +246,7 @@ def _of_all_layers(name: str, said: Any) -> Mapping[str, Any]:
 
 
 def config_json(config: Config) -> dict[str, Any]:
-    """Return what config.json says of a configuration, for AutoModelForCausalLM.
+    """Return the content of a configuration's config.json, for AutoModelForCausalLM.
 
     It names no tokens: bos_token_id and eos_token_id are None, for the caller to set.
 
@@ -283,7 +282,7 @@ def config_json(config: Config) -> dict[str, Any]:
 
 @functools.lru_cache
 def _family(config: Config) -> str:
-    """Return the family of a configuration; raises where transformers has none."""
+    """Return the family of a configuration; raise if transformers has none."""
     parts = {part: getattr(config, part) for part in _PARTS}
     known = {name: {p: fields[p] for p in _PARTS} for name, fields in FAMILIES.items()}
     family = next((name for name in known if known[name] == parts), None)
@@ -344,10 +343,10 @@ def leaf(
     Args:
       config: of the model that the state dict is of.
       path: of the leaf, such as 'h/0_global/attn/q_proj/kernel'.
-      get: as for `from_state`; it is asked for the leaf's own weights alone, and those
-        of one layer are copied before the next are asked for.
-      index: which part of the leaf, contiguous in each dimension; nothing else is read
-        of what `get` returns. (): all.
+      get: as for `from_state`; it is called only for the leaf's own weights, and the
+        weights of one layer are copied before the next layer's are requested.
+      index: the part of the leaf, contiguous in each dimension; only this part of
+        `get`'s result is read. (): all.
 
     Raises:
       ValueError: as `from_state`, or there is no such leaf.
@@ -373,7 +372,7 @@ def leaf(
 
 
 class _Stored:
-    """Where the state dict has one array of ours, and how it lies there."""
+    """The place of one of our arrays in the state dict, and its form there."""
 
     def __init__(self, config: Config, keys: list[str], shape: tuple[int, ...]) -> None:
         family, (*modules, last) = _family(config), keys
@@ -389,7 +388,7 @@ class _Stored:
             self.shape = (*shape[:-1], len(_QKV) * shape[-1])
 
     def read(self, get: Get, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part of the array as we have it; raises as `from_state`."""
+        """Return a part of the array in our form; raise as `from_state`."""
         value = None
         for name in (self.name, self.name.removeprefix(self.prefix)):
             with contextlib.suppress(KeyError):
@@ -411,10 +410,10 @@ class _Stored:
 
 
 def unread(config: Config, names: Iterable[str]) -> list[str]:
-    """Return those of the names in a state dict that `from_state` does not read.
+    """Return the names in a state dict that `from_state` does not read.
 
-    Left out are attention masks and frequencies, which earlier versions of transformers
-    have saved, and which follow from the configuration.
+    It leaves out attention masks and frequencies, which earlier versions of
+    transformers saved and which follow from the configuration.
     """
     read = set()
     for path, x in _leaves(config).items():
@@ -432,7 +431,7 @@ def unread(config: Config, names: Iterable[str]) -> list[str]:
 
 
 def to_state(config: Config, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and arrays of a state dict, layer by layer: `from_state` undone.
+    """Yield a state dict's names and arrays, layer by layer: inverts `from_state`.
 
     Args:
       config: of the model.
@@ -472,7 +471,7 @@ def _shape(leaves: dict[str, Any], path: str) -> tuple[int, ...] | None:
 def _written(
     config: Config, arrays: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arrays of one layer as the state dict has them."""
+    """Yield arrays of one layer in the form of the state dict."""
     named: dict[str, list[tuple[int, np.ndarray]]] = {}
     for path, x in arrays.items():
         stored, value = _Stored(config, path.split("/"), x.shape), np.asarray(x)

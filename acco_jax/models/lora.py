@@ -31,7 +31,7 @@ def init(
     rank: int | Mapping[str, int],
     pattern: str | None = None,
 ) -> Adapters:
-    """Draw adapters for the leaves whose path matches; jit-compatible.
+    """Sample adapters for the leaves whose path matches; jit-compatible.
 
     Args:
       params: the model's, arrays or ShapeDtypeStructs; kernels (..., in, out), with
@@ -87,10 +87,10 @@ def merge(params: PyTree, adapters: Adapters, scale: float) -> PyTree:
 
 
 def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
-    """Return the loss of the merged model, as a function of the adapters alone.
+    """Return the loss of the merged model, as a function of only the adapters.
 
-    Kernels are merged in float32 and rounded to the base's dtype: of a base in bfloat16
-    the loss does not see a change below half of a weight's last place.
+    Kernels are merged in float32 and rounded to the base's dtype. With a base in
+    bfloat16 the loss does not see a change below half of a weight's last place.
 
     Args:
       loss_fn: (params, microbatch, rng) -> loss, (loss, aux) or (loss, weight, aux).
@@ -100,7 +100,7 @@ def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
     Returns:
       A function (adapters, microbatch, rng) that carries `base` as a Partial does: for
       `make_train_step` and `local_gradients` an argument of the compiled program, not a
-      constant in its text.
+      constant in its HLO text.
     """
 
     def loss(base: PyTree, adapters: Adapters, microbatch: PyTree, rng: Any) -> Any:
@@ -112,7 +112,7 @@ def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
 def _ranks(
     leaves: Mapping[str, Any], rank: int | Mapping[str, int], pattern: str | None
 ) -> dict[str, int]:
-    """Path to rank of every leaf that gets an adapter; raises as `init`."""
+    """Return path -> rank of every leaf that gets an adapter; raise as `init`."""
     if isinstance(rank, Mapping) == (pattern is not None):
         raise ValueError(
             "LoRA needs a rank with a pattern, or a mapping from patterns to ranks "

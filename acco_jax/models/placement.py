@@ -1,4 +1,4 @@
-"""On what a model is computed: a platform, and axes of a mesh that split its arrays."""
+"""The platform that computes a model, and the mesh axes that split its arrays."""
 
 import functools
 from typing import Any
@@ -14,10 +14,10 @@ PyTree = Any
 
 
 def platform() -> str:
-    """Return for which platform this is traced: 'cpu', 'gpu' or 'tpu'.
+    """Return the platform that this is traced for: 'cpu', 'gpu' or 'tpu'.
 
-    That of the mesh in whose context it is, which plan has without such a device here;
-    without a mesh that of JAX's default backend.
+    It is the platform of the mesh in context, which plan may have without such devices.
+    Without a mesh it is the platform of JAX's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     name: str = jax.default_backend() if device is None else device.platform
@@ -25,7 +25,7 @@ def platform() -> str:
 
 
 def automatic_axes() -> dict[str, int]:
-    """Sizes of the mesh's axes over which the compiler splits arrays."""
+    """Return the sizes of the mesh's axes over which the compiler splits arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
         name: size
@@ -52,7 +52,7 @@ def split_rows(tree: PyTree) -> PyTree:
 def gathered(x: jax.Array, spec: P = P()) -> jax.Array:
     """Return a parameter gathered over a group's axis "fsdp", where that splits it.
 
-    Its gradient is split again. Inside a loop over layers only one of them is whole.
+    Its gradient is split again. Inside a loop over layers only one layer is whole.
 
     Args:
       x: of one layer.

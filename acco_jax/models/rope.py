@@ -19,11 +19,11 @@ Turns = tuple[jax.Array, jax.Array]  # cosines and sines, ([B,] T, 1, H / 2) flo
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Stretch slow rotations to sequences longer than a model was first trained on.
+    """A scaling of slow rotations to sequences longer than those of the first training.
 
     Rotations that come round less than `low_freq_factor` times in `original_length`
-    positions slow down by `factor`, those that do more than `high_freq_factor` times
-    stay as they are, and between both there is a linear transition.
+    positions slow down by `factor`. Rotations that come round more than
+    `high_freq_factor` times do not change. Between both there is a linear transition.
     """
 
     factor: float

@@ -1,4 +1,4 @@
-"""Texts that a transformer writes: the next token, drawn or the likeliest, in a loop.
+"""Text generation by a transformer, with tokens sampled or the likeliest, in a loop.
 
 Shapes: B rows, S tokens that a row has room for, V vocabulary.
 """
@@ -20,12 +20,13 @@ SHORTEST = 16  # room for tokens comes in powers of two from here on: few progra
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen, of logits.
+    """The choice of a token from logits.
 
     Attributes:
-      temperature: divides them; 0: the likeliest token is taken.
-      top_k: of so many of the likeliest tokens; None: of all.
-      top_p: of the fewest likeliest tokens whose probabilities sum to this; None: all.
+      temperature: divides the logits; 0: the likeliest token is taken.
+      top_k: samples from this many of the likeliest tokens; None: from all.
+      top_p: samples from the fewest likeliest tokens whose probabilities sum to this;
+        None: from all.
     """
 
     temperature: float = 0.0
@@ -45,9 +46,9 @@ class Sampling:
 
 
 class Texts(NamedTuple):
-    """Rows that are being written."""
+    """The rows that are being generated."""
 
-    tokens: jax.Array  # (B, S) int32; what is beyond a row's length has no meaning
+    tokens: jax.Array  # (B, S) int32; values beyond a row's length have no meaning
     lengths: jax.Array  # (B,) int32
     ended: jax.Array  # (B,) bool: its last token ends a text, or it has its last one
     limits: jax.Array  # (B,) int32, lengths at which rows end
@@ -56,7 +57,7 @@ class Texts(NamedTuple):
 
 
 def choose(sampling: Sampling, logits_BxV: jax.Array, keys_B: jax.Array) -> jax.Array:
-    """Return a token of each row, (B,) int32, drawn with its own key."""
+    """Return a token of each row, (B,) int32, sampled with its own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
     logits_BxV = logits_BxV / sampling.temperature
@@ -83,14 +84,14 @@ def begin(
     tokens: int,
     keys: jax.Array,
 ) -> Texts:
-    """Return texts that begin with prompts, none of whose tokens is written yet.
+    """Return texts that begin with prompts, before any token is generated.
 
     Args:
       config: of the model.
       params: in the tree of `transformer.init_params`.
       prompts: int (n,) each, n at least 1; lengths may differ.
-      tokens: that are to follow each, at least 1.
-      keys: (B,) of random numbers; a row's tokens depend on its own alone.
+      tokens: how many are to follow each prompt, at least 1.
+      keys: (B,) of random numbers; a row's tokens depend only on its own key.
 
     Raises:
       ValueError: a prompt is empty, or has more tokens with those that are to follow
@@ -114,7 +115,7 @@ def begin(
 
 
 def room(tokens: int) -> int:
-    """Return the power of two, from `SHORTEST` on, that has room for so many."""
+    """Return the least power of two, from `SHORTEST` on, that holds the tokens."""
     return max(SHORTEST, 1 << (tokens - 1).bit_length())
 
 
@@ -137,7 +138,7 @@ def write(
     texts: Texts,
     tokens: int | jax.Array,
 ) -> Texts:
-    """Return texts with at most so many tokens more of each that has not ended.
+    """Return texts with at most `tokens` more tokens of each that has not ended.
 
     Args:
       config: of the model.
@@ -145,7 +146,7 @@ def write(
       params: in the tree of `transformer.init_params`.
       end_of_text: the token after which a row ends.
       texts: from `begin` or this; its arrays are not to be used again.
-      tokens: how many; a number that is no part of the compiled program.
+      tokens: how many; not part of the compiled program.
     """
     rows = jnp.arange(len(texts.tokens))
 
@@ -155,7 +156,7 @@ def write(
         logits, cache = decoding.step(
             config, params, t.tokens[rows, places], places, t.cache
         )
-        # follows from the place: a text is the same however it is asked for
+        # the key follows from the place: a text does not depend on how it is requested
         new = choose(sampling, logits, jax.vmap(jax.random.fold_in)(t.keys, t.lengths))
         at = jnp.where(t.ended, t.tokens.shape[1], t.lengths)  # beyond: dropped
         lengths = t.lengths + ~t.ended

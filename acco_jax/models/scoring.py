@@ -1,4 +1,4 @@
-"""How likely a transformer finds texts that are there already.
+"""The likelihood of given texts under a transformer.
 
 Shapes: B rows, T targets of a row.
 """
@@ -27,18 +27,18 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a row's targets cost."""
+    """The cost of a row's targets."""
 
     nats: float  # the sum of their cross-entropies
     likeliest: bool  # whether each is the likeliest token after those before it
 
 
 def windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Row]:
-    """Yield rows that have all but the first of the tokens as a target exactly once.
+    """Yield rows that have each token but the first as a target exactly once.
 
-    Each row has `length` targets, fewer only if there are not so many, and each but the
-    first row begins at most `stride` tokens after the one before: of its targets those
-    are scored that no earlier row has.
+    Each row has `length` targets, or all if there are fewer. Each row but the first
+    begins at most `stride` tokens after the row before. Only its targets that no
+    earlier row has are scored.
 
     Args:
       tokens: (n,) of integers.
@@ -53,7 +53,7 @@ def windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Row]:
 
 
 def score(config: Config, params: Params, rows: Sequence[Row]) -> list[Score]:
-    """Return what the targets of each row cost.
+    """Return the cost of each row's targets.
 
     Rows of like length are computed together, padded.
 
@@ -81,7 +81,7 @@ def score(config: Config, params: Params, rows: Sequence[Row]) -> list[Score]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scores(config: Config, params: Params, tokens: Any, mask: Any) -> Any:
-    """Of tokens (B, T + 1), with a mask (B, T) over targets: nats and bool, (B,)."""
+    """Return nats and bools (B,) of tokens (B, T + 1), with a target mask (B, T)."""
     x_BxTxD, w_VxD = bound(config, params)(tokens[:, :-1])
     nats_BxT, likeliest_BxT = head.each(x_BxTxD, w_VxD, tokens[:, 1:])
     return jnp.where(mask, nats_BxT, 0).sum(1), (likeliest_BxT | ~mask).all(1)

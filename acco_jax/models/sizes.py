@@ -1,4 +1,4 @@
-"""Which transformer: its sizes and parts, those of four families, published sizes."""
+"""Configurations of a transformer: sizes and parts, four families, published sizes."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from acco_jax.models.attention import IMPLEMENTATIONS
 from acco_jax.models.rope import RopeScaling
 
 # What the backward pass computes again: norms, and GELU or SwiGLU, from their inputs;
-# all but products and attention; blocks from their inputs.
+# all except matmuls and attention; blocks from their inputs.
 REMAT = ("none", "elementwise", "block")
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -22,9 +22,9 @@ PROJECTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Describe a decoder-only transformer whose sizes and parts fit together.
+    """A decoder-only transformer's configuration, whose sizes and parts fit together.
 
-    What is not given is GPT-Neo's; `FAMILIES` has the parts of others.
+    Defaults are GPT-Neo's; `FAMILIES` has the parts of other families.
     """
 
     vocab_size: int
@@ -125,22 +125,22 @@ class Config:
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.head_width or self.width // self.heads
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def hidden(self) -> int:
-        """Width of the MLP."""
+        """The width of the MLP."""
         return self.mlp_width or {"gelu": 4, "swiglu": 3}[self.mlp] * self.width
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Name the blocks of one repetition of the pattern: '0_global', '1_local'."""
+        """The blocks' names in one repetition of the pattern: '0_global', '1_local'."""
         return tuple(f"{i}_{kind}" for i, kind in enumerate(self.pattern))
 
 

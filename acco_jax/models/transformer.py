@@ -1,6 +1,6 @@
 """A decoder-only transformer: GPT-Neo, GPT-2, Llama 3, Qwen 3, by a choice of parts.
 
-`sizes.py` says which parts there are. Each family computes what Hugging Face
+`sizes.py` lists the parts. Each family computes what Hugging Face
 transformers implements for its model_type (gpt_neo, gpt2, llama, qwen3). Modules have
 GPT-Neo's names in all of them, and Llama's where GPT-Neo has no such module.
 
@@ -38,12 +38,12 @@ from acco_jax.models.sizes import Config as Config
 from acco_jax.models.sizes import size as size
 
 Params = dict[str, Any]
-# (q, k, v, *, scale, window) -> (B, T, N H): `attention`, or with what it is to keep
+# (q, k, v, *, scale, window) -> (B, T, N H): `attention`, or one with a cache
 Attend = Callable[..., jax.Array]
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, jax.Array, Params]]
 
-_PRODUCT = "product"  # name, for policies of jax.checkpoint, of what a product made
-# Of what is cheap to compute, only its inputs are saved for the backward pass.
+_PRODUCT = "product"  # name, for policies of jax.checkpoint, of a matmul's result
+# Of cheap operations, only the inputs are saved for the backward pass.
 _gelu = jax.checkpoint(
     functools.partial(jax.nn.gelu, approximate=True), prevent_cse=False
 )
@@ -68,7 +68,7 @@ _norm: Any = nnx.remat(_normalized, prevent_cse=False)
 
 
 def _linear(config: Config, rngs: nnx.Rngs) -> Callable[[str, int, int], nnx.Linear]:
-    """Return what makes the projection of a name, from a width to another."""
+    """Return a function that makes a named projection, from a width to another."""
     init = nnx.initializers.normal(config.init_std)
     bound = _bind(nnx.Linear, config, rngs, kernel_init=init)
 
@@ -84,7 +84,7 @@ def _norm_layer(config: Config, width: int, rngs: nnx.Rngs) -> Any:
 
 
 class Attention(nnx.Module):
-    """Attend causally, to all of the past or to a window.
+    """Causal attention, to all of the past or to a window.
 
     Heads of queries may share heads of keys and values, and each head of queries and
     keys may be normalized before it is turned by its position.
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Widen, apply the tanh approximation of GELU ("gelu_new"), narrow."""
+    """An MLP: widen, apply the tanh approximation of GELU ("gelu_new"), narrow."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         linear = _linear(config, rngs)
@@ -143,7 +143,7 @@ class MLP(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """Widen twice, multiply one by the SiLU of the other, narrow.
+    """A gated MLP: widen twice, multiply one by the SiLU of the other, narrow.
 
     Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
     """
@@ -161,10 +161,10 @@ class SwiGLU(nnx.Module):
 
 
 def _step_back(layers: Any, x_BxTxD: jax.Array) -> Any:
-    """Return both as they are used, gathered; their gradients wait for each other.
+    """Return both in their used, gathered form; their gradients wait for each other.
 
-    Left to themselves, compilers put off the products that make gradients of weights,
-    and hold what those need of all the layers that a loop's body has.
+    Otherwise compilers delay the matmuls for gradients of weights, and hold their
+    inputs of all the layers that a loop's body has.
     """
     graphdef, state = nnx.split(layers)
     state, x_BxTxD = _together((state, split_rows(x_BxTxD)))
@@ -186,7 +186,7 @@ _together.defvjp(
 
 
 class Block(nnx.Module):
-    """Add attention, then the MLP, each of a normalized input."""
+    """A block: attention, then the MLP, each of a normalized input and added to it."""
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
         self.ln_1 = _norm_layer(config, config.width, rngs)
@@ -208,11 +208,11 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Map tokens (B, T) int32 to what their next tokens' logits are products of.
+    """A map from tokens (B, T) int32 to the two factors of their next tokens' logits.
 
-    That is (B, T, D) in `dtype`, and the output embedding (V, D). Where segments (B, T)
-    int32, ascending, number the documents of each row, attention stays within a
-    document, and positions count from its beginning in the row.
+    The factors are (B, T, D) in `dtype`, and the output embedding (V, D). Where
+    segments (B, T) int32, ascending, number the documents of each row, attention stays
+    within a document, and positions count from its beginning in the row.
 
     Every leaf of `h` has a leading axis over the repetitions of the pattern, which
     the forward pass scans. Raises ValueError when T exceeds `max_length`.
@@ -269,7 +269,7 @@ class Transformer(nnx.Module):
     def begin(
         self, tokens_BxT: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, rope.Turns | None]:
-        """Return what the first block takes: embeddings (B, T, D), and RoPE's turns.
+        """Return the first block's inputs: embeddings (B, T, D), and RoPE's turns.
 
         Positions are int32, (B, T) or (1, T); learned ones lie below `max_length`.
         """
@@ -285,14 +285,14 @@ class Transformer(nnx.Module):
         return x_BxTxD.astype(config.dtype), turns
 
     def end(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the two factors of logits, of what the last block returns."""
+        """Return the two factors of logits, from the last block's result."""
         output = self.wte if self.config.tied else self.lm_head
         embedding_VxD = output.embedding[...].astype(self.config.dtype)
         return _norm(self.ln_f, x_BxTxD), embedding_VxD
 
 
 def _rematerialized(remat: str | None, attend: Attend) -> Callable[..., jax.Array]:
-    """Return Block's forward pass, which saves for its backward pass what it is to."""
+    """Return Block's forward pass with the rematerialization that `remat` names."""
     if remat is None:
         remat = "none" if platform() == "cpu" else "elementwise"
 
@@ -320,7 +320,7 @@ def _places(segments_BxT: jax.Array) -> jax.Array:
 
 
 def init_params(config: Config, rng: jax.Array) -> Params:
-    """Draw parameters as a nested dict of arrays of `param_dtype`; jit-compatible.
+    """Sample parameters as a nested dict of arrays of `param_dtype`; jit-compatible.
 
     Kernels and embeddings are normal with `init_std`.
     """
@@ -353,7 +353,7 @@ def bound(config: Config, params: Params) -> Transformer:
 
 
 def shapes_of(config: Config) -> Params:
-    """Return shapes and dtypes of what `init_params` draws."""
+    """Return shapes and dtypes of the parameters of `init_params`."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
@@ -380,7 +380,7 @@ def loss_fn(config: Config) -> Loss:
 
 
 def model(config: Config) -> Model:
-    """Return the transformer of this configuration as the runner trains it."""
+    """Return the transformer of this configuration as a `Model` for the runner."""
     return Model(
         init=functools.partial(init_params, config),
         loss=loss_fn(config),
@@ -394,8 +394,8 @@ def model(config: Config) -> Model:
 def tensor_specs(config: Config, params: Params, size: int) -> Params:
     """Return how a mesh axis "tensor" splits the parameters: heads and hidden units.
 
-    Of a product followed by another one the columns, of the next one the rows; of the
-    embedding the vocabulary. For `acco_jax.group_specs`.
+    Of two matmuls in a row it splits the columns of the first and the rows of the
+    second; of the embedding the vocabulary. For `acco_jax.group_specs`.
 
     Raises:
       ValueError: the heads do not divide by the axis's size.
@@ -411,7 +411,7 @@ def tensor_specs(config: Config, params: Params, size: int) -> Params:
 
 
 def _tensor_spec(path: Any, rank: int) -> P:
-    """How "tensor" splits a parameter with this path, stacked or not."""
+    """Return how "tensor" splits a parameter with this path, stacked or not."""
     names = [name for name in path_names(path) if name != "value"]  # an nnx State's
     *_, module, leaf = ("", *names)
     lead = [None] * (rank - 1)

@@ -1,4 +1,4 @@
-"""The forms of a train step, and the choice among them."""
+"""The forms of a train step, and the choice of a form."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,20 +36,20 @@ def make_train_step(
       tx: a method of this library (acco, zero1, diloco, ...), not wrapped.
       microbatches: N, how many each worker's part of a batch holds for a step. Where a
         call is several inner steps of each worker (`tx.steps_per_call`, diloco's H),
-        its batch holds as many times N, step after step. Or `Adaptive(least, most)`:
-        each process keeps adding microbatches until its communication is done (split
-        form); or `Balanced(total, most)`: they follow the workers' measured speed, so
-        that all end together (fused form); or `Halves(first, second)`: acco's two
-        half-rounds differ; or `Replay(log)`: as a run of these logged them, in the
-        same form.
+        its batch holds that many times N, step after step. The alternatives:
+        `Adaptive(least, most)`: each process keeps adding microbatches until its
+        communication is done (form 'split'). `Balanced(total, most)`: counts follow
+        the workers' measured speed, so that all end together (form 'fused').
+        `Halves(first, second)`: acco's two half-rounds differ. `Replay(log)`: the
+        counts that a run of one of these logged, in the same form.
       form: 'fused' (one program), 'split' (several programs from two threads), or
         'auto': split for several CPU processes and counts that adapt or are repeated,
         else fused.
       drop_nonfinite: whether a worker whose loss, weight or sum of gradients is not
         finite has no weight in that call, as if it had computed nothing; of local
         methods, in that inner step. Bad numbers then stay on the worker that made them.
-        Its gradients are looked at before they are sent; nothing more is communicated.
-      compiler_options: for the fused program; None takes
+        Gradients are checked before they are sent; nothing more is communicated.
+      compiler_options: for the single program; None takes
         `acco_jax.compiler_options` of the mesh's devices.
 
     Returns:
@@ -66,10 +66,12 @@ def make_train_step(
       if given or found, and with `drop_nonfinite` "dropped" (n,), 1 where a worker was
       (of local methods: in how many inner steps). Called inside jax.jit or lax.scan it
       becomes a part of that program: donation and compiler options are the caller's,
-      and methods that choose between programs by a count refuse it.
+      and methods that choose between programs by a count raise a ValueError.
 
     Raises:
-      ValueError: in one line, before any device work, what does not fit.
+      ValueError: tx is not a method of this library, `microbatches` or `form` is not
+        one of the choices, they do not fit each other or tx, or `drop_nonfinite` is
+        for a method that reduces gradients inside the backward pass.
     """
     check_method(tx)
     if form not in FORMS:
@@ -103,7 +105,7 @@ def make_train_step(
 
 
 def _model_axes(tx: Method) -> list[str]:
-    """The axes over which the devices of a group compute together."""
+    """Return the axes over which the devices of a group compute together."""
     names = set(tx.mesh.axis_names) - set(tx.axis)
     return sorted(a for a in names if tx.mesh.shape[a] > 1)
 
@@ -111,7 +113,7 @@ def _model_axes(tx: Method) -> list[str]:
 def _form(
     tx: Method, counted: Adaptive | Balanced | Halves | Replay | None, form: str
 ) -> str:
-    """'fused' or 'split'; a ValueError where it does not fit what is counted."""
+    """Return 'fused' or 'split'; raise a ValueError if it does not fit the counts."""
     axes, devices = _model_axes(tx), tx.mesh.devices.flat
     finds = isinstance(counted, Adaptive) or (
         isinstance(counted, Replay) and form != "fused"

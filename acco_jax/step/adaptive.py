@@ -1,9 +1,9 @@
-"""Accumulate until the communication is done: a half-round lasts as long as it takes.
+"""Adaptive counts: a half-round accumulates until its communication is done.
 
 The paper's way to use a slow network: a half-round ends when its communication does,
 and until then every worker keeps adding microbatches, a fast one more than a slow one.
-Only the split form can do it, where the host sees both; a program compiled whole runs a
-number of microbatches that it was given.
+Only two-thread execution can do it, where the host sees both. A single program runs a
+given number of microbatches.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from acco_jax.step.split import Programs, SplitStep, placed
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """Microbatches of a half-round that are found while it communicates.
+    """Counts of microbatches that are found while a half-round communicates.
 
     Attributes:
       least: of each worker, however fast the communication.
-      most: of each worker; batches hold so many.
+      most: of each worker; batches hold this many.
     """
 
     least: int = 1
@@ -46,12 +46,12 @@ class Adaptive:
 
 
 class AdaptiveStep(LoggedStep, SplitStep):
-    """A split train step whose microbatch counts are found while it runs.
+    """A two-thread train step whose microbatch counts are found while it runs.
 
-    Its batches hold `most` microbatches for each worker; those that no worker had the
-    time for are not computed. Every process counts for the workers on its devices. The
-    counts of a half-round are in its metrics; given as `counts=` (or read from the log
-    of a run) they are repeated, bit for bit.
+    Its batches hold `most` microbatches for each worker. Microbatches for which there
+    was no time are not computed. Every process counts for the workers on its devices.
+    The counts of a half-round are in its metrics. Given as `counts=`, or read from the
+    log of a run, they are repeated, bitwise.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AdaptiveStep(LoggedStep, SplitStep):
             self.alternate(microbatches)
         else:
             self._least = microbatches.least
-        # the number in one place, or the second microbatch would compile anew
+        # the number in one place, or the second microbatch would compile again
         homes = (None, NamedSharding(gradients.mesh, P()))
         self._zeros = jax.jit(_zeros, out_shardings=homes)
         self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
@@ -123,7 +123,7 @@ class AdaptiveStep(LoggedStep, SplitStep):
 def _zeros(
     params: PyTree, inputs: Inputs, model_state: PyTree
 ) -> tuple[Sums, jax.Array]:
-    """No microbatch, and the number of the next one: counted where it is needed."""
+    """Return the sums of no microbatch, and the next one's number on the devices."""
     gradients, batch, _, rng = inputs
     return gradients.zeros(params, batch, rng, model_state), jnp.int32(0)
 
@@ -131,7 +131,7 @@ def _zeros(
 def _one_more(
     sums: Sums, i: jax.Array, params: PyTree, inputs: Inputs
 ) -> tuple[Sums, jax.Array]:
-    """Adds microbatch i, where there are counts on the workers who have that many."""
+    """Add microbatch i; with counts, only on the workers that have that many."""
     gradients, batch, counts, rng = inputs
 
     def span(count: Any) -> tuple[Any, Any]:

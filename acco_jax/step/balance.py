@@ -1,4 +1,4 @@
-"""Who computes how many microbatches, so that all workers end together.
+"""Counts of microbatches per worker with which all workers end together.
 
 A worker that takes s_i seconds for a microbatch ends c_i of them after c_i s_i; the
 half-round ends with the last one, after max_i c_i s_i.
@@ -11,29 +11,29 @@ import statistics
 from collections.abc import Sequence
 
 EVERY = 8  # half-rounds between probes, at least
-SLOW = 1.5  # a straggler takes so many times as long as the median
-CHANGED = 1.5  # a worker takes so many times as long as before: no noise of the clock
+SLOW = 1.5  # a straggler takes this many times as long as the median
+CHANGED = 1.5  # a worker takes this many times as long as before: not noise
 NEWEST = 0.25  # weight of the newest time in a worker's mean
 
 
 @dataclasses.dataclass(frozen=True)
 class Balanced:
-    """Microbatches of each worker that follow its measured speed.
+    """Counts of microbatches per worker that follow its measured speed.
 
-    Now and then each worker times a microbatch by itself, in a program without any
-    collective, again and again while `share` leaves time or the slowest is not done.
-    What it takes is a running mean of these times, unless the smaller of
-    the last two has left it by a factor of `CHANGED`: then it is that one. So a hiccup
-    moves little; a worker that has become much slower is believed at the second probe,
-    one that has recovered at the first. There are 8 half-rounds or more between
-    probes, as many as keep their time within `share`: with some 20 microbatches a
-    worker in a half-round (the time of a probe is that of the slowest worker's) a
-    change to a quarter of the speed, and back, is followed within 20 half-rounds; with
-    fewer it takes proportionally more, or a larger share.
+    In a probe each worker times a microbatch by itself, in a program without any
+    collective. It repeats it while `share` leaves time or the slowest is not done. The
+    estimate is a running mean of these times. If the smaller of the last two differs
+    from it by a factor of `CHANGED`, that time becomes the estimate. So a hiccup moves
+    little. A worker that became much slower is followed at the second probe, one that
+    recovered at the first. There are 8 half-rounds or more between probes, enough to
+    keep their time within `share`. With some 20 microbatches per worker in a
+    half-round (the time of a probe is the slowest worker's) a change to a quarter of
+    the speed, and back, is followed within 20 half-rounds. With fewer it takes
+    proportionally more, or a larger share.
 
     Attributes:
       total: microbatches of all workers in a half-round.
-      most: of each worker; batches hold so many.
+      most: of each worker; batches hold this many.
       floor: of each worker, however slow.
       grows: False: counts add up to `total`. True: the slowest worker computes its
         even part of it, the others what they end in the same time.
@@ -58,7 +58,7 @@ class Balanced:
             )
 
     def check(self, workers: int) -> None:
-        """Raises a ValueError where so many workers have no such counts."""
+        """Raise a ValueError if this number of workers cannot have such counts."""
         least, most = workers * max(self.floor, 0), workers * self.most
         if not max(least, 1) <= self.total <= most:
             raise ValueError(
@@ -68,7 +68,7 @@ class Balanced:
 
 
 def dealt(seconds: Sequence[float], total: int, floor: int, most: int) -> list[int]:
-    """Return counts of this sum with which the last worker ends as early as can be.
+    """Return counts of this sum with which the last worker ends as early as possible.
 
     Each microbatch goes to the worker who ends with it first, the lower one of two.
 
@@ -89,20 +89,20 @@ def dealt(seconds: Sequence[float], total: int, floor: int, most: int) -> list[i
 
 
 def filled(seconds: Sequence[float], total: int, most: int) -> list[int]:
-    """Return what each worker ends while the slowest computes its part of `total`."""
+    """Return each worker's count while the slowest computes its part of `total`."""
     each = math.ceil(total / len(seconds))
     end = max(seconds) * each * (1 + 1e-9)
     return [min(most, max(each, int(end / max(s, 1e-12)))) for s in seconds]
 
 
 def pace(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return microbatches per second of all workers, which wait for the last one."""
+    """Return the microbatches per second of all workers, which wait for the slowest."""
     end = max(c * s for c, s in zip(counts, seconds, strict=True))
     return sum(counts) / max(end, 1e-12)
 
 
 def _followed(mean: float, last: float, newest: float) -> float:
-    """Return what a worker is taken to need, after another time of a microbatch."""
+    """Return a worker's estimated seconds per microbatch after another time."""
     both = min(last, newest)
     if not mean / CHANGED <= both <= mean * CHANGED:
         return both
@@ -110,7 +110,7 @@ def _followed(mean: float, last: float, newest: float) -> float:
 
 
 class Balancer:
-    """What is known of the workers' speed, and the counts that follow from it.
+    """The measured speed of the workers, and the counts that follow from it.
 
     Attributes:
       counts: of every worker.
@@ -128,13 +128,13 @@ class Balancer:
 
     @property
     def may_be_single(self) -> bool:
-        """Whether it can come to no worker computing more than one microbatch."""
+        """Return whether counts may come to at most one microbatch per worker."""
         return self._bounds.total <= len(self.counts)
 
     def take(
         self, seconds: Sequence[float], spent: float, elapsed: float, half_round: float
     ) -> None:
-        """Follows a probe.
+        """Follow a probe.
 
         Args:
           seconds: of a microbatch on every worker.
@@ -162,7 +162,7 @@ class Balancer:
 
     @property
     def stragglers(self) -> dict[int, float]:
-        """Maps each slow worker to how many times as long as the median it takes."""
+        """The slow workers, each with its time as a multiple of the median."""
         if not self.seconds:
             return {}
         middle = max(statistics.median(self.seconds), 1e-12)

@@ -1,9 +1,9 @@
-"""The fused step whose counts are known before it runs: balanced, halves, or a log's.
+"""The single-program step with counts known before it runs: balanced, halves or logged.
 
-Counts are data of the program, (n,) integers: another speed compiles nothing anew. The
-exception is a half-round in which no worker computes more than one microbatch: a loop
-of one leaves nothing for a second collective to hide behind, so that half-round has a
-program of its own, with the forward and the backward pass apart.
+Counts are data of the program, (n,) integers: a change of speed compiles nothing. The
+exception is a half-round in which no worker computes more than one microbatch. A loop
+of one leaves no computation to overlap a second collective with, so that half-round has
+a program of its own, with the forward and the backward pass apart.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from acco_jax.step.replay import Replay
 
 
 class BalancedStep(LoggedStep):
-    """A fused train step that finds its counts, the same in every process.
+    """A single-program train step that finds its counts, equal in every process.
 
     Its batches hold `most` microbatches for each worker. The counts of a call are in
-    its metrics; those given as `counts=` are used as they are.
+    its metrics; counts given as `counts=` are used unchanged.
 
     Attributes:
       counts: microbatches of every worker in the last call that was not given any.
@@ -60,31 +60,31 @@ class BalancedStep(LoggedStep):
             self._balancer = Balancer(microbatches, gradients.workers)
 
     def repeat(self, log: Replay) -> None:
-        """Takes the counts of the calls to come from a log.
+        """Take the counts of the coming calls from a log.
 
         Raises:
-          ValueError: it has others than these workers could compute.
+          ValueError: the log's counts do not fit these workers.
         """
         super().repeat(log)
         self._balancer = None
 
     @property
     def seconds(self) -> list[float]:
-        """What a microbatch takes each worker; empty where that is not known."""
+        """The seconds per microbatch of each worker; empty where they are not known."""
         return self._balancer.seconds if self._balancer else []
 
     @property
     def stragglers(self) -> dict[int, float]:
-        """Maps each slow worker to how many times as long as the median it takes."""
+        """The slow workers, each with its time as a multiple of the median."""
         return self._balancer.stragglers if self._balancer else {}
 
     @property
     def probing(self) -> tuple[float, float]:
-        """Seconds that probes have taken here, and those since the first began."""
+        """Seconds that probes have taken here, and seconds since the first began."""
         return self._spent, time.perf_counter() - self._began if self._began else 0.0
 
     def compile(self, *args: Any, **named: Any) -> None:
-        """Compiles as the fused step does, and what is timed."""
+        """Compile the single-program step's programs, and the one that is timed."""
         super().compile(*args, **named)
         if self._balancer:
             params, state, inputs, _ = self._placed(self._arguments(*args, **named))
@@ -121,7 +121,7 @@ class BalancedStep(LoggedStep):
         return [self._without_counts(args, single) for single in sorted(found)]
 
     def _without_counts(self, args: Arguments, single: bool) -> Arguments:
-        """Arguments for a program that is compiled: of counts only their shape."""
+        """Return arguments for compilation, with only the shape of the counts."""
         if args.inputs.counts is not None:
             return args
         return self._with(args, self._gradients.abstract_counts(), single)
@@ -155,11 +155,11 @@ class BalancedStep(LoggedStep):
         return self._probe
 
     def _look(self, balancer: Balancer, args: Arguments) -> None:
-        """Times a microbatch on every worker; all processes do it in the same call."""
+        """Time a microbatch on every worker; all processes do so in the same call."""
         params, state, inputs, _ = args
         probe = self._prober(state)
         jax.block_until_ready(params)
-        probe.prepare(params, inputs)  # compiling is no time of probes
+        probe.prepare(params, inputs)  # compilation does not count as probe time
         start = time.perf_counter()
         self._began = self._began or start
         each = (start - self._probed) / self._since if self._since else 0.0

@@ -33,7 +33,7 @@ class TrainStep:
     """One call of a method: (params, state, batch, ...) -> params, state, metrics."""
 
     form = "fused"  # or 'split'
-    compiler_options: dict[str, Any]  # of the fused program, or of what communicates
+    compiler_options: dict[str, Any]  # of the program that communicates
 
     def __init__(
         self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]
@@ -59,7 +59,7 @@ class TrainStep:
         rng: Any = None,
         extra: dict[str, Any] | None = None,
     ) -> tuple[PyTree, Any, dict[str, Any]]:
-        """Runs one call; see `acco_jax.make_train_step`."""
+        """Run one call; see `acco_jax.make_train_step`."""
         check_compiled()
         args = self._arguments(params, state, batch, counts, rng, extra)
         args = self._placed(self._donated(args))
@@ -77,13 +77,13 @@ class TrainStep:
         return params, state, metrics
 
     def lower(self, *args: Any, half_round: int | None = None, **named: Any) -> Any:
-        """The fused program for abstract or real arguments, as jax.jit's `lower`.
+        """Return the program for abstract or real arguments, as jax.jit's `lower`.
 
         Args:
           *args, **named: of a call.
-          half_round: which one, counted from the end of a warm-up: calls that
-            communicate otherwise have programs of their own. An odd one of acco is an
-            estimate. None: the last of a step's.
+          half_round: its number, counted from the end of a warm-up: calls that
+            communicate differently have programs of their own. An odd one of acco is
+            an estimate. None: the last of a step's.
         """
         if self.form != "fused":
             raise ValueError(
@@ -94,7 +94,7 @@ class TrainStep:
     def lowered(
         self, *args: Any, half_round: int | None = None, **named: Any
     ) -> tuple[Any, ...]:
-        """The programs that one call runs; arguments are as for `lower`."""
+        """Return the programs that one call runs; arguments are as for `lower`."""
         if half_round is None:
             half_round = self._tx.half_rounds - 1
         call = self._tx.warmup + half_round
@@ -104,7 +104,7 @@ class TrainStep:
         return self._lowered(self._tx.phase(call), args)
 
     def turns(self) -> dict[int, int]:
-        """Maps each distinct half-round to how often it occurs in one period.
+        """Map each distinct half-round to how often it occurs in one period.
 
         The half-rounds are numbers for `lower` and `lowered`.
         """
@@ -116,10 +116,10 @@ class TrainStep:
         return times
 
     def compile(self, *given: Any, **named: Any) -> None:
-        """Compiles what the next calls would; nothing runs and nothing is donated.
+        """Compile the next calls' programs; nothing runs and nothing is donated.
 
-        Several processes can then meet before they start: a collective waits only so
-        long for a process that is still compiling. Arguments are those of a call.
+        Several processes can then meet before they start: a collective times out if a
+        process compiles too long. Arguments are those of a call.
         """
         placed = self._placed(self._arguments(*given, **named))
         tx, call = self._tx, self._call(placed.state)
@@ -132,11 +132,11 @@ class TrainStep:
                         program.compile()
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
-        """The arguments as the call of this number gives them to its programs."""
+        """Return the arguments in the form that this call gives to its programs."""
         return args
 
     def _variants(self, args: Arguments) -> list[Arguments]:
-        """All forms that arguments may take in the calls of one kind."""
+        """Return all forms that arguments may take in the calls of one phase."""
         return [args]
 
     def _arguments(
@@ -152,7 +152,7 @@ class TrainStep:
         return Arguments(params, state, inputs, self._tx.arguments(extra or {}))
 
     def _placed(self, args: Arguments) -> Arguments:
-        """The same, checked and on their devices."""
+        """Return the arguments, checked and on their devices."""
         inputs, params = args.inputs, self._tx.place(args.params, args.state)
         batch, counts = self._batches.place_batch(inputs.batch), inputs.counts
         if self._may_differ(counts):
@@ -163,11 +163,11 @@ class TrainStep:
         return args._replace(params=params, inputs=inputs)
 
     def _may_differ(self, counts: Any) -> bool:
-        """Whether workers may compute different numbers of microbatches."""
+        """Return whether workers may compute different numbers of microbatches."""
         return differ(counts)
 
     def _described(self, args: Arguments) -> Arguments:
-        """The same without the values of parameters, state and batch."""
+        """Return the arguments without the values of parameters, state and batch."""
         mesh = self._tx.mesh
 
         def one(x: Any) -> Any:
@@ -183,9 +183,9 @@ class TrainStep:
         return args._replace(params=params, state=state, inputs=inputs)
 
     def _donated(self, args: Arguments) -> Arguments:
-        """The same, with copies of parameters and state where arrays share memory.
+        """Return the arguments, parameters and state copied where they share memory.
 
-        What the last call returned shares none.
+        Arrays that the last call returned share none.
         """
         given, treedef = jax.tree.flatten((args.params, args.state))
         others = jax.tree.leaves((args.inputs, args.extra))
@@ -203,10 +203,10 @@ class TrainStep:
         return args._replace(params=params, state=state)
 
     def _refuse_trace(self) -> None:
-        """Raises a ValueError unless the step may be part of a caller's program."""
+        """Raise a ValueError unless the step may be part of a caller's program."""
 
     def _call(self, state: Any) -> int:
-        """The number of the next call; waits for the devices only after a restore."""
+        """Return the number of the next call; block only after a restore."""
         counter, call = self._counted
         if not self._numbers_calls or state.half_rounds is counter:
             return call
@@ -227,14 +227,14 @@ class TrainStep:
         return (self._program(phase, args.state).lower(*args),)
 
     def _program(self, phase: Hashable, state: Any, nested: bool = False) -> Any:
-        """The program of a kind of call, which leaves the state where it came from.
+        """Return the program of a phase, which leaves the state where it came from.
 
         If it is `nested` in a caller's program, compiler options and donation are the
         caller's.
         """
         key = self._key(phase, state, nested)
         if key not in self._programs:
-            # metrics are the same everywhere: any process can read them
+            # metrics are replicated: any process can read them
             homes = (*self._homes(state), state.layout.sharding())
             self._programs[key] = jax.jit(
                 functools.partial(half_round, self._tx.round(phase)),
@@ -251,7 +251,7 @@ class TrainStep:
         return like, phase, nested
 
     def _homes(self, state: Any) -> tuple[PyTree, Any]:
-        """The shardings of the parameters of the loop and of the state."""
+        """Return the shardings of the parameters of the loop and of the state."""
         layout = state.layout
         rows = layout.grads_shardings if self._tx.local else layout.params_shardings
         return rows, state.shardings()
@@ -262,7 +262,7 @@ def model_state(state: Any) -> PyTree:
 
 
 def _memory(x: Any) -> set[Any]:
-    """Where an array lies on this process's devices, or which object it is."""
+    """Return where an array lies on this process's devices, or which object it is."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if not concrete or x.is_deleted():
         return {id(x)}

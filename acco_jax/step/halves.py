@@ -1,4 +1,4 @@
-"""Unequal halves of an optimizer step: how much of it the estimate already knows."""
+"""Unequal halves of an optimizer step: how much of it the estimate contains."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ class Halves:
     """Microbatches of acco's two half-rounds, the same in every step.
 
     `first` are computed at theta(t), beside the estimate's communication, `second` at
-    theta~(t+1), beside the commit's; the call that primes computes `second`, too. With
+    theta~(t+1), beside the commit's. The pipeline fill computes `second`, too. With
     f the second half's share of a step's weight, theta~ misses 1 - f of the gradients
     that the commit will have, and f of the commit's gradients are computed there. On a
     loss of curvature h, with a step of kappa = eta (1 - beta) per gradient (momentum
@@ -17,11 +17,11 @@ class Halves:
 
         e(t+1) = -kappa h (1 - f) e(t) + noise of variance ~ (1 - f) / f,
 
-    and enters the gradient as f h e: a larger f is stable at larger rates, and what is
-    left of the error is smaller (f (1 - f) of its variance). f -> 1 is zero1. What it
-    costs is time to hide: the estimate's communication has `first` alone beside it, so
-    take the fewest that take as long. A single one hides both of its collectives, its
-    forward and its backward pass one each.
+    and enters the gradient as f h e. A larger f is stable at larger learning rates, and
+    the remaining error is smaller (f (1 - f) of its variance). f -> 1 is zero1. The
+    cost is overlap: the estimate's communication has only `first` beside it, so take
+    the smallest count that covers it. A single microbatch overlaps both collectives,
+    with its forward and its backward pass one each.
 
     Attributes:
       first: of each worker, or one number for every worker.
@@ -50,20 +50,20 @@ class Halves:
 
     @property
     def most(self) -> int:
-        """Microbatches for which a worker's part of a batch has room."""
+        """The number of microbatches that a worker's part of a batch holds."""
         return max(*self._first, *self._second)
 
 
 class Turns:
-    """Halves of so many workers, by half-round."""
+    """The counts of `Halves` by half-round, one for each worker."""
 
     def __init__(self, halves: Halves, workers: int) -> None:
-        """Deals them.
+        """Expand the halves to one count per worker.
 
         Raises:
-          ValueError: they are of another number of workers.
+          ValueError: the halves are for another number of workers.
         """
-        self.lines = list[list[int]]()  # the second half's, which primes, the first's
+        self.lines = list[list[int]]()  # the second half's (pipeline fill), the first's
         for counts in (halves._second, halves._first):
             if len(counts) not in (1, workers):
                 raise ValueError(
@@ -73,5 +73,5 @@ class Turns:
             self.lines.append(list(counts) * (workers // len(counts)))
 
     def line(self, half_round: int) -> list[int]:
-        """The counts of a half-round, numbered from 0, which primes."""
+        """Return the counts of a half-round; half-round 0 is the pipeline fill."""
         return self.lines[half_round % 2]

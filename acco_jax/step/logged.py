@@ -11,11 +11,11 @@ from acco_jax.step.replay import Lines, Replay
 
 
 class LoggedStep(TrainStep):
-    """What steps of either form do with such counts.
+    """The base of steps of either form whose counts come from halves or from a log.
 
     Attributes:
-      half_round: the next one, which a log has a line of; set it when a run continues.
-        Which half comes next, the state knows.
+      half_round: number of the next call, the line of the log; set it when a run
+        continues. With halves the state determines it.
     """
 
     def __init__(
@@ -24,23 +24,23 @@ class LoggedStep(TrainStep):
         super().__init__(tx, gradients, compiler_options)
         self.half_round = 0
         self._log: Lines | Turns | None = None
-        self._uneven = True  # whether counts that nobody gives may differ
+        self._uneven = True  # whether counts may differ where the caller gives none
 
     def alternate(self, halves: Halves) -> None:
-        """Takes the counts of the calls to come from two halves.
+        """Take the counts of the coming calls from two halves.
 
         Raises:
-          ValueError: they are of another number of workers.
+          ValueError: the halves are for another number of workers.
         """
         turns = Turns(halves, self._gradients.workers)
         self._log, self._numbers_calls = turns, True
         self._uneven = any(map(differ, turns.lines))
 
     def repeat(self, log: Replay) -> None:
-        """Takes the counts of the calls to come from a log.
+        """Take the counts of the coming calls from a log.
 
         Raises:
-          ValueError: it has others than these workers could compute.
+          ValueError: the log's counts do not fit these workers.
         """
         lines = Lines(log, self._gradients.workers, self._gradients.microbatches)
         self._log, self.half_round = lines, log.first

@@ -1,4 +1,4 @@
-"""What one microbatch takes each worker: a program of its own that sends nothing."""
+"""Timing of one microbatch on each worker, in a program without communication."""
 
 import dataclasses
 import time
@@ -22,13 +22,14 @@ WORKER = "worker"
 
 
 class Probe:
-    """Times the same microbatch again and again, on the workers of this process.
+    """Repeated timing of one microbatch on the workers of this process.
 
-    It is the first one of the first batch, kept: whatever differs later is the device.
+    The microbatch is the first of the first batch, kept: later differences are the
+    device's.
     """
 
     def __init__(self, gradients: Accumulator, held: int, own_params: bool) -> None:
-        """Finds the workers.
+        """Find the workers.
 
         Args:
           gradients: of the train step, whose workers have one device each.
@@ -59,7 +60,7 @@ class Probe:
         self._threads = ThreadPoolExecutor(len(here), "acco-probe")
 
     def _timed(self, gradients: Accumulator, params: PyTree, batch: PyTree, rng: Any):  # type: ignore[no-untyped-def]
-        """(workers here,): a number that cannot be had without the whole gradient."""
+        """Return, for each worker here, numbers that depend on the whole gradient."""
 
         def local(gradients, params, batch, rng):  # type: ignore[no-untyped-def]
             params = from_row(params) if self._own_params else params
@@ -73,7 +74,7 @@ class Probe:
         return run(gradients, params, batch, rng)
 
     def _here(self, x: Any, spec: P) -> Any:
-        """A global array's part on this process's devices, nothing moved."""
+        """Return a global array's part on this process's devices; move nothing."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             impl, data = jax.random.key_impl(x), jax.random.key_data(x)
             return jax.random.wrap_key_data(self._here(data, spec), impl=impl)
@@ -81,7 +82,7 @@ class Probe:
         return self._joined([shards[d] for d in self._mesh.devices.flat], spec)
 
     def _joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
-        """One array of a part per worker here: the same, or rows one after another."""
+        """Join a part per worker here to one array: replicated, or row after row."""
         shape = parts[0].shape
         if spec != P():
             shape = (sum(x.shape[0] for x in parts), *shape[1:])
@@ -107,11 +108,11 @@ class Probe:
         return self._gradients, params, *kept
 
     def lower(self, params: PyTree, inputs: Inputs) -> Any:
-        """The program that is timed, as jax.jit's `lower`."""
+        """Return the program that is timed, as jax.jit's `lower`."""
         return self._program.lower(*self._arguments(params, inputs))
 
     def prepare(self, params: PyTree, inputs: Inputs) -> None:
-        """Keeps the microbatch and runs it once, which may compile; then nothing."""
+        """Keep the microbatch and run it once, possibly compiling; then do nothing."""
         if self._kept is None:
             args = self._arguments(params, inputs)
             self._kept = args[2:]
@@ -120,10 +121,10 @@ class Probe:
     def seconds(
         self, params: PyTree, inputs: Inputs, duration: float = 0.0
     ) -> list[float]:
-        """Times a microbatch on each worker of this process, the mean of several.
+        """Time a microbatch on each worker of this process, the mean of several runs.
 
-        It is repeated while the next one would end within `duration`. It was prepared,
-        and what is under way on the devices must be done.
+        It is repeated while the next run would end within `duration`. Call `prepare`
+        first. The devices must be idle.
         """
         args = self._arguments(params, inputs)
         start, times = time.perf_counter(), [self._run(args)]

@@ -1,4 +1,4 @@
-"""Counts of microbatches that a run has logged, to be repeated to the bit."""
+"""Counts of microbatches that a run has logged, to be repeated bitwise."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ LARGEST = 2**30  # bytes of a log
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Microbatches of each half-round as a run whose counts varied logged them.
+    """Counts of each half-round, as a run whose counts varied logged them.
 
     Attributes:
       log: a file with one JSON list of n counts a line.
-      most: of each worker; batches hold so many, as those of that run did.
-      first, last: the lines to repeat, counted from 0, without the last; others are of
-        other workers. None: to the end.
+      most: of each worker; batches hold this many, as the run's batches did.
+      first, last: the lines to repeat, counted from 0, without the last. Other lines
+        may be of other numbers of workers. None: to the end.
     """
 
     log: str | Path
@@ -27,13 +27,13 @@ class Replay:
 
 
 class Lines:
-    """A log that was read, and is of such workers."""
+    """The lines of a log, checked for a number of workers."""
 
     def __init__(self, replay: Replay, workers: int, most: int) -> None:
-        """Reads it.
+        """Read the log.
 
         Raises:
-          ValueError: it is no log, or of others.
+          ValueError: the file is not a log, or other workers logged it.
         """
         log = Path(replay.log)
         self._rows = read_counts(log, replay.last)
@@ -41,7 +41,7 @@ class Lines:
         check_counts(self.lines, log, workers, most, first=replay.first)
 
     def line(self, half_round: int) -> list[int]:
-        """The counts of a half-round; a ValueError once the log is at its end."""
+        """Return a half-round's counts; raise a ValueError at the end of the log."""
         if half_round >= len(self._rows):
             raise ValueError(
                 f"the log of counts has {len(self._rows)} half-rounds: it cannot be "
@@ -53,7 +53,7 @@ class Lines:
 def check_counts(
     rows: list[list[int]], log: Path, workers: int, most: int, first: int = 0
 ) -> None:
-    """Raises a ValueError unless every row has a count from 0 to `most` per worker.
+    """Raise a ValueError unless every row has a count from 0 to `most` per worker.
 
     The rows are those of the log's line `first`, counted from 0, and after it.
     """
@@ -67,11 +67,11 @@ def check_counts(
 
 
 def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
-    """The counts of a logged run: one JSON list of n integers per half-round.
+    """Return the counts of a logged run: one JSON list of n integers per half-round.
 
     Args:
       log: the file.
-      first: read only so many lines; a killed run may have left the last one cut.
+      first: how many lines to read; a killed run may have cut the last one off.
 
     Raises:
       ValueError: there is no such file, or a line is something else.

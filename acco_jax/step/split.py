@@ -1,4 +1,4 @@
-"""The train step as several programs: communication from a thread of its own.
+"""The train step as several programs, with communication in a thread of its own.
 
 For CPU processes: XLA:CPU runs a program's collectives and loops one after the other.
 """
@@ -20,7 +20,7 @@ from acco_jax.step.fused import Arguments, TrainStep
 
 
 class Programs(NamedTuple):
-    """Programs of one kind of call; only `communicate` sends more than a few sums."""
+    """The programs of one phase; only `communicate` sends more than a few sums."""
 
     round: Round
     compute: Any  # (params, rest, inputs) -> closed work
@@ -75,7 +75,7 @@ class SplitStep(TrainStep):
         return params, state, jax.block_until_ready(means)
 
     def _fuses(self, phase: Hashable) -> bool:
-        """Whether calls of a kind are one program, having nothing to run beside."""
+        """Return whether calls of a phase are one program, since nothing overlaps."""
         return not self._tx.round(phase).overlaps
 
     def _communicate(self, programs: Programs, *args: Any) -> Any:
@@ -89,9 +89,9 @@ class SplitStep(TrainStep):
         inputs: Inputs,
         exchange: Future | None,
     ) -> tuple[Any, Inputs]:
-        """Computes what this call has to, beside an exchange if there is one.
+        """Compute the work of this call, beside an exchange if there is one.
 
-        Returns the closed work when it is there, and the inputs as they were used.
+        Returns the closed work once it is done, and the inputs as they were used.
         """
         del exchange
         return jax.block_until_ready(programs.compute(params, rest, inputs)), inputs
@@ -139,14 +139,14 @@ class SplitStep(TrainStep):
     def _lowered_compute(
         self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs
     ) -> tuple[list[Any], Callable[[], Any]]:
-        """The programs of `_compute`, and what makes its abstract work."""
+        """Return the programs of `_compute`, and a function for its abstract work."""
         work = (params, rest, inputs)
         lowered = programs.compute.lower(*work)
         return [lowered], lambda: placed(lowered, programs.compute, *work)
 
 
 def placed(lowered: Any, program: Any, *args: Any) -> Any:
-    """The abstract results of a program, where its compiled form leaves them."""
+    """Return the abstract results of a program, where its compiled form leaves them."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(program, *args),
