@@ -34,7 +34,7 @@ class Audit:
         return self.machine.topology
 
     def verdict(self, axis: str | None = None) -> Verdict:
-        """Judges the collectives over an axis, alone or with others; None: all.
+        """Judge the collectives over an axis, alone or with others; None: all.
 
         One that the text does not give the devices of may be of any axis, and counts.
 
@@ -65,11 +65,11 @@ class Audit:
         )
 
     def to_json(self) -> str:
-        """Returns everything as JSON, in SI units."""
+        """Return everything as JSON, in SI units."""
         return json.dumps(report.as_dict(self), indent=2)
 
     def picture(self, path: str | Path) -> None:
-        """Draws the program's predicted timeline as a PNG; needs matplotlib."""
+        """Draw the program's predicted timeline as a PNG; needs matplotlib."""
         from acco_jax.plan import pictures
 
         title = f"{self.topology}: prediction from the schedule"
@@ -83,7 +83,7 @@ class Audit:
 
 
 def devices(topology: str | Topology) -> list[Any]:
-    """Returns devices that are not here, to make a mesh of and compile for.
+    """Return devices that are not here, to make a mesh of and compile for.
 
     Args:
       topology: as `python -m acco_jax.plan` takes it ("gpu:h100:4x8", "tpu:v5e:4x4").
@@ -104,7 +104,7 @@ def audit(
     figures: Mapping[str, Change] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Audit:
-    """Reads what of a program's communication is hidden.
+    """Read what of a program's communication is hidden.
 
     Args:
       program: a jitted function, what it compiled to, or that one's text.
@@ -156,7 +156,7 @@ def assert_hidden(
     fraction: float = verdict.REQUIRED,
     **options: Any,
 ) -> Audit:
-    """Asserts that a program's communication is hidden, for a test suite.
+    """Assert that a program's communication is hidden, for a test suite.
 
     Args:
       step: a jitted function, what it compiled to, or that one's text.

@@ -14,7 +14,7 @@ UNKNOWN = "?"
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which the devices of a group differ.
+    """Return the axes along which the devices of a group differ.
 
     Args:
       groups: devices that communicate, numbered in the mesh's row-major order.
@@ -34,7 +34,7 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def label(groups: Groups, sizes: Mapping[str, int], devices: int) -> str:
-    """Names what a collective is over: "data", "data+fsdp", "4 groups of 8", "?".
+    """Name what a collective is over: "data", "data+fsdp", "4 groups of 8", "?".
 
     Without a mesh the groups themselves are the name.
     """
@@ -50,7 +50,7 @@ def label(groups: Groups, sizes: Mapping[str, int], devices: int) -> str:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """Returns the mesh that the arguments, or their shardings, lie on; None: none."""
+    """Return the mesh that the arguments, or their shardings, lie on; None: none."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, NamedSharding))
     shardings = (getattr(x, "sharding", x) for x in leaves)
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
@@ -58,7 +58,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads "data:8,fsdp:4", a mesh's axes, outermost first.
+    """Read "data:8,fsdp:4", a mesh's axes, outermost first.
 
     Raises:
       ValueError: in one line, another form.

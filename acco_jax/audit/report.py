@@ -26,7 +26,7 @@ PROOF = (
 
 
 def text(audit: Audit) -> str:
-    """Returns the whole table."""
+    """Return the whole table."""
     p, mesh = audit.prediction, " x ".join(f"{a} {n}" for a, n in audit.mesh.items())
     lines = [
         f"{audit.topology}: {audit.topology.devices} x {audit.topology.chip.title}"
@@ -53,7 +53,7 @@ def text(audit: Audit) -> str:
 
 
 def as_dict(audit: Audit) -> dict[str, Any]:
-    """Returns JSON-ready values, in SI units."""
+    """Return JSON-ready values, in SI units."""
     p = audit.prediction
     return {
         "topology": str(audit.topology),

@@ -35,7 +35,7 @@ def DEFINE_fraction(  # named as absl names its own
     help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> flags.FlagHolder[float | None]:
-    """Defines a flag from 0 to 1 whose value is optional."""
+    """Define a flag from 0 to 1 whose value is optional."""
     return flags.DEFINE(
         _Fraction(), name, default, help, flag_values=flag_values, boolean=True
     )
@@ -53,12 +53,12 @@ def check_writable(folder: Path) -> None:
 
 
 def path(flag: flags.FlagHolder) -> Path | None:
-    """Returns the path that a flag names, None if it was not given."""
+    """Return the path that a flag names, None if it was not given."""
     return None if flag.value is None else expanded(flag.value)
 
 
 def number(text: str) -> tuple[str, Change]:
-    """Reads a figure, NAME=NUMBER, or its range, NAME=LEAST:MOST.
+    """Read a figure, NAME=NUMBER, or its range, NAME=LEAST:MOST.
 
     Raises:
       ValueError: in one line, another form.
@@ -77,7 +77,7 @@ def number(text: str) -> tuple[str, Change]:
 
 
 def positive(flag: str, text: str) -> float:
-    """Reads a positive number.
+    """Read a positive number.
 
     Raises:
       ValueError: in one line, another text.
@@ -92,7 +92,7 @@ def positive(flag: str, text: str) -> float:
 
 
 def whole(flag: str, text: str) -> int:
-    """Reads a whole number.
+    """Read a whole number.
 
     Raises:
       ValueError: in one line, another text.

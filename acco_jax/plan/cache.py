@@ -25,7 +25,7 @@ _FORM = 1  # of an entry: raise it when what is kept changes
 
 
 def folder() -> Path | None:
-    """Returns where entries are, None if none are kept."""
+    """Return where entries are, None if none are kept."""
     said = os.environ.get("ACCO_PLAN_CACHE")
     if said == "off":
         return None
@@ -36,7 +36,7 @@ def folder() -> Path | None:
 
 
 def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
-    """Returns the name of an entry.
+    """Return the name of an entry.
 
     Args:
       lowered: what `jax.jit(f).lower(...)` returns.
@@ -55,7 +55,7 @@ def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """Returns what was kept under a name, None if nothing, or nothing readable."""
+    """Return what was kept under a name, None if nothing, or nothing readable."""
     place = folder()
     if place is None:
         return None
@@ -69,7 +69,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def keep(name: str, entry: Mapping[str, Any]) -> None:
-    """Keeps an entry, and of all the newest; does without where it cannot write."""
+    """Keep an entry, and of all the newest; does without where it cannot write."""
     place = folder()
     if place is None:
         return

@@ -82,7 +82,7 @@ class Report:
 
 
 def calibrate(config: ConfigDict) -> Report:
-    """Measures, with an experiment's model and batch.
+    """Measure, with an experiment's model and batch.
 
     Raises:
       ValueError: in one line, what cannot be run so.
@@ -127,7 +127,7 @@ def calibrate(config: ConfigDict) -> Report:
 
 
 def _shapes(config: ConfigDict) -> list[tuple[str, int]]:
-    """Returns methods and microbatches: two to calibrate with, one held out."""
+    """Return methods and microbatches: two to calibrate with, one held out."""
     own = config.microbatches_per_step
     return [("zero1", own), ("zero1", 3 * own), (config.method, 2 * own)]
 
@@ -149,14 +149,14 @@ class _Prepared:
         self._arguments = [_array(x) for x in self.program.arguments]
 
     def run(self) -> None:
-        """Runs a call, to its end."""
+        """Run a call, to its end."""
         params, state, *rest = self._arguments
         params, state, _ = self.program.step(params, state, *rest)
         self._arguments[:2] = jax.block_until_ready((params, state))
 
 
 def _array(tree: Any) -> Any:
-    """Makes arrays like abstract ones: small floats, zeros of other kinds."""
+    """Make arrays like abstract ones: small floats, zeros of other kinds."""
 
     def make(x: jax.ShapeDtypeStruct) -> jax.Array:
         def fill() -> jax.Array:
@@ -172,7 +172,7 @@ def _array(tree: Any) -> Any:
 
 
 def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
-    """Times each call REPEATS times, in turns; returns the least, in seconds."""
+    """Time each call REPEATS times, in turns; returns the least, in seconds."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(REPEATS + 1):
         for call, found in zip(calls, times, strict=True):
@@ -184,7 +184,7 @@ def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def _topology(devices: np.ndarray) -> Topology:
-    """Returns the devices that are here as a topology; a CPU is a chip of its own."""
+    """Return the devices that are here as a topology; a CPU is a chip of its own."""
     hosts = len({d.process_index for d in devices.flat})
     chip = of_kind(devices[0].device_kind)
     if chip is None:
@@ -204,7 +204,7 @@ def _topology(devices: np.ndarray) -> Topology:
 
 
 def _products(mesh: Mesh) -> list[Kernel]:
-    """Measures square matrix products on all devices at once."""
+    """Measure square matrix products on all devices at once."""
     platform = mesh.devices.flat[0].platform
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     found = []
@@ -217,7 +217,7 @@ def _products(mesh: Mesh) -> list[Kernel]:
 
 
 def _copies(mesh: Mesh) -> list[Kernel]:
-    """Measures reading and writing memory on all devices at once."""
+    """Measure reading and writing memory on all devices at once."""
     found = []
     for size in _BYTES[mesh.devices.flat[0].platform]:
         x = _split(mesh, (mesh.size, size // 4), jnp.float32)
@@ -228,7 +228,7 @@ def _copies(mesh: Mesh) -> list[Kernel]:
 
 
 def _collectives(mesh: Mesh) -> list[Kernel]:
-    """Measures reductions and gathers; rates are of what a ring sends."""
+    """Measure reductions and gathers; rates are of what a ring sends."""
     if mesh.size == 1:
         return []
     rows, replicated = P("data"), P()
@@ -259,7 +259,7 @@ def _collectives(mesh: Mesh) -> list[Kernel]:
 
 
 def _taken(call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Times a kernel, in seconds."""
+    """Time a kernel, in seconds."""
 
     def run() -> None:
         jax.block_until_ready(call(x))
@@ -276,7 +276,7 @@ def _split(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
-    """Returns the figures that kernels alone say."""
+    """Return the figures that kernels alone say."""
     rates = {
         "flops": [k.rate for k in kernels if k.unit == "FLOP/s"],
         "memory_bandwidth": [k.rate for k in kernels if k.name == "copy"],
@@ -290,7 +290,7 @@ def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
 
 
 def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
-    """Returns the rates at which a model's operations took what they took."""
+    """Return the rates at which a model's operations took what they took."""
     return {
         "flops": _ends(_reached(machine, "flops", "compute") * scale),
         "memory_bandwidth": _ends(
@@ -302,7 +302,7 @@ def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
 
 
 def _network(machine: Machine, scale: float) -> dict[str, Change]:
-    """Returns the rates of collectives; networks that were not crossed keep theirs."""
+    """Return the rates of collectives; networks that were not crossed keep theirs."""
     name = "fast_bandwidth"
     if machine.topology.devices > machine.topology.fast_domain:
         name = "slow_bandwidth"
@@ -349,7 +349,7 @@ def _step(
 
 
 def text(report: Report) -> str:
-    """Returns the report."""
+    """Return the report."""
     kernels = [
         (
             k.name,
@@ -379,13 +379,13 @@ def text(report: Report) -> str:
 
 
 def save(report: Report, file: Path) -> None:
-    """Writes a report as JSON."""
+    """Write a report as JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
 
 
 def read(file: Path) -> tuple[str, dict[str, Change]]:
-    """Returns the chip and the figures of a report that was saved.
+    """Return the chip and the figures of a report that was saved.
 
     Raises:
       ValueError: in one line, that it is none.

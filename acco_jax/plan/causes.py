@@ -18,12 +18,12 @@ class Cause(NamedTuple):
 
 
 def explained(cause: Cause) -> str:
-    """Returns a cause and what to try as one text."""
+    """Return a cause and what to try as one text."""
     return f"{cause.text} - try: {cause.advice}" if cause.advice else cause.text
 
 
 def likely(c: Collective, spent: Spent, schedule: Schedule, machine: Machine) -> Cause:
-    """Returns why a collective, or a part of it, is waited for."""
+    """Return why a collective, or a part of it, is waited for."""
     if c.asynchronous and c.done is None:
         return Cause(
             "unknown: the text does not say where it ends",
@@ -69,7 +69,7 @@ def _too_little(c: Collective, spent: Spent) -> Cause:
 
 
 def _slot(c: Collective, schedule: Schedule) -> Collective | None:
-    """Returns one that is under way where c is launched, or instead of c until it ends.
+    """Return one that is under way where c is launched, or instead of c until it ends.
 
     Compilers run one asynchronous collective at a time unless they are told otherwise.
     """
@@ -83,7 +83,7 @@ def _slot(c: Collective, schedule: Schedule) -> Collective | None:
 
 
 def _slot_in_loops(c: Collective, schedule: Schedule) -> Collective | None:
-    """Returns an asynchronous one in the loops that a synchronous one could lie beside.
+    """Return an asynchronous one in the loops that a synchronous one could lie beside.
 
     A loop that has collectives of its own needs the place while it runs.
     """
@@ -133,7 +133,7 @@ def _in_entry(c: Collective, schedule: Schedule) -> Cause | None:
 
 
 def _accumulation(c: Collective, schedule: Schedule) -> Loop | None:
-    """Returns the outermost loop around a collective, if it is over microbatches.
+    """Return the outermost loop around a collective, if it is over microbatches.
 
     It has those over layers in it, and the gradient's operations: where JAX's names say
     that the gradient is around the loop, the loop is over layers.
@@ -152,7 +152,7 @@ def _accumulation(c: Collective, schedule: Schedule) -> Loop | None:
 
 
 def _last(schedule: Schedule) -> Collective | None:
-    """Returns the last collective of ENTRY that is as large as others there."""
+    """Return the last collective of ENTRY that is as large as others there."""
     own = [c for c in schedule.collectives if c.where == "ENTRY"]
     largest = max((c.bytes for c in own), default=0)
     return next((c for c in reversed(own) if 2 * c.bytes >= largest), None)

@@ -205,7 +205,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, None if it is not known."""
+    """Return the chip of a `jax.Device.device_kind`, None if it is not known."""
     kind = device_kind.lower()
     names = (generation(kind) or "", *re.split(r"[\s-]+", kind))
     return next((CHIPS[name] for name in names if name in CHIPS), None)
@@ -253,7 +253,7 @@ device_description_str: "{chip.title}"
 
 
 def target_config(chip: Chip) -> str:
-    """Renders XLA's GpuTargetConfigProto for a GPU, as protocol-buffer text.
+    """Render XLA's GpuTargetConfigProto for a GPU, as protocol-buffer text.
 
     Only fields that the compiler of jax 0.10.2 knows are written (the later
     collective_memory_granularity, for one, is left out).

@@ -19,7 +19,7 @@ class DoesNotFit(Exception):
 
 
 def what_it_needs(message: str) -> str:
-    """Shortens a compiler's out-of-memory message.
+    """Shorten a compiler's out-of-memory message.
 
     libtpu says "Used 40.00G of 31.25G hbm", or "... for HLO temporaries (3.76T) exceeds
     available HBM (31.25G)"; of what is worded otherwise the first line stays.

@@ -74,7 +74,7 @@ class Prediction:
 
 
 def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
-    """Predicts how long a schedule takes.
+    """Predict how long a schedule takes.
 
     Args:
       schedule: as compiled for the machine's topology.
@@ -112,7 +112,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
 def in_turn(
     schedules: Sequence[Schedule], machine: Machine, devices: int
 ) -> Prediction:
-    """Predicts how long schedules take one after the other, each once.
+    """Predict how long schedules take one after the other, each once.
 
     Arguments are as for `predict`; `each` has the collectives of all of them.
     """
@@ -138,19 +138,19 @@ def in_turn(
 
 
 def operation_seconds(o: Operation, machine: Machine) -> float:
-    """Predicts the time of an operation without the collectives in it, in seconds."""
+    """Predict the time of an operation without the collectives in it, in seconds."""
     return sum(_parts(o, machine))
 
 
 def _parts(o: Operation, machine: Machine) -> tuple[float, float]:
-    """Returns the seconds of an operation's FLOPs and of its bytes."""
+    """Return the seconds of an operation's FLOPs and of its bytes."""
     memory = machine.value("memory_bandwidth") * machine.value("memory_efficiency")
     products = machine.value("flops") * machine.value("compute_efficiency")
     return o.flops / products, o.bytes / memory
 
 
 def synchronous(prediction: Prediction, repeats: float) -> float:
-    """Predicts the seconds of a ZeRO-1 step that does the work of some half-rounds.
+    """Predict the seconds of a ZeRO-1 step that does the work of some half-rounds.
 
     All loops and matrix products, once what is beside them (the optimizer), and one
     half-round's communication with nothing beside it, in one call.
@@ -169,7 +169,7 @@ def in_few_bits(
     hide_reduction: bool,
     within: Collection[str] = (),
 ) -> Schedule:
-    """Returns the schedule with collectives of fewer bits; packing is not counted.
+    """Return the schedule with collectives of fewer bits; packing is not counted.
 
     Args:
       schedule: of a method that sends plain values.
@@ -215,7 +215,7 @@ class _Timeline:
     def run(
         self, operations: Sequence[Operation], collectives: Sequence[Collective]
     ) -> list[Spent]:
-        """Runs one execution; returns what each collective takes of it."""
+        """Run one execution; returns what each collective takes of it."""
         # (position, order there, what happens); a collective that ends in an operation
         # (a TPU's loop) ends after it, the others before
         before, during, launch, after = range(4)
@@ -243,12 +243,12 @@ class _Timeline:
         return spent
 
     def wait(self, name: str, seconds: float) -> None:
-        """Passes time that nothing is computed in."""
+        """Pass time that nothing is computed in."""
         self._add("waiting", name, self._clock, self._clock + seconds)
         self._clock += seconds
 
     def _compute(self, o: Operation) -> None:
-        """Adds an operation, unless it is part of a collective."""
+        """Add an operation, unless it is part of a collective."""
         if o.kind.endswith(PARTS) and o.kind not in LAUNCHED:
             return
         matmul, memory = _parts(o, self._machine)
@@ -260,14 +260,14 @@ class _Timeline:
         self._clock += seconds
 
     def _begin(self, i: int, c: Collective) -> None:
-        """Launches collective number i, which goes on when the network is free."""
+        """Launch collective number i, which goes on when the network is free."""
         self._starts[i] = max(self._clock, self._network_free)
         self._network_free = self._starts[i] + collective_seconds(
             c, self._machine, self._devices
         )
 
     def _end(self, i: int, c: Collective) -> Spent:
-        """Waits for collective number i."""
+        """Wait for collective number i."""
         seconds = collective_seconds(c, self._machine, self._devices)
         start = self._starts[i]
         # woven into the fusions of a TPU v5e it goes on inside these alone
@@ -294,7 +294,7 @@ class _Timeline:
 
 
 def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
-    """Predicts one execution of a collective, in seconds.
+    """Predict one execution of a collective, in seconds.
 
     Args:
       c: of a schedule compiled for the machine's topology.

@@ -69,7 +69,7 @@ class Decision:
 
 
 def goodput(terms: Terms, devices: int) -> float:
-    """Returns the share of time not lost to checkpoints, repeated work and restarts.
+    """Return the share of time not lost to checkpoints, repeated work and restarts.
 
     Checkpoints are as far apart as loses least: Young's sqrt(2 d M) of a checkpoint's d
     seconds and M seconds between failures (Young 1974; Daly 2006).
@@ -88,7 +88,7 @@ def make(
     request: Request,
     terms: Terms,
 ) -> Decision:
-    """Plans an experiment for several machines and networks, and compares.
+    """Plan an experiment for several machines and networks, and compares.
 
     Raises:
       ValueError: in one line, before any compile what cannot work; after it that no
@@ -214,7 +214,7 @@ def _hours(hours: float) -> str:
 
 
 def _network(plan: Plan) -> str:
-    """Describes the bandwidths at which overlap pays, each band with both ends."""
+    """Describe the bandwidths at which overlap pays, each band with both ends."""
     hiding = [o for o in plan.outcomes if _overlaps(o)]
     others = [o for o in plan.outcomes if not _overlaps(o)]
     if not hiding or not others:
@@ -232,7 +232,7 @@ def _network(plan: Plan) -> str:
 
 
 def _overlaps(o: Outcome) -> bool:
-    """Whether most bytes have products beside them, whatever the network (READ)."""
+    """Return whether most bytes have products beside them, whatever the network (READ)."""
     return (o.verdict.hidden_share or 0) > 0.9
 
 
@@ -261,7 +261,7 @@ class Crossing:
 
 
 def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
-    """Varies the bandwidth that is crossed last, the rest as it is.
+    """Vary the bandwidth that is crossed last, the rest as it is.
 
     A band's ends are found to 0.1 %; one narrower than a step of the search (10 %) may
     be missed.
@@ -277,7 +277,7 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
         return _speed(a, machine) / _speed(b, machine)
 
     def end(outside: float, inside: float) -> float:
-        """Returns the bandwidth next to `outside` from which on a is faster."""
+        """Return the bandwidth next to `outside` from which on a is faster."""
         while abs(inside / outside - 1) > 1e-3:
             middle = math.sqrt(inside * outside)
             wins = gain(middle) >= WINS
@@ -300,7 +300,7 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
 
 
 def _speed(o: Outcome, machine: Machine) -> float:
-    """Returns microbatches per second, of all workers."""
+    """Return microbatches per second, of all workers."""
     devices = machine.topology.devices
     p = costs.in_turn(o.schedules, machine, devices)
     return o.program.computed / p.total
@@ -310,7 +310,7 @@ def _speed(o: Outcome, machine: Machine) -> float:
 
 
 def text(decision: Decision) -> str:
-    """Returns the table and the sentence."""
+    """Return the table and the sentence."""
     head = [
         "machine", "network", "method", "microbatch", "tokens/s", "interval", "hours",
         "device-hours", "price", "kWh at most", "goodput",
@@ -357,7 +357,7 @@ def _row(c: Choice) -> list[str]:
 
 
 def as_dict(decision: Decision) -> dict[str, Any]:
-    """Returns the same as JSON-ready values, in SI units but for hours and kWh."""
+    """Return the same as JSON-ready values, in SI units but for hours and kWh."""
     return {
         "terms": dataclasses.asdict(decision.terms),
         "choices": [

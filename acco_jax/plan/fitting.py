@@ -78,7 +78,7 @@ class Fit:
 
 
 def cut(rows: int, total: int, unit: int) -> Shape:
-    """Returns microbatches of so many rows that are nearest to `total` rows a step.
+    """Return microbatches of so many rows that are nearest to `total` rows a step.
 
     They are a multiple of `unit`.
     """
@@ -95,7 +95,7 @@ def search(
     unit: int,
     most: int,
 ) -> Fit:
-    """Tries few candidates around a first one.
+    """Try few candidates around a first one.
 
     Args:
       first: the experiment's own, tried already.
@@ -116,7 +116,7 @@ def search(
 
 
 def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
-    """Returns the rows to try next, None if those found will do."""
+    """Return the rows to try next, None if those found will do."""
     fits = {r: t.memory for r, t in found.items() if t.memory}
     misfits = [r for r in found if r not in fits]
     above = min(misfits, default=None)
@@ -137,7 +137,7 @@ def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
 
 
 def _between(found: dict[int, Tried], total: int) -> int | None:
-    """Returns rows between the first and the largest, None if they need no third.
+    """Return rows between the first and the largest, None if they need no third.
 
     With fewer rows than the largest more may be hidden, in as large a step.
     """
@@ -148,7 +148,7 @@ def _between(found: dict[int, Tried], total: int) -> int | None:
 
 
 def _extrapolated(fits: dict[int, int], room: float, held: int) -> int:
-    """Returns the rows that the memory of those that fit leads to."""
+    """Return the rows that the memory of those that fit leads to."""
     large = max(fits)
     smaller = [r for r in fits if r < large]
     base, at = (fits[max(smaller)], max(smaller)) if smaller else (held, 0)

@@ -57,7 +57,7 @@ class Collective:
 
 
 def _bits(dtype: str) -> int:
-    """Returns the bits of an element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>'."""
+    """Return the bits of an element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>'."""
     if dtype == "i1":
         return 8
     number = int(re.findall(r"\d+", dtype)[0])
@@ -65,7 +65,7 @@ def _bits(dtype: str) -> int:
 
 
 def bytes_held(tree: PyTree) -> int:
-    """Returns the bytes on one device of a tree of (abstract) arrays with shardings."""
+    """Return the bytes on one device of a tree of (abstract) arrays with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -73,7 +73,7 @@ def bytes_held(tree: PyTree) -> int:
 
 
 def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
-    """Returns the bytes that each worker sends when each of these programs runs once.
+    """Return the bytes that each worker sends when each of these programs runs once.
 
     All-reduces below 1 kB are left out.
 
@@ -91,7 +91,7 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
 
 
 def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
-    """Returns a program's collectives in order; of a conditional the costliest branch.
+    """Return a program's collectives in order; of a conditional the costliest branch.
 
     Those within the groups of devices of a mesh are left out.
 
@@ -116,7 +116,7 @@ def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
 def _of(
     op: Any, called: Callable[[str], list[Collective]], size: int
 ) -> list[Collective]:
-    """Returns the collectives in an operation and in what it holds or calls.
+    """Return the collectives in an operation and in what it holds or calls.
 
     `size` devices, one after the other, are a worker.
     """
@@ -140,7 +140,7 @@ def _of(
 
 
 def _within(op: Any, kind: str, size: int) -> bool:
-    """Whether a collective's devices are all of one worker's group of so many."""
+    """Return whether a collective's devices are all of one worker's group of so many."""
     if size == 1:
         return False
     if kind != "collective_permute" and (axes := _named_axes(op)):
@@ -150,7 +150,7 @@ def _within(op: Any, kind: str, size: int) -> bool:
 
 
 def _collective(op: Any, kind: str) -> list[Collective]:
-    """Returns a collective for each array that the operation moves."""
+    """Return a collective for each array that the operation moves."""
     if kind == "collective_permute":
         pairs = _rows(op.attributes["source_target_pairs"])
         group = 1 + any(a != b for a, b in pairs)
@@ -162,7 +162,7 @@ def _collective(op: Any, kind: str) -> list[Collective]:
 
 
 def _group_size(op: Any) -> int:
-    """Counts the devices that take part together."""
+    """Count the devices that take part together."""
     if named := _named_axes(op):
         axes, sizes = named
         return math.prod(sizes[axis] for axis in axes)
@@ -193,7 +193,7 @@ def _rows(attribute: Any) -> list[list[int]]:
 
 
 def _trip_count(loop: Any) -> int:
-    """Counts the trips of a loop `for (i = start; i < stop; i += step)`.
+    """Count the trips of a loop `for (i = start; i < stop; i += step)`.
 
     Raises:
       ValueError: the loop is of another kind, or its bounds are not constants.
@@ -222,7 +222,7 @@ def _last(block: Any) -> Any:
 
 
 def _constant(value: Any) -> int | None:
-    """Returns a value that is an integer, also where a loop or region passes it on."""
+    """Return a value that is an integer, also where a loop or region passes it on."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
         if owner.name != "stablehlo.constant":

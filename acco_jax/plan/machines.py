@@ -61,7 +61,7 @@ Change = float | tuple[float, float]  # a value to use instead, or its least and
 def figures(
     chip: Chip, changes: Mapping[str, Change] | None = None
 ) -> dict[str, Figure]:
-    """Returns all that predictions rest on, by name.
+    """Return all that predictions rest on, by name.
 
     Args:
       chip: the device.
@@ -149,7 +149,7 @@ class Machine:
         return self.value("memory_bytes") * self.value("memory_fraction")
 
     def corners(self) -> Iterator["Machine"]:
-        """Yields the machine with each combination of its ranges' ends."""
+        """Yield the machine with each combination of its ranges' ends."""
         ranges = {n: f.range for n, f in self.figures.items() if f.range is not None}
         for ends in itertools.product(*ranges.values()):
             chosen = zip(ranges, ends, strict=True)
@@ -160,20 +160,20 @@ class Machine:
             yield Machine(self.topology, {**self.figures, **values})
 
     def domain(self, devices: int) -> int:
-        """Returns how many of `devices` one domain holds."""
+        """Return how many of `devices` one domain holds."""
         largest = self.topology.fast_domain
         if self.topology.platform == "tpu" and self.topology.slices == 1:
             largest = LARGEST_SLICE[self.topology.chip.name]
         return min(devices, largest)
 
     def domains(self, c: Collective) -> int:
-        """Counts the topology's domains that a collective's first group lies in."""
+        """Count the topology's domains that a collective's first group lies in."""
         if c.kind == "send-recv" or not c.groups:
             return self.topology.devices // self.topology.fast_domain
         return len({device // self.topology.fast_domain for device in c.groups[0]})
 
     def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
-        """Predicts the time of one collective, in seconds.
+        """Predict the time of one collective, in seconds.
 
         Args:
           kind: as in `Collective`.

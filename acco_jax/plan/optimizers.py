@@ -34,12 +34,12 @@ class _Pool:
     left: int = 0  # bytes of all
 
     def bytes_of(self, c: Collective) -> int:
-        """Returns the bytes that c's numbers take in the pool's data type."""
+        """Return the bytes that c's numbers take in the pool's data type."""
         bits, compiled_bits = hlo.bits(self.dtype) or 1, hlo.bits(c.dtype) or 1
         return c.bytes * c.times * bits // compiled_bits
 
     def suits(self, c: Collective, likeness: int) -> bool:
-        """Whether c may be one of these, or several of them combined.
+        """Return whether c may be one of these, or several of them combined.
 
         With likeness 0 of as many numbers and a kind that compilers make of this one;
         1: and of the same type and group; 2: and of the same kind; 3: and of the size
@@ -60,7 +60,7 @@ class _Pool:
         return c.kind == self.kind or c.kind in instead
 
     def take(self, c: Collective) -> int:
-        """Matches c; returns the bytes of one execution that go beyond the pool."""
+        """Match c; returns the bytes of one execution that go beyond the pool."""
         if c.bytes in self.sizes:
             self.sizes.remove(c.bytes)
         total = self.bytes_of(c)
@@ -72,7 +72,7 @@ class _Pool:
 def own(
     collectives: Sequence[Collective], source: Iterable[footprint.Collective]
 ) -> list[tuple[Collective, int]]:
-    """Returns the collectives that the step did not write, and their bytes.
+    """Return the collectives that the step did not write, and their bytes.
 
     Compilers combine collectives, and turn one kind into another: those most alike are
     matched first, and of them the largest. A collective that combines the step's own
@@ -109,7 +109,7 @@ def own(
 
 
 def _dtype(name: str) -> str:
-    """Returns HLO's name of a StableHLO type."""
+    """Return HLO's name of a StableHLO type."""
     if name == "i1":
         return "pred"
     letters = name.rstrip("0123456789")

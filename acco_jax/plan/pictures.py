@@ -40,7 +40,7 @@ def timeline(
     title: str,
     what: str = "the same number of tokens",
 ) -> None:
-    """Draws programs as a PNG: computation above communication.
+    """Draw programs as a PNG: computation above communication.
 
     Args:
       rows: a timeline each, above one another.
@@ -89,7 +89,7 @@ def _execution(
     scale: float,
     seen: dict[str, Any],
 ) -> None:
-    """Draws one execution from `begin` on, as far as `end`, in seconds.
+    """Draw one execution from `begin` on, as far as `end`, in seconds.
 
     Collectives that would be too thin to be seen are as wide as a line is; what is
     smaller than that by far is left out.
@@ -115,7 +115,7 @@ def _execution(
 def scaling(
     rows: Sequence[Mapping[str, Any]], path: Path, title: str, compiled: int
 ) -> None:
-    """Draws throughput and communication against the number of devices, as a PNG.
+    """Draw throughput and communication against the number of devices, as a PNG.
 
     Args:
       rows: with "method", "devices", "tokens_per_second" and, in seconds of an

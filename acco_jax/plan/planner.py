@@ -63,13 +63,13 @@ class Plan:
         return self.machine.topology
 
     def objections(self, fraction: float = verdict.REQUIRED) -> dict[str, str]:
-        """Returns methods of which less is hidden than a gate requires, and why."""
+        """Return methods of which less is hidden than a gate requires, and why."""
         found = {o.method: o.verdict.objection(fraction) for o in self.outcomes}
         found |= self.misfits
         return {m: why for m, why in found.items() if why and m in self.checked}
 
     def row(self, method: str) -> dict[str, Any]:
-        """Returns the predictions for the topology itself."""
+        """Return the predictions for the topology itself."""
         key = (method, self.topology.devices)
         return next(r for r in self.growth if (r["method"], r["devices"]) == key)
 
@@ -87,7 +87,7 @@ class NothingFits(ValueError):
 
 
 def machine_of(topology: Topology, request: Request) -> Machine:
-    """Returns a topology with the figures that a request changes.
+    """Return a topology with the figures that a request changes.
 
     Raises:
       ValueError: a figure that does not exist, or a value that it cannot have.
@@ -96,7 +96,7 @@ def machine_of(topology: Topology, request: Request) -> Machine:
 
 
 def methods_of(config: ConfigDict, request: Request) -> tuple[str, ...]:
-    """Returns the methods to compile.
+    """Return the methods to compile.
 
     Raises:
       ValueError: one that does not exist.
@@ -142,7 +142,7 @@ def prepare(config: ConfigDict, topology: Topology, request: Request) -> Prepare
 
 
 def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
-    """Plans an experiment, a config of `default_config`'s form, for a machine.
+    """Plan an experiment, a config of `default_config`'s form, for a machine.
 
     Raises:
       ValueError: in one line, before any compile what cannot work; NothingFits after
@@ -153,7 +153,7 @@ def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
 
 
 def finish(prepared: Prepared) -> Plan:
-    """Compiles what was prepared, a method per core at once, reads and predicts.
+    """Compile what was prepared, a method per core at once, reads and predicts.
 
     Raises:
       NothingFits: no method has room in memory.
@@ -176,7 +176,7 @@ def finish(prepared: Prepared) -> Plan:
 
 
 def of_method(config: ConfigDict, method: str) -> ConfigDict:
-    """Returns the experiment with another method, without the first's options."""
+    """Return the experiment with another method, without the first's options."""
     other = config.copy_and_resolve_references()
     with other.unlocked():
         if method != config.method:
@@ -279,7 +279,7 @@ def _predicted(compiled: Sequence[Compiled], machine: Machine) -> costs.Predicti
 def optimizers_own(
     program: Program, compiled: Compiled, topology: Topology
 ) -> list[tuple[Collective, int]] | None:
-    """Returns the data axis's collectives that the step did not write, and their bytes.
+    """Return the data axis's collectives that the step did not write, and their bytes.
 
     An optimizer that looks across shards causes them; a few scalars are the step's.
     None where they cannot be told: the step's own are not known, or one data axis is
@@ -295,7 +295,7 @@ def optimizers_own(
 def _settled(
     program: Program, compiled: Compiled, machine: Machine
 ) -> tuple[Program, Compiled]:
-    """Returns an adaptive program with the microbatches that it would settle at.
+    """Return an adaptive program with the microbatches that it would settle at.
 
     They are the fewest with which its communication is done when they are; where more
     of them hide no more, the least.
@@ -330,7 +330,7 @@ def _tried(
     config: ConfigDict,
     machine: Machine,
 ) -> Tried:
-    """Times a candidate that was compiled."""
+    """Time a candidate that was compiled."""
     tokens = program.computed * shape.rows * config.length
     data = [
         c
@@ -349,7 +349,7 @@ def _tried(
 
 
 def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str, Any]]:
-    """Predicts gathers and reductions in few bits, for a method that sends all bits.
+    """Predict gathers and reductions in few bits, for a method that sends all bits.
 
     Returns a row per choice of bits, the first as compiled; [] for a method that has no
     such options, or already sends few bits.
@@ -408,7 +408,7 @@ def _with_ranges(
     machine: Machine,
     devices: int,
 ) -> list[dict[str, Any]]:
-    """Returns `_growth`'s rows, each with the interval of what is predicted.
+    """Return `_growth`'s rows, each with the interval of what is predicted.
 
     It spans all combinations of the ends of the figures' ranges.
     """
@@ -429,7 +429,7 @@ def _growth(
     machine: Machine,
     devices: int,
 ) -> list[dict[str, Any]]:
-    """Predicts a step of each method on so many devices, from its one compile."""
+    """Predict a step of each method on so many devices, from its one compile."""
     here = machine.topology.devices
     flops_per_token = model.flops_per_token and model.flops_per_token(config.length)
     rows, formulas = [], []
@@ -473,7 +473,7 @@ def _growth(
 
 
 def _baseline(methods: Sequence[str]) -> str | None:
-    """Returns which of some methods the others are compared with.
+    """Return which of some methods the others are compared with.
 
     That is zero1, or else one that hides nothing, as it does not; None: neither.
     """

@@ -137,13 +137,13 @@ class Program:
         return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
 
     def in_group(self, c: schedules.Collective) -> bool:
-        """Whether a collective is of devices that are one worker."""
+        """Return whether a collective is of devices that are one worker."""
         size = members(self.mesh).shape[1]
         within = (len({i // size for i in group}) == 1 for group in c.groups)
         return size > 1 and bool(c.groups) and all(within)
 
     def compile(self, place: object = "these devices") -> Compiled:
-        """Compiles ahead of time, or finds it compiled, and reads the schedule.
+        """Compile ahead of time, or finds it compiled, and reads the schedule.
 
         Where its halves differ, call it on each of its parts.
 
@@ -182,11 +182,11 @@ class Program:
         )
 
     def read(self, text: str) -> schedules.Schedule:
-        """Reads the program's compiled text."""
+        """Read the program's compiled text."""
         return schedules.read(text, trip_counts=self._trips(text))
 
     def _trips(self, text: str) -> dict[str, int]:
-        """Returns the trips of the loops whose bounds the compiler cannot know.
+        """Return the trips of the loops whose bounds the compiler cannot know.
 
         They are the busiest worker's pieces, one beside each collective, or of one
         microbatch the forward and the backward pass. A single one is all microbatches
@@ -202,7 +202,7 @@ class Program:
         return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 
     def held(self) -> Memory:
-        """Returns what stays from one half-round to the next: a program needs more."""
+        """Return what stays from one half-round to the next: a program needs more."""
         params, state, batch, counts, *_ = self.arguments
         parts, shards = {"parameters": bytes_held(params)}, 0
         fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
@@ -223,7 +223,7 @@ class Program:
 
 
 def _compiled(lowered: Any, mesh: Mesh) -> dict[str, Any]:
-    """Compiles; returns what a plan needs of it, as JSON-ready values."""
+    """Compile; returns what a plan needs of it, as JSON-ready values."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -249,13 +249,13 @@ def _source_collective(entry: Mapping[str, Any]) -> footprint.Collective:
 
 
 def _peak(m: Any) -> int:
-    """Returns the most bytes that a program holds at once, its arguments included."""
+    """Return the most bytes that a program holds at once, its arguments included."""
     total = m.argument_size_in_bytes + m.output_size_in_bytes
     return total + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
 def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
-    """Compiles each part, and refuses what has no room; what surely has none before.
+    """Compile each part, and refuses what has no room; what surely has none before.
 
     Raises:
       DoesNotFit: says what it needs.
@@ -295,7 +295,7 @@ def data_mesh(
     domains: int | None = None,
     group: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Mesh:
-    """Returns all devices of a topology along the data axes, as training has them.
+    """Return all devices of a topology along the data axes, as training has them.
 
     With `domains` 1 there is one data axis, with the number of hosts or slices there
     are two; None means two for several slices, else one. `group` is as for the
@@ -328,7 +328,7 @@ def data_mesh(
 
 
 def vocab_size(config: ConfigDict) -> int:
-    """Returns the tokenizer's number of tokens, without a corpus.
+    """Return the tokenizer's number of tokens, without a corpus.
 
     Raises:
       ValueError: it cannot be told from the config.
@@ -348,7 +348,7 @@ def vocab_size(config: ConfigDict) -> int:
 
 
 def describe(config: ConfigDict, mesh: Mesh) -> Program:
-    """Describes the half-round of a valid config on a mesh of `data_mesh`'s form.
+    """Describe the half-round of a valid config on a mesh of `data_mesh`'s form.
 
     Raises:
       ValueError: in one line, what cannot work.
@@ -423,7 +423,7 @@ def assemble(
     rng: Any = None,
     drop_nonfinite: bool = False,
 ) -> Program:
-    """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
+    """Describe the half-round of any model of tokens, int32 (rows, length) in a batch.
 
     Args:
       method: the method's name.

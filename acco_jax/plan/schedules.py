@@ -101,7 +101,7 @@ class Schedule:
     unknown: tuple[str, ...] = ()  # what seems to communicate in a form not known here
 
     def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
-        """Returns the collectives of at least `min_bytes` over the given groups.
+        """Return the collectives of at least `min_bytes` over the given groups.
 
         Args:
             min_bytes: smallest buffer counted.
@@ -131,7 +131,7 @@ class Schedule:
         return hidden_share(collectives)
 
     def summary(self, min_bytes: int = 1 << 20) -> str:
-        """Describes collectives and loops in lines of text, small collectives apart."""
+        """Describe collectives and loops in lines of text, small collectives apart."""
         large = self.select(min_bytes)
         small = [c for c in self.collectives if c.bytes < min_bytes]
         lines = [_line(c) for c in large]
@@ -160,7 +160,7 @@ def _line(c: Collective) -> str:
 
 
 def hidden_share(collectives: Iterable[Collective]) -> float:
-    """Returns the share of the collectives' bytes that is hidden; 1 without any."""
+    """Return the share of the collectives' bytes that is hidden; 1 without any."""
     collectives = list(collectives)
     total = sum(c.bytes * c.times for c in collectives)
     hidden = sum(c.bytes * c.times for c in collectives if c.hidden)
@@ -176,7 +176,7 @@ def _matches(groups: Groups, choice: Over) -> bool:
 
 
 def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Schedule:
-    """Reads `compiled.as_text()`.
+    """Read `compiled.as_text()`.
 
     Args:
         text: a scheduled module's HLO.
@@ -249,7 +249,7 @@ class _Section:
         self._lines = computation.instructions
 
     def collectives(self) -> list[Collective]:
-        """Returns the collectives of the computation, in order."""
+        """Return the collectives of the computation, in order."""
         collectives: list[Collective] = []
         transfers: dict[str, list[Instruction]] = {}
         for x in self._lines:
@@ -270,14 +270,14 @@ class _Section:
         return sorted(collectives, key=lambda c: c.start)
 
     def _continues(self, x: Instruction, inner: Instruction) -> bool:
-        """Whether a TPU fusion carries on or ends what another one started."""
+        """Return whether a TPU fusion carries on or ends what another one started."""
         return (
             '"async_collective_fusion_config"' in inner.attributes
             or self._module.holds(x, "AsyncCollectiveDone")
         )
 
     def _pair(self, x: Instruction, inner: Instruction, starts: bool) -> Collective:
-        """Describes a collective that starts and ends in one computation."""
+        """Describe a collective that starts and ends in one computation."""
         if not starts or any(map(_synchronous, (x, inner))):
             return self._describe(x, inner, x, x, asynchronous=False)
         launch, done = x, None
@@ -290,7 +290,7 @@ class _Section:
         return self._describe(x, inner, launch, done)
 
     def _sent(self, halves: list[Instruction]) -> Collective:
-        """Describes a transfer: all halves launched, none completed.
+        """Describe a transfer: all halves launched, none completed.
 
         Where its send or its recv is missing, it does not end in this text.
         """
@@ -307,7 +307,7 @@ class _Section:
         return self._describe(halves[0], largest, halves[-1], done)
 
     def _woven(self, x: Instruction, inner: Instruction) -> Collective:
-        """Describes a TPU collective that a fusion starts and another ends."""
+        """Describe a TPU collective that a fusion starts and another ends."""
         for y in self._lines[x.position + 1 :]:
             loop = y.opcode == "while"
             for z in self._module.body(y).instructions if loop else [y]:
@@ -318,7 +318,7 @@ class _Section:
         return self._describe(x, inner, x, None)
 
     def _origin(self, done: Instruction, loop: Instruction) -> Instruction | None:
-        """Returns the fusion that started what `done`, maybe in a loop's body, ends."""
+        """Return the fusion that started what `done`, maybe in a loop's body, ends."""
         index = 0
         x = done.operand(0)
         while x is not None and not self._module.holds(x, "AsyncCollectiveStart"):
@@ -338,7 +338,7 @@ class _Section:
         return x
 
     def _carried(self, x: Instruction, chain: str | None) -> int:
-        """Counts FLOPs in x of fusions that carry on the collective of a chain."""
+        """Count FLOPs in x of fusions that carry on the collective of a chain."""
         if x.opcode == "while":
             body = self._module.body(x).instructions
             return self._module.count(x) * sum(self._carried(y, chain) for y in body)
@@ -356,7 +356,7 @@ class _Section:
         before: Sequence[Instruction] = (),
         asynchronous: bool = True,
     ) -> Collective:
-        """Puts together what the text says of a collective.
+        """Put together what the text says of a collective.
 
         Instruction x starts it, `inner` is the collective itself, x or in what x runs;
         `launch` is its real launch, `done` its end, or the loop whose body has the end
@@ -391,7 +391,7 @@ class _Section:
 
 
 def _cause(inner: Instruction, x: Instruction) -> Instruction:
-    """Returns the instruction whose metadata say what caused a collective.
+    """Return the instruction whose metadata say what caused a collective.
 
     One that the compiler made of several has none: then it is the nearest of what
     computes its operands.
@@ -407,7 +407,7 @@ def _cause(inner: Instruction, x: Instruction) -> Instruction:
 def _buffer(
     x: Instruction, launch: Instruction, done: Instruction | None
 ) -> tuple[int, str]:
-    """Returns the bytes of a collective's full buffer and the data type it carries."""
+    """Return the bytes of a collective's full buffer and the data type it carries."""
     arrays, operand_bytes = x.arrays, sum(operand.bytes for operand in x.operands)
     if x.opcode in ("send", "recv"):  # (buffer, flags, token)
         arrays, operand_bytes = arrays[:1], 0
@@ -420,17 +420,17 @@ def _buffer(
 
 
 def _synchronous(x: Instruction) -> bool:
-    """Whether the compiler says that a start waits for its end."""
+    """Return whether the compiler says that a start waits for its end."""
     return x.attribute(r'\bis_sync"?(?:: ?|=)"?(true|1)\b') is not None
 
 
 def _chain(x: Instruction) -> str | None:
-    """Returns what the fusions of one TPU collective have in common."""
+    """Return what the fusions of one TPU collective have in common."""
     chain = x.attribute(r'chain_id="(\d+)"')
     return chain and f"{x.opcode} {chain}"
 
 
 def _transfer(x: Instruction) -> str:
-    """Returns what the sends and receives of one transfer have in common."""
+    """Return what the sends and receives of one transfer have in common."""
     rendezvous = x.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
     return rendezvous or x.attribute(r"channel_id=(\d+)") or x.name

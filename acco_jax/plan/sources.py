@@ -32,7 +32,7 @@ class Sources:
         self._offset = 1 if first == "1" else 0
 
     def line(self, metadata: str) -> str:
-        """Returns "file:line (function)" of an instruction's metadata, "" if unknown.
+        """Return "file:line (function)" of an instruction's metadata, "" if unknown.
 
         It is the innermost line that is not of JAX or a layer right above it.
         """
@@ -46,7 +46,7 @@ class Sources:
         return next(own, found[0] if found else "")
 
     def _stack(self, frame: str) -> list[str]:
-        """Returns a frame and its callers."""
+        """Return a frame and its callers."""
         stack: list[str] = []
         while frame in self._frames and frame not in stack:
             stack.append(frame)

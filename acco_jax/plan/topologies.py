@@ -65,7 +65,7 @@ class Topology:
         return f"{self.platform}:{self.chip.name}:{shape}{slices}"
 
     def description(self) -> jax_topologies.TopologyDescription:
-        """Describes the devices to the compiler; needs its plugin, not the devices.
+        """Describe the devices to the compiler; needs its plugin, not the devices.
 
         Raises:
             RuntimeError: if the compiler plugin is not installed.
@@ -98,7 +98,7 @@ class Topology:
 
 
 def parse(text: str, slices: int = 1) -> Topology:
-    """Reads "gpu:CHIP:HOSTSxGPUS" or "tpu:CHIP:SHAPE".
+    """Read "gpu:CHIP:HOSTSxGPUS" or "tpu:CHIP:SHAPE".
 
     Args:
         text: for example "gpu:h200:4x8", "gpu:h100:8" (one host), "tpu:v5p:4x4x4".
@@ -139,7 +139,7 @@ def parse(text: str, slices: int = 1) -> Topology:
 
 
 def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
-    """Makes a mesh of described devices, the model axis over neighbouring ones.
+    """Make a mesh of described devices, the model axis over neighbouring ones.
 
     Its axes are ("data", "model"); with several slices ("slice", "data", "model"). The
     model axis has size `model`.
@@ -160,7 +160,7 @@ def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
 
 
 def use_cpu() -> None:
-    """Makes JAX's own backend the CPU; call it before any backend has started."""
+    """Make JAX's own backend the CPU; call it before any backend has started."""
     jax.config.update("jax_platforms", "cpu")
 
 

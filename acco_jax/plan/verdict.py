@@ -115,13 +115,13 @@ class Verdict:
         return 1 - max(of_bytes / self.bytes, of_time / (self.seconds or 1.0))
 
     def shares(self) -> str:
-        """Describes both shares side by side, and the network of the second."""
+        """Describe both shares side by side, and the network of the second."""
         read, covered = map(percent, (self.hidden_share, self.covered_share))
         predicted = f"PREDICTED, {self.network}" if self.network else "PREDICTED"
         return f"{read} of the bytes (READ), {covered} of the seconds ({predicted})"
 
     def objection(self, fraction: float = REQUIRED) -> str:
-        """Returns why less than `fraction` is known to be hidden, else ""."""
+        """Return why less than `fraction` is known to be hidden, else ""."""
         if self.unknown:
             return f"communication of an unknown form: {', '.join(self.unknown)}"
         share = self.share
@@ -139,7 +139,7 @@ class Verdict:
 
 
 def percent(share: float | None) -> str:
-    """Formats a share, rounded down, so that 100.0% leaves nothing out; "-": none."""
+    """Format a share, rounded down, so that 100.0% leaves nothing out; "-": none."""
     return "-" if share is None else f"{math.floor(1000 * share + 1e-6) / 10:.1f}%"
 
 
@@ -148,7 +148,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def check_fraction(fraction: float) -> None:
-    """Checks what a gate requires.
+    """Check what a gate requires.
 
     Raises:
       ValueError: if `fraction` is not from 0 to 1.
@@ -163,7 +163,7 @@ def judge(
     machine: Machine,
     chosen: Collection[int] | None = None,
 ) -> Verdict:
-    """Judges some of a schedule's collectives.
+    """Judge some of a schedule's collectives.
 
     Args:
       schedule: as read.
@@ -183,7 +183,7 @@ def judge(
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
-    """Judges several programs as one, in which each runs once."""
+    """Judge several programs as one, in which each runs once."""
     return Verdict(
         tuple(r for v in verdicts for r in v.readings),
         sum(v.total for v in verdicts),

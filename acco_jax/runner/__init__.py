@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `load_run` when it is asked for: commands must not import JAX yet."""
+    """Import `load_run` when it is asked for: commands must not import JAX yet."""
     if name == "load_run":
         from acco_jax.runner.runs import load_run
 

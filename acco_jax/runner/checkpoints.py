@@ -53,7 +53,7 @@ class Checkpoints:
         repair: bool = True,
         fence: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens a folder, and sets damaged checkpoints in it aside.
+        """Open a folder, and sets damaged checkpoints in it aside.
 
         Args:
           folder: of the checkpoints; also a remote one, as gs://bucket/run.
@@ -84,14 +84,14 @@ class Checkpoints:
         return sorted(self._steps)
 
     def latest(self) -> int | None:
-        """Returns the half-rounds of the newest sound checkpoint, None without any.
+        """Return the half-rounds of the newest sound checkpoint, None without any.
 
         One that is written counts when `wait` has returned.
         """
         return max(self._steps, default=None)
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
-        """Copies arrays to the host and starts to write them; waits for the last save.
+        """Copy arrays to the host and starts to write them; waits for the last save.
 
         When it is whole, of those before it the newest are kept, `keep` with this one,
         and the one whose host["held_out_loss"] is lowest.
@@ -129,7 +129,7 @@ class Checkpoints:
         self._writing = half_round, kept, finished
 
     def wait(self) -> None:
-        """Waits until what was saved is written, verifiable and counted by `latest`.
+        """Wait until what was saved is written, verifiable and counted by `latest`.
 
         Raises:
           OSError: in one line, it could not be written.
@@ -148,14 +148,14 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits on the way out; an error inside goes before one of writing."""
+        """Wait on the way out; an error inside goes before one of writing."""
         if kind is None:
             self.wait()
         elif self._writing is not None:
             concurrent.futures.wait([self._writing[2]])
 
     def _finish(self, half_round: int, surplus: list[int]) -> None:
-        """Makes a checkpoint one that counts; runs beside training, no collectives.
+        """Make a checkpoint one that counts; runs beside training, no collectives.
 
         Only then are others removed: a process killed before leaves the last sound one.
         """
@@ -174,21 +174,21 @@ class Checkpoints:
                 logging.warning("checkpoint %s cannot be removed: %s", path, error)
 
     def _surplus(self, steps: list[int]) -> list[int]:
-        """Returns those that are neither among the newest nor the best one."""
+        """Return those that are neither among the newest nor the best one."""
         best = min(steps, key=self._held_out_loss)
         if self._held_out_loss(best) == math.inf:
             return steps[: -self._keep]
         return [step for step in steps[: -self._keep] if step != best]
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint; a process killed meanwhile leaves no damaged one."""
+        """Remove a checkpoint; a process killed meanwhile leaves no damaged one."""
         self._saving(step).touch()
         self._sums(step).unlink(missing_ok=True)
         (self._folder / str(step)).rmtree()
         self._saving(step).unlink()
 
     def _held_out_loss(self, half_round: int) -> float:
-        """Returns the held-out loss that a checkpoint says; infinity without.
+        """Return the held-out loss that a checkpoint says; infinity without.
 
         A file that has changed since it was opened stops nothing: it says none.
         """
@@ -202,7 +202,7 @@ class Checkpoints:
     def restore_newest(
         self, like: PyTree | Callable[[int], PyTree]
     ) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """Restores the newest checkpoint that is sound, and sets damaged ones aside.
+        """Restore the newest checkpoint that is sound, and sets damaged ones aside.
 
         Args:
           like: as for `restore`, or what makes it of the checkpoint's half-round.
@@ -225,7 +225,7 @@ class Checkpoints:
         return None
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """Returns a checkpoint's arrays and host data.
+        """Return a checkpoint's arrays and host data.
 
         Args:
           half_round: as in `save`.
@@ -243,7 +243,7 @@ class Checkpoints:
     def restore_some(
         self, half_round: int, like: PyTree, which: Sequence[int]
     ) -> dict[int, jax.Array]:
-        """Returns some of a checkpoint's arrays, of which alone anything is read.
+        """Return some of a checkpoint's arrays, of which alone anything is read.
 
         Args:
           half_round: as in `save`.
@@ -287,7 +287,7 @@ class Checkpoints:
         return {i: back(leaves[i], found[names[i]]) for i in which}
 
     def host(self, half_round: int) -> dict[str, Any]:
-        """Returns the host data of a checkpoint, without its arrays."""
+        """Return the host data of a checkpoint, without its arrays."""
         return read_object(self._folder / str(half_round) / "host" / HOST)
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class Checkpoints:
         return self._folder / f"{half_round}.saving"
 
     def _discard_unfinished(self) -> None:
-        """Removes what a process that was killed while it saved has left."""
+        """Remove what a process that was killed while it saved has left."""
         for mark in sorted(self._folder.glob("*.saving")):
             if not mark.stem.isdecimal():
                 continue  # none of ours
@@ -315,7 +315,7 @@ class Checkpoints:
             mark.unlink()
 
     def _sound(self) -> list[int]:
-        """Returns the finished checkpoints, the same on all processes.
+        """Return the finished checkpoints, the same on all processes.
 
         The newest of them is sound; those after it have been set aside.
         """
@@ -340,7 +340,7 @@ class Checkpoints:
         return sorted(int(n) for n in names - unfinished if n.isdecimal())
 
     def _set_aside_damaged(self) -> list[int] | None:
-        """Renames checkpoints whose files are not those that were written.
+        """Rename checkpoints whose files are not those that were written.
 
         All files of the newest are verified, of older ones the host data, which say
         which of them is kept; their arrays are when they are restored.
@@ -371,7 +371,7 @@ class Checkpoints:
         self._sums(step).unlink(missing_ok=True)
 
     def _host_problem(self, step: int) -> str | None:
-        """Returns why a checkpoint's host data are not those written, or None."""
+        """Return why a checkpoint's host data are not those written, or None."""
         name = f"host/{HOST}"
         file = self._folder / str(step) / name
         try:
@@ -384,7 +384,7 @@ class Checkpoints:
         return None
 
     def problem(self, step: int) -> str | None:
-        """Returns why the files of a checkpoint are not those written, or None."""
+        """Return why the files of a checkpoint are not those written, or None."""
         try:
             written = read_object(self._sums(step))
         except ValueError:
@@ -399,7 +399,7 @@ class Checkpoints:
 
 
 def _checkpointer(fence: Callable[[], None]) -> ocp.AsyncCheckpointer:
-    """Returns orbax's, whose processes meet through the coordination service.
+    """Return orbax's, whose processes meet through the coordination service.
 
     None of its barriers is a collective of the devices, which could come between those
     of the train step, in another order on another process. Each shard is written by one
@@ -433,7 +433,7 @@ def _checkpointer(fence: Callable[[], None]) -> ocp.AsyncCheckpointer:
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Leaves what fails in orbax's threads and tasks to the one line that is raised."""
+    """Leave what fails in orbax's threads and tasks to the one line that is raised."""
     ours = lambda record: "/orbax/" not in record.pathname  # noqa: E731
     logging.get_absl_logger().addFilter(
         lambda record: record.levelno < levels.ERROR or ours(record)
@@ -443,7 +443,7 @@ def _silence_orbax() -> None:
 
 
 def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Leaves out orbax's tasks, which end aloud when another one's work has failed.
+    """Leave out orbax's tasks, which end aloud when another one's work has failed.
 
     And writes under way then, whose end comes when their event loop is closed.
     """
@@ -460,7 +460,7 @@ def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
 def _verify(
     path: epath.Path, arrays: dict[str, jax.Array], problem: str | None
 ) -> None:
-    """Raises `Damaged`, on all processes, if a shard on one is not what was saved.
+    """Raise `Damaged`, on all processes, if a shard on one is not what was saved.
 
     Or if one has a `problem` already.
     """
@@ -481,7 +481,7 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _checksums(folder: epath.Path, remote: bool) -> dict[str, int]:
-    """Returns the CRC-32 of each file, or its size in a remote folder."""
+    """Return the CRC-32 of each file, or its size in a remote folder."""
     files = sorted(_files(folder))
     return {str(f.relative_to(folder)): _checksum(f, remote) for f in files}
 

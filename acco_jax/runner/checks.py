@@ -123,7 +123,7 @@ def _check_method_options(config: ConfigDict) -> None:
 
 
 def _suits(kind: Any, value: Any) -> bool:
-    """Whether a value is of an annotated type, and of no greater size than numbers."""
+    """Return whether a value is of an annotated type, and of no greater size than numbers."""
     if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
         return any(_suits(one, value) for one in get_args(kind))
     if get_origin(kind) is tuple:
@@ -354,7 +354,7 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
 
 
 def _meant(name: str, siblings: list[str]) -> str:
-    """Returns " did you mean ...?" for a field of that name elsewhere, or like it."""
+    """Return " did you mean ...?" for a field of that name elsewhere, or like it."""
     last = name.rpartition(".")[2]
     for field in _dotted(default_config()):
         if field.rpartition(".")[2] == last:
@@ -363,7 +363,7 @@ def _meant(name: str, siblings: list[str]) -> str:
 
 
 def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all fields."""
+    """Yield the dotted names of all fields."""
     for field, value in config.items():
         yield prefix + field
         if isinstance(value, ConfigDict):

@@ -22,7 +22,7 @@ DAY = 86400.0  # seconds: the most that a flag may have a command wait
 
 
 def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
-    """Defines --config, with a flag for each field that argv (the command line) has."""
+    """Define --config, with a flag for each field that argv (the command line) has."""
     # What is not a field is taken here and refused by config.validate, in one line.
     return config_flags.DEFINE_config_file(
         "config",
@@ -39,7 +39,7 @@ class ModelFlags:
     """The flags that name a model: a run's workdir, or a Hugging Face folder."""
 
     def __init__(self) -> None:
-        """Defines them."""
+        """Define them."""
         self._workdir = flags.DEFINE_string("workdir", None, "Workdir of a run.")
         self._model = flags.DEFINE_string("model", None, "A Hugging Face folder.")
         self._dtype = flags.DEFINE_string(
@@ -79,7 +79,7 @@ def parser(
     names: bool = False,
     page: Callable[[], str] | None = None,
 ) -> Callable[[list[str]], list[str]]:
-    """Returns what absl.app parses flags with: it also loads the config of a flag.
+    """Return what absl.app parses flags with: it also loads the config of a flag.
 
     A command without that flag has no `config`. One that takes `names` finds them
     behind its own in the list. Where there is a `page`, --help prints it.
@@ -131,7 +131,7 @@ def _check_numbers() -> None:
 
 
 def config_arguments(config: str = "config") -> list[str]:
-    """Returns the flags that give another process the config of this one."""
+    """Return the flags that give another process the config of this one."""
     flag = flags.FLAGS[config]
     fields = config_flags.get_override_values(flag)
     return [
@@ -141,7 +141,7 @@ def config_arguments(config: str = "config") -> list[str]:
 
 
 def config_of(arguments: list[str]) -> ConfigDict:
-    """Returns the config of a process with these flags.
+    """Return the config of a process with these flags.
 
     Raises:
       ValueError: in one line, a field or a value that cannot be.
@@ -158,12 +158,12 @@ def config_of(arguments: list[str]) -> ConfigDict:
 
 
 def _scale(flag: flags.Flag) -> None:
-    """Applies the config's scale; a field with a flag of its own keeps its value."""
+    """Apply the config's scale; a field with a flag of its own keeps its value."""
     flag.value = configs.scaled(flag.value, config_flags.get_override_values(flag))
 
 
 def _line(error: BaseException) -> str:
-    """Shortens an error by the traceback that ml_collections puts before it."""
+    """Shorten an error by the traceback that ml_collections puts before it."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?

@@ -66,7 +66,7 @@ class Request:
 
 
 def parse(text: str) -> tuple[Entry, ...]:
-    """Parses methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
+    """Parse methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
 
     In parentheses: arguments of the method, or config.FIELD=VALUE.
 
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Entry, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at the commas outside of parentheses."""
+    """Split at the commas outside of parentheses."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -108,7 +108,7 @@ def _entry(name: str) -> Entry:
 
 
 def check(request: Request) -> list[dict[str, Any]]:
-    """Prepares a run of every method, here, as its own process would.
+    """Prepare a run of every method, here, as its own process would.
 
     Returns:
       How long the runs are of each candidate of the sweep, without one of each method:
@@ -147,7 +147,7 @@ def check(request: Request) -> list[dict[str, Any]]:
 
 
 def _length(experiment: Any) -> dict[str, Any]:
-    """Returns the fields of a `tuning.Length` of a run's `Experiment`."""
+    """Return the fields of a `tuning.Length` of a run's `Experiment`."""
     e, every = experiment, experiment.config.eval_every
     calls = {}
     for step in (*range(every, e.config.steps, every), e.config.steps):
@@ -161,7 +161,7 @@ def _length(experiment: Any) -> dict[str, Any]:
 
 
 def compare(request: Request, checking: list[str]) -> str:
-    """Runs what is not finished, writes the results, and returns the table.
+    """Run what is not finished, writes the results, and returns the table.
 
     The arguments `checking` make `python -m acco_jax.compare` only `check`.
 
@@ -203,7 +203,7 @@ def compare(request: Request, checking: list[str]) -> str:
 
 
 def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> Request:
-    """Returns the request with each method at its own best."""
+    """Return the request with each method at its own best."""
     found = request.candidates
     own = [(*request.config, *c.flags) for c in found]
     full = [dataclasses.replace(c, flags=f) for c, f in zip(found, own, strict=True)]
@@ -223,7 +223,7 @@ def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> 
 
 
 def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]:
-    """Calls `check` in a process of its own: this one must not take the devices."""
+    """Call `check` in a process of its own: this one must not take the devices."""
     command = [sys.executable, "-m", "acco_jax.compare", *arguments]
     environment = network.environment() if on_cpu else None
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -15,7 +15,7 @@ PLACEHOLDER = config_dict.placeholder
 
 
 def default_config() -> ConfigDict:
-    """Returns every field there is; an experiment starts from this and changes some.
+    """Return every field there is; an experiment starts from this and changes some.
 
     It is not locked, so that optimizer.options takes new keys from the command line;
     `validate` refuses fields that are not here.
@@ -240,7 +240,7 @@ def _lora_fields() -> ConfigDict:
 
 
 def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
-    """Returns a config with the fields of its `scale`, and then no scales any more.
+    """Return a config with the fields of its `scale`, and then no scales any more.
 
     Args:
       config: of the experiment.
@@ -274,7 +274,7 @@ def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted names and values."""
+    """Yield dotted names and values."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -283,7 +283,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def from_json(fields: Mapping[str, Any]) -> ConfigDict:
-    """Returns the config that a run's config.json describes.
+    """Return the config that a run's config.json describes.
 
     Fields that it lacks, as one of an earlier version does, have their defaults.
 
@@ -308,7 +308,7 @@ def with_steps(
     steps_per_call: int,
     most: int = STEPS,
 ) -> ConfigDict:
-    """Returns the config with the `steps` that `tokens` or `epochs` ask for.
+    """Return the config with the `steps` that `tokens` or `epochs` ask for.
 
     Args:
       config: of the experiment.
@@ -340,7 +340,7 @@ def with_steps(
 
 
 def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) -> int:
-    """Returns the microbatches of each worker in one of a step's half-rounds.
+    """Return the microbatches of each worker in one of a step's half-rounds.
 
     Raises:
       ValueError: the step does not divide into half-rounds, or counts do not fit.
@@ -363,7 +363,7 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
 
 
 def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
-    """Returns the microbatches of each worker in the halves of a step, the first first.
+    """Return the microbatches of each worker in the halves of a step, the first first.
 
     Raises:
       ValueError: there are not two half-rounds, or not so many microbatches.
@@ -378,13 +378,13 @@ def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
 
 
 def replayed(config: ConfigDict) -> str:
-    """Returns the log that a run repeats; '' if it repeats none."""
+    """Return the log that a run repeats; '' if it repeats none."""
     kind, _, file = config.microbatches.partition(":")
     return file if kind == "replay" else ""
 
 
 def dtype(field: str, name: str | None) -> Any:
-    """Returns a floating dtype by name, None for None; an error names the field."""
+    """Return a floating dtype by name, None for None; an error names the field."""
     if name is None:
         return None
     try:

@@ -29,7 +29,7 @@ class CountsLog:
     """The counts of a run so far, which process 0 writes."""
 
     def __init__(self, workdir: Path, done: int) -> None:
-        """Opens the log of a run, cut after the half-rounds done so far.
+        """Open the log of a run, cut after the half-rounds done so far.
 
         Raises:
           ValueError: the log is damaged, or of fewer half-rounds.
@@ -43,7 +43,7 @@ class CountsLog:
             self._file = path.open("a")
 
     def add(self, counts: Sequence[int]) -> None:
-        """Appends the next half-round's counts, one for each worker."""
+        """Append the next half-round's counts, one for each worker."""
         self.last = [int(c) for c in counts]
         self.total += sum(self.last)
         if self._file:
@@ -56,7 +56,7 @@ class CountsLog:
 
 
 def kept(workdir: Path, done: int) -> list[list[int]]:
-    """Returns the counts of the half-rounds done so far.
+    """Return the counts of the half-rounds done so far.
 
     Raises:
       ValueError: the log is damaged, or of fewer half-rounds.
@@ -72,7 +72,7 @@ def kept(workdir: Path, done: int) -> list[list[int]]:
 
 
 def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
-    """Raises a ValueError unless a log can be repeated by such a run, whole."""
+    """Raise a ValueError unless a log can be repeated by such a run, whole."""
     rows = read_counts(log)
     if len(rows) < half_rounds:
         raise ValueError(
@@ -85,7 +85,7 @@ def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
 def counted(
     config: ConfigDict, microbatches: int, half_rounds: int, first: int, workers: int
 ) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay | None:
-    """Returns how a half-round's microbatches are counted, None where they are fixed.
+    """Return how a half-round's microbatches are counted, None where they are fixed.
 
     Args:
       config: of the experiment.
@@ -126,7 +126,7 @@ def counted(
 def _halves(
     config: ConfigDict, microbatches: int, first: int, workers: int
 ) -> acco_jax.Halves:
-    """Returns the halves of a step, dealt out anew where there were `first` workers."""
+    """Return the halves of a step, dealt out anew where there were `first` workers."""
     parts = configs.halves(config, config.microbatches_per_step // microbatches)
     if first in (0, workers):
         return acco_jax.Halves(*parts)
@@ -140,7 +140,7 @@ class Watch:
         self._step, self._said = step, set[int]()
 
     def counts(self, metrics: dict[str, Any]) -> list[int]:
-        """Returns every worker's microbatches of the call with these metrics.
+        """Return every worker's microbatches of the call with these metrics.
 
         It waits for the devices only where the host does not know them.
         """
@@ -149,7 +149,7 @@ class Watch:
         return [int(c) for c in jax.device_get(metrics["counts"])]
 
     def row(self, half_round: int) -> dict[str, Any]:
-        """Returns what a row of metrics has of it; process 0 logs what has changed."""
+        """Return what a row of metrics has of it; process 0 logs what has changed."""
         if not isinstance(self._step, BalancedStep) or not self._step.seconds:
             return {}
         slow, counts = self._step.stragglers, self._step.counts

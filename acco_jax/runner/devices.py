@@ -17,14 +17,14 @@ PATIENCE = 60  # seconds that JAX waits longer for the others than this process 
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has a device file of a GPU or a TPU."""
+    """Return whether this machine has a device file of a GPU or a TPU."""
     gpus = "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"  # NVIDIA's, WSL's, AMD's
     tpus = "/dev/accel*", "/dev/vfio/[0-9]*"
     return any(glob.glob(pattern) for pattern in gpus + tpus)
 
 
 def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None:
-    """Chooses the CPU where there is nothing else, and how many devices it has.
+    """Choose the CPU where there is nothing else, and how many devices it has.
 
     With an accelerator's plugin installed and no accelerator, JAX left to itself
     searches for one and prints a traceback.
@@ -57,7 +57,7 @@ KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
 def launched_by_a_cluster() -> bool:
-    """Whether a launcher that JAX detects started several of these processes.
+    """Return whether a launcher that JAX detects started several of these processes.
 
     Raises:
       ValueError: in one line, which variable says so although JAX finds no others.
@@ -87,7 +87,7 @@ def launched_by_a_cluster() -> bool:
 
 
 def are_several(coordinator: str | None, processes: int | None) -> bool:
-    """Whether flags, or where there are none a launcher, name several processes.
+    """Return whether flags, or where there are none a launcher, name several processes.
 
     Raises:
       ValueError: as `launched_by_a_cluster`.
@@ -98,7 +98,7 @@ def are_several(coordinator: str | None, processes: int | None) -> bool:
 
 
 def _number_of(name: str) -> int:
-    """Returns how many processes a launcher's variable says there are; 1 if unset."""
+    """Return how many processes a launcher's variable says there are; 1 if unset."""
     text = os.environ.get(name, "1")
     try:
         number = int(text)
@@ -113,12 +113,12 @@ def _number_of(name: str) -> int:
 
 
 def _missing(name: str) -> str:
-    """Returns the first variable that JAX lacks to find a launcher's processes."""
+    """Return the first variable that JAX lacks to find a launcher's processes."""
     return next((x for x in LAUNCHERS[name][0] if not os.environ.get(x)), "")
 
 
 def has_tpu() -> bool:
-    """Whether JAX can use this machine's TPU."""
+    """Return whether JAX can use this machine's TPU."""
     files = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
     installed = importlib.util.find_spec("libtpu") is not None
     return installed and any(glob.glob(pattern) for pattern in files)
@@ -126,7 +126,7 @@ def has_tpu() -> bool:
 
 @functools.cache
 def _tpu_hosts() -> int:
-    """Returns the hosts of the slice that this Cloud TPU VM is of; 1 if it is none.
+    """Return the hosts of the slice that this Cloud TPU VM is of; 1 if it is none.
 
     Its environment does not say; its metadata, at the address that JAX asks too, does.
     """
@@ -186,7 +186,7 @@ def connect(
     *,
     supervised: bool = False,
 ) -> None:
-    """Joins the other processes: as told, or as the launcher says, or not at all.
+    """Join the other processes: as told, or as the launcher says, or not at all.
 
     Where they do not come in time, the process ends with `exits.LOST`.
 
@@ -229,7 +229,7 @@ def connect(
 
 
 def _end_alone(seconds: float, processes: int | None) -> None:
-    """Ends this process, whose main thread waits in C++ for the others."""
+    """End this process, whose main thread waits in C++ for the others."""
     told = [f"{x}={os.environ[x]}" for x in LAUNCHERS if os.environ.get(x)]
     if processes is not None:
         told = [f"--processes={processes}"]

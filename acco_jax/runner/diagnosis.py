@@ -49,7 +49,7 @@ class Finding:
 
 
 def versions(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Checks versions that must fit together.
+    """Check versions that must fit together.
 
     Args:
       installed: package -> version; None: what is installed.
@@ -77,7 +77,7 @@ def _version(package: str) -> str | None:
 
 
 def backend(found: Sequence[jax.Device], accelerator: bool) -> Iterator[Finding]:
-    """Checks that JAX uses what the machine has.
+    """Check that JAX uses what the machine has.
 
     Args:
       found: JAX's devices, of all processes.
@@ -109,7 +109,7 @@ def backend(found: Sequence[jax.Device], accelerator: bool) -> Iterator[Finding]
 
 
 def cores(available: int, nproc: str | None, platform: str) -> Iterator[Finding]:
-    """Checks that a CPU process has a thread to communicate in.
+    """Check that a CPU process has a thread to communicate in.
 
     Args:
       available: cores that this process may use.
@@ -127,7 +127,7 @@ def cores(available: int, nproc: str | None, platform: str) -> Iterator[Finding]
 
 
 def bandwidths(mesh: Mesh) -> dict[tuple[int, int], float]:
-    """Measures pairs of devices, both ways at once, in bytes a second each way.
+    """Measure pairs of devices, both ways at once, in bytes a second each way.
 
     All processes of the mesh call it together. Of more than sixteen devices, some
     pairs.
@@ -183,7 +183,7 @@ def _rate(bytes_a_second: float) -> str:
 
 
 def folder(workdir: Path) -> Iterator[Finding]:
-    """Checks where a run would write: that all processes share it, and its disk."""
+    """Check where a run would write: that all processes share it, and its disk."""
     try:
         workdirs.check_shared(workdir)
         there = next(p for p in (workdir, *workdir.parents) if p.exists())
@@ -204,7 +204,7 @@ def folder(workdir: Path) -> Iterator[Finding]:
 
 
 def examined(workdir: Path) -> Iterator[Finding]:
-    """Yields all findings of this machine, and of the others that take part."""
+    """Yield all findings of this machine, and of the others that take part."""
     found = jax.devices()
     yield from versions()
     yield from backend(found, here.has_accelerator())

@@ -30,7 +30,7 @@ class Drops:
         first_row: Callable[[Position, int], int],
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Begins with nothing dropped, or with what `state` returned.
+        """Begin with nothing dropped, or with what `state` returned.
 
         Args:
           dropping: whether the train step looks for bad numbers.
@@ -51,13 +51,13 @@ class Drops:
         self._unread: list[tuple[int, Position, tuple[jax.Array, jax.Array]]] = []
 
     def add(self, half_round: int, start: Position, metrics: dict[str, Any]) -> None:
-        """Takes a half-round's metrics, possibly not computed yet, and its `start`."""
+        """Take a half-round's metrics, possibly not computed yet, and its `start`."""
         if self.dropping:
             arrays = metrics["dropped"], metrics["weight"]
             self._unread.append((half_round, start, arrays))
 
     def read(self, half_round: int) -> None:
-        """Looks at all half-rounds up to this one, and waits for it.
+        """Look at all half-rounds up to this one, and waits for it.
 
         Raises:
           FloatingPointError: a worker was dropped in too many of them in a row.
@@ -92,11 +92,11 @@ class Drops:
             )
 
     def since_last(self) -> int:
-        """Returns how often workers were dropped since this was last asked for."""
+        """Return how often workers were dropped since this was last asked for."""
         since, self._since = self._since, 0
         return since
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, JSON-able and the same in all processes."""
+        """Return what a checkpoint keeps, JSON-able and the same in all processes."""
         in_a_row = self._in_a_row.tolist()
         return {"in_a_row": in_a_row, "nobody": self.nobody, "since": self._since}

@@ -43,7 +43,7 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def lines() -> Iterator[None]:
-    """Ends a command whose body raises with one line on stderr and a code.
+    """End a command whose body raises with one line on stderr and a code.
 
     A program's error that nothing has foreseen has its traceback before that line. In
     a process that a supervisor started such an error is raised again: the supervisor
@@ -64,7 +64,7 @@ def lines() -> Iterator[None]:
 
 
 def ended(error: BaseException) -> tuple[int | None, str]:
-    """Returns the code and the line that a command ends with.
+    """Return the code and the line that a command ends with.
 
     The code is None for an error that nothing has foreseen.
     """
@@ -91,7 +91,7 @@ def ended(error: BaseException) -> tuple[int | None, str]:
 
 
 def _place(error: BaseException) -> tuple[bool, str]:
-    """Returns whether this package raised an error, and the file and line that did.
+    """Return whether this package raised an error, and the file and line that did.
 
     Of an error in an installed library it is the line that called the library.
     """
@@ -110,7 +110,7 @@ def _place(error: BaseException) -> tuple[bool, str]:
 
 
 def end(code: int, message: object) -> NoReturn:
-    """Ends the process with one line on stderr.
+    """End the process with one line on stderr.
 
     Args:
       code: one of this module's.

@@ -29,7 +29,7 @@ def export(
     half_round: int | None = None,
     limit: int = folders.SHARD_BYTES,
 ) -> str:
-    """Writes the committed parameters of a run, its tokenizer and what describes both.
+    """Write the committed parameters of a run, its tokenizer and what describes both.
 
     Args:
       workdir: of the run.
@@ -77,7 +77,7 @@ def export(
 
 
 def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
-    """Returns what generation_config.json says: what the run started from, and its end.
+    """Return what generation_config.json says: what the run started from, and its end.
 
     A model that has been trained from the beginning has seen the end of text before
     every text.
@@ -94,7 +94,7 @@ def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
 def _weights(
     run: Run, architecture: transformer.Config
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the state dict in the dtype that is asked for, an array at a time.
+    """Yield the state dict in the dtype that is asked for, an array at a time.
 
     Raises:
       ValueError: a weight is larger than float16 can hold.

@@ -17,7 +17,7 @@ ROWS = 2**32  # bytes of a file of rows
 
 
 def is_remote(path: Path | epath.Path | str) -> bool:
-    """Whether a path is that of an object store, as gs://bucket/run.
+    """Return whether a path is that of an object store, as gs://bucket/run.
 
     A Path has lost one of its slashes.
     """
@@ -25,7 +25,7 @@ def is_remote(path: Path | epath.Path | str) -> bool:
 
 
 def write_whole(path: Path | epath.Path, text: str) -> None:
-    """Writes a file under a fresh name first, then renames it.
+    """Write a file under a fresh name first, then renames it.
 
     Nobody foresees that name, and it follows no symbolic link.
     """
@@ -44,25 +44,25 @@ def write_whole(path: Path | epath.Path, text: str) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Writes one JSON value a line."""
+    """Write one JSON value a line."""
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_row(path: Path, row: Any) -> None:
-    """Appends one JSON value as a line; it is there once this returns."""
+    """Append one JSON value as a line; it is there once this returns."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def sealed(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with the CRC-32 of its JSON."""
+    """Return a row with the CRC-32 of its JSON."""
     return row | {"crc32": zlib.crc32(json.dumps(row).encode())}
 
 
 def read_rows(
     path: Path, fields: set[str], *, seals: bool = False
 ) -> list[dict[str, Any]]:
-    """Reads JSON objects, one a line.
+    """Read JSON objects, one a line.
 
     Args:
       path: of the file; there are no rows where it does not exist.
@@ -96,12 +96,12 @@ def read_rows(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number of a size that counters, clocks and losses have."""
+    """Return whether a value is a number of a size that counters, clocks and losses have."""
     return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[arg-type]
 
 
 def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
-    """Returns a file's text.
+    """Return a file's text.
 
     Args:
       path: of the file.
@@ -121,7 +121,7 @@ def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
 
 
 def read_object(path: Path | epath.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
       ValueError: in one line with the file's name, there is none.

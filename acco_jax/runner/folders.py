@@ -42,7 +42,7 @@ class Folder:
     """The files of a model in a folder, each looked into when it is first asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Opens a folder.
+        """Open a folder.
 
         Raises:
           ValueError: in one line, it has no config.json.
@@ -92,7 +92,7 @@ class Folder:
         return self._files
 
     def weight(self, name: str) -> Weight:
-        """Returns where an array is, without reading it.
+        """Return where an array is, without reading it.
 
         As long as that is held, what is read of the file stays mapped: it is opened
         for each array anew.
@@ -118,7 +118,7 @@ class Folder:
         return Weight(part)
 
     def _opened(self, path: Path) -> Any:
-        """Opens a file of weights.
+        """Open a file of weights.
 
         Raises:
           ValueError: in one line, it is none, or names an array twice.
@@ -136,7 +136,7 @@ class Folder:
         return opened
 
     def _found(self) -> dict[str, Path]:
-        """Returns which file has each array."""
+        """Return which file has each array."""
         whole, index = self.path / WEIGHTS, self.path / INDEX
         if whole.is_file():
             return dict.fromkeys(self._opened(whole).keys(), whole)
@@ -160,7 +160,7 @@ class Folder:
 
 
 def _strict_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, which names nothing twice."""
+    """Return the JSON object in a file, which names nothing twice."""
     found = read_object(path)
     try:
         _strict(read_text(path, limit=smallfiles.LARGEST))
@@ -183,7 +183,7 @@ def _strict(text: str) -> Any:
 def write_weights(
     folder: Path, arrays: Iterable[tuple[str, np.ndarray]], limit: int = SHARD_BYTES
 ) -> None:
-    """Writes arrays as safetensors files, with an index if there are several.
+    """Write arrays as safetensors files, with an index if there are several.
 
     Args:
       folder: where no weights are yet.
@@ -212,7 +212,7 @@ def write_weights(
 def _parts(
     arrays: Iterable[tuple[str, np.ndarray]], limit: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields arrays in groups of at most `limit` bytes, or of one array."""
+    """Yield arrays in groups of at most `limit` bytes, or of one array."""
     part: dict[str, np.ndarray] = {}
     size = 0
     for name, x in arrays:

@@ -49,7 +49,7 @@ class Record:
     """The record of a run, which process 0 writes; for the others it does nothing."""
 
     def __init__(self, workdir: Path, began: float, *, over: bool) -> None:
-        """Continues the record of a workdir, or begins one.
+        """Continue the record of a workdir, or begins one.
 
         Args:
           workdir: of the run.
@@ -96,7 +96,7 @@ class Record:
         self._add(row | {name: value for name, value in more.items() if value})
 
     def trained(self, half_round: int, fetching: float = 0.0) -> None:
-        """Marks half-rounds, so many in all, as done.
+        """Mark half-rounds, so many in all, as done.
 
         Args:
           half_round: the last of them.
@@ -108,13 +108,13 @@ class Record:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measures how long the host waits for a batch."""
+        """Measure how long the host waits for a batch."""
         begin = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begin
 
     def summary(self) -> dict[str, Any]:
-        """Returns goodput, wall time and the seconds of each cause, as in summary.json.
+        """Return goodput, wall time and the seconds of each cause, as in summary.json.
 
         Process 0 alone knows them; for the others it is empty.
         """
@@ -128,7 +128,7 @@ class Record:
         }
 
     def close(self) -> None:
-        """Ends what notices compilations."""
+        """End what notices compilations."""
         if self._writes:
             jax.monitoring.unregister_event_time_span_listener(self._notice)
 
@@ -144,7 +144,7 @@ class Record:
 
 
 def spent(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the seconds of each cause, which add up to the wall time.
+    """Return the seconds of each cause, which add up to the wall time.
 
     A clock that was set back stands still until it is past the latest time it showed.
     Of training from half-round a to b of which those after c were lost, (b - c) / (b -
@@ -174,12 +174,12 @@ def spent(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def share(seconds: dict[str, float]) -> float:
-    """Returns the goodput: the part of the wall time that half_rounds took."""
+    """Return the goodput: the part of the wall time that half_rounds took."""
     return seconds["half_rounds"] / max(sum(seconds.values()), 1e-9)
 
 
 def read(workdir: Path) -> list[Row]:
-    """Reads the record of a run so far; nothing where there is none.
+    """Read the record of a run so far; nothing where there is none.
 
     Raises:
       ValueError: in one line, the file holds something else.
@@ -195,7 +195,7 @@ def read(workdir: Path) -> list[Row]:
 
 
 def _lose(kept: list[tuple[int, int, float]], reach: int) -> float:
-    """Takes training beyond a half-round off the end of `kept`; returns its seconds."""
+    """Take training beyond a half-round off the end of `kept`; returns its seconds."""
     lost = 0.0
     while kept and kept[-1][1] > reach:
         first, last, seconds = kept.pop()

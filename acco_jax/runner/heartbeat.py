@@ -59,7 +59,7 @@ def die_with_parent(number: int) -> None:
 
 
 def follow() -> Orders | None:
-    """Begins to give signs of life; returns None where no command asked for them."""
+    """Begin to give signs of life; returns None where no command asked for them."""
     global _pipe, _stacks
     text = os.environ.pop(VARIABLE, None)
     if text is None:
@@ -85,12 +85,12 @@ def follow() -> Orders | None:
 
 
 def supervised() -> bool:
-    """Whether a command started this process and listens to it."""
+    """Return whether a command started this process and listens to it."""
     return _pipe is not None
 
 
 def keep_stacks() -> None:
-    """Sends the stacks of a crash to the file; absl would show them on the terminal."""
+    """Send the stacks of a crash to the file; absl would show them on the terminal."""
     if _stacks is not None:
         faulthandler.enable(_stacks)
 

@@ -30,19 +30,19 @@ class Hooks:
     """What is called beside training, and may fail without it."""
 
     def __init__(self, *, strict: bool = False) -> None:
-        """Begins with none. If `strict`, one that raises ends the run."""
+        """Begin with none. If `strict`, one that raises ends the run."""
         self._strict = strict
         self._functions: dict[str, Hook] = {}
         self._board: Board | None = None
         self._broken: set[str] = set()
 
     def add(self, name: str, make: Callable[[], Hook]) -> None:
-        """Adds the hook that `make` returns, which may fail as a hook may."""
+        """Add the hook that `make` returns, which may fail as a hook may."""
         if (hook := self.call(name, "its start", make)) is not None:
             self._functions[name] = hook
 
     def open_board(self, workdir: Path, done: int) -> None:
-        """Begins a file for TensorBoard, of rows after half-round `done`."""
+        """Begin a file for TensorBoard, of rows after half-round `done`."""
         self.close_board()
         self._board = self.call(BOARD, "its start", Board, workdir, done)
 
@@ -66,7 +66,7 @@ class Hooks:
     def call(
         self, name: str, where: str, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Returns what a function returns, None where it raises or has raised before.
+        """Return what a function returns, None where it raises or has raised before.
 
         Args:
           name: of what is called; it is warned of once.
@@ -100,7 +100,7 @@ class Board:
     """Writes rows for TensorBoard, at once: a thread that dies would block training."""
 
     def __init__(self, workdir: Path, done: int) -> None:
-        """Begins a file; TensorBoard forgets what others say after `done`."""
+        """Begin a file; TensorBoard forgets what others say after `done`."""
         folder = workdir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".{time.time_ns()}"  # the name has whole seconds
@@ -145,7 +145,7 @@ def check(config: ConfigDict) -> None:
 
 
 def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
-    """Returns the hooks of an experiment; process 0 alone calls them with rows.
+    """Return the hooks of an experiment; process 0 alone calls them with rows.
 
     Raises:
       ValueError: Weights & Biases is asked for and not installed, or there is no such
@@ -164,7 +164,7 @@ def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
 
 
 def _package(config: ConfigDict) -> Any:
-    """Returns the module wandb; raises a ValueError where it is not installed."""
+    """Return the module wandb; raises a ValueError where it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
@@ -175,7 +175,7 @@ def _package(config: ConfigDict) -> Any:
 
 
 def _wandb(wandb: Any, config: ConfigDict, workdir: Path) -> Hook:
-    """Returns a hook that logs rows to a run of Weights & Biases.
+    """Return a hook that logs rows to a run of Weights & Biases.
 
     The run has an id of the workdir's own, so that a continued run goes on in it.
     """

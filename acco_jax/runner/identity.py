@@ -17,7 +17,7 @@ PLACES = {"init_from": (), "data.tokenizer": ("bytes", "bpe")}  # except these n
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """Names the first field in which two configs differ; '' if none matters."""
+    """Name the first field in which two configs differ; '' if none matters."""
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if prefix + key in HARMLESS:

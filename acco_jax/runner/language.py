@@ -44,7 +44,7 @@ class Language:
         return self.prefix or (self.tokenizer.end_of_text,)
 
     def tokens(self, text: str, most: int | None = None) -> np.ndarray:
-        """Returns what a text is to the model, int32 (n,), at least one token.
+        """Return what a text is to the model, int32 (n,), at least one token.
 
         Args:
           text: any.
@@ -61,7 +61,7 @@ class Language:
         return np.concatenate([np.asarray(first, np.int32), encoded])
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of a text, int32 (n,).
+        """Return the tokens of a text, int32 (n,).
 
         Raises:
           ValueError: it is no Unicode text.
@@ -73,7 +73,7 @@ class Language:
         return self.tokenizer.encode(text)
 
     def rows(self, text: str, stride: int) -> list[Row]:
-        """Returns rows that have each token of a text as a target once.
+        """Return rows that have each token of a text as a target once.
 
         They are windows of as many tokens as the model has positions.
 
@@ -93,7 +93,7 @@ class Language:
         return list(scoring.windows(tokens, most, stride))
 
     def pair(self, context: str, continuation: str) -> Row:
-        """Returns the row that has a continuation as its targets, after a context.
+        """Return the row that has a continuation as its targets, after a context.
 
         Both are encoded as one text, spaces at the end of the context with what follows
         them. Of a context that is too long the end is kept.
@@ -115,7 +115,7 @@ class Language:
         return Row(tokens[-most - 1 :], targets)
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Returns what rows cost."""
+        """Return what rows cost."""
         return scoring.score(self.config, self.params, rows)
 
     def write(
@@ -126,7 +126,7 @@ class Language:
         keys: jax.Array,
         chunk: int,
     ) -> Iterator[list[str]]:
-        """Yields what has been written after prompts, again and again, to the end.
+        """Yield what has been written after prompts, again and again, to the end.
 
         A character at the end whose bytes are not all there is left out until they are,
         or nothing more comes.
@@ -157,13 +157,13 @@ class Language:
 
 
 def keys_of(seed: int, count: int) -> jax.Array:
-    """Returns the keys of so many texts: each its own, of the seed and its number."""
+    """Return the keys of so many texts: each its own, of the seed and its number."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     return fold(jax.random.key(seed), np.arange(count))
 
 
 def opened(named: ModelFlags) -> Language:
-    """Opens what flags name; raises as `from_run` and `from_folder`."""
+    """Open what flags name; raises as `from_run` and `from_folder`."""
     if (workdir := named.workdir) is not None:
         return from_run(workdir)
     return from_folder(*named.folder)
@@ -172,7 +172,7 @@ def opened(named: ModelFlags) -> Language:
 def from_run(
     workdir: str | Path, devices: Sequence[jax.Device] | None = None
 ) -> Language:
-    """Reads what a run has trained.
+    """Read what a run has trained.
 
     Args:
       workdir: of the run.
@@ -193,7 +193,7 @@ def from_run(
 def from_folder(
     path: str | Path, dtype: str | None = None, ignored: str | None = None
 ) -> Language:
-    """Reads a Hugging Face folder to JAX's first device.
+    """Read a Hugging Face folder to JAX's first device.
 
     Args:
       path: of the folder.

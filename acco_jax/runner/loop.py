@@ -112,7 +112,7 @@ class _Run:
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
     def _restore(self) -> dict[str, Any] | None:
-        """Takes parameters and state of the newest checkpoint; returns its host data.
+        """Take parameters and state of the newest checkpoint; returns its host data.
 
         None where there is no checkpoint.
         """
@@ -127,7 +127,7 @@ class _Run:
         return host
 
     def _open_records(self, seconds: float) -> None:
-        """Opens logs and metrics of so many seconds, cut where the run stands."""
+        """Open logs and metrics of so many seconds, cut where the run stands."""
         e = self._experiment
         if e.config.microbatches != "fixed":
             self._log = CountsLog(e.workdir, self.done)
@@ -157,7 +157,7 @@ class _Run:
         )
 
     def roll_back(self) -> None:
-        """Goes on from the newest checkpoint, with rows that were not read before."""
+        """Go on from the newest checkpoint, with rows that were not read before."""
         self._replicas.judge()
         seconds = self._recorder.seconds
         self._close_records()
@@ -170,7 +170,7 @@ class _Run:
         return self._batches.targets
 
     def half_round(self) -> None:
-        """Dispatches a half-round and waits for none but an interval long past."""
+        """Dispatch a half-round and waits for none but an interval long past."""
         e = self._experiment
         start, before = self._batches.position, self.tokens
         with self._goodput.waiting():
@@ -197,16 +197,16 @@ class _Run:
             self._recorder.train(host, device | {"learning_rate": rate})
 
     def compare_replicas(self) -> None:
-        """Dispatches a comparison of what all workers have copies of."""
+        """Dispatch a comparison of what all workers have copies of."""
         self._replicas.send(self.done, self._arrays())
 
     def _arrays(self) -> dict[str, PyTree]:
-        """Returns all arrays that half-rounds use, by what they are."""
+        """Return all arrays that half-rounds use, by what they are."""
         model = with_arrays(self._experiment.loss_fn)
         return {"params": self.params, "state": self.state, "model": model}
 
     def _rng(self) -> jax.Array | None:
-        """Returns the key of the next half-round; None for a loss that draws nothing.
+        """Return the key of the next half-round; None for a loss that draws nothing.
 
         It follows from the seed and the half-round alone, so that a run goes on as it
         was.
@@ -216,7 +216,7 @@ class _Run:
         )
 
     def owes_evaluation(self) -> bool:
-        """Whether the run was stopped in the evaluation of its last half-round."""
+        """Return whether the run was stopped in the evaluation of its last half-round."""
         e = self._experiment
         if not self.done or not _crossed(e, self.done, e.config.eval_every):
             return False
@@ -226,7 +226,7 @@ class _Run:
         )
 
     def validate(self, limit: int | None) -> dict[str, Any]:
-        """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
+        """Evaluate on `limit` batches of held-out documents, or all; returns a row."""
         e = self._experiment
         with self._settled():
             self._replicas.judge()
@@ -258,7 +258,7 @@ class _Run:
         return row
 
     def save(self, *, last: bool = False) -> None:
-        """Starts to write a checkpoint once, and never one that is not finite.
+        """Start to write a checkpoint once, and never one that is not finite.
 
         None where the newest half-round, or if this is the `last` chance the newest
         two, counted for nobody: then these parameters may be why.
@@ -288,26 +288,26 @@ class _Run:
             self._goodput.mark("checkpoints", self.done)
 
     def wait(self) -> None:
-        """Waits until the devices have done all half-rounds so far."""
+        """Wait until the devices have done all half-rounds so far."""
         jax.block_until_ready((self.params, self.state, self._metrics))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Keeps the time inside out of what half-rounds take."""
+        """Keep the time inside out of what half-rounds take."""
         with self._settled():
             yield
             self._goodput.mark("profiling", self.done)
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
-        """Waits for half-rounds under way; what is done inside is none of theirs."""
+        """Wait for half-rounds under way; what is done inside is none of theirs."""
         with self._recorder.pause(self.tokens):
             self.wait()
             self._goodput.trained(self.done)
             yield
 
     def spent(self) -> dict[str, Any]:
-        """Returns the goodput so far, on process 0."""
+        """Return the goodput so far, on process 0."""
         return self._goodput.summary()
 
     def close(self) -> None:
@@ -328,7 +328,7 @@ def run(
     replay: worlds.Replay | None = None,
     strict_hooks: bool = False,
 ) -> dict[str, Any] | None:
-    """Trains, or continues a run, to its end.
+    """Train, or continues a run, to its end.
 
     Args:
       experiment: from `prepare`.
@@ -394,7 +394,7 @@ def run(
 def _train(
     runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
 ) -> dict[str, Any] | None:
-    """Trains up to a half-round; returns the row of the final evaluation at the end."""
+    """Train up to a half-round; returns the row of the final evaluation at the end."""
     config, total = experiment.config, experiment.half_rounds
     if runner.owes_evaluation():
         runner.validate(config.eval_batches)
@@ -414,7 +414,7 @@ def _train(
 
 
 def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
-    """Whether this half-round ended the step that a multiple of `every` counts to.
+    """Return whether this half-round ended the step that a multiple of `every` counts to.
 
     A call of several steps may pass it; a step may end with a later half-round.
     """
@@ -424,7 +424,7 @@ def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
 
 
 def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
-    """Returns model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
+    """Return model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
     e = experiment
     chip = chips.of_kind(e.mesh.devices.flat[0].device_kind)
     if chip is None or e.model.flops_per_token is None:
@@ -433,7 +433,7 @@ def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
 
 
 def _devices(experiment: Experiment) -> str:
-    """Returns, as text, how many devices there are, and groups of them."""
+    """Return, as text, how many devices there are, and groups of them."""
     devices, workers = experiment.mesh.devices, experiment.workers
     text = f"{devices.size} {devices.flat[0].platform} devices"
     return text if devices.size == workers else f"{text} in {workers} groups"
@@ -456,7 +456,7 @@ def _announce(experiment: Experiment) -> None:
 def _finish(
     experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns a run's summary; process 0 also writes, draws and logs it."""
+    """Return a run's summary; process 0 also writes, draws and logs it."""
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,

@@ -13,7 +13,7 @@ PyTree = Any
 
 
 def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
-    """Returns what a worker has sent in the whole run, and what a device holds."""
+    """Return what a worker has sent in the whole run, and what a device holds."""
     e = experiment
     arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
     turns, sent = e.step.turns(), None
@@ -33,7 +33,7 @@ def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, A
 
 
 def gradient_seconds(experiment: Experiment, params: PyTree) -> float:
-    """Times local gradients alone: seconds of all workers per token."""
+    """Time local gradients alone: seconds of all workers per token."""
     e, counts = experiment, counts_of(experiment)
     steps, found = e.tx.steps_per_call, batches(e)
     batch = to_devices(next(found), e.mesh)

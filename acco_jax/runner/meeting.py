@@ -98,18 +98,18 @@ class Member:
         return f"process {self.process} on {self.host}"
 
     def begin(self, now: float) -> None:
-        """Forgets the attempt before, and takes part in this one."""
+        """Forget the attempt before, and takes part in this one."""
         self.heard, self.idle, self.part, self.half_round = now, False, True, None
         self.started, self.silent, self.end, self.ended = False, 0.0, None, 0.0
 
     def quiet(self, now: float) -> float:
-        """Returns seconds since a sign of life of the command and of its process."""
+        """Return seconds since a sign of life of the command and of its process."""
         silent = self.silent if self.started else 0.0
         return 0.0 if self.end else max(now - self.heard, silent)
 
 
 def progress(half_round: int | None) -> str:
-    """Returns where in its run a process was."""
+    """Return where in its run a process was."""
     if half_round is None:
         return "before its first half-round"
     return f"after half-round {half_round}"
@@ -118,7 +118,7 @@ def progress(half_round: int | None) -> str:
 def judge(
     members: Sequence[Member], now: float, limits: Limits, attempt: int
 ) -> Verdict | None:
-    """Decides whether an attempt is over before its end, and through which process.
+    """Decide whether an attempt is over before its end, and through which process.
 
     A process that says why it ends is believed, then one that a signal killed, then one
     that is silent; what others died of when it was gone is not held against them.
@@ -268,7 +268,7 @@ class Meeting:
                 spoke = now
 
     def _gather(self, now: float) -> None:
-        """Begins an attempt once all, or enough, are there and idle."""
+        """Begin an attempt once all, or enough, are there and idle."""
         here = self._waiting()
         absent = sorted(set(range(self._processes)) - {m.process for m in here})
         least = self._limits.min_processes or self._processes
@@ -287,12 +287,12 @@ class Meeting:
             self._tell(awaited=absent)
 
     def _waiting(self) -> list[Member]:
-        """Returns those who have no process, in their order."""
+        """Return those who have no process, in their order."""
         here = [m for m in self._members.values() if m.writer and m.idle]
         return sorted(here, key=lambda m: m.process)
 
     def _begin(self, here: list[Member], absent: list[int], now: float) -> None:
-        """Begins an attempt: JAX numbers its processes from 0 without a gap."""
+        """Begin an attempt: JAX numbers its processes from 0 without a gap."""
         self._attempt += 1
         self._running, self._since, self._comes = True, now, None
         six = ":" in self._host

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def described(axes: Mapping[str, int]) -> AbstractMesh:
-    """Returns the mesh of a run whose devices are not there, by its axes' sizes."""
+    """Return the mesh of a run whose devices are not there, by its axes' sizes."""
     auto = (AxisType.Auto,) * len(axes)
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=auto)
 
@@ -20,7 +20,7 @@ def data_mesh(
     domains: int | None,
     group: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Mesh:
-    """Returns the devices along a data axis, or two where they form several domains.
+    """Return the devices along a data axis, or two where they form several domains.
 
     Args:
       devices: domain after domain.

@@ -47,7 +47,7 @@ class Recorder:
         spikes: Spikes | None = None,
         record: goodput.Record | None = None,
     ) -> None:
-        """Opens the records of a run, without rows later than where it stands.
+        """Open the records of a run, without rows later than where it stands.
 
         It has done `done` of `total` half-rounds, with so many targets, in so many
         seconds. Steps that wait for the device are not written `late`. Process 0 calls
@@ -82,7 +82,7 @@ class Recorder:
         return time.perf_counter() - self._start
 
     def train(self, host: dict[str, Any], device: dict[str, jax.Array]) -> None:
-        """Takes this interval's metrics and writes the last one's.
+        """Take this interval's metrics and writes the last one's.
 
         Args:
           host: values on the host: half_round, tokens, ...
@@ -100,7 +100,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the pending metrics; raises as `train` does."""
+        """Write the pending metrics; raises as `train` does."""
         if self._pending is None:
             return
         (host, device, ended), self._pending = self._pending, None
@@ -126,7 +126,7 @@ class Recorder:
         self._progress.show(row)
 
     def _rates(self, end: float, tokens: int) -> dict[str, float | None]:
-        """Returns the speed of an interval, None for what cannot be known or be."""
+        """Return the speed of an interval, None for what cannot be known or be."""
         (begin, before), self._mark = self._mark, (end, tokens)
         seconds = end - begin
         compiling = self._compilations.seconds(begin, end)
@@ -142,13 +142,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self, tokens: int) -> Iterator[None]:
-        """Flushes, and leaves the time inside out of tokens_per_second."""
+        """Flush, and leaves the time inside out of tokens_per_second."""
         self.flush()
         yield
         self._mark = (time.perf_counter(), tokens)
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """Writes and logs an evaluation.
+        """Write and logs an evaluation.
 
         Raises:
           FloatingPointError: its loss is not finite.
@@ -167,7 +167,7 @@ class Recorder:
                 logging.info("sample: %r", text)
 
     def close(self) -> None:
-        """Closes the files; pending metrics are lost."""
+        """Close the files; pending metrics are lost."""
         if self._writes:
             self._progress.close()
             self._hooks.close_board()
@@ -182,7 +182,7 @@ class Recorder:
 
 
 def check(loss: float, what: str, half_round: int) -> None:
-    """Raises a FloatingPointError if a loss is not finite."""
+    """Raise a FloatingPointError if a loss is not finite."""
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"{what} is {loss} at half-round {half_round}: lower "
@@ -192,7 +192,7 @@ def check(loss: float, what: str, half_round: int) -> None:
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run so far, but a line that a killed process left cut.
+    """Read the rows of a run so far, but a line that a killed process left cut.
 
     Raises:
       ValueError: in one line, the file holds something else than rows.

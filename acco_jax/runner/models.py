@@ -24,7 +24,7 @@ BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
 def model(
     config: ConfigDict, vocab_size: int, described: Described | None = None
 ) -> Model:
-    """Returns the model for a tokenizer of so many tokens.
+    """Return the model for a tokenizer of so many tokens.
 
     Args:
       config: of the experiment.
@@ -57,7 +57,7 @@ def model(
 def transformer_config(
     config: ConfigDict, vocab_size: int, described: Described | None = None
 ) -> transformer.Config:
-    """Returns the configuration of the transformer for a tokenizer of so many tokens.
+    """Return the configuration of the transformer for a tokenizer of so many tokens.
 
     Arguments are as for `model`.
 
@@ -97,7 +97,7 @@ def transformer_config(
 def _pretrained(
     config: ConfigDict, vocab_size: int, said: Described, how: dict[str, Any]
 ) -> transformer.Config:
-    """Returns the configuration of init_from's model; raises as for any."""
+    """Return the configuration of init_from's model; raises as for any."""
     found = pretrained.model_config(config.init_from, said, **how)
     if config.length > found.max_length:
         raise ValueError(
@@ -120,7 +120,7 @@ def _pretrained(
 
 
 def _rows(config: ConfigDict, vocab_size: int) -> int:
-    """Returns the tokens that the model has room for."""
+    """Return the tokens that the model has room for."""
     rows: int = config.model.vocab_size or vocab_size
     if rows < vocab_size:
         raise ValueError(
@@ -131,7 +131,7 @@ def _rows(config: ConfigDict, vocab_size: int) -> int:
 
 
 def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> None:
-    """Logs that a published size has other parameters with this tokenizer."""
+    """Log that a published size has other parameters with this tokenizer."""
     c = config.model
     if c.factory or not c.size:
         return
@@ -147,7 +147,7 @@ def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> No
 
 
 def specs(model: Model, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns how a group's devices split parameters, or adapters of them.
+    """Return how a group's devices split parameters, or adapters of them.
 
     Raises:
       ValueError: the model cannot be split over the mesh's axis "tensor".
@@ -169,7 +169,7 @@ def trained(
     model: Model,
     freeze: Callable[[Callable[[], PyTree]], PyTree],
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
-    """Returns the loss of what is trained, the model or adapters, and its initializer.
+    """Return the loss of what is trained, the model or adapters, and its initializer.
 
     Where adapters are trained, `freeze` turns the function that makes the model's
     parameters into what stands for them.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def suggestion(name: object, names: Iterable[str]) -> str:
-    """Returns " did you mean ...?" for the name most like another, or ""."""
+    """Return " did you mean ...?" for the name most like another, or ""."""
     close = difflib.get_close_matches(str(name), list(names), 1)
     return f" did you mean {close[0]!r}?" if close else ""
 
@@ -26,7 +26,7 @@ def check_name(what: str, name: object, names: Iterable[str]) -> None:
 
 
 def named(field: str, name: str | None) -> Any:
-    """Returns the function that 'package.module:function' names; None for None.
+    """Return the function that 'package.module:function' names; None for None.
 
     Raises:
       ValueError: the module cannot be imported, or has no such function.

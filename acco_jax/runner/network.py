@@ -28,7 +28,7 @@ _MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 def parse(text: str) -> float:
-    """Reads '500kbit', '200mbit' or '1.5gbit' as Mbit/s.
+    """Read '500kbit', '200mbit' or '1.5gbit' as Mbit/s.
 
     Raises:
       ValueError: it is no such rate.
@@ -58,7 +58,7 @@ def why_not() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of the processes."""
+    """Return the environment of the processes."""
     return {**os.environ, **ENVIRONMENT}
 
 
@@ -88,11 +88,11 @@ class Network:
             _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 
     def set_link(self, process: int, *, up: bool) -> None:
-        """Cuts a process off from the others, or joins it again."""
+        """Cut a process off from the others, or joins it again."""
         _run(f"ip -n {_name('hub')} link set port{process} {'up' if up else 'down'}")
 
     def command(self, process: int, arguments: list[str]) -> list[str]:
-        """Returns these arguments, run as one process on a core of its own."""
+        """Return these arguments, run as one process on a core of its own."""
         # gloo asks for the address of the machine's own name
         hosts = self._hosts / f"{process}.hosts"
         names = f"{self.address(process)} {platform.node()}\n127.0.0.1 localhost\n"
@@ -106,7 +106,7 @@ class Network:
 
 @contextlib.contextmanager
 def joined(processes: int, mbit: float) -> Iterator[Network]:
-    """Yields a network for so many processes, and removes it, however it ends."""
+    """Yield a network for so many processes, and removes it, however it ends."""
     with tempfile.TemporaryDirectory() as hosts:
         _remove()
         try:
@@ -118,7 +118,7 @@ def joined(processes: int, mbit: float) -> Iterator[Network]:
 
 
 def _remove() -> None:
-    """Removes this process's namespaces, and those of others that were killed."""
+    """Remove this process's namespaces, and those of others that were killed."""
     for line in _run("ip netns list").splitlines():
         match line.split()[0].split("-"):
             case ["acco", pid, _] if (

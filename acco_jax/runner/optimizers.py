@@ -43,7 +43,7 @@ SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_sgd")
 
 
 def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedule:
-    """Returns the schedule, counted in optimizer steps.
+    """Return the schedule, counted in optimizer steps.
 
     The warm-up is linear. 'cosine' and 'linear' then decay to `final_fraction` of the
     peak at the last step; 'wsd' (warm-up, stable, decay: MiniCPM, arXiv 2404.06395)
@@ -76,7 +76,7 @@ def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedu
 
 
 def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
-    """Returns a schedule of optax whose value starts at, or rises to, `peak`."""
+    """Return a schedule of optax whose value starts at, or rises to, `peak`."""
     peak_name = _peak_of(name)
     if not peak_name:
         known = [*SCHEDULES, *filter(_peak_of, dir(optax.schedules))]
@@ -99,7 +99,7 @@ def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
 
 
 def _peak_of(name: str) -> str:
-    """Returns what a schedule of optax calls its peak or first value, '' for others."""
+    """Return what a schedule of optax calls its peak or first value, '' for others."""
     make = getattr(optax.schedules, name, None)
     names = inspect.signature(make).parameters if inspect.isfunction(make) else {}
     values = (n for n in ("peak_value", "init_value", "value") if n in names)
@@ -107,7 +107,7 @@ def _peak_of(name: str) -> str:
 
 
 def checked_rate(config: ConfigDict) -> optax.Schedule:
-    """Returns the schedule of the learning rate, whose values were looked at.
+    """Return the schedule of the learning rate, whose values were looked at.
 
     Raises:
       ValueError: in one line, at which step it is negative or not finite.
@@ -129,7 +129,7 @@ def checked_rate(config: ConfigDict) -> optax.Schedule:
 def optimizer(
     config: ConfigDict, stacked: Stacked | None = None
 ) -> optax.GradientTransformation:
-    """Returns the inner optimizer: clipping, an optax optimizer by name, averages.
+    """Return the inner optimizer: clipping, an optax optimizer by name, averages.
 
     On a model that stacks its layers it does what it would do on one with a leaf for
     each of them; so too on adapters of the model.
@@ -157,7 +157,7 @@ def optimizer(
 
 
 def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransformation:
-    """Returns the named optimizer; a group's fields take the place of the options."""
+    """Return the named optimizer; a group's fields take the place of the options."""
     c, fields = config.optimizer, dict(fields)
     make = getattr(optax, c.name, None) or getattr(optax.contrib, c.name, None)
     if not callable(make):
@@ -197,7 +197,7 @@ def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransform
 
 
 def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
-    """Returns which leaves weight decay acts on, as a tree of bools."""
+    """Return which leaves weight decay acts on, as a tree of bools."""
 
     def decayed(path: Any, leaf: Any) -> bool:
         names = path_names(path)
@@ -209,7 +209,7 @@ def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
 
 
 def _labels(patterns: list[str], params: PyTree) -> PyTree:
-    """Returns the number of each leaf's group: of the first pattern found in its path.
+    """Return the number of each leaf's group: of the first pattern found in its path.
 
     Those without one have the number after the last.
     """
@@ -254,7 +254,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged(state: Any, decay: float) -> Any:
-    """Returns a sharded method's state whose committed parameters are the average.
+    """Return a sharded method's state whose committed parameters are the average.
 
     Args:
       state: of a method whose inner optimizer has `average_parameters(decay)`.
@@ -273,7 +273,7 @@ def _average(average: AverageState, theta: PyTree, decay: float) -> PyTree:
 
 
 def evaluated(state: Any) -> Any:
-    """Returns a method's state whose committed parameters are those to evaluate.
+    """Return a method's state whose committed parameters are those to evaluate.
 
     Schedule-free optimizers commit y, at which gradients are computed, and are
     evaluated at x (Defazio et al., arXiv 2405.15682). All others commit what is
@@ -289,7 +289,7 @@ def evaluated(state: Any) -> Any:
 
 @jax.jit
 def _schedule_free_x(b1: jax.Array, z: PyTree, y: PyTree) -> PyTree:
-    """Returns x of y = (1 - b1) z + b1 x, and y where z is of another group."""
+    """Return x of y = (1 - b1) z + b1 x, and y where z is of another group."""
 
     def x(z: Any, y: jax.Array) -> jax.Array:
         return y if masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
@@ -299,7 +299,7 @@ def _schedule_free_x(b1: jax.Array, z: PyTree, y: PyTree) -> PyTree:
 
 
 def _states(state: Any, kind: type) -> list[Any]:
-    """Returns the optimizer states of one kind, wherever they are in a state."""
+    """Return the optimizer states of one kind, wherever they are in a state."""
     is_kind = lambda x: isinstance(x, kind)  # noqa: E731
     return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
 
@@ -312,7 +312,7 @@ def method(
     stacked: Stacked | None = None,
     specs: PyTree | None = None,
 ) -> Any:
-    """Builds a method around the config's optimizer.
+    """Build a method around the config's optimizer.
 
     One that takes an `inner_learning_rate` gets the optimizer's schedule, unless
     method_options has another.
@@ -361,7 +361,7 @@ def method(
 
 
 def drops_nonfinite(config: ConfigDict, tx: Method) -> bool:
-    """Whether workers whose numbers are not finite are dropped; see the config."""
+    """Return whether workers whose numbers are not finite are dropped; see the config."""
     if config.drop_nonfinite is None:
         return tx.round(tx.phase(0)).drops
     return bool(config.drop_nonfinite)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def expanded(path: Path | str) -> Path:
-    """Returns a path whose ~ or ~user is replaced by a home folder.
+    """Return a path whose ~ or ~user is replaced by a home folder.
 
     Raises:
       ValueError: in one line, there is no such user.
@@ -22,13 +22,13 @@ def expanded(path: Path | str) -> Path:
 
 
 def absent(folder: Path) -> list[Path]:
-    """Returns a folder and those of its parents that do not exist, innermost first."""
+    """Return a folder and those of its parents that do not exist, innermost first."""
     folder = folder.absolute()
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def remove(made: Sequence[Path]) -> None:
-    """Removes the folders that `absent` returned: the first with all that it holds.
+    """Remove the folders that `absent` returned: the first with all that it holds.
 
     Its parents are removed where they are empty.
     """

@@ -9,7 +9,7 @@ from acco_jax.runner.language import Language
 
 
 def figures(nats: float, tokens: float, words: int, size: int) -> dict[str, Any]:
-    """Returns the figures of a text.
+    """Return the figures of a text.
 
     Args:
       nats: the sum of its tokens' cross-entropies.
@@ -37,12 +37,12 @@ def figures(nats: float, tokens: float, words: int, size: int) -> dict[str, Any]
 
 
 def _exp(x: float) -> float | None:
-    """Returns e to the power of x, None where that is no float."""
+    """Return e to the power of x, None where that is no float."""
     return math.exp(x) if x < 700 else None
 
 
 def of_text(language: Language, text: str, stride: int | None = None) -> dict[str, Any]:
-    """Returns the figures of a text.
+    """Return the figures of a text.
 
     Args:
       language: the model.
@@ -62,7 +62,7 @@ def of_text(language: Language, text: str, stride: int | None = None) -> dict[st
 
 
 def of_lambada(language: Language, path: Path) -> dict[str, Any]:
-    """Returns how well a model foresees the last words of texts.
+    """Return how well a model foresees the last words of texts.
 
     A text's last word is what follows its last space. It is foreseen if each of its
     tokens is the likeliest one.
@@ -99,7 +99,7 @@ def of_lambada(language: Language, path: Path) -> dict[str, Any]:
 
 
 def _texts(path: Path) -> list[str]:
-    """Returns the texts of a file of LAMBADA's format; raises as `of_lambada`."""
+    """Return the texts of a file of LAMBADA's format; raises as `of_lambada`."""
     rows = read_rows(path, {"text"})
     if not rows:
         raise ValueError(

@@ -42,7 +42,7 @@ Start = Callable[[Task, Slot], list[subprocess.Popen]]
 
 
 def slots(at_once: int) -> list[Slot]:
-    """Divides this machine: one run each, as many as fit if `at_once` is 0.
+    """Divide this machine: one run each, as many as fit if `at_once` is 0.
 
     That is one per NVIDIA GPU; where there is none one per core, of which each has
     `RUN_BYTES` of the memory that is free.
@@ -71,7 +71,7 @@ def slots(at_once: int) -> list[Slot]:
 
 
 def _gpus() -> list[str]:
-    """Returns what CUDA_VISIBLE_DEVICES calls the NVIDIA GPUs of this process."""
+    """Return what CUDA_VISIBLE_DEVICES calls the NVIDIA GPUs of this process."""
     there = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not there or os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -80,7 +80,7 @@ def _gpus() -> list[str]:
 
 
 def _free_bytes() -> int:
-    """Returns the memory that could be taken without swapping."""
+    """Return the memory that could be taken without swapping."""
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":") for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
@@ -95,7 +95,7 @@ class Pool:
         self._received: list[int] = []
 
     def run(self, tasks: Sequence[Task]) -> dict[Task, int]:
-        """Runs all of them, in this order.
+        """Run all of them, in this order.
 
         Returns:
           The exit code of each: of several processes that of the first that failed by
@@ -120,7 +120,7 @@ class Pool:
         return codes
 
     def signal(self, number: int, frame: Any) -> None:
-        """Passes on a signal: SIGTERM at first, what came after that as it is."""
+        """Pass on a signal: SIGTERM at first, what came after that as it is."""
         self._received.append(number)
         for _, processes in self._running.values():
             for process in processes:
@@ -130,7 +130,7 @@ class Pool:
 
 
 def _ended(processes: list[subprocess.Popen]) -> int | None:
-    """Returns the exit code of processes that belong together, None while one runs.
+    """Return the exit code of processes that belong together, None while one runs.
 
     The others wait in vain for one that failed: they are told to stop, and its code
     is the one that counts.
@@ -148,7 +148,7 @@ def _ended(processes: list[subprocess.Popen]) -> int | None:
 
 
 def raise_failed(codes: Mapping[Task, int]) -> None:
-    """Raises a RunFailed that names the tasks that neither ended nor diverged."""
+    """Raise a RunFailed that names the tasks that neither ended nor diverged."""
     good = exits.FINISHED, exits.STOPPED, exits.DIVERGED
     if failed := [task.name for task, code in codes.items() if code not in good]:
         raise RunFailed(
@@ -161,7 +161,7 @@ def raise_failed(codes: Mapping[Task, int]) -> None:
 def opened(
     slots: Sequence[Slot], rate: str | None = None, processes: int = 1
 ) -> Iterator[Pool]:
-    """Yields a pool, whose runs the signals that this process gets reach as SIGTERM.
+    """Yield a pool, whose runs the signals that this process gets reach as SIGTERM.
 
     Args:
       slots: of the machine.
@@ -177,7 +177,7 @@ def opened(
 
 @contextlib.contextmanager
 def _starting(rate: str | None, processes: int) -> Iterator[Start]:
-    """Yields what starts a run's processes, on a shaped network if asked for."""
+    """Yield what starts a run's processes, on a shaped network if asked for."""
 
     def command(task: Task) -> list[str]:
         train = [sys.executable, "-m", "acco_jax.train"]
@@ -206,7 +206,7 @@ def _starting(rate: str | None, processes: int) -> Iterator[Start]:
 def _popen(
     command: list[str], slot: Slot, environment: Mapping[str, str]
 ) -> subprocess.Popen:
-    """Starts a process that stops when this one dies, and not by the terminal."""
+    """Start a process that stops when this one dies, and not by the terminal."""
     return subprocess.Popen(
         command,
         stdout=sys.stderr,  # gloo prints: the table is alone on stdout

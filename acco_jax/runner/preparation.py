@@ -132,7 +132,7 @@ def prepare(
     began: float | None = None,
     check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> Experiment:
-    """Builds an experiment.
+    """Build an experiment.
 
     Args:
       config: of `acco_jax.runner.config.default_config`'s form.
@@ -231,7 +231,7 @@ def prepare(
 
 
 def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
-    """Returns how many workers a run began with; `workers` where none has begun.
+    """Return how many workers a run began with; `workers` where none has begun.
 
     Their microbatches are the batch, whoever computes them later.
     """
@@ -246,7 +246,7 @@ def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
 def _dealt(
     config: ConfigDict, microbatches: int, first: int, workers: int
 ) -> tuple[ConfigDict, int]:
-    """Returns the config and the room for microbatches of other workers than at first.
+    """Return the config and the room for microbatches of other workers than at first.
 
     Raises:
       ValueError: they cannot go on with these data, or these counts.
@@ -307,7 +307,7 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
 
 
 def _continues(host: dict[str, Any], first: data.Batches) -> bool:
-    """Whether a run of these batches can go on from the host data of a checkpoint."""
+    """Return whether a run of these batches can go on from the host data of a checkpoint."""
     loss = host.get("held_out_loss", "")
     if not worlds.is_axes(axes := host.get("axes")):
         return False
@@ -327,7 +327,7 @@ def _continues(host: dict[str, Any], first: data.Batches) -> bool:
 
 
 def repeating(experiment: Experiment, folder: Path) -> worlds.Replay:
-    """Returns the record that an experiment repeats; its step is given the counts.
+    """Return the record that an experiment repeats; its step is given the counts.
 
     Args:
       experiment: from `prepare`.
@@ -395,7 +395,7 @@ def _check_same_weights(identity: dict[str, Any]) -> None:
 
 
 def batches(experiment: Experiment) -> data.Batches:
-    """Returns this process's part of the training batches, from the first one on."""
+    """Return this process's part of the training batches, from the first one on."""
     e, c = experiment, experiment.config.data
     adaptive = e.config.microbatches != "fixed"
     return data.train_iterator(
@@ -418,7 +418,7 @@ def batches(experiment: Experiment) -> data.Batches:
 def held_out_batches(
     experiment: Experiment, limit: int | None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Returns this process's part of `limit` validation batches, or of all."""
+    """Return this process's part of `limit` validation batches, or of all."""
     e, c = experiment, experiment.config.data
     return data.validation_batches(
         e.corpus,
@@ -434,7 +434,7 @@ def held_out_batches(
 
 
 def counts_of(experiment: Experiment) -> jax.Array | None:
-    """Returns how many microbatches each worker computes; None: all."""
+    """Return how many microbatches each worker computes; None: all."""
     if not experiment.config.counts:
         return None
     counts = np.asarray(experiment.config.counts, np.int32)
@@ -443,7 +443,7 @@ def counts_of(experiment: Experiment) -> jax.Array | None:
 
 
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Makes global arrays, split over the data axes, of this process's rows."""
+    """Make global arrays, split over the data axes, of this process's rows."""
     sharding = NamedSharding(mesh, P(data_axes(mesh)))
     with jax.transfer_guard_host_to_device("allow"):  # here it is meant
         return jax.tree.map(
@@ -452,12 +452,12 @@ def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
 
 
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Makes parameters as the train step takes them, and sharded optimizer state."""
+    """Make parameters as the train step takes them, and sharded optimizer state."""
     return acco_jax.start(experiment.tx, experiment.start())
 
 
 def abstract_params(experiment: Experiment) -> PyTree:
-    """Returns shapes, dtypes and shardings of the parameters that are trained."""
+    """Return shapes, dtypes and shardings of the parameters that are trained."""
     shardings = runs.shardings(experiment.specs, experiment.mesh)
     return jax.tree.map(
         lambda x, sharding: x.update(sharding=sharding),
@@ -467,7 +467,7 @@ def abstract_params(experiment: Experiment) -> PyTree:
 
 
 def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Returns shapes, dtypes and shardings of what `initial` returns."""
+    """Return shapes, dtypes and shardings of what `initial` returns."""
     params, tx = abstract_params(experiment), experiment.tx
     return jax.tree.map(
         lambda x, sharding: x.update(sharding=sharding),
@@ -477,7 +477,7 @@ def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
 
 
 def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
-    """Returns what `abstract` does, for a checkpoint and the world that it is of.
+    """Return what `abstract` does, for a checkpoint and the world that it is of.
 
     Where that is another than now, arrays have the shapes that they had then, and lie
     on the devices that there are now.
@@ -490,7 +490,7 @@ def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
 
 
 def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
-    """Returns what was restored `as_saved` as today's workers hold it."""
+    """Return what was restored `as_saved` as today's workers hold it."""
     like = abstract(experiment)
     same: bool = jax.tree.structure(arrays) == jax.tree.structure(like)  # type: ignore[operator]
     if same:

@@ -29,14 +29,14 @@ TOKENIZER = "init_from"  # of data.tokenizer: the folder's own
 
 
 def folder_of(path: str | Path) -> Folder:
-    """Returns a Hugging Face folder; raises as `Folder`."""
+    """Return a Hugging Face folder; raises as `Folder`."""
     return Folder(expanded(path))
 
 
 def model_config(
     path: str | Path, described: Mapping[str, Any], **overrides: Any
 ) -> transformer.Config:
-    """Returns the configuration that a folder's config.json describes.
+    """Return the configuration that a folder's config.json describes.
 
     Args:
       path: of the folder, for the errors.
@@ -82,7 +82,7 @@ def check_read(config: transformer.Config, folder: Folder, ignored: str | None) 
 
 
 def _is_tied(config: transformer.Config, folder: Folder) -> bool:
-    """Whether an output embedding has the bits of the input's, as far as is looked."""
+    """Return whether an output embedding has the bits of the input's, as far as is looked."""
     index = (slice(CORNER), slice(CORNER))
     head = folder.weight(huggingface.HEAD)[index]
     wte = huggingface.leaf(config, "wte/embedding", folder.weight, index)
@@ -90,7 +90,7 @@ def _is_tied(config: transformer.Config, folder: Folder) -> bool:
 
 
 def generation(path: str) -> dict[str, Any]:
-    """Returns what a folder says of the texts that its model writes.
+    """Return what a folder says of the texts that its model writes.
 
     That is eos_token_id, a list, bos_token_id and pad_token_id, as far as they are
     said, and the sampling defaults; generation_config.json comes before config.json.
@@ -122,7 +122,7 @@ def _ids(path: Path, name: str, value: Any) -> list[int]:
 
 
 def kept_generation(config: ConfigDict) -> dict[str, Any]:
-    """Returns `generation` of the folder from which a run starts, or its `base` did.
+    """Return `generation` of the folder from which a run starts, or its `base` did.
 
     {} where there is none.
     """
@@ -139,7 +139,7 @@ def kept_generation(config: ConfigDict) -> dict[str, Any]:
 
 
 def identity(path: str, ignored: str | None = None) -> dict[str, Any]:
-    """Returns what makes a folder another model, wherever it lies.
+    """Return what makes a folder another model, wherever it lies.
 
     That is "model", a config.json with nothing in it but what is computed, and
     "weights", a digest of a corner of each array. A copy that was saved in other files,
@@ -186,7 +186,7 @@ def check_tokens(config: ConfigDict, end_of_text: int) -> None:
 
 
 def data_fields(config: ConfigDict) -> ConfigDict:
-    """Returns the fields of `data`, its tokenizer a file where it is the folder's."""
+    """Return the fields of `data`, its tokenizer a file where it is the folder's."""
     if config.data.tokenizer != TOKENIZER:
         return config.data
     fields = config.data.copy_and_resolve_references()
@@ -195,7 +195,7 @@ def data_fields(config: ConfigDict) -> ConfigDict:
 
 
 def load(config: transformer.Config, folder: Folder, shardings: PyTree) -> PyTree:
-    """Reads parameters to where they belong, leaf after leaf.
+    """Read parameters to where they belong, leaf after leaf.
 
     Of each leaf a process reads the parts that its devices hold, each once.
 

@@ -26,7 +26,7 @@ def _together() -> Iterator[None]:
 
 
 def gathered(x: Any) -> np.ndarray:
-    """Returns every process's x, (processes, *x.shape).
+    """Return every process's x, (processes, *x.shape).
 
     Raises:
       Parted: another process is gone.
@@ -38,7 +38,7 @@ def gathered(x: Any) -> np.ndarray:
 
 
 def from_process_0(x: Any) -> np.ndarray:
-    """Returns process 0's x, whose shape and dtype are the same on all processes.
+    """Return process 0's x, whose shape and dtype are the same on all processes.
 
     Raises:
       Parted: another process is gone.
@@ -50,7 +50,7 @@ def from_process_0(x: Any) -> np.ndarray:
 
 
 def numbers_from_process_0(numbers: list[int] | None) -> list[int] | None:
-    """Returns what process 0 gives, None or numbers, on all processes."""
+    """Return what process 0 gives, None or numbers, on all processes."""
     if jax.process_count() == 1:
         return numbers
     share = from_process_0
@@ -64,7 +64,7 @@ def numbers_from_process_0(numbers: list[int] | None) -> list[int] | None:
 
 
 def meet(name: str) -> None:
-    """Waits until all processes are at the place of this name.
+    """Wait until all processes are at the place of this name.
 
     Raises:
       Parted: another process is gone.

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def parse(text: str | None, half_rounds: int | None = None) -> range:
-    """Returns the half-rounds that a config's `profile` names, counted from 1.
+    """Return the half-rounds that a config's `profile` names, counted from 1.
 
     Args:
       text: 'START:STOP', both included; None: none.
@@ -62,10 +62,10 @@ class Run(Protocol):
     """A run that is traced."""
 
     def wait(self) -> None:
-        """Waits until the devices have done everything so far."""
+        """Wait until the devices have done everything so far."""
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps the time inside out of the run's figures."""
+        """Keep the time inside out of the run's figures."""
 
 
 class Profile:
@@ -78,7 +78,7 @@ class Profile:
         workers: int,
         run: Run,
     ) -> None:
-        """Takes which half-rounds to trace.
+        """Take which half-rounds to trace.
 
         Args:
           asked: the half-rounds.
@@ -93,7 +93,7 @@ class Profile:
 
     @contextlib.contextmanager
     def half_round(self, number: int) -> Iterator[None]:
-        """Traces what is done inside, if that half-round is one of those asked for."""
+        """Trace what is done inside, if that half-round is one of those asked for."""
         if number not in self._asked:
             yield
             return
@@ -119,7 +119,7 @@ class Profile:
         return self._folder / f"process-{jax.process_index()}"
 
     def close(self) -> None:
-        """Ends the trace, if there is one, and writes and logs its summary."""
+        """End the trace, if there is one, and writes and logs its summary."""
         if not self._tracing:
             return
         self._tracing = False
@@ -139,7 +139,7 @@ class Profile:
 
 
 def summarized(trace: traces.Trace) -> dict[str, Any]:
-    """Returns what process-N.json has: seconds, of each half-round.
+    """Return what process-N.json has: seconds, of each half-round.
 
     Where the devices are unknown, half-rounds have no figures but their seconds.
     """
@@ -158,7 +158,7 @@ def summarized(trace: traces.Trace) -> dict[str, Any]:
 
 
 def _spent(device: traces.Activity, span: traces.Span) -> Row:
-    """Returns nanoseconds of a device in a half-round."""
+    """Return nanoseconds of a device in a half-round."""
     window = intervals.union([span])
     computing = intervals.both(window, device.computation)
     waiting = intervals.without(window, computing)
@@ -179,7 +179,7 @@ def _spent(device: traces.Activity, span: traces.Span) -> Row:
 
 
 def _mean(rows: list[Row]) -> Row:
-    """Returns means, in seconds; kinds that a device does not have are 0 there."""
+    """Return means, in seconds; kinds that a device does not have are 0 there."""
 
     def mean(values: list[int]) -> float:
         return sum(values) / len(values) / 1e9
@@ -196,7 +196,7 @@ def _mean(rows: list[Row]) -> Row:
 
 
 def lines(summary: dict[str, Any]) -> Iterator[str]:
-    """Yields what is printed of a summary: a table of milliseconds."""
+    """Yield what is printed of a summary: a table of milliseconds."""
     devices, rows = summary["devices"], summary["half_rounds"]
     if summary["unknown"]:
         yield f"what was hidden is unknown: {summary['unknown']}"
@@ -215,7 +215,7 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def waited(row: Row, unit: str = "") -> str:
-    """Returns what devices waited for, in milliseconds, as text."""
+    """Return what devices waited for, in milliseconds, as text."""
     parts = [
         f"{kind} {1000 * seconds:.1f}{unit}"
         for kind, seconds in row["waited_for"].items()
@@ -225,12 +225,12 @@ def waited(row: Row, unit: str = "") -> str:
 
 
 def hidden_share(row: Row) -> float | None:
-    """Returns which part of the communication was hidden; None: there was none."""
+    """Return which part of the communication was hidden; None: there was none."""
     return row["hidden"] / row["communication"] if row["communication"] else None
 
 
 def _is_summary(summary: dict[str, Any]) -> bool:
-    """Whether an object has what `summarized` returns."""
+    """Return whether an object has what `summarized` returns."""
     rows, unknown = summary.get("half_rounds"), summary.get("unknown")
     if not isinstance(rows, list) or not isinstance(unknown, str):
         return False
@@ -246,7 +246,7 @@ def _is_summary(summary: dict[str, Any]) -> bool:
 
 
 def summaries(workdir: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Reads the summaries of a run's traces: which process, and what it wrote.
+    """Read the summaries of a run's traces: which process, and what it wrote.
 
     Raises:
       ValueError: in one line, which is damaged.

@@ -41,7 +41,7 @@ class Comparison:
     """Compares the workers' copies; the host looks at a comparison when it is late."""
 
     def __init__(self, mesh: Mesh, *, enabled: bool = True, late: bool = True) -> None:
-        """Prepares comparisons; with several processes it communicates.
+        """Prepare comparisons; with several processes it communicates.
 
         Args:
           mesh: of the workers.
@@ -56,7 +56,7 @@ class Comparison:
         self._hosts = _hosts() if self._enabled else []
 
     def send(self, half_round: int, tree: PyTree) -> None:
-        """Judges the last comparison and dispatches one of the arrays of a tree.
+        """Judge the last comparison and dispatches one of the arrays of a tree.
 
         Args:
           half_round: after which the arrays are as they are.
@@ -75,7 +75,7 @@ class Comparison:
             self.judge()
 
     def judge(self) -> None:
-        """Waits for the checksums that were sent, if any, and compares them.
+        """Wait for the checksums that were sent, if any, and compares them.
 
         Raises:
           ReplicasDiffer: in one line, which worker differs, where it is and in what.
@@ -104,7 +104,7 @@ class Comparison:
         )
 
     def check(self, half_round: int, tree: PyTree) -> None:
-        """Compares the arrays of a tree now, waiting for them.
+        """Compare the arrays of a tree now, waiting for them.
 
         Raises:
           ReplicasDiffer: as `judge`.
@@ -129,7 +129,7 @@ class Comparison:
 def _checksums(
     mesh: Mesh, specs: tuple[P, ...]
 ) -> Callable[[list[jax.Array]], jax.Array]:
-    """Returns what makes of arrays (devices, arrays) checksums, on every device.
+    """Return what makes of arrays (devices, arrays) checksums, on every device.
 
     Each device reads its own copies; gathering the sums is the only communication.
     """
@@ -146,7 +146,7 @@ def _checksums(
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """Returns a uint32 of the bits of an array and where they are.
+    """Return a uint32 of the bits of an array and where they are.
 
     Every word of 32 bits is mixed with its position by a bijection, and the results are
     added modulo 2**32: one word that differs always changes the sum; several, or two
@@ -166,7 +166,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of an array as uint32; 64 bits are two along a last axis."""
+    """Return the bits of an array as uint32; 64 bits are two along a last axis."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -178,7 +178,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def replicated(tree: PyTree, mesh: Mesh) -> dict[str, jax.Array]:
-    """Returns by their paths the arrays that every worker of a mesh holds whole."""
+    """Return by their paths the arrays that every worker of a mesh holds whole."""
     devices, workers = set(mesh.devices.flat), set(data_axes(mesh))
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): x
@@ -191,14 +191,14 @@ def replicated(tree: PyTree, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def _spec(x: jax.Array) -> P | None:
-    """Returns how an array is split, None if it is not known."""
+    """Return how an array is split, None if it is not known."""
     if x.sharding.is_fully_replicated:
         return P()
     return x.sharding.spec if isinstance(x.sharding, NamedSharding) else None
 
 
 def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
-    """Returns the workers that differ, and whether a majority says that it is they.
+    """Return the workers that differ, and whether a majority says that it is they.
 
     Args:
       checksums: (n, arrays), a row per worker.
@@ -212,7 +212,7 @@ def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
 
 @functools.cache
 def _hosts() -> list[str]:
-    """Returns the name of every process's host."""
+    """Return the name of every process's host."""
     name = socket.gethostname().encode()[:HOST_BYTES]
     padded = np.frombuffer(name.ljust(HOST_BYTES, b"\0"), np.uint8)
     names = processes.gathered(padded)

@@ -9,7 +9,7 @@ from acco_jax.runner.files import write_whole
 
 
 def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> None:
-    """Draws the rows of metrics.jsonl as a PNG: loss against tokens and against time.
+    """Draw the rows of metrics.jsonl as a PNG: loss against tokens and against time.
 
     A line marks `bigram`, the bits per byte of the smoothed bigram.
     """
@@ -39,7 +39,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
 
 
 def summarize(summary: dict[str, Any], workdir: Path) -> str:
-    """Writes summary.json and returns the lines to show."""
+    """Write summary.json and returns the lines to show."""
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     sent = summary["bytes_sent_per_worker"]
     sent = "an unknown number of" if sent is None else f"{sent:,}"

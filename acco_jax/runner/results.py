@@ -40,7 +40,7 @@ class Result:
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run has ended, with all that a comparison needs.
+    """Return whether a run has ended, with all that a comparison needs.
 
     Raises:
       ValueError: in one line, its summary is damaged.
@@ -50,7 +50,7 @@ def finished(folder: Path) -> bool:
 
 
 def read(folder: Path, method: str, seed: int) -> Result:
-    """Reads the result of a finished run from its workdir.
+    """Read the result of a finished run from its workdir.
 
     Raises:
       ValueError: in one line, which of its files is damaged.
@@ -87,14 +87,14 @@ def read(folder: Path, method: str, seed: int) -> Result:
 
 
 def _cause(summary: dict[str, Any], cause: str) -> float | None:
-    """Returns the seconds of a cause of goodput.py, None if they are not known."""
+    """Return the seconds of a cause of goodput.py, None if they are not known."""
     causes = summary.get("seconds_by_cause")
     value = causes.get(cause) if isinstance(causes, dict) else None
     return value if is_number(value) else None
 
 
 def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the median tokens per second of a run's rows; None if it is not known.
+    """Return the median tokens per second of a run's rows; None if it is not known.
 
     Intervals that compiled have none.
     """
@@ -104,7 +104,7 @@ def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
 
 
 def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
-    """Returns what an optimizer step takes beyond its gradients, in milliseconds.
+    """Return what an optimizer step takes beyond its gradients, in milliseconds.
 
     None where the gradients were not timed, or the whole took less than they did: then
     one of the two was timed on a machine that did something else.
@@ -123,7 +123,7 @@ def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
 def numbers(
     path: Path, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns the object in a file, if these of its values are positive numbers.
+    """Return the object in a file, if these of its values are positive numbers.
 
     Optional ones may be missing, null or 0.
 
@@ -143,7 +143,7 @@ def numbers(
 
 
 def write(runs: list[Result], folder: Path) -> str:
-    """Writes table.md, results.csv and loss.png into a folder; returns the table."""
+    """Write table.md, results.csv and loss.png into a folder; returns the table."""
     text = table(runs)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
@@ -182,7 +182,7 @@ device, without activations."""
 
 
 def table(runs: list[Result]) -> str:
-    """Returns Markdown: what it came to, what it took, each table with what it says.
+    """Return Markdown: what it came to, what it took, each table with what it says.
 
     A row is a method's, a line no longer than a terminal's where its name is short.
     """
@@ -220,7 +220,7 @@ def _grid(columns: dict[str, Cell], groups: dict[str, list[Result]]) -> str:
 
 
 def grid(columns: list[str], rows: list[list[str]]) -> str:
-    """Returns a Markdown table whose columns line up."""
+    """Return a Markdown table whose columns line up."""
     widths = [max(map(len, c)) for c in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * w for w in widths], *rows]
     return "\n".join(
@@ -238,7 +238,7 @@ def _mean(field: str, show: Callable[[float], str]) -> Cell:
 
 
 def _against(first: list[Result]) -> Cell:
-    """Shows how far final losses lie above a method's, in percent of its own.
+    """Show how far final losses lie above a method's, in percent of its own.
 
     It is the mean of the seeds that both have, and of several its standard error.
     """
@@ -258,7 +258,7 @@ def _against(first: list[Result]) -> Cell:
 
 
 def _changes(first: list[Result], others: list[Result]) -> list[float]:
-    """Returns, in percent, how far losses lie above those of the same seeds."""
+    """Return, in percent, how far losses lie above those of the same seeds."""
     losses = {r.seed: r.final_loss for r in first}
     return [
         100 * (r.final_loss / losses[r.seed] - 1) for r in others if r.seed in losses
@@ -266,7 +266,7 @@ def _changes(first: list[Result], others: list[Result]) -> list[float]:
 
 
 def seeds_needed(changes: Sequence[float]) -> int:
-    """Returns how many seeds tell a difference of `DECIDED` percent from none.
+    """Return how many seeds tell a difference of `DECIDED` percent from none.
 
     So many that it is two standard errors, if they scatter as these, at least two, do.
     """
@@ -274,7 +274,7 @@ def seeds_needed(changes: Sequence[float]) -> int:
 
 
 def _more_seeds(groups: dict[str, list[Result]]) -> str:
-    """Returns the sentence on how many seeds would decide; '' if that is not known."""
+    """Return the sentence on how many seeds would decide; '' if that is not known."""
     first, *others = groups.values()
     found = [(rs[0].method, _changes(first, rs)) for rs in others]
     needed = [
@@ -291,12 +291,12 @@ def _more_seeds(groups: dict[str, list[Result]]) -> str:
 
 
 def _spread(values: list[float]) -> str:
-    """Shows the mean, and the largest minus the smallest."""
+    """Show the mean, and the largest minus the smallest."""
     return f"{statistics.fmean(values):.4f} ({max(values) - min(values):.4f})"
 
 
 def bytes_text(number: float) -> str:
-    """Shows bytes in the largest decimal unit that leaves a whole part."""
+    """Show bytes in the largest decimal unit that leaves a whole part."""
     units = ["TB", "GB", "MB", "kB", "B"]  # smallest last
     while number >= 999.95 and len(units) > 1:
         number /= 1000
@@ -317,7 +317,7 @@ class Curve:
 
 
 def curve(runs: list[Result]) -> Curve:
-    """Returns the evaluations that all seeds of a method have."""
+    """Return the evaluations that all seeds of a method have."""
     rows = [{e["half_round"]: e for e in r.evaluations} for r in runs]
     common = sorted(set.intersection(*(set(r) for r in rows)))
     values = {
@@ -337,7 +337,7 @@ def curve(runs: list[Result]) -> Curve:
 
 
 def draw(runs: list[Result], path: Path) -> None:
-    """Draws held-out loss against tokens, time and bytes; bands are seeds' ranges."""
+    """Draw held-out loss against tokens, time and bytes; bands are seeds' ranges."""
     curves = {name: curve(group) for name, group in by_method(runs).items()}
     figure, axes = subplots(13, 4.6, 1, 3, sharey=True)
     panels = (("tokens", "tokens", ""), ("seconds", "time", "s"),
@@ -366,7 +366,7 @@ def draw(runs: list[Result], path: Path) -> None:
 
 
 def _loss_limits(curves: Iterable[Curve]) -> tuple[float, float]:
-    """Limits of an axis without the descent of the first fifth of each run."""
+    """Limit of an axis without the descent of the first fifth of each run."""
     losses = [
         loss
         for c in curves

@@ -52,7 +52,7 @@ def load_run(
     group: Mapping[str, int] | None = None,
     half_round: int | None = None,
 ) -> Run:
-    """Reads what a run has trained, on other devices than it had if need be.
+    """Read what a run has trained, on other devices than it had if need be.
 
     Args:
       workdir: of the run, finished or not.
@@ -83,7 +83,7 @@ class Saved:
     """A run's folder, of which no array has been read yet."""
 
     def __init__(self, workdir: Path, half_round: int | None = None) -> None:
-        """Opens a workdir; arguments and errors are `load_run`'s."""
+        """Open a workdir; arguments and errors are `load_run`'s."""
         self.workdir = workdir
         identity = read_object(workdir / "config.json")
         try:
@@ -107,7 +107,7 @@ class Saved:
         self.half_round = self._chosen(half_round)
 
     def _chosen(self, half_round: int | None) -> int:
-        """Returns a checkpoint that is there and sound, the newest if none is said."""
+        """Return a checkpoint that is there and sound, the newest if none is said."""
         known = self._checkpoints.half_rounds
         if not known:
             raise ValueError(f"{self.workdir} has no checkpoint: train it.")
@@ -125,7 +125,7 @@ class Saved:
         return half_round
 
     def params(self, mesh: Mesh) -> PyTree:
-        """Reads the model's committed parameters; adapters are merged into it.
+        """Read the model's committed parameters; adapters are merged into it.
 
         Args:
           mesh: the devices to hold them, of `meshes.data_mesh`'s form.
@@ -162,7 +162,7 @@ class Saved:
             )
 
     def _theta(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Reads the parameters to evaluate of what was trained, and nothing else.
+        """Read the parameters to evaluate of what was trained, and nothing else.
 
         Args:
           params: their shapes.
@@ -190,7 +190,7 @@ class Saved:
 
 
 def _arguments_read(fn: Callable[[Any], Any], arguments: dict[int, Any]) -> list[int]:
-    """Returns which of its arguments a function reads."""
+    """Return which of its arguments a function reads."""
     traced = jax.make_jaxpr(fn)(arguments).jaxpr
     used = {id(v) for equation in traced.eqns for v in equation.invars}
     used |= {id(v) for v in traced.outvars}
@@ -204,7 +204,7 @@ def as_stored(
     was: AbstractMesh,
     mesh: Mesh,
 ) -> tuple[PyTree, Any]:
-    """Returns shapes of what a run on another mesh has saved: its parameters and state.
+    """Return shapes of what a run on another mesh has saved: its parameters and state.
 
     Args:
       config: of the run.
@@ -228,14 +228,14 @@ def checkpoint_folder(config: ConfigDict, workdir: Path) -> epath.Path:
 
 
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
-    """Returns the NamedShardings of PartitionSpecs."""
+    """Return the NamedShardings of PartitionSpecs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def start(
     config: ConfigDict, make: Callable[[], PyTree], model: Model, mesh: Mesh
 ) -> PyTree:
-    """Returns the parameters of init_from, of the finished run `base`, or `make`'s.
+    """Return the parameters of init_from, of the finished run `base`, or `make`'s.
 
     Args:
       config: of the experiment.

@@ -17,7 +17,7 @@ PyTree = Any
 
 
 def written(experiment: Experiment, params: PyTree) -> list[str]:
-    """Returns config.samples texts: the prompt, and what follows it.
+    """Return config.samples texts: the prompt, and what follows it.
 
     Every process writes them, on a device of its own that holds the whole model.
 

@@ -20,7 +20,7 @@ Sums = dict[str, dict[str, int]]
 
 
 def on_host(arrays: dict[str, jax.Array]) -> Shards:
-    """Copies to this host what this process saves: one replica of each of its shards.
+    """Copy to this host what this process saves: one replica of each of its shards.
 
     What it returns stays as it is when the arrays are donated afterwards.
     """
@@ -38,12 +38,12 @@ def on_host(arrays: dict[str, jax.Array]) -> Shards:
 
 
 def crc(x: np.ndarray) -> int:
-    """Returns the CRC-32 of an array's bytes, in C order."""
+    """Return the CRC-32 of an array's bytes, in C order."""
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def read(checkpoint: epath.Path) -> Sums:
-    """Returns the checksums of a checkpoint, of all processes that saved it.
+    """Return the checksums of a checkpoint, of all processes that saved it.
 
     Raises:
       ValueError: a file of them is damaged.
@@ -58,7 +58,7 @@ def read(checkpoint: epath.Path) -> Sums:
 
 
 def problem(arrays: dict[str, jax.Array], sums: Sums) -> str | None:
-    """Returns which restored shard is not the one that was saved, or None.
+    """Return which restored shard is not the one that was saved, or None.
 
     Only those that this process holds whole are compared: shards that lie where they
     lay when they were saved, and any part of an array that is addressable as a whole.
@@ -80,7 +80,7 @@ def _held(x: jax.Array, places: list[str]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Writes where a shard lies in the global array, as in 0:4,8:16."""
+    """Write where a shard lies in the global array, as in 0:4,8:16."""
     ranges = (i.indices(size) for i, size in zip(index, shape, strict=True))
     return ",".join(f"{start}:{stop}" for start, stop, _ in ranges)
 

@@ -16,7 +16,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def handler(
     handle: Callable[[int, Any], None], numbers: tuple[int, ...] = STOPPING
 ) -> Iterator[None]:
-    """Handles signals; outside of the main thread there are none to handle."""
+    """Handle signals; outside of the main thread there are none to handle."""
     previous = {}
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in numbers:
@@ -30,7 +30,7 @@ def handler(
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Yields stopped(): whether this run has been told to stop.
+    """Yield stopped(): whether this run has been told to stop.
 
     The first signal asks for a stop with a checkpoint, a second one ends the process at
     once, as a KeyboardInterrupt. While the main thread compiles, signals are recorded.

@@ -38,7 +38,7 @@ class Spikes:
         tokens: int,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Begins with an empty window.
+        """Begin with an empty window.
 
         Args:
           threshold: in nats; infinity: nothing is a spike.
@@ -53,13 +53,13 @@ class Spikes:
         self._unread: list[tuple[int, int, tuple[jax.Array, jax.Array]]] = []
 
     def add(self, half_round: int, tokens: int, metrics: dict[str, Any]) -> None:
-        """Takes a call's metrics, possibly not computed yet."""
+        """Take a call's metrics, possibly not computed yet."""
         if self._threshold < math.inf:
             arrays = metrics["loss"], metrics["weight"]
             self._unread.append((half_round, tokens, arrays))
 
     def read(self, half_round: int) -> None:
-        """Judges all calls up to this one, and waits for it.
+        """Judge all calls up to this one, and waits for it.
 
         Raises:
           LossSpike: a window of them is one.
@@ -71,7 +71,7 @@ class Spikes:
             self.see(Call(number, tokens, float(loss), float(weight)))
 
     def see(self, call: Call) -> None:
-        """Judges the window that ends with a call.
+        """Judge the window that ends with a call.
 
         A call that counted for nobody is left out; one that is not finite is another
         matter.
@@ -97,7 +97,7 @@ class Spikes:
             self._lowest, self._at = mean, call.half_round
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, JSON-able and the same in all processes."""
+        """Return what a checkpoint keeps, JSON-able and the same in all processes."""
         lowest = self._lowest if math.isfinite(self._lowest) else None
         return {"lowest": [lowest, self._at]}
 

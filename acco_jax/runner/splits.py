@@ -16,7 +16,7 @@ from acco_jax.runner.runs import Run, load_run
 
 
 def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
-    """Returns the figures of a split, as the run's own evaluations compute its loss.
+    """Return the figures of a split, as the run's own evaluations compute its loss.
 
     Args:
       workdir: of the run; its model may be a factory's.
@@ -53,7 +53,7 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
 
 
 def _corpus(run: Run) -> data.Corpus:
-    """Returns the data of a run, if they are what they were."""
+    """Return the data of a run, if they are what they were."""
     fields = pretrained.data_fields(run.config)
     corpus = data.load_corpus(fields, workdir=run.workdir)
     then = read_object(run.workdir / "config.json").get("corpus", {})
@@ -66,7 +66,7 @@ def _corpus(run: Run) -> data.Corpus:
 
 
 def _words(corpus: data.Corpus) -> int:
-    """Returns the words of a split's held-out text: of instructions, of the answers."""
+    """Return the words of a split's held-out text: of instructions, of the answers."""
     tokens, spans = np.asarray(corpus.validation_tokens), corpus.validation_spans
     if spans is None:
         ends = np.flatnonzero(tokens == corpus.tokenizer.end_of_text)

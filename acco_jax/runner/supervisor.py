@@ -80,7 +80,7 @@ class _Child:
         os.close(write)
 
     def end(self) -> End | None:
-        """Reads what the process has said; returns how it has ended, None if not."""
+        """Read what the process has said; returns how it has ended, None if not."""
         code = self._process.poll()  # first: what it says, it says before it ends
         with contextlib.suppress(BlockingIOError):
             while said := os.read(self._pipe, 1 << 16):
@@ -116,7 +116,7 @@ class _Child:
         self._process.wait()
 
     def keep(self, folder: Path) -> None:
-        """Copies what the process has left for whoever looks into its end."""
+        """Copy what the process has left for whoever looks into its end."""
         with contextlib.suppress(OSError):
             shutil.copytree(self._folder.name, folder, dirs_exist_ok=True)
 
@@ -204,7 +204,7 @@ class _Command:
                 self._child.close()
 
     def _stop(self, task: asyncio.Task, number: int) -> None:
-        """Passes the first signal on; a second one, or one without a child, ends."""
+        """Pass the first signal on; a second one, or one without a child, ends."""
         self._told += 1
         if self._told == 1 and self._child is not None:
             self._child.signal(number)
@@ -373,7 +373,7 @@ def _say(code: int, line: str) -> int:
 
 
 def supervise(job: Job) -> int:
-    """Runs the process that trains, again where it may be; returns the exit code.
+    """Run the process that trains, again where it may be; returns the exit code.
 
     Raises:
       OSError: process 0's command cannot listen at the coordinator's address.

@@ -26,7 +26,7 @@ class Ends:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "ends")
 
     def of(self, arrays: PyTree) -> concurrent.futures.Future[float]:
-        """Returns the time at which arrays that may be under way are computed."""
+        """Return the time at which arrays that may be under way are computed."""
         if all(x.is_ready() for x in jax.tree.leaves(arrays)):
             done: concurrent.futures.Future[float] = concurrent.futures.Future()
             done.set_result(time.perf_counter())
@@ -50,7 +50,7 @@ class Compilations:
         jax.monitoring.register_event_time_span_listener(self._notice)
 
     def seconds(self, begin: float, end: float) -> float:
-        """Returns for how much of a span JAX compiled; forgets what was before it."""
+        """Return for how much of a span JAX compiled; forgets what was before it."""
         self._spans = [span for span in self._spans if span[1] > begin]
         return covered([(b, min(e, end)) for b, e in self._spans], begin)
 
@@ -66,7 +66,7 @@ class Compilations:
 
 
 def covered(spans: Sequence[Span], start: float) -> float:
-    """Returns how many seconds after `start` are in at least one span."""
+    """Return how many seconds after `start` are in at least one span."""
     total = 0.0
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, start))
@@ -85,7 +85,7 @@ def gradient_seconds(
     accumulate_dtype: Any = None,
     times: int = 5,
 ) -> float:
-    """Times the local gradients of one batch, in seconds of all workers.
+    """Time the local gradients of one batch, in seconds of all workers.
 
     It is the median of `times` on each process, after one to warm up; then the
     slowest's. Nothing is communicated meanwhile, and no optimizer runs.

@@ -62,17 +62,17 @@ class Trace:
 
 
 def kind_of(name: str) -> str | None:
-    """Returns which collective an operation or kernel is; None if it is none."""
+    """Return which collective an operation or kernel is; None if it is none."""
     return next((kind for kind, p in _COLLECTIVES.items() if p.match(name)), None)
 
 
 def found(folder: Path) -> Path | None:
-    """Returns the newest trace that jax.profiler has written into a folder, if any."""
+    """Return the newest trace that jax.profiler has written into a folder, if any."""
     return max(folder.glob("plugins/profile/*/*.xplane.pb"), default=None)
 
 
 def read(data: ProfileData, workers: int) -> Trace:
-    """Reads a trace.
+    """Read a trace.
 
     Args:
       data: of jax.profiler.
@@ -115,7 +115,7 @@ def _unknown(planes: list[str], devices: list[Activity], workers: int) -> str:
 
 
 def _device(plane: Any) -> Activity:
-    """Reads the plane of a GPU or a TPU."""
+    """Read the plane of a GPU or a TPU."""
     work: list[tuple[str, Span]] = []
     transfers: list[tuple[str, Span]] = []
     steps: dict[int, Span] = {}
@@ -130,7 +130,7 @@ def _device(plane: Any) -> Activity:
 
 
 def _threads(plane: Any) -> Iterator[Activity]:
-    """Reads the CPU devices whose operations ran in the host's threads."""
+    """Read the CPU devices whose operations ran in the host's threads."""
     work: dict[int, list[tuple[str, Span]]] = {}
     for line in plane.lines:
         for name, span, device in _leaves_of_devices(line):
@@ -158,12 +158,12 @@ def _activity(
 
 
 def _leaves(line: Any) -> list[tuple[str, Span]]:
-    """Returns the operations of a line, but those around others."""
+    """Return the operations of a line, but those around others."""
     return [(_operation(e), _span(e)) for e in _innermost(list(line.events))]
 
 
 def _leaves_of_devices(line: Any) -> Iterator[tuple[str, Span, int]]:
-    """Yields the operations of a thread, but those around others, with their device."""
+    """Yield the operations of a thread, but those around others, with their device."""
     events = []
     for event in line.events:
         statistics = _statistics(event)
@@ -175,7 +175,7 @@ def _leaves_of_devices(line: Any) -> Iterator[tuple[str, Span, int]]:
 
 
 def _innermost(events: list[Any]) -> Iterator[Any]:
-    """Yields events of a line that are around no other one."""
+    """Yield events of a line that are around no other one."""
     events = sorted(events, key=lambda e: (e.start_ns, -e.duration_ns))
     for event, after in itertools.zip_longest(events, events[1:]):
         around = (
@@ -186,7 +186,7 @@ def _innermost(events: list[Any]) -> Iterator[Any]:
 
 
 def _operation(event: Any) -> str:
-    """Returns the HLO operation of an event if that communicates, else its name."""
+    """Return the HLO operation of an event if that communicates, else its name."""
     operation = str(_statistics(event).get("hlo_op", ""))
     return operation if kind_of(operation) else event.name
 

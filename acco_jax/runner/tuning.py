@@ -52,7 +52,7 @@ class Length:
     half_rounds: dict[int, int]  # after so many steps, where a run can be judged
 
     def step(self, part: float) -> int:
-        """Returns where a run is judged that comes so far."""
+        """Return where a run is judged that comes so far."""
         return min(self.half_rounds, key=lambda step: abs(step - part * self.steps))
 
 
@@ -70,7 +70,7 @@ class Score:
 
 
 def parse(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Parses sweeps as the command line has them: 'optimizer.learning_rate=1e-3,2e-3'.
+    """Parse sweeps as the command line has them: 'optimizer.learning_rate=1e-3,2e-3'.
 
     Raises:
       ValueError: in one line, what is wrong.
@@ -105,7 +105,7 @@ def candidates(
     flags: tuple[str, ...],
     sweep: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> list[Candidate]:
-    """Returns every point of the sweep for a method; an option it lacks is left out.
+    """Return every point of the sweep for a method; an option it lacks is left out.
 
     Args:
       name: of the method, with options.
@@ -136,7 +136,7 @@ def rungs(
     seeds: int,
     budget: int | None,
 ) -> dict[str, list[float]]:
-    """Returns after which parts of their runs the candidates of a method are judged.
+    """Return after which parts of their runs the candidates of a method are judged.
 
     Args:
       groups: candidates of each method.
@@ -171,7 +171,7 @@ def _halvings(candidates: int) -> int:
 def _tokens(
     group: list[Candidate], parts: list[float], lengths: dict[Candidate, Length]
 ) -> int:
-    """Returns the most that a group takes, when half of them go on each time.
+    """Return the most that a group takes, when half of them go on each time.
 
     A run that goes on takes what lies between two rungs alone.
     """
@@ -197,7 +197,7 @@ def tune(
     workdir: Path,
     pool: Pool,
 ) -> dict[str, Candidate]:
-    """Runs a sweep and returns the best candidate of each method.
+    """Run a sweep and returns the best candidate of each method.
 
     WORKDIR/tuning gets the runs, table.md and loss.png. What was run is not run again.
 
@@ -258,7 +258,7 @@ def _run(
     workdir: Path,
     pool: Pool,
 ) -> None:
-    """Runs candidates up to a part of their runs, where they have not come yet."""
+    """Run candidates up to a part of their runs, where they have not come yet."""
     tasks = []
     for seed in seeds:
         for c, part in due.items():
@@ -279,12 +279,12 @@ def _run(
 
 
 def folder_of(workdir: Path, c: Candidate, seed: int) -> Path:
-    """Returns the workdir of a candidate's run."""
+    """Return the workdir of a candidate's run."""
     return workdir / FOLDER / c.method / c.name / f"seed-{seed}"
 
 
 def _loss(folder: Path, steps: int, length: Length) -> float | None:
-    """Returns the held-out loss of a run at so many steps, None if it is not there.
+    """Return the held-out loss of a run at so many steps, None if it is not there.
 
     At the end it is of all held-out documents. A run that has diverged has an infinite
     one.
@@ -311,7 +311,7 @@ def _best(
 
 
 def at_the_edge(group: list[Candidate], chosen: Candidate) -> list[tuple[str, str]]:
-    """Returns the numeric fields of which the best value is the lowest or highest."""
+    """Return the numeric fields of which the best value is the lowest or highest."""
     edges = []
     for k, (field, value) in enumerate(chosen.point):
         numbers = [_number(c.point[k][1]) for c in group]
@@ -334,7 +334,7 @@ def table(
     scores: dict[Candidate, Score],
     chosen: dict[str, Candidate],
 ) -> str:
-    """Returns Markdown: what each candidate has reached, the best one in bold."""
+    """Return Markdown: what each candidate has reached, the best one in bold."""
     rows = []
     for method, group in groups.items():
         for c in group:
@@ -352,7 +352,7 @@ def draw(
     chosen: dict[str, Candidate],
     path: Path,
 ) -> None:
-    """Draws the loss over the first field of the sweep, a line for each method.
+    """Draw the loss over the first field of the sweep, a line for each method.
 
     Small hollow marks are of candidates that were not run to their end, the large one
     is around the best.

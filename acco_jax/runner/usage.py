@@ -39,12 +39,12 @@ FIELDS = {
 
 
 def asked(argv: Sequence[str], words: Sequence[str] = ASKING) -> bool:
-    """Whether a command line asks for help in one of these words."""
+    """Return whether a command line asks for help in one of these words."""
     return any(word in words for word in argv[1:])
 
 
 def text(doc: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """Returns the page.
+    """Return the page.
 
     Args:
       doc: of the command.
@@ -80,7 +80,7 @@ def _fields() -> Iterator[str]:
 
 
 def _entry(name: str, says: str, indent: int = INDENT) -> Iterator[str]:
-    """Yields the lines of a flag: its name, and beside or below it what it is."""
+    """Yield the lines of a flag: its name, and beside or below it what it is."""
     width = WIDTH - indent
     lines = textwrap.wrap(says, width, break_on_hyphens=False)
     first = f"  {name}".ljust(indent)

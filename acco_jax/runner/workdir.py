@@ -27,7 +27,7 @@ PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 
 
 def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
-    """Returns the folders that a run locks: its workdir, and that of its checkpoints.
+    """Return the folders that a run locks: its workdir, and that of its checkpoints.
 
     One lock serves both where the checkpoints lie in the workdir. A remote folder has
     none.
@@ -39,7 +39,7 @@ def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
 
 @contextlib.contextmanager
 def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
-    """Holds a workdir, or a folder of checkpoints, for this run, through process 0.
+    """Hold a workdir, or a folder of checkpoints, for this run, through process 0.
 
     The lock says host, process and when that process started. It is stale, and taken
     over, when that process is gone, or gives no sign of life from another host or
@@ -88,7 +88,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _numbering() -> str | None:
-    """Names what numbers this process: boot and PID namespace; None if unknown.
+    """Name what numbers this process: boot and PID namespace; None if unknown.
 
     Containers may have one host name, and a namespace each.
     """
@@ -102,7 +102,7 @@ def _numbering() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns when a process of this host started; None if there is no such process."""
+    """Return when a process of this host started; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[19]  # clock ticks after the boot
@@ -118,7 +118,7 @@ def _started(pid: int) -> str | None:
 
 
 def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
-    """Writes the lock, over one that is stale only; returns why not, or ''."""
+    """Write the lock, over one that is stale only; returns why not, or ''."""
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -161,7 +161,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _silent_for(path: Path, seconds: float) -> bool:
-    """Whether a file is older than that, by the clock of the file system."""
+    """Return whether a file is older than that, by the clock of the file system."""
     probe = path.with_name(f"{LOCK}.{os.getpid()}.clock")
     try:
         probe.touch()

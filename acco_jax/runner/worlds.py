@@ -48,12 +48,12 @@ class World:
 
 
 def workers_of(axes: dict[str, int]) -> int:
-    """Returns the number of workers on a mesh of these axes."""
+    """Return the number of workers on a mesh of these axes."""
     return math.prod(size for axis, size in axes.items() if axis in AXES[:2])
 
 
 def is_axes(axes: Any) -> TypeGuard[dict[str, int]]:
-    """Whether what a file says are the axes of a run's mesh."""
+    """Return whether what a file says are the axes of a run's mesh."""
     if not isinstance(axes, dict) or "data" not in axes:
         return False
     if list(axes) != [axis for axis in AXES if axis in axes]:
@@ -63,7 +63,7 @@ def is_axes(axes: Any) -> TypeGuard[dict[str, int]]:
 
 
 def dealt(microbatches: int, workers: int) -> list[int]:
-    """Deals so many microbatches out: as many to each, one more to the first ones."""
+    """Deal so many microbatches out: as many to each, one more to the first ones."""
     each, more = divmod(microbatches, workers)
     return [each + (i < more) for i in range(workers)]
 
@@ -78,7 +78,7 @@ def record(workdir: Path, half_round: int, world: World) -> None:
 
 
 def recorded(workdir: Path) -> list[tuple[int, World]]:
-    """Returns the worlds of a run, each with the half-rounds done before it; or none.
+    """Return the worlds of a run, each with the half-rounds done before it; or none.
 
     Raises:
       ValueError: in one line, the record is damaged.
@@ -126,5 +126,5 @@ class Replay:
             )
 
     def end(self, done: int) -> int | None:
-        """Returns after which half-round other devices went on; None: no others did."""
+        """Return after which half-round other devices went on; None: no others did."""
         return next((h for h, _ in recorded(self.folder) if h > done), None)

@@ -57,7 +57,7 @@ class Bar(NamedTuple):
 
 
 def written(runs: Sequence[Run], now: datetime.datetime) -> str:
-    """Returns the page of runs, in the order given."""
+    """Return the page of runs, in the order given."""
     axes = curves.Axes(runs)
     figures = {
         **curves.loss_figures(runs, axes),
@@ -95,7 +95,7 @@ def _figures(
     runs: Sequence[Run],
     rows: Sequence[tuple[str, str, Callable[[Run], Any], Callable[[Any], str]]],
 ) -> Iterator[Figure]:
-    """Yields the rows of which at least one run has a value."""
+    """Yield the rows of which at least one run has a value."""
     for name, remark, value, show in rows:
         values = [value(run) for run in runs]
         if any(v is not None for v in values):
@@ -193,7 +193,7 @@ def _communication(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _profiles(run: Run) -> Iterator[Profile]:
-    """Yields a table of each trace of a run, in milliseconds."""
+    """Yield a table of each trace of a run, in milliseconds."""
     for process, summary in run.profiles:
         name = f"{run.name}, {process}: means over {len(summary['devices'])} devices"
         rows = []
@@ -237,7 +237,7 @@ def _microbatches(run: Run) -> str:
 
 
 def _bar(run: Run) -> Bar | None:
-    """Returns a run's wall time; None where nothing is recorded."""
+    """Return a run's wall time; None where nothing is recorded."""
     seconds = goodput.spent(run.record)
     wall = sum(seconds.values())
     if not wall:
@@ -251,7 +251,7 @@ def _bar(run: Run) -> Bar | None:
 
 
 def _spent(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yields causes, their colours, and how long each run spent on them."""
+    """Yield causes, their colours, and how long each run spent on them."""
     seconds = [goodput.spent(run.record) for run in runs]
     walls = [sum(s.values()) for s in seconds]
     for cause, (name, colour) in CAUSES.items():
@@ -280,7 +280,7 @@ def _faults(run: Run) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Shows seconds as a person would say them: 0.4 s, 75 s, 12 min, 3.5 h."""
+    """Show seconds as a person would say them: 0.4 s, 75 s, 12 min, 3.5 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 180:
@@ -289,7 +289,7 @@ def duration(seconds: float) -> str:
 
 
 def _value(value: Any) -> str:
-    """Shows a config's value: text as it is, the rest as JSON, at most 200 letters."""
+    """Show a config's value: text as it is, the rest as JSON, at most 200 letters."""
     if value is None:
         return UNKNOWN
     if isinstance(value, float) and math.isfinite(value):

@@ -99,7 +99,7 @@ class Run:
 
 
 def read(folders: Sequence[Path]) -> list[Run]:
-    """Reads the runs in folders: workdirs, comparisons, or folders of workdirs.
+    """Read the runs in folders: workdirs, comparisons, or folders of workdirs.
 
     Raises:
       ValueError: in one line, a folder has no run, or a file in it is damaged.
@@ -129,7 +129,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Returns paths from where the folders part; of one folder its name."""
+    """Return paths from where the folders part; of one folder its name."""
     if len(folders) == 1:
         return [folders[0].name]
     top = os.path.commonpath(folders)
@@ -167,14 +167,14 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _failures(folder: Path) -> list[str]:
-    """Returns attempt-1/process-0, ...: who has left messages there."""
+    """Return attempt-1/process-0, ...: who has left messages there."""
     return sorted(
         str(p.relative_to(folder)) for p in folder.glob("attempt-*/process-*")
     )
 
 
 def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns dotted names and values."""
+    """Return dotted names and values."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and value:
@@ -185,7 +185,7 @@ def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Returns the fields in which runs differ, each with every run's value.
+    """Return the fields in which runs differ, each with every run's value.
 
     A single run is compared with the defaults, whose value comes first. What a run does
     not have is None.
