@@ -1,4 +1,4 @@
-"""Which axes of a mesh a collective is over."""
+"""Mesh axes that collectives are over."""
 
 import math
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def label(groups: Groups, sizes: Mapping[str, int], devices: int) -> str:
-    """Name what a collective is over: "data", "data+fsdp", "4 groups of 8", "?".
+    """Return a name of a collective's axes: "data", "data+fsdp" or "?".
 
-    Without a mesh the groups themselves are the name.
+    Without a mesh it describes the groups: "4 groups of 8 (0,1,2,...)".
     """
     if not groups:
         return UNKNOWN
@@ -58,10 +58,10 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read "data:8,fsdp:4", a mesh's axes, outermost first.
+    """Parse "data:8,fsdp:4", a mesh's axes, outermost first.
 
     Raises:
-      ValueError: in one line, another form.
+      ValueError: if the text has another form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Measures the devices that are here, and a train step on them beside its prediction.
+"""Calibration: measures local devices, and a train step beside its prediction.
 
 calibrate(config) -> Report: kernels (matrix products, copies, collectives), then a step
 with two numbers of microbatches, of which the difference says how much slower a model's
@@ -32,7 +32,7 @@ from acco_jax.plan.tables import aligned, quantity, seconds
 from acco_jax.plan.topologies import Topology
 
 WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
-# Times that collectives may be slower or faster than their kernels. On CPUs no slower:
+# Most times that collectives are slower or faster than their kernels. On CPUs 1:
 # the same cores dispatch, compute and communicate, and that is a call's own time.
 LIMIT = 20.0
 REPEATS = 5  # of each measurement; the least counts, which nothing else slowed
@@ -60,9 +60,9 @@ class Step:
     measured: float  # seconds
     predicted: float  # from the figures before calibration
     interval: tuple[float, float]  # from those after
-    hidden: float  # share of the communication's time, predicted after
-    measured_hidden: float | None  # None: no communication to hide
-    held_out: bool  # whether it had no part in the calibration
+    hidden: float  # predicted overlapped share of the communication's time, after
+    measured_hidden: float | None  # None: no communication to overlap
+    held_out: bool  # whether the calibration did not use it
 
     @property
     def inside(self) -> bool:
@@ -71,7 +71,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was measured, and the figures that follow."""
+    """Measurements, and the figures that follow from them."""
 
     kind: str  # of the devices
     chip: str
@@ -82,10 +82,10 @@ class Report:
 
 
 def calibrate(config: ConfigDict) -> Report:
-    """Measure, with an experiment's model and batch.
+    """Measure kernels and train steps, with an experiment's model and batch.
 
     Raises:
-      ValueError: in one line, what cannot be run so.
+      ValueError: if an experiment cannot run so.
     """
     devices = np.array(jax.devices())
     mesh, platform = Mesh(devices, ("data",)), devices[0].platform
@@ -149,7 +149,7 @@ class _Prepared:
         self._arguments = [_array(x) for x in self.program.arguments]
 
     def run(self) -> None:
-        """Run a call, to its end."""
+        """Run a call and block until it ends."""
         params, state, *rest = self._arguments
         params, state, _ = self.program.step(params, state, *rest)
         self._arguments[:2] = jax.block_until_ready((params, state))
@@ -172,7 +172,7 @@ def _array(tree: Any) -> Any:
 
 
 def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
-    """Time each call REPEATS times, in turns; returns the least, in seconds."""
+    """Time each call REPEATS times, in turns; return the least, in seconds."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(REPEATS + 1):
         for call, found in zip(calls, times, strict=True):
@@ -184,7 +184,7 @@ def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def _topology(devices: np.ndarray) -> Topology:
-    """Return the devices that are here as a topology; a CPU is a chip of its own."""
+    """Return the local devices as a topology; an unknown device is a CPU."""
     hosts = len({d.process_index for d in devices.flat})
     chip = of_kind(devices[0].device_kind)
     if chip is None:
@@ -204,7 +204,7 @@ def _topology(devices: np.ndarray) -> Topology:
 
 
 def _products(mesh: Mesh) -> list[Kernel]:
-    """Measure square matrix products on all devices at once."""
+    """Measure square matmuls on all devices at once."""
     platform = mesh.devices.flat[0].platform
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     found = []
@@ -228,7 +228,7 @@ def _copies(mesh: Mesh) -> list[Kernel]:
 
 
 def _collectives(mesh: Mesh) -> list[Kernel]:
-    """Measure reductions and gathers; rates are of what a ring sends."""
+    """Measure reductions and gathers; rates count what a ring sends."""
     if mesh.size == 1:
         return []
     rows, replicated = P("data"), P()
@@ -276,7 +276,7 @@ def _split(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
-    """Return the figures that kernels alone say."""
+    """Return the figures that follow from the kernels only."""
     rates = {
         "flops": [k.rate for k in kernels if k.unit == "FLOP/s"],
         "memory_bandwidth": [k.rate for k in kernels if k.name == "copy"],
@@ -290,7 +290,7 @@ def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
 
 
 def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
-    """Return the rates at which a model's operations took what they took."""
+    """Return the compute and memory rates that a model's operations reached."""
     return {
         "flops": _ends(_reached(machine, "flops", "compute") * scale),
         "memory_bandwidth": _ends(
@@ -349,7 +349,7 @@ def _step(
 
 
 def text(report: Report) -> str:
-    """Return the report."""
+    """Return the report as text."""
     kernels = [
         (
             k.name,
@@ -388,7 +388,7 @@ def read(file: Path) -> tuple[str, dict[str, Change]]:
     """Return the chip and the figures of a report that was saved.
 
     Raises:
-      ValueError: in one line, that it is none.
+      ValueError: if the file is not a report of --calibrate.
     """
     try:
         found = json.loads(file.read_text())

@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA's GpuTargetConfigProto says of one GPU beside the common figures."""
+    """Fields of XLA's GpuTargetConfigProto for one GPU, beside the common figures."""
 
     capability: tuple[int, int]  # compute capability: (major, minor)
     accelerated: bool  # whether the compiler may use the "a" features (sm_90a)
@@ -76,7 +76,7 @@ class Chip:
 
     @property
     def source(self) -> str:
-        """Where its figures are from."""
+        """Source of its figures."""
         if self.platform == "tpu":
             return f"docs.cloud.google.com/tpu/docs/{self.name}"
         return f"{'AMD' if self.compiled_as else 'NVIDIA'}'s data sheet"
@@ -160,7 +160,8 @@ def _nvidia(
     watts: float,
     link: str = "NVLink",
 ) -> Chip:
-    """A GPU; memory and network are bytes and bytes/s, and fast and slow bytes/s."""
+    """Return a GPU; memory and network are (bytes, bytes/s) and (fast, slow bytes/s).
+    """
     return Chip(
         name, title, "gpu", flops, *memory, *network, 3.4e-6, gpu=gpu, watts=watts,
         link=link,

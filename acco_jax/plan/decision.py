@@ -1,4 +1,4 @@
-"""Which method on which machine: plans side by side, for all tokens of a run.
+"""Choice of method and machine: plans side by side, for all tokens of a run.
 
 decision = make(config, [topologies.parse("gpu:h100:4x8")], request, Terms(tokens=10e9))
 print(text(decision))
@@ -27,7 +27,7 @@ _STEPS = 120  # of it
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a run is and what it costs."""
+    """A run's length, prices and failure figures."""
 
     tokens: float  # of the whole run
     # of a device for an hour, by the chip's name, in any currency
@@ -46,7 +46,7 @@ class Choice:
     topology: Topology
     network: float  # bytes/s of a device over the network
     method: str
-    misfit: str = ""  # why it does not fit; what follows is then 0
+    misfit: str = ""  # why it does not fit; the fields below are then 0
     rows: int = 0  # of the best microbatch
     microbatches: int = 0  # of it in a step
     tokens_per_second: float = 0.0
@@ -60,7 +60,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """All choices, and what follows."""
+    """All choices, their plans and the sentence about them."""
 
     terms: Terms
     choices: tuple[Choice, ...]
@@ -71,8 +71,8 @@ class Decision:
 def goodput(terms: Terms, devices: int) -> float:
     """Return the share of time not lost to checkpoints, repeated work and restarts.
 
-    Checkpoints are as far apart as loses least: Young's sqrt(2 d M) of a checkpoint's d
-    seconds and M seconds between failures (Young 1974; Daly 2006).
+    Checkpoints are apart by Young's sqrt(2 d M), which loses least: d is a checkpoint's
+    seconds and M the seconds between failures (Young 1974; Daly 2006).
     """
     if terms.failure_hours is None:
         return 1.0
@@ -88,12 +88,12 @@ def make(
     request: Request,
     terms: Terms,
 ) -> Decision:
-    """Plan an experiment for several machines and networks, and compares.
+    """Plan an experiment for several machines and networks, and compare the plans.
 
     Raises:
-      ValueError: in one line, before any compile what cannot work; after it that no
-        method fits into any machine.
-      RuntimeError: a compiler is not installed; says how to install it.
+      ValueError: if the input is invalid (before any compile). A machine that nothing
+        fits becomes choices with a `misfit`.
+      RuntimeError: if a compiler is not installed, with how to install it.
     """
     requests = [
         dataclasses.replace(
@@ -158,7 +158,7 @@ def _choice(plan: Plan, o: Outcome, network: float, terms: Terms) -> Choice:
 
 
 def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
-    """Says which choice is best and why, and where hiding communication pays."""
+    """Return which choice is best and why, and where overlapping communication pays."""
     fitting = [c for c in choices if not c.misfit]
     if not fitting:
         return "No method fits into any of these machines."
@@ -232,7 +232,7 @@ def _network(plan: Plan) -> str:
 
 
 def _overlaps(o: Outcome) -> bool:
-    """Return whether most bytes have products beside them, whatever the network (READ)."""
+    """Return whether most bytes overlap with products, on any network (READ)."""
     return (o.verdict.hidden_share or 0) > 0.9
 
 
@@ -252,7 +252,7 @@ def _gbps(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """At which bandwidths a method is faster than another."""
+    """Bandwidths at which a method is faster than another."""
 
     link: str  # "the network", or what joins a host's devices
     bands: tuple[tuple[float, float], ...]  # bytes/s, both ends; (): nowhere
@@ -261,7 +261,7 @@ class Crossing:
 
 
 def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
-    """Vary the bandwidth that is crossed last, the rest as it is.
+    """Vary the bandwidth that is crossed last; keep the other figures.
 
     A band's ends are found to 0.1 %; one narrower than a step of the search (10 %) may
     be missed.
@@ -310,7 +310,7 @@ def _speed(o: Outcome, machine: Machine) -> float:
 
 
 def text(decision: Decision) -> str:
-    """Return the table and the sentence."""
+    """Return the table and the sentence as text."""
     head = [
         "machine", "network", "method", "microbatch", "tokens/s", "interval", "hours",
         "device-hours", "price", "kWh at most", "goodput",
@@ -357,7 +357,7 @@ def _row(c: Choice) -> list[str]:
 
 
 def as_dict(decision: Decision) -> dict[str, Any]:
-    """Return the same as JSON-ready values, in SI units but for hours and kWh."""
+    """Return the decision as JSON-ready values, in SI units except hours and kWh."""
     return {
         "terms": dataclasses.asdict(decision.terms),
         "choices": [

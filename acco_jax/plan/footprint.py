@@ -1,9 +1,9 @@
-"""Bytes that a program sends and a device holds, read off program and arrays.
+"""Bytes that a program sends and a device holds, read from program and arrays.
 
 bytes_sent(*step.lowered(params, state, batch))  # of one half-round, by each worker
 bytes_held((params, state))  # on one device
 
-The collectives are those of the StableHLO, as written: what a backend makes of them
+The collectives are those of the StableHLO, as written. What a backend makes of them
 (XLA:CPU widens 16-bit floats) does not count, nor does what the compiler adds for an
 optimizer that looks across shards, such as the few bytes of a global norm.
 """
@@ -24,7 +24,7 @@ from acco_jax.groups import ROWS, TENSOR, members
 
 PyTree = Any
 
-# What a worker of a group of n sends, in units of the whole: the ring's costs.
+# Bytes that a worker of a group of n sends, in units of the whole: the ring's costs.
 RING: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -140,7 +140,8 @@ def _of(
 
 
 def _within(op: Any, kind: str, size: int) -> bool:
-    """Return whether a collective's devices are all of one worker's group of so many."""
+    """Return whether a collective stays within model-parallel groups of `size` devices.
+    """
     if size == 1:
         return False
     if kind != "collective_permute" and (axes := _named_axes(op)):
@@ -170,9 +171,9 @@ def _group_size(op: Any) -> int:
 
 
 def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
-    """A mesh's axes that a collective is over, and the sizes of all: newer jax's form.
+    """Return a collective's mesh axes and the sizes of all axes (newer jax's form).
 
-    None where the devices are numbered instead.
+    Return None where the devices are numbered instead.
     """
     groups = str(op.attributes["replica_groups"])
     if "replica_group_mesh_axes" not in groups:
@@ -222,7 +223,7 @@ def _last(block: Any) -> Any:
 
 
 def _constant(value: Any) -> int | None:
-    """Return a value that is an integer, also where a loop or region passes it on."""
+    """Return an integer constant, also one that a loop or region passes on."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
         if owner.name != "stablehlo.constant":

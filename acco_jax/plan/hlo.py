@@ -1,4 +1,4 @@
-"""The text of optimized HLO: instructions, computations, device groups, FLOPs.
+"""Parser of optimized HLO text: instructions, computations, device groups, FLOPs.
 
 The grammar is XLA's xla/hlo/parser/hlo_parser.cc. Pure text: JAX is not imported.
 """
@@ -53,7 +53,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The scopes and the operation in JAX, "" if the text does not say."""
+        """Scopes and operation in JAX, "" if the text does not say."""
         match = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.metadata)
         return match[1] if match else ""
 
@@ -67,7 +67,7 @@ class Instruction:
 
     @functools.cached_property
     def in_hbm(self) -> tuple[bool, ...]:
-        """Whether each of `arrays` lies in a TPU's HBM: no S(n) in its layout."""
+        """Flags of `arrays` that lie in a TPU's HBM: no S(n) in their layout."""
         found = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?", self.shape)
         return tuple("S(" not in layout for layout in found)
 
@@ -107,7 +107,7 @@ def bytes_of(arrays: Sequence[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def bits(dtype: str) -> int:
-    """Return the bits of one element; 0 for what holds no numbers."""
+    """Return the bits of one element; 0 for types without numbers."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = re.match(r"[a-z]+(\d+)", dtype)  # bf16, f32, u8, c64, f8e4m3fn
@@ -136,7 +136,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield lines; an attribute that is printed over several comes in one."""
+    """Yield lines; join an attribute that is printed over several."""
     started = ""
     for line in text.splitlines():
         if started or line.endswith("={"):
@@ -308,7 +308,7 @@ def _integers(text: str | None) -> list[int]:
 
 
 def product_flops(x: Instruction) -> int:
-    """Count the FLOPs of a matrix product, attention included, else 0."""
+    """Count the FLOPs of a matmul, attention included, else 0."""
     if x.opcode == "dot":
         contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
     elif x.opcode == "convolution":
@@ -326,7 +326,7 @@ def product_flops(x: Instruction) -> int:
     return 2 * math.prod(x.dims) * depth
 
 
-# Matrix products of the size of the scores in each kernel of attention, by names in the
+# Matmuls of the size of the scores in each kernel of attention, by names in the
 # path of its operation: those of models/flash.py, and splash attention's.
 _PRODUCTS = {
     r"/attention_forward/|splash_m[hq]a_fwd": 2,
@@ -336,9 +336,9 @@ _PRODUCTS = {
 
 
 def _kernel_flops(x: Instruction) -> int:
-    """Count those of a kernel of attention, of the scores that it computes.
+    """Count the FLOPs of an attention kernel, for the scores that it computes.
 
-    The scope in which models/attention.py calls kernels says of which queries and keys.
+    The numbers of queries and keys are in the scope of models/attention.py's call.
     """
     scope = re.search(r"\battention_(\d+)x(\d+)\b", x.op_name)
     products = (n for name, n in _PRODUCTS.items() if re.search(name, x.op_name))
@@ -352,9 +352,9 @@ def _kernel_flops(x: Instruction) -> int:
 
 
 def _attention_flops(x: Instruction) -> int:
-    """Count cuDNN's 2 products forward, 5 backward, of the scores that it computes.
+    """Count the FLOPs of cuDNN's 2 products forward, 5 backward, for computed scores.
 
-    They are those that a causal mask and a window leave, as for other kernels.
+    Computed scores are those that a causal mask and a window leave.
     """
 
     def setting(pattern: str) -> list[int]:  # as JAX writes them, with spaces, or XLA
@@ -373,7 +373,7 @@ def _attention_flops(x: Instruction) -> int:
 
 
 def _seen(length: int, window: int) -> int:
-    """Count pairs of a query and a key that it sees."""
+    """Count the pairs of a query and a key that it sees."""
     return window * (window + 1) // 2 + (length - window) * window
 
 

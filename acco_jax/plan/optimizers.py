@@ -1,4 +1,4 @@
-"""Tells the optimizer's own collectives from those of the train step.
+"""The optimizer's own collectives, told from those of the train step.
 
 The exchange's are in the program as written. An optimizer that looks across shards
 (muon's Newton-Schulz, adafactor's and lamb's norms, clipping) is written as if nothing
@@ -25,7 +25,7 @@ PADDING = 0.02  # share of a collective's bytes that may go beyond the step's ow
 
 @dataclasses.dataclass
 class _Pool:
-    """The step's collectives of one kind, data type and group, as far as unmatched."""
+    """The step's unmatched collectives of one kind, data type and group."""
 
     kind: str
     dtype: str
@@ -41,9 +41,9 @@ class _Pool:
     def suits(self, c: Collective, likeness: int) -> bool:
         """Return whether c may be one of these, or several of them combined.
 
-        With likeness 0 of as many numbers and a kind that compilers make of this one;
-        1: and of the same type and group; 2: and of the same kind; 3: and of the size
-        of one of these, or 4: of all.
+        Likeness 0: at most twice as many numbers, and a kind that compilers make of
+        this one. 1: also the type and group. 2: also the kind. 3: also the size of one
+        of these, or 4: of all.
         """
         if not 0 < self.bytes_of(c) <= 2 * self.left:
             return False
@@ -60,7 +60,7 @@ class _Pool:
         return c.kind == self.kind or c.kind in instead
 
     def take(self, c: Collective) -> int:
-        """Match c; returns the bytes of one execution that go beyond the pool."""
+        """Match c; return the bytes of one execution that go beyond the pool."""
         if c.bytes in self.sizes:
             self.sizes.remove(c.bytes)
         total = self.bytes_of(c)
@@ -74,9 +74,9 @@ def own(
 ) -> list[tuple[Collective, int]]:
     """Return the collectives that the step did not write, and their bytes.
 
-    Compilers combine collectives, and turn one kind into another: those most alike are
-    matched first, and of them the largest. A collective that combines the step's own
-    with no more than as much again counts with what is beyond. Transfers between
+    Compilers combine collectives, and turn one kind into another: the most alike are
+    matched first, and of these the largest. A collective that combines the step's own
+    with no more than as much again counts only with the excess. Transfers between
     slices of a type that the step sends do not count.
 
     Args:

@@ -46,7 +46,7 @@ def timeline(
       rows: a timeline each, above one another.
       path: where the picture is written.
       title: above it.
-      what: that all rows do.
+      what: the work of each row, for the axis's label.
     """
     figure, all_axes = subplots(10, 1.3 + 1.4 * len(rows), len(rows), sharex=True)
     longest = max(row.times * row.prediction.total for row in rows)
@@ -91,8 +91,8 @@ def _execution(
 ) -> None:
     """Draw one execution from `begin` on, as far as `end`, in seconds.
 
-    Collectives that would be too thin to be seen are as wide as a line is; what is
-    smaller than that by far is left out.
+    Collectives too thin to be seen are drawn as wide as a line. Far thinner ones are
+    left out.
     """
     thin = 0.003 * longest
     for span in prediction.spans:

@@ -1,4 +1,4 @@
-"""The train step of an experiment for devices that are only described, and compiled.
+"""Train step of an experiment for target hardware, described and compiled.
 
 mesh = programs.data_mesh(topologies.parse("gpu:h200:2x8"))
 program = programs.describe(config, mesh)  # nothing is compiled yet
@@ -52,18 +52,18 @@ class Program:
 
     method: str
     tx: acco_jax.Method
-    step: acco_jax.TrainStep  # in the fused form
+    step: acco_jax.TrainStep  # single-program
     microbatches: int  # of each worker in a half-round
-    counts: tuple[int, ...]  # how many of them each worker computes; () for all
-    # params, state, batch, counts, and a key if the loss draws; all abstract
+    counts: tuple[int, ...]  # microbatches that each worker computes; () for all
+    # params, state, batch, counts, and a key if the loss samples; all abstract
     arguments: tuple[Any, ...]
     frozen: int = 0  # bytes on a device that the loss function holds beside them
-    # Whether `counts` are what plan takes an adaptive run to compute: any up to
+    # Whether `counts` are plan's choice for an adaptive run: any up to
     # `microbatches`, and at least as many as here at first.
     adaptive: bool = False
-    # Of acco's unequal halves: each worker's microbatches in the first and the second.
+    # Each worker's microbatches in acco's first and second half, if unequal.
     halves: tuple[int, ...] = ()
-    half: int | None = None  # which of them this is, 0 or 1; None: not one of `parts`
+    half: int | None = None  # its index in them, 0 or 1; None: not one of `parts`
 
     @property
     def mesh(self) -> Mesh:
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def parts(self) -> "tuple[Program, ...]":
-        """The half-rounds that differ: this one, or each of unequal halves."""
+        """Half-rounds that differ: this one, or each of unequal halves."""
         if not self.halves or self.half is not None:
             return (self,)
         return tuple(
@@ -90,14 +90,15 @@ class Program:
 
     @property
     def repeats(self) -> float:
-        """How often its parts occur in an optimizer step; below 1: in several."""
+        """Occurrences of its parts in an optimizer step; below 1: one in several steps.
+        """
         if self.tx.steps_per_call > 1:
             return 1 / self.tx.steps_per_call
         return 1 if self.halves else self.tx.half_rounds
 
     @property
     def single(self) -> bool:
-        """Whether each worker computes one microbatch, by a program that knows it."""
+        """True if each worker computes one microbatch, and the program knows it."""
         return max(self.counts if self.half is not None else (self.microbatches,)) == 1
 
     @property
@@ -125,7 +126,7 @@ class Program:
 
     @property
     def param_dtype(self) -> str:
-        """The dtypes of the parameters, as text."""
+        """Dtypes of the parameters, as text."""
         leaves = jax.tree.leaves(self.arguments[0])
         return ", ".join(sorted({x.dtype.name for x in leaves}))
 
@@ -137,21 +138,21 @@ class Program:
         return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
 
     def in_group(self, c: schedules.Collective) -> bool:
-        """Return whether a collective is of devices that are one worker."""
+        """Return whether a collective stays within a model-parallel group."""
         size = members(self.mesh).shape[1]
         within = (len({i // size for i in group}) == 1 for group in c.groups)
         return size > 1 and bool(c.groups) and all(within)
 
     def compile(self, place: object = "these devices") -> Compiled:
-        """Compile ahead of time, or finds it compiled, and reads the schedule.
+        """Compile ahead of time, or load the compiled program, and read the schedule.
 
-        Where its halves differ, call it on each of its parts.
+        For unequal halves, call it on each of its parts.
 
         Args:
-          place: what it is compiled for, in the log.
+          place: the devices that it is compiled for, in the log.
 
         Raises:
-          DoesNotFit: the chip has too little memory.
+          DoesNotFit: if the chip has too little memory.
         """
         start = time.perf_counter()
         # acco's odd half-rounds are estimates, which a step's first half is
@@ -188,9 +189,9 @@ class Program:
     def _trips(self, text: str) -> dict[str, int]:
         """Return the trips of the loops whose bounds the compiler cannot know.
 
-        They are the busiest worker's pieces, one beside each collective, or of one
-        microbatch the forward and the backward pass. A single one is all microbatches
-        but the last, or what the step hides on GPU because it runs once.
+        They are the busiest worker's pieces, one beside each collective, or for one
+        microbatch the forward and the backward pass. A single loop has all microbatches
+        but the last, or work that runs once, which the step puts in a loop on GPU.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most, pieces = max(self.counts, default=self.microbatches), len(loops)
@@ -202,7 +203,7 @@ class Program:
         return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 
     def held(self) -> Memory:
-        """Return what stays from one half-round to the next: a program needs more."""
+        """Return the memory that stays between half-rounds; a program needs more."""
         params, state, batch, counts, *_ = self.arguments
         parts, shards = {"parameters": bytes_held(params)}, 0
         fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
@@ -223,7 +224,7 @@ class Program:
 
 
 def _compiled(lowered: Any, mesh: Mesh) -> dict[str, Any]:
-    """Compile; returns what a plan needs of it, as JSON-ready values."""
+    """Compile; return a plan's data of the program, as JSON-ready values."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -255,10 +256,10 @@ def _peak(m: Any) -> int:
 
 
 def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
-    """Compile each part, and refuses what has no room; what surely has none before.
+    """Compile each part; raise DoesNotFit if it needs more memory than there is.
 
     Raises:
-      DoesNotFit: says what it needs.
+      DoesNotFit: with the bytes needed; before any compile if `held` is too large.
     """
     least = program.held().total
     if least > machine.room:
@@ -302,8 +303,9 @@ def data_mesh(
     runner's `data_mesh`.
 
     Raises:
-      RuntimeError: the compiler is not installed; says how to install it.
-      ValueError: another number of domains; the compiler does not know the topology.
+      RuntimeError: if the compiler is not installed, with how to install it.
+      ValueError: if `domains` is another number, `group` does not divide the devices,
+        or the compiler does not know the topology.
     """
     total = topology.devices // topology.fast_domain
     domains = topology.slices if domains is None else domains
@@ -331,7 +333,7 @@ def vocab_size(config: ConfigDict) -> int:
     """Return the tokenizer's number of tokens, without a corpus.
 
     Raises:
-      ValueError: it cannot be told from the config.
+      ValueError: if the config does not determine it.
     """
     if config.data.tokenizer == "bytes":
         return models.BYTE_TOKENS
@@ -351,7 +353,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     """Describe the half-round of a valid config on a mesh of `data_mesh`'s form.
 
     Raises:
-      ValueError: in one line, what cannot work.
+      ValueError: if the config cannot be planned, such as form 'split'.
     """
     model = models.model(config, vocab_size(config))
 
@@ -432,12 +434,12 @@ def assemble(
       params: abstract arrays.
       microbatches: of each worker in a half-round.
       microbatch: rows and length of one microbatch's tokens.
-      counts: how many microbatches each worker computes; () for all.
-      adaptive: whether a run finds them, of which these are the least.
+      counts: microbatches that each worker computes; () for all.
+      adaptive: whether a run finds the counts, of which `counts` are the least.
       halves: of each worker in acco's two half-rounds, if they differ; `microbatches`
         is the larger number.
       beside: dtypes of further arrays (rows, length - 1) in a batch, by their names.
-      rng: an abstract key, if the loss draws.
+      rng: an abstract key, if the loss samples.
       drop_nonfinite: as for `acco_jax.make_train_step`.
     """
     mesh, axes = tx.mesh, tx.axis

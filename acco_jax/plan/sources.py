@@ -1,4 +1,4 @@
-"""Where in a program's source an instruction of its compiled text comes from.
+"""Source lines of the instructions of a compiled program's text.
 
 A compiled module's text ends or begins with four tables (FileNames, FunctionNames,
 FileLocations, StackFrames), which `stack_frame_id` in an instruction's metadata points
@@ -12,7 +12,7 @@ _ROW = r"(?m)^(\d+) (.*)$"
 
 
 class Sources:
-    """The source lines of a module's text."""
+    """Table of the source lines of a module's text."""
 
     def __init__(self, text: str) -> None:
         tables = {
@@ -34,7 +34,7 @@ class Sources:
     def line(self, metadata: str) -> str:
         """Return "file:line (function)" of an instruction's metadata, "" if unknown.
 
-        It is the innermost line that is not of JAX or a layer right above it.
+        It is the innermost line outside JAX and the layers right above it.
         """
         frame = _field(metadata, "stack_frame_id")
         found = [self._place(f) for f in self._stack(frame)] if frame else []

@@ -10,7 +10,7 @@ WIDTH = 110  # of a paragraph
 _LARGE = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
 _SMALL = {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 
-# A table's columns: a heading, and how a row of predictions fills it.
+# A table's columns: a heading, and the function that fills it from a row.
 Columns = Mapping[str, Callable[[Any], str]]
 
 

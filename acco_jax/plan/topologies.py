@@ -1,11 +1,11 @@
-"""Names a set of devices, and describes it to the compiler without having it.
+"""Topologies: named sets of devices, described to the compiler without them.
 
     topology = parse("gpu:h200:4x8")      # 4 hosts of 8 GPUs
     topology = parse("tpu:v5e:4x4")       # one slice of 4 x 4 chips
     devices = mesh(topology, model=2)     # ("data", "model") over described devices
     compiled = jax.jit(step).lower(...).compile(compiler_options=...)
 
-A command that plans calls `use_cpu` before anything else, so that JAX does not look for
+A command that plans calls `use_cpu` first, so that JAX does not look for
 the chips whose compilers are installed.
 """
 
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def domain_name(self) -> str:
-        """What such a set of devices is called."""
+        """Name of such a set of devices."""
         return "slice" if self.platform == "tpu" else "host"
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Topology:
 
 
 def parse(text: str, slices: int = 1) -> Topology:
-    """Read "gpu:CHIP:HOSTSxGPUS" or "tpu:CHIP:SHAPE".
+    """Parse "gpu:CHIP:HOSTSxGPUS" or "tpu:CHIP:SHAPE".
 
     Args:
         text: for example "gpu:h200:4x8", "gpu:h100:8" (one host), "tpu:v5p:4x4x4".

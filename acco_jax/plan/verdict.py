@@ -1,6 +1,6 @@
-"""How much of some collectives is hidden: by bytes (READ) and by time (PREDICTED).
+"""Verdict on overlap: how much of the given collectives, by bytes and by time.
 
-Two figures stand side by side. The share of bytes with matrix products between launch
+There are two figures. The share of bytes with matmuls between launch
 and end is READ from the schedule and does not depend on the network. The share of
 communication's seconds that computation covers is PREDICTED from the middle of the
 figures' ranges. The verdict is the lesser of both. The least exposed collectives are
@@ -35,7 +35,7 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """One collective: what the schedule says of it, and what it may cost."""
+    """One collective: its schedule, predicted cost and likely cause of exposure."""
 
     collective: Collective
     spent: Spent  # in all its executions
@@ -57,11 +57,11 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is hidden of some of a program's collectives."""
+    """Overlap of some of a program's collectives."""
 
     readings: tuple[Reading, ...]
     total: float  # predicted seconds of the whole program
-    unknown: tuple[str, ...] = ()  # of the program: what communicates in unknown forms
+    unknown: tuple[str, ...] = ()  # of the program: communication of unknown form
     network: str = ""  # that the seconds are predicted for
 
     @property
@@ -74,7 +74,7 @@ class Verdict:
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the bytes that is hidden, None if nothing is sent."""
+        """Share of the bytes that is overlapped, None if nothing is sent."""
         return self.hidden_bytes / self.bytes if self.bytes else None
 
     @property
@@ -83,17 +83,18 @@ class Verdict:
 
     @property
     def exposed(self) -> float:
-        """Predicted seconds that no computation covers, of hidden collectives too."""
+        """Predicted seconds that no computation covers, of overlapped collectives too.
+        """
         return sum(r.spent.exposed for r in self.readings)
 
     @property
     def covered_share(self) -> float | None:
-        """The predicted share of the seconds that is covered, None without any."""
+        """Predicted share of the seconds that is covered, None without any."""
         return 1 - self.exposed / self.seconds if self.seconds else None
 
     @functools.cached_property
     def objections(self) -> list[Reading]:
-        """Those exposed, in READ or PREDICTED form, and not negligible; worst first."""
+        """Collectives that are unknown or not negligible, the most exposed first."""
         found: list[Reading] = []
         left = NEGLIGIBLE * self.total
         for r in sorted(self.readings, key=lambda r: r.spent.exposed):
@@ -104,7 +105,7 @@ class Verdict:
 
     @property
     def share(self) -> float | None:
-        """The lesser of both shares, what is negligible counted as hidden.
+        """Lesser of both shares; negligible exposure counts as overlapped.
 
         None if nothing is communicated.
         """
@@ -121,7 +122,7 @@ class Verdict:
         return f"{read} of the bytes (READ), {covered} of the seconds ({predicted})"
 
     def objection(self, fraction: float = REQUIRED) -> str:
-        """Return why less than `fraction` is known to be hidden, else ""."""
+        """Return why less than `fraction` is known to be overlapped, else ""."""
         if self.unknown:
             return f"communication of an unknown form: {', '.join(self.unknown)}"
         share = self.share
@@ -148,7 +149,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def check_fraction(fraction: float) -> None:
-    """Check what a gate requires.
+    """Raise a ValueError if a gate's fraction is not from 0 to 1.
 
     Raises:
       ValueError: if `fraction` is not from 0 to 1.
@@ -168,7 +169,7 @@ def judge(
     Args:
       schedule: as read.
       prediction: of that schedule.
-      machine: which it was compiled and predicted for.
+      machine: the one that the schedule was compiled and predicted for.
       chosen: positions in `schedule.collectives`; None for all.
     """
     readings = tuple(
