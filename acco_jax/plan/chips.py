@@ -160,8 +160,7 @@ def _nvidia(
     watts: float,
     link: str = "NVLink",
 ) -> Chip:
-    """Return a GPU; memory and network are (bytes, bytes/s) and (fast, slow bytes/s).
-    """
+    """Return a GPU of memory (bytes, bytes/s) and network (fast, slow bytes/s)."""
     return Chip(
         name, title, "gpu", flops, *memory, *network, 3.4e-6, gpu=gpu, watts=watts,
         link=link,

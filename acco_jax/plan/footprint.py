@@ -140,8 +140,7 @@ def _of(
 
 
 def _within(op: Any, kind: str, size: int) -> bool:
-    """Return whether a collective stays within model-parallel groups of `size` devices.
-    """
+    """Return whether a collective stays within groups of `size` devices."""
     if size == 1:
         return False
     if kind != "collective_permute" and (axes := _named_axes(op)):

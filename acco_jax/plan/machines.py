@@ -128,8 +128,7 @@ def _check_value(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices joined fast in domains (hosts, slices), and domains joined by a network.
-    """
+    """Devices joined fast in domains (hosts, slices), and a network between these."""
 
     topology: Topology
     figures: Mapping[str, Figure]

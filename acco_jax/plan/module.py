@@ -84,8 +84,7 @@ class Module:
     def runs(
         self, c: Computation | None = None, times: int = 1
     ) -> Iterator[tuple[Computation, int]]:
-        """Yield c (default ENTRY) and what it runs line by line, with their executions.
-        """
+        """Yield c (ENTRY if None) and what it runs line by line, with executions."""
         c = c or self.entry
         yield c, times
         for x in c.instructions:
@@ -228,8 +227,7 @@ class Module:
         return min(total, x.bytes)
 
     def _read_inside(self, x: Instruction, user: Instruction) -> int:
-        """Count the bytes that a fusion within a fusion reads of one of its operands.
-        """
+        """Count the bytes that a fusion within a fusion reads of one operand."""
         inner = self.called(user)[0].instructions
         return sum(
             self._bytes_read(p)

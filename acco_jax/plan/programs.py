@@ -90,8 +90,7 @@ class Program:
 
     @property
     def repeats(self) -> float:
-        """Occurrences of its parts in an optimizer step; below 1: one in several steps.
-        """
+        """Occurrences of its parts per optimizer step; below 1: one in several."""
         if self.tx.steps_per_call > 1:
             return 1 / self.tx.steps_per_call
         return 1 if self.halves else self.tx.half_rounds
@@ -132,7 +131,7 @@ class Program:
 
     @property
     def groups(self) -> hlo.Groups | None:
-        """Devices over which the data axis communicates; None where all do."""
+        """Groups of devices of the data axis; None: one group of all devices."""
         sizes = dict(self.mesh.shape)
         alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
         return None if alone else hlo.axis_groups(sizes, *self.tx.axis)

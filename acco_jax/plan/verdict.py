@@ -83,8 +83,7 @@ class Verdict:
 
     @property
     def exposed(self) -> float:
-        """Predicted seconds that no computation covers, of overlapped collectives too.
-        """
+        """Predicted exposed seconds, those of overlapped collectives included."""
         return sum(r.spent.exposed for r in self.readings)
 
     @property

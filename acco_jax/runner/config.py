@@ -1,4 +1,4 @@
-"""The fields of an experiment, and what follows from them."""
+"""Fields of an experiment, and values that follow from them."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -10,15 +10,15 @@ from ml_collections import ConfigDict, config_dict
 
 from acco_jax.runner.names import check_name
 
-STEPS = 2**30  # of a run at most: counters are 32 bits wide
+STEPS = 2**30  # most steps of a run: counters are 32 bits wide
 PLACEHOLDER = config_dict.placeholder
 
 
 def default_config() -> ConfigDict:
-    """Return every field there is; an experiment starts from this and changes some.
+    """Return the config with all fields; an experiment starts from it and changes some.
 
     It is not locked, so that optimizer.options takes new keys from the command line;
-    `validate` refuses fields that are not here.
+    `validate` rejects fields that are not here.
     """
     c = ConfigDict()
     # A name in `scales`, which has the fields that differ at that scale of the
@@ -36,7 +36,7 @@ def default_config() -> ConfigDict:
     # move; a run goes on with the same model in it alone.
     c.init_from = PLACEHOLDER(str)
     # A regular expression: weights of init_from, by their whole names, that its model
-    # has no place for and that are left out. None: such weights are refused.
+    # place for and that are left out. None: such weights raise an error.
     c.ignore_weights = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
     # Instead of steps, which then follow: as many as take so many targets, or pass so
@@ -240,14 +240,14 @@ def _lora_fields() -> ConfigDict:
 
 
 def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
-    """Return a config with the fields of its `scale`, and then no scales any more.
+    """Return a config with the fields of its `scale`, and without `scales`.
 
     Args:
       config: of the experiment.
-      kept: dotted names of fields that keep their values: those of the command line.
+      kept: dotted names of fields that keep their values: fields of the command line.
 
     Raises:
-      ValueError: in one line, there is no such scale, or it does not fit the config.
+      ValueError: if there is no such scale, or it does not fit the config.
     """
     name, scales = config.get("scale"), config.get("scales")
     if not isinstance(scales, ConfigDict):
@@ -285,10 +285,10 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def from_json(fields: Mapping[str, Any]) -> ConfigDict:
     """Return the config that a run's config.json describes.
 
-    Fields that it lacks, as one of an earlier version does, have their defaults.
+    Missing fields, as in a config.json of an earlier version, have their defaults.
 
     Raises:
-      TypeError: a field has a value of another type.
+      TypeError: if a field has a value of another type.
     """
 
     def frozen(value: Any) -> Any:  # JSON makes lists of tuples
@@ -315,10 +315,10 @@ def with_steps(
       rows_per_step: of all workers together.
       rows_per_epoch: rows of the training documents.
       steps_per_call: of the method, a multiple of which steps are rounded up to.
-      most: how many steps a run may have.
+      most: largest number of steps of a run.
 
     Raises:
-      ValueError: in one line, they are more.
+      ValueError: if there are more steps.
     """
     if config.tokens is None and config.epochs is None:
         return config
@@ -343,7 +343,7 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
     """Return the microbatches of each worker in one of a step's half-rounds.
 
     Raises:
-      ValueError: the step does not divide into half-rounds, or counts do not fit.
+      ValueError: if the step does not divide into half-rounds, or counts do not fit.
     """
     per_step, counts = config.microbatches_per_step, tuple(config.counts)
     if per_step % half_rounds:
@@ -363,10 +363,10 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
 
 
 def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
-    """Return the microbatches of each worker in the halves of a step, the first first.
+    """Return each worker's microbatches in a step's first and second half.
 
     Raises:
-      ValueError: there are not two half-rounds, or not so many microbatches.
+      ValueError: if there are not two half-rounds, or too few microbatches.
     """
     per_step, first = config.microbatches_per_step, config.first_half
     if half_rounds != 2 or not 0 < first < per_step:
@@ -378,7 +378,7 @@ def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
 
 
 def replayed(config: ConfigDict) -> str:
-    """Return the log that a run repeats; '' if it repeats none."""
+    """Return the path of the log that a run repeats; '' if it repeats none."""
     kind, _, file = config.microbatches.partition(":")
     return file if kind == "replay" else ""
 

@@ -1,4 +1,4 @@
-"""The loss on held-out documents."""
+"""Loss on held-out documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ class Evaluator:
         """Return nats per token and bits per byte over `limit` batches, or all.
 
         Raises:
-          Stopped: the run has been told to stop.
+          Stopped: if the run has been told to stop.
         """
         e = self._experiment
         zeros = np.zeros((e.workers // e.places[1], 2), np.float32)

@@ -45,5 +45,5 @@ def without(a: Set, b: Set) -> Set:
 
 
 def length(a: Set) -> int:
-    """Return how long all of it is."""
+    """Return the total length of a set."""
     return int((a[:, 1] - a[:, 0]).sum())

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-BURST = "256kb"  # what may be sent at once
+BURST = "256kb"  # may be sent at once
 ENVIRONMENT = {
     # A process pinned to one core would get one thread, and nothing would overlap.
     "PJRT_NPROC": "2",
@@ -31,7 +31,7 @@ def parse(text: str) -> float:
     """Read '500kbit', '200mbit' or '1.5gbit' as Mbit/s.
 
     Raises:
-      ValueError: it is no such rate.
+      ValueError: if the text is not such a rate.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
     rate = float(match[1]) * _MBIT[match[2]] if match else 0.0
@@ -44,7 +44,7 @@ def parse(text: str) -> float:
 
 
 def why_not() -> str | None:
-    """Says what this machine lacks, in one line; None if links can be shaped here."""
+    """Return what this machine lacks, in one line; None if links can be shaped here."""
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         return f"no {' and '.join(missing)} here: apt-get install -y iproute2."
     if os.geteuid() != 0:
@@ -88,11 +88,11 @@ class Network:
             _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 
     def set_link(self, process: int, *, up: bool) -> None:
-        """Cut a process off from the others, or joins it again."""
+        """Cut a process off from the others, or join it again."""
         _run(f"ip -n {_name('hub')} link set port{process} {'up' if up else 'down'}")
 
     def command(self, process: int, arguments: list[str]) -> list[str]:
-        """Return these arguments, run as one process on a core of its own."""
+        """Return a command that runs `arguments` as one process on its own core."""
         # gloo asks for the address of the machine's own name
         hosts = self._hosts / f"{process}.hosts"
         names = f"{self.address(process)} {platform.node()}\n127.0.0.1 localhost\n"
@@ -106,7 +106,7 @@ class Network:
 
 @contextlib.contextmanager
 def joined(processes: int, mbit: float) -> Iterator[Network]:
-    """Yield a network for so many processes, and removes it, however it ends."""
+    """Yield a network for `processes` processes, and remove it at the end."""
     with tempfile.TemporaryDirectory() as hosts:
         _remove()
         try:
@@ -118,7 +118,7 @@ def joined(processes: int, mbit: float) -> Iterator[Network]:
 
 
 def _remove() -> None:
-    """Remove this process's namespaces, and those of others that were killed."""
+    """Remove this process's namespaces, and those of killed processes."""
     for line in _run("ip netns list").splitlines():
         match line.split()[0].split("-"):
             case ["acco", pid, _] if (

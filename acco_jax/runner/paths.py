@@ -1,4 +1,4 @@
-"""Folders that a command names, makes and, where it refuses, removes again."""
+"""Folders of a command: named, made and, after an error, removed again."""
 
 import contextlib
 import shutil
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path whose ~ or ~user is replaced by a home folder.
+    """Return a path with ~ or ~user replaced by a home folder.
 
     Raises:
-      ValueError: in one line, there is no such user.
+      ValueError: if there is no such user.
     """
     try:
         return Path(path).expanduser()
@@ -28,9 +28,9 @@ def absent(folder: Path) -> list[Path]:
 
 
 def remove(made: Sequence[Path]) -> None:
-    """Remove the folders that `absent` returned: the first with all that it holds.
+    """Remove the folders that `absent` returned: the first with its content.
 
-    Its parents are removed where they are empty.
+    Its parents are removed if they are empty.
     """
     if made:
         shutil.rmtree(made[0], ignore_errors=True)

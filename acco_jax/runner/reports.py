@@ -1,4 +1,4 @@
-"""The picture and the short summary of a finished run."""
+"""Picture and short summary of a finished run."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
 
 
 def summarize(summary: dict[str, Any], workdir: Path) -> str:
-    """Write summary.json and returns the lines to show."""
+    """Write summary.json and return the lines to show."""
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     sent = summary["bytes_sent_per_worker"]
     sent = "an unknown number of" if sent is None else f"{sent:,}"

@@ -16,7 +16,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def handler(
     handle: Callable[[int, Any], None], numbers: tuple[int, ...] = STOPPING
 ) -> Iterator[None]:
-    """Handle signals; outside of the main thread there are none to handle."""
+    """Handle signals inside the context; outside of the main thread do nothing."""
     previous = {}
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in numbers:
@@ -35,7 +35,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
     The first signal asks for a stop with a checkpoint, a second one ends the process at
     once, as a KeyboardInterrupt. While the main thread compiles, signals are recorded.
     Several processes agree through JAX's preemption service, which sees SIGTERM: they
-    must call stopped() equally often, and the others of the signals become that one.
+    must call stopped() equally often, and the other signals are sent on as SIGTERM.
     """
     received: list[int] = []
     several, calls = jax.process_count() > 1, 0

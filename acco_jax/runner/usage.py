@@ -10,7 +10,7 @@ from absl import flags
 from acco_jax.runner.config import default_config
 
 WIDTH = 79
-INDENT = 20  # of what is said of a flag
+INDENT = 20  # of a flag's description
 ASKING = ("--help", "-help", "-h", "--helpshort", "-helpshort", "-?", "--?")
 FULL = ("--helpfull", "-helpfull")  # all flags of all modules
 
@@ -44,7 +44,7 @@ def asked(argv: Sequence[str], words: Sequence[str] = ASKING) -> bool:
 
 
 def text(doc: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """Return the page.
+    """Return the page of --help.
 
     Args:
       doc: of the command.
@@ -80,7 +80,7 @@ def _fields() -> Iterator[str]:
 
 
 def _entry(name: str, says: str, indent: int = INDENT) -> Iterator[str]:
-    """Yield the lines of a flag: its name, and beside or below it what it is."""
+    """Yield the lines of a flag: its name, and beside or below it its description."""
     width = WIDTH - indent
     lines = textwrap.wrap(says, width, break_on_hyphens=False)
     first = f"  {name}".ljust(indent)

@@ -1,4 +1,4 @@
-"""The page's pictures: Bokeh figures of runs, whose data are in the page."""
+"""Pictures of the page: Bokeh figures of runs, whose data are in the page."""
 
 import itertools
 import math
@@ -24,10 +24,10 @@ from acco_jax.runner.pages.records import Row, Run
 
 COLORS = ("#3f7fd9", "#e0792b", "#2a9d7c", "#d1446c", "#8b68d4", "#a87b23", "#3d9bb5",
           "#7d9126", "#c05ab4", "#808080")  # fmt: skip
-POINTS = 400  # of a line, at most: more rows are averaged
-ROWS = 8  # of metrics.jsonl, at least, for a figure of throughput
+POINTS = 400  # most points of a line: more rows are averaged
+ROWS = 8  # least rows of metrics.jsonl for a figure of throughput
 Figures = dict[str, Any]
-Scale = tuple[str, float]  # a unit's name, and how much it is
+Scale = tuple[str, float]  # a unit's name and size
 
 
 def colors(runs: Sequence[Run]) -> dict[str, str]:
@@ -37,7 +37,7 @@ def colors(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def thinned(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
-    """Average neighbours, so that at most `POINTS` rows are left."""
+    """Average neighbours, so that at most `POINTS` rows remain."""
     size = math.ceil(len(rows) / POINTS) or 1
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     return [
@@ -76,7 +76,7 @@ def rates(run: Run) -> list[Row]:
 
 
 def scale(largest: float, units: Sequence[Scale]) -> Scale:
-    """Return the largest unit that the largest value has at least one of."""
+    """Return the largest unit that does not exceed the largest value."""
     return next(((u, n) for u, n in reversed(units) if largest >= n), units[0])
 
 
@@ -87,7 +87,7 @@ BYTES = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 
 
 class Axes:
-    """What lies along the horizontal axes, in units that fit all runs."""
+    """Horizontal axes, in units that fit all runs."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         def largest(value: Callable[[Run, Row], float | None]) -> float:
@@ -174,7 +174,7 @@ def _draw_losses(
 
 
 def _tag(plot: Any, run: Run) -> None:
-    """Mark what was drawn since the last call as a run's, for the page's boxes."""
+    """Tag what was drawn since the last call as a run's, for the page's boxes."""
     for renderer in plot.renderers:
         renderer.tags = renderer.tags or [run.group]
 
@@ -258,7 +258,7 @@ def _figure(x: str, y: str, y_range: Range1d | None) -> Any:
 
 
 def _loss_range(runs: Sequence[Run]) -> Range1d:
-    """Limit without the descent of the first fifth of each run."""
+    """Return a range without the descent of the first fifth of each run."""
     losses = []
     for run in runs:
         rows = [r for r in run.rows if r["kind"] != "train"] or run.rows
