@@ -26,7 +26,7 @@ class Audit:
     schedule: schedules.Schedule
     machine: Machine
     prediction: costs.Prediction
-    mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: not known
+    mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: unknown
     axes: Mapping[str, Verdict]  # by the collectives' axes, most bytes first
 
     @property
@@ -111,8 +111,8 @@ def audit(
       *arguments: of a jitted function, abstract or not, on a mesh of `devices`.
       topology: the machine that it is compiled for.
       mesh: its axes and their sizes, outermost first; by default the arguments' mesh.
-      trip_counts: trips of loops that the compiler does not know, by the loop's name
-        or one number for all; None counts one trip.
+      trip_counts: iterations of loops that the compiler does not report, by the loop's
+        name or one number for all; None counts one iteration.
       figures: of the machine, to use instead, as plan's --set.
       compiler_options: for the compiler, if a jitted function is given.
 

@@ -21,7 +21,7 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
       sizes: the mesh's axes and their sizes, outermost first.
 
     Returns:
-      In the mesh's order; () if the groups are not known, or are of other devices.
+      In the mesh's order; () if the groups are unknown, or are of other devices.
     """
     if not groups or max(map(max, groups)) >= math.prod(sizes.values()):
         return ()

@@ -1,11 +1,11 @@
 """Calibration: measures local devices, and a train step beside its prediction.
 
-calibrate(config) -> Report: kernels (matrix products, copies, collectives), then a step
-with two numbers of microbatches, of which the difference says how much slower a model's
+calibrate(config) -> Report measures kernels first (matmuls, copies, collectives), then
+a step with two numbers of microbatches. Their difference tells how much slower a model's
 own operations are than these kernels, and the rest what a call takes beside its
-schedule; then the experiment's own step, held out, beside what plan predicts with those
-figures. `python -m acco_jax.plan --calibration=FILE` uses them for other plans of the
-same chip.
+schedule. Last comes the experiment's own step, held out, beside plan's prediction with
+those figures. `python -m acco_jax.plan --calibration=FILE` uses them for other plans of
+the chip.
 """
 
 import dataclasses
@@ -283,7 +283,7 @@ def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
         "fast_bandwidth": [k.rate for k in kernels if "-" in k.name],
     }
     if platform != "cpu":
-        return {}  # the data sheets' peaks stay; the step says what share is reached
+        return {}  # the data sheets' peaks stay; the step tells what share is reached
     best = {name: max(found) for name, found in rates.items() if found}
     shares = ("compute_efficiency", "memory_efficiency", "network_efficiency")
     return {**best, **dict.fromkeys(shares, 1.0)}

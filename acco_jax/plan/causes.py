@@ -71,7 +71,7 @@ def _too_little(c: Collective, spent: Spent) -> Cause:
 def _slot(c: Collective, schedule: Schedule) -> Collective | None:
     """Return a collective under way at c's launch, or instead of c until it ends.
 
-    Compilers run one asynchronous collective at a time unless they are told otherwise.
+    Compilers run one asynchronous collective at a time unless options allow more.
     """
     end = c.start if c.done is None else c.done
     for o in schedule.collectives:

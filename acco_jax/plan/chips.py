@@ -44,7 +44,7 @@ class Gpu:
     cores: int  # streaming multiprocessors
     fp32_lanes: int  # fp32 units per core
     clock_ghz: float  # boost clock
-    matrix_clock_ghz: float  # of matrix products, where XLA has a figure for it
+    matrix_clock_ghz: float  # of matmuls, where XLA has a figure for it
     memory_clock_khz: int  # part of the model string
     l2_bytes: int
     shared_bytes: int  # shared memory per core
@@ -69,7 +69,7 @@ class Chip:
     dimensions: int = 2  # of a shape: of a TPU's torus; GPU hosts x devices
     devices_per_chip: int = 1  # JAX devices per chip of the shape
     gpu: Gpu | None = None  # what the GPU compiler needs
-    watts: float | None = None  # most that a device takes, where a data sheet says
+    watts: float | None = None  # most that a device takes, if a data sheet gives it
     link: str = "ICI"  # what joins the devices of a domain
     # a chip whose programs stand for this one's, where it has no compiler here
     compiled_as: str | None = None
@@ -205,7 +205,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """Return the chip of a `jax.Device.device_kind`, None if it is not known."""
+    """Return the chip of a `jax.Device.device_kind`, None if it is unknown."""
     kind = device_kind.lower()
     names = (generation(kind) or "", *re.split(r"[\s-]+", kind))
     return next((CHIPS[name] for name in names if name in CHIPS), None)
@@ -255,7 +255,7 @@ device_description_str: "{chip.title}"
 def target_config(chip: Chip) -> str:
     """Render XLA's GpuTargetConfigProto for a GPU, as protocol-buffer text.
 
-    Only fields that the compiler of jax 0.10.2 knows are written (the later
+    Only fields that jax 0.10.2's compiler supports are written (the later
     collective_memory_granularity, for one, is left out).
 
     Raises:

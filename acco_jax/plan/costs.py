@@ -1,9 +1,9 @@
 """Cost model of a schedule on a chip: predictions, never measurements.
 
-An operation takes its matmuls at the chip's peak plus its bytes at the
-memory's: a sum, so that a loop costs what its body does when it is unrolled.
-Collectives run one after the other, beside the operations that the schedule puts
-between their launch and completion.
+An operation takes its matmuls at the chip's peak plus its bytes at the memory's: a sum,
+so that a loop costs what its body does when it is unrolled. Collectives run one after
+the other, overlapped with the operations that the schedule puts between their launch
+and completion.
 
 The efficiencies are ranges (plan/machines.py): a prediction is of their likely values,
 and its interval of every combination of their ends.
@@ -39,7 +39,7 @@ class Spent(NamedTuple):
     """Seconds of one collective in all its executions."""
 
     seconds: float
-    exposed: float  # seconds of it that are exposed
+    exposed: float  # seconds of these
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Choice:
     device_hours: float = 0.0
     goodput: float = 1.0  # share of the time that is not lost to failures
     price: float | None = None  # of the run; None: not given
-    kilowatt_hours: float | None = None  # at most; None: no data sheet says
+    kilowatt_hours: float | None = None  # at most; None: no data sheet gives it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
         sends to other groups; None: every device is a worker.
 
     Raises:
-      ValueError: a collective runs in a loop whose length the program does not say.
+      ValueError: if a collective runs in a loop whose length the program lacks.
     """
     every = (c for program in lowered for c in collectives(program, mesh))
     large = (c for c in every if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE)
@@ -193,10 +193,10 @@ def _rows(attribute: Any) -> list[list[int]]:
 
 
 def _trip_count(loop: Any) -> int:
-    """Count the trips of a loop `for (i = start; i < stop; i += step)`.
+    """Return the iterations of a loop `for (i = start; i < stop; i += step)`.
 
     Raises:
-      ValueError: the loop is of another kind, or its bounds are not constants.
+      ValueError: if the loop is of another kind, or its bounds are not constants.
     """
     condition, body = (region.blocks[0] for region in loop.regions)
     test = _last(condition).operands[0].owner

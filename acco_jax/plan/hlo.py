@@ -53,7 +53,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Scopes and operation in JAX, "" if the text does not say."""
+        """Scopes and operation in JAX, "" if the text lacks them."""
         match = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.metadata)
         return match[1] if match else ""
 
@@ -218,7 +218,7 @@ def device_groups(x: Instruction, devices: int) -> Groups:
         devices: number of devices that the program runs on.
 
     Returns:
-        The devices that take part together; () if the text does not say.
+        The devices that take part together; () if the text lacks them.
     """
     text = x.attributes
     if match := re.search(r"replica_groups=\{\{([\d,{} ]*)\}\}", text):
@@ -243,7 +243,7 @@ def _mesh_groups(text: str) -> Groups:
 
     The devices 0, 1, ... are in the order that device_ids gives, else in their own;
     'b':(1)2 are groups of 2 along b, each of neighbours 4 / (1 x 2) apart. () for a
-    form that is not known.
+    form that is unknown.
     """
     form = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}"
     match = re.search(form, text)
@@ -304,7 +304,7 @@ def _integers(text: str | None) -> list[int]:
     return [int(d) for d in re.findall(r"-?\d+", text or "")]
 
 
-# ---- matrix products
+# ---- matmuls
 
 
 def product_flops(x: Instruction) -> int:

@@ -23,7 +23,7 @@ from acco_jax.runner.names import check_name
 # step over NVLink and over the network.
 SMALL_BYTES = 1 << 16
 SMALL_HOP_SECONDS, SMALL_NETWORK_SECONDS = 0.6e-6, 5e-6
-# The share of a GPU's memory that JAX takes when it starts, unless told otherwise.
+# The share of a GPU's memory that JAX takes when it starts, by default.
 PREALLOCATED = 0.75
 
 
@@ -65,7 +65,7 @@ def figures(
 
     Args:
       chip: the device.
-      changes: values or ranges to use instead, by name, in the same units (SI).
+      changes: values or ranges to use instead, by name, in SI units.
 
     Raises:
       ValueError: if a name does not exist, or a value is not allowed for it.

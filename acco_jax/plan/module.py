@@ -1,4 +1,4 @@
-"""Loop trips, FLOPs and accessed bytes of a compiled module."""
+"""Loop iterations, FLOPs and accessed bytes of a compiled module."""
 
 import functools
 import itertools
@@ -93,22 +93,22 @@ class Module:
                 for called in self.called(x):
                     yield from self.runs(called, times * trips)
 
-    # ---- trips of loops
+    # ---- iterations of loops
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return the trips of a loop, from its text or else from `trip_counts`."""
+        """Return the iterations of a loop, from its text or else from `trip_counts`."""
         trips, counts = self.stated_trips(loop), self._trip_counts
         if trips is not None:
             return trips
         return counts.get(loop.name) if isinstance(counts, Mapping) else counts
 
     def count(self, loop: Instruction) -> int:
-        """Return the trips of a loop; an unknown number counts as one."""
+        """Return the iterations of a loop; an unknown number counts as one."""
         trips = self.trips(loop)
         return 1 if trips is None else trips
 
     def stated_trips(self, loop: Instruction) -> int | None:
-        """Return the trips in the compiler's note (GPU), or of `i < constant` (TPU)."""
+        """Return iterations from the compiler's note (GPU) or `i < constant` (TPU)."""
         note = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if note is not None:
             return int(note)

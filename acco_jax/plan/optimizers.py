@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from acco_jax.plan import footprint, hlo
 from acco_jax.plan.schedules import Collective
 
-# What a compiler may make of a step's collective, beside the same and a transfer
-# between slices.
+# What a compiler may make of a step's collective, beside a collective of its own kind
+# and a transfer between slices.
 _INSTEAD = {
     "reduce-scatter": ("all-reduce",),
     "all-gather": ("all-reduce",),

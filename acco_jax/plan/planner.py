@@ -440,7 +440,7 @@ def _growth(
         tokens = times * o.program.computed * devices / here
         tokens *= config.microbatch_size * config.length
         peak_flops = step * devices * machine.value("flops")
-        # zero1 stands for methods that communicate in each step
+        # zero1 represents methods that communicate in each step
         formula = None
         if not o.program.tx.local:
             formula = tokens / costs.synchronous(p, times)

@@ -186,7 +186,7 @@ class Program:
         return schedules.read(text, trip_counts=self._trips(text))
 
     def _trips(self, text: str) -> dict[str, int]:
-        """Return the trips of the loops whose bounds the compiler cannot know.
+        """Return the iterations of the loops whose bounds the compiler cannot derive.
 
         They are the busiest worker's pieces, one beside each collective, or for one
         microbatch the forward and the backward pass. A single loop has all microbatches
@@ -304,7 +304,7 @@ def data_mesh(
     Raises:
       RuntimeError: if the compiler is not installed, with how to install it.
       ValueError: if `domains` is another number, `group` does not divide the devices,
-        or the compiler does not know the topology.
+        or the compiler lacks the topology.
     """
     total = topology.devices // topology.fast_domain
     domains = topology.slices if domains is None else domains

@@ -44,7 +44,7 @@ class Collective:
     where: str  # "ENTRY", or the computation that holds it (a loop's body)
     times: int  # executions per execution of the program (loops around it)
     # Devices that take part together, numbered within a slice where there are several
-    # TPU slices; () if the text does not say.
+    # TPU slices; () if the text lacks them.
     groups: Groups
     flops_between: int  # matmuls' FLOPs between launch and completion
     # FLOPs of these in fusions that carry the collective on, if the compiler wove it
@@ -52,7 +52,7 @@ class Collective:
     flops_carried: int | None
     whiles_between: tuple[str, ...]  # loops with matmuls that lie there whole
     op_name: str = ""  # the scopes and the operation in JAX that caused it
-    source: str = ""  # "file:line (function)" of that, "" if the text does not say
+    source: str = ""  # "file:line (function)" of that, "" if the text lacks it
 
     @property
     def hidden(self) -> bool:
@@ -93,7 +93,7 @@ class Schedule:
 
     collectives: tuple[Collective, ...]  # in order, ENTRY's before those of loops
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
-    loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
+    loops: tuple[Loop, ...]  # every one that runs; trips None counts as one iteration
     flops: int  # of all matmuls
     # The operations, as above, of every computation that holds collectives, by `where`.
     bodies: Mapping[str, tuple[Operation, ...]]
@@ -106,7 +106,7 @@ class Schedule:
         Args:
             min_bytes: smallest buffer counted.
             groups: the groups, for example `axis_groups(mesh.shape, "data")`, or their
-                size; None for all collectives. One whose groups the text does not say
+                size; None for all collectives. One whose groups the text lacks
                 (a send) matches None only.
         """
         return [
@@ -180,12 +180,12 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
 
     Args:
         text: a scheduled module's HLO.
-        trip_counts: trips of loops that the compiler does not know, by the loop's name
-            or one number for all; None counts one trip.
+        trip_counts: iterations of loops that the compiler does not report, by the
+            loop's name or one number for all; None counts one iteration.
 
     Raises:
         ValueError: if the text has no schedule, or `trip_counts` names a loop that does
-            not exist or whose count the compiler knows.
+            not exist or whose count the compiler reports.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError(

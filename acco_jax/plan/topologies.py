@@ -69,7 +69,7 @@ class Topology:
 
         Raises:
             RuntimeError: if the compiler plugin is not installed.
-            ValueError: if the compiler does not know such a topology.
+            ValueError: if the compiler does not support such a topology.
         """
         if not any(map(_installed, _PLUGINS[self.platform])):
             raise RuntimeError(

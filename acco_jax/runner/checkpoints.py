@@ -35,10 +35,10 @@ class Checkpoints:
     orbax writes the arrays, sharded, while training goes on. Two kinds of checksums are
     kept. Those of the shards are taken from the copies on the host, before anything is
     written, and lie inside the checkpoint. They find faults in the arrays as they are
-    restored, whoever has changed them. Those of the files are taken from what
-    was written and lie beside it, N.checksums; they find, before anything is restored,
+    restored, whatever has changed them. Those of the files are taken from the written
+    files and lie beside them, in N.checksums. They find, before anything is restored,
     files that have changed since, are missing or too many. In a remote folder, whose
-    store sums up what it holds by itself, they are the files' sizes.
+    store has checksums of its own, they are the files' sizes.
 
     While a checkpoint is written or removed a file N.saving exists: what a killed
     process leaves is unfinished, not damaged.
@@ -110,7 +110,7 @@ class Checkpoints:
             self._sums(half_round).unlink(missing_ok=True)
             self._saving(half_round).touch()
         named = naming.named(arrays)
-        with jax.transfer_guard_device_to_host("allow"):  # here it is meant
+        with jax.transfer_guard_device_to_host("allow"):  # intended here
             copies = shards.on_host(named)
             self._checkpointer.save(
                 self._folder / str(half_round),
@@ -207,7 +207,7 @@ class Checkpoints:
           like: as for `restore`, or a function that makes it from the half-rounds.
 
         Returns:
-          The half-rounds and what `restore` returns; None without a checkpoint.
+          The checkpoint's half-rounds and what `restore` returns; None without one.
 
         Raises:
           Damaged: if there are checkpoints, and all of them are damaged.

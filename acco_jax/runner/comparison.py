@@ -243,7 +243,7 @@ def _check_folders(request: Request) -> None:
         first, *seeds = request.seed_numbers
         path = request.folder(entry, first) / "config.json"
         if request.sweep and not path.exists():
-            continue  # its runs refuse what is not theirs
+            continue  # its runs reject folders of other runs
         config = read_object(path)
         for seed in seeds:
             folder = request.folder(entry, seed)

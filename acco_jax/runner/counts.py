@@ -88,7 +88,7 @@ def counted(
     """Return how a half-round's microbatches are counted, None where they are fixed.
 
     Args:
-      microbatches: of each of the first workers in a half-round.
+      config: of the experiment.
       microbatches: of each of the first workers in a half-round.
       half_rounds: of the whole run.
       first: number of workers that the run began with.

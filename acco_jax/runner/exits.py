@@ -45,9 +45,9 @@ class Failed(Exception):
 def lines() -> Iterator[None]:
     """End a command whose body raises with one line on stderr and a code.
 
-    An unforeseen error prints its traceback before that line. In
-    a process that a supervisor started such an error is raised again: the supervisor
-    receives it, and decides whether a lost peer caused it.
+    An unforeseen error prints its traceback before that line. In a process that a
+    supervisor started such an error is raised again: the supervisor receives it, and
+    decides whether a lost peer caused it.
     """
     try:
         yield

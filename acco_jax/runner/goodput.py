@@ -3,8 +3,8 @@
 Wall time begins with the first start of the run in its workdir and ends with its final
 evaluation, whatever stopped or killed it in between. Process 0 appends a line when
 something ends: its time, the cause of the time since the line before, and the
-half-rounds done so far. A killed process has written its lines, and the
-time after its last line is that of the line with which the next process starts, `down`.
+half-rounds done so far. A killed process has written its lines. The time after its last
+line counts for the line with which the next process starts, `down`.
 
 Every second has one cause:
 
@@ -99,7 +99,7 @@ class Record:
         """Record the half-rounds done so far as training.
 
         Args:
-          half_round: the last of them.
+          half_round: the last one done.
           fetching: seconds that the host then waited for the devices.
         """
         waiting, self._waited = max(0.0, self._waited - fetching), 0.0

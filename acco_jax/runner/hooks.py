@@ -100,7 +100,7 @@ class Board:
     """Writer of TensorBoard rows, unthreaded: a dead thread would block training."""
 
     def __init__(self, workdir: Path, done: int) -> None:
-        """Begin a file; TensorBoard forgets what others say after `done`."""
+        """Begin a file; TensorBoard drops other files' rows after `done`."""
         folder = workdir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".{time.time_ns()}"  # the name has whole seconds

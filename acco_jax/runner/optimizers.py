@@ -232,7 +232,7 @@ class AverageState(NamedTuple):
 def average_parameters(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the parameters; pass updates on.
 
-    It stands last in a chain, so that parameters plus updates are the next parameters.
+    It must be last in a chain, so that parameters plus updates are the next parameters.
     The average starts from zero and is divided by its missing weight, as Adam's moments
     are (Kingma and Ba, arXiv 1412.6980, section 3): `averaged` returns it.
 

@@ -43,7 +43,7 @@ class Run:
     tokenizer: data.Tokenizer
     half_round: int  # of the checkpoint
     architecture: transformer.Config | None  # of the model; None: a factory's
-    mesh: Mesh  # on which params are, split as `models.specs` says
+    mesh: Mesh  # that holds params, split by `models.specs`
 
 
 def load_run(

@@ -29,7 +29,7 @@ def on_host(arrays: dict[str, jax.Array]) -> Shards:
         for name, x in arrays.items()
     }
     for shards in saved.values():
-        for shard in shards:  # all copies under way before the first is waited for
+        for shard in shards:  # start all copies before waiting for the first
             shard.data.copy_to_host_async()
     return {
         name: {_place(s.index, arrays[name].shape): jax.device_get(s.data) for s in own}

@@ -49,7 +49,7 @@ class Length:
 
     steps: int
     tokens: int  # of the whole run
-    half_rounds: dict[int, int]  # after so many steps, where a run can be judged
+    half_rounds: dict[int, int]  # by the steps at which a run can be judged
 
     def step(self, part: float) -> int:
         """Return the step nearest to a part of the run at which it can be judged."""
