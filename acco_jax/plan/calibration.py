@@ -1,8 +1,8 @@
 """Calibration: measures local devices, and a train step beside its prediction.
 
 calibrate(config) -> Report measures kernels first (matmuls, copies, collectives), then
-a step with two numbers of microbatches. Their difference tells how much slower a model's
-own operations are than these kernels, and the rest what a call takes beside its
+a step with two numbers of microbatches. Their difference tells how much slower a
+model's own operations are than these kernels, and the rest what a call takes beside its
 schedule. Last comes the experiment's own step, held out, beside plan's prediction with
 those figures. `python -m acco_jax.plan --calibration=FILE` uses them for other plans of
 the chip.

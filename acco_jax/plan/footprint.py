@@ -172,7 +172,7 @@ def _group_size(op: Any) -> int:
 def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
     """Return a collective's mesh axes and the sizes of all axes (newer jax's form).
 
-    Return None where the devices are numbered instead.
+    Returns None where the devices are numbered instead.
     """
     groups = str(op.attributes["replica_groups"])
     if "replica_group_mesh_axes" not in groups:

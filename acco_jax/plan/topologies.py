@@ -5,8 +5,8 @@
     devices = mesh(topology, model=2)     # ("data", "model") over described devices
     compiled = jax.jit(step).lower(...).compile(compiler_options=...)
 
-A command that plans calls `use_cpu` first, so that JAX does not look for
-the chips whose compilers are installed.
+A command that plans calls `use_cpu` first, so that JAX does not look for the chips
+whose compilers are installed.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """Verdict on overlap: how much of the given collectives, by bytes and by time.
 
-There are two figures. The share of bytes with matmuls between launch
-and end is READ from the schedule and does not depend on the network. The share of
-communication's seconds that computation covers is PREDICTED from the middle of the
-figures' ranges. The verdict is the lesser of both. The least exposed collectives are
-negligible while together they expose at most 0.1 % of the program's time.
+There are two figures. The share of bytes with matmuls between launch and end is READ
+from the schedule and does not depend on the network. The share of communication's
+seconds that computation covers is PREDICTED from the middle of the figures' ranges. The
+verdict is the lesser of both. The least exposed collectives are negligible while
+together they expose at most 0.1 % of the program's time.
 """
 
 import dataclasses

@@ -26,9 +26,8 @@ def has_accelerator() -> bool:
 def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None:
     """Choose the CPU if there is no accelerator, and its number of devices.
 
-    With an accelerator's plugin installed and no accelerator, JAX would
-    search for one and print a traceback.
-    `several_processes`: whether CPU processes must be able to communicate.
+    With an accelerator's plugin installed and no accelerator, JAX would search for one
+    and print a traceback. With `several_processes`, CPU processes can communicate.
     """
     platforms = jax.config.values["jax_platforms"] or os.environ.get("JAX_PLATFORMS")
     if not platforms and not has_accelerator():

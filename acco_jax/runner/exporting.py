@@ -79,8 +79,7 @@ def export(
 def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
     """Return generation_config.json's content: the base model's, with the run's end.
 
-    A model that was trained from scratch has seen the end of text before
-    every text.
+    A model that was trained from scratch has seen the end of text before every text.
     """
     described = read_object(workdir / "config.json")
     if described.get("init_from") is None and not described.get("generation"):

@@ -134,7 +134,7 @@ class Language:
         Args:
           prompts: from `tokens`, so that each begins with the prefix.
           tokens: at most this many follow each prompt.
-          how: they are sampled.
+          how: the sampling of the tokens.
           keys: (prompts,) of random numbers.
           chunk: further tokens per iteration.
 

@@ -114,7 +114,7 @@ class _Run:
     def _restore(self) -> dict[str, Any] | None:
         """Take parameters and state of the newest checkpoint; return its host data.
 
-        Return None without a checkpoint.
+        Returns None without a checkpoint.
         """
         e = self._experiment
         like = functools.partial(as_saved, e)

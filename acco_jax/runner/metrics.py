@@ -89,8 +89,8 @@ class Recorder:
           device: scalars on the device, possibly not computed yet.
 
         Raises:
-          FloatingPointError: if the last interval's loss is not finite, or a worker's
-            was not for too long.
+          FloatingPointError: if the last interval's loss is not finite, or a worker was
+            dropped for too long.
           LossSpike: if a window of losses is far above the lowest one.
         """
         end = self._ends.of(device) if self._writes else None

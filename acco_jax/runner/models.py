@@ -171,8 +171,8 @@ def trained(
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
     """Return loss and initializer of what is trained, the model or adapters.
 
-    For adapters, `freeze` turns the function that makes the model's
-    parameters into frozen ones, or their shapes.
+    For adapters, `freeze` turns the function that makes the model's parameters into
+    frozen ones, or their shapes.
 
     Raises:
       ValueError: if the adapters do not fit the model.

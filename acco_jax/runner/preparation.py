@@ -246,7 +246,7 @@ def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
 def _dealt(
     config: ConfigDict, microbatches: int, first: int, workers: int
 ) -> tuple[ConfigDict, int]:
-    """Return config and microbatches for another number of workers than at first.
+    """Return config and capacity (microbatches) for another number of workers.
 
     Raises:
       ValueError: if they cannot go on with these data, or these counts.

@@ -92,8 +92,8 @@ def _is_tied(config: transformer.Config, folder: Folder) -> bool:
 def generation(path: str) -> dict[str, Any]:
     """Return a folder's settings for generated texts.
 
-    They are eos_token_id, a list, bos_token_id and pad_token_id, if given,
-    and the sampling defaults; generation_config.json comes before config.json.
+    They are eos_token_id, a list, bos_token_id and pad_token_id, if given, and the
+    sampling defaults. generation_config.json comes before config.json.
 
     Raises:
       ValueError: if an id is not an integer.
@@ -141,9 +141,8 @@ def kept_generation(config: ConfigDict) -> dict[str, Any]:
 def identity(path: str, ignored: str | None = None) -> dict[str, Any]:
     """Return the identity of a folder's model, wherever the folder lies.
 
-    It has "model", a config.json with only what is computed, and
-    "weights", a digest of a corner of each array. A copy that was saved in other files,
-    or in a wider dtype, is the same model.
+    It has "model", a config.json with only what is computed, and "weights", a digest of
+    a corner of each array. Copies in other files or in a wider dtype have the same one.
 
     Args:
       path: of the folder.

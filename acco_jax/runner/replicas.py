@@ -59,7 +59,7 @@ class Comparison:
         """Judge the last comparison and dispatch one of the arrays of a tree.
 
         Args:
-          half_round: the last one before the arrays' state.
+          half_round: the last one that the arrays include.
           tree: of arrays; those split over workers are left out.
 
         Raises:
@@ -198,7 +198,7 @@ def _spec(x: jax.Array) -> P | None:
 
 
 def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
-    """Return the workers that differ, and whether a majority differs from them.
+    """Return the workers that differ, and whether a majority agrees against them.
 
     Args:
       checksums: (n, arrays), a row per worker.

@@ -1,8 +1,8 @@
 """Command of a run with several processes or with restarts.
 
-It starts the training process and stays small and alive itself. So it can
-report in one line what became of a process that C++ aborted, that a machine took with
-it, or that no longer answers. It also restarts the process where that was asked for.
+It starts the training process and stays small and alive itself. So it can report in one
+line what became of a process that C++ aborted, that a machine took with it, or that no
+longer answers. It also restarts the process where that was asked for.
 """
 
 import asyncio
@@ -240,7 +240,7 @@ class _Command:
     async def _one_attempt(self, link: _Link) -> bool:
         """Wait for an attempt to begin, and for its end.
 
-        Return whether to wait for another one on this connection.
+        Returns whether to wait for another one on this connection.
 
         Raises:
           _Ends: if the run is over.

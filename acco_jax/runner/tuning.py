@@ -286,8 +286,7 @@ def folder_of(workdir: Path, c: Candidate, seed: int) -> Path:
 def _loss(folder: Path, steps: int, length: Length) -> float | None:
     """Return the held-out loss of a run at `steps` steps, None if there is none.
 
-    At the end it is of all held-out documents. A diverged run has an infinite
-    loss.
+    At the end it is of all held-out documents. A diverged run has an infinite loss.
     """
     if (folder / DIVERGED).exists():
         return math.inf

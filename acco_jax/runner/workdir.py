@@ -47,8 +47,8 @@ def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
 
     Args:
       workdir: of the run.
-      patience: seconds to wait for a stale lock, which may be this run's own from an
-        earlier attempt, whose host is lost.
+      patience: seconds to wait until the lock is stale, as it may be this run's own
+        from an earlier attempt, whose host is lost.
 
     Raises:
       ValueError: if another run holds it.
