@@ -21,7 +21,7 @@ import numpy as np
 from acco_jax.plan.chips import of_kind
 
 ENTRIES = 200  # the newest are kept
-_FORM = 1  # of an entry: raise it when what is kept changes
+_FORM = 1  # of an entry: raise it when the content changes
 
 
 def folder() -> Path | None:

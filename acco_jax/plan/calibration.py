@@ -31,11 +31,11 @@ from acco_jax.plan.schedules import Schedule
 from acco_jax.plan.tables import aligned, quantity, seconds
 from acco_jax.plan.topologies import Topology
 
-WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
+WIDTH = 1.18  # of the interval to each side of the measured value: 1.4 in all
 # Most times that collectives are slower or faster than their kernels. On CPUs 1:
 # the same cores dispatch, compute and communicate, and that is a call's own time.
 LIMIT = 20.0
-REPEATS = 5  # of each measurement; the least counts, which nothing else slowed
+REPEATS = 5  # of each measurement; the least counts, as nothing else slowed it
 _SIZES = {"cpu": (256, 512), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
 _BYTES = {"cpu": (1 << 22, 1 << 24), "gpu": (1 << 26, 1 << 28)}
 _BYTES["tpu"] = _BYTES["gpu"]
@@ -59,7 +59,7 @@ class Step:
     microbatches: int
     measured: float  # seconds
     predicted: float  # from the figures before calibration
-    interval: tuple[float, float]  # from those after
+    interval: tuple[float, float]  # from the figures after calibration
     hidden: float  # predicted overlapped share of the communication's time, after
     measured_hidden: float | None  # None: no communication to overlap
     held_out: bool  # whether the calibration did not use it
@@ -107,7 +107,7 @@ def calibrate(config: ConfigDict) -> Report:
     rest = max(0.0, times[0] - few.program.microbatches * slope)
     after = Machine(topology, figures(topology.chip, changed))
     p = costs.predict(few.schedule, after, devices.size)
-    # what its microbatches and the optimizer leave of a step
+    # the rest of a step, without its microbatches and the optimizer
     left = max(0.0, rest - (p.computation - few.program.microbatches * slope))
     if p.communication:
         most = p.communication * (1 if platform == "cpu" else LIMIT)
@@ -140,7 +140,7 @@ class _Prepared:
     ) -> None:
         other = of_method(config, method)
         other.microbatches_per_step = microbatches
-        if other.microbatches == "halves":  # equal ones will do
+        if other.microbatches == "halves":  # equal halves suffice
             other.microbatches = "fixed"
         self.program: Program = programs.describe(other, mesh)
         lowered = self.program.step.lower(*self.program.arguments)

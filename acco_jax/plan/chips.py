@@ -68,10 +68,10 @@ class Chip:
     slow_latency: float = 14e-6  # seconds per step over the network
     dimensions: int = 2  # of a shape: of a TPU's torus; GPU hosts x devices
     devices_per_chip: int = 1  # JAX devices per chip of the shape
-    gpu: Gpu | None = None  # what the GPU compiler needs
+    gpu: Gpu | None = None  # figures for the GPU compiler
     watts: float | None = None  # most that a device takes, if a data sheet gives it
-    link: str = "ICI"  # what joins the devices of a domain
-    # a chip whose programs stand for this one's, where it has no compiler here
+    link: str = "ICI"  # link between the devices of a domain
+    # a chip whose programs represent this one's, if it has no compiler here
     compiled_as: str | None = None
 
     @property

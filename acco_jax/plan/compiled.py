@@ -37,7 +37,7 @@ def what_it_needs(message: str) -> str:
 class Memory:
     """Bytes on one device."""
 
-    parts: dict[str, int]  # what stays from one half-round to the next, and the batch
+    parts: dict[str, int]  # kept between half-rounds, and the batch
     total: int  # peak of the compiled program, by its memory analysis
     shards: int = 0  # bytes of the parts that more devices divide among them
 
@@ -57,7 +57,7 @@ class Compiled:
     seconds: float  # that the compiler took
     # By the compiler's own analysis of cost; None where it has none.
     bytes_accessed: float | None = None
-    # The collectives of the program as written; None where one is in a loop whose
-    # length the program does not say.
+    # The collectives of the program as written; None if one is in a loop whose
+    # length the program lacks.
     source_collectives: tuple[footprint.Collective, ...] | None = None
     cached: bool = False  # whether it was compiled before

@@ -19,7 +19,7 @@ from acco_jax.plan.schedules import Collective, Operation, Schedule
 
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
-PARTS = ("-start", "-update", "-done")  # of collectives, and of what is in LAUNCHED
+PARTS = ("-start", "-update", "-done")  # of collectives, and of operations in LAUNCHED
 LAUNCHED = ("copy-start", "slice-start", "fusion-start")  # operations of the device
 FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
 _BITS = {"f32": 32, "bf16": 16, "f16": 16}
@@ -53,7 +53,7 @@ class Prediction:
     communication: float  # all collectives, overlapped or exposed
     exposed: float  # exposed communication
     each: tuple[Spent, ...]  # of every collective of the schedule, in its order
-    call: float = 0.0  # what a call takes beside its schedule
+    call: float = 0.0  # time of a call beside its schedule
     executions: int = 1
 
     @property
@@ -305,7 +305,7 @@ def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
     if c.kind == "send-recv" and topology.slices == 1:  # to one neighbour
         domain = machine.domain(devices)
         return machine.seconds("collective-permute", c.bytes, devices, domain)
-    if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
+    if c.kind == "send-recv":  # 1 - 1/slices of a slice's bytes
         seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
         slices = max(1, devices * topology.slices // topology.devices)
         return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))

@@ -20,7 +20,7 @@ from acco_jax.plan.tables import aligned, paragraph, seconds
 from acco_jax.plan.topologies import Topology
 from acco_jax.plan.verdict import milliseconds
 
-WINS = 1.02  # times as fast: what counts as faster
+WINS = 1.02  # times as fast, at least, to count as faster
 _SLOWEST, _FASTEST = 1e7, 1e12  # bytes/s of a network: where the search goes
 _STEPS = 120  # of it
 
@@ -254,7 +254,7 @@ def _gbps(value: float) -> str:
 class Crossing:
     """Bandwidths at which a method is faster than another."""
 
-    link: str  # "the network", or what joins a host's devices
+    link: str  # "the network", or the link of a host's devices
     bands: tuple[tuple[float, float], ...]  # bytes/s, both ends; (): nowhere
     most: float  # times as fast, at best
     at: float  # bytes/s there

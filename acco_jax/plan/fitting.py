@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CLOSE = 1.15  # rows that do not fit, over rows that do: near enough
-FULL = 0.85  # of the memory that a candidate needs: no larger one is looked for
-LARGER = 1.25  # rows of a step, over those asked for: still the same step
-MOST = 16.0  # rows of the next candidate, over those known to fit
+FULL = 0.85  # share of the memory that, once needed, ends the search for larger ones
+LARGER = 1.25  # rows of a step, over the rows asked for: still an equal step
+MOST = 16.0  # rows of the next candidate, over rows known to fit
 
 
 class Shape(NamedTuple):
@@ -38,7 +38,7 @@ class Tried:
     tokens_per_second: float = 0.0
     interval: tuple[float, float] = (0.0, 0.0)  # of it
     hidden: float | None = None  # overlapped share of the bytes
-    compiled: bool = True  # False: what stays between half-rounds is already too large
+    compiled: bool = True  # False: too large already by what half-rounds keep
 
 
 @dataclasses.dataclass(frozen=True)

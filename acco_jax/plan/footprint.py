@@ -41,9 +41,9 @@ class Collective:
 
     kind: str  # a key of RING
     dtype: str  # as StableHLO names it, such as 'bf16' or 'ui8'
-    shape: tuple[int, ...]  # of the whole: what is reduced, or gathered
+    shape: tuple[int, ...]  # of the whole buffer: reduced, or gathered
     group: int  # how many devices take part together
-    times: int = 1  # how often it runs in one run of the program
+    times: int = 1  # executions in one run of the program
 
     @property
     def whole(self) -> int:

@@ -49,7 +49,7 @@ class Instruction:
     arguments: str  # the text between the parentheses
     attributes: str  # the text after them, without metadata
     is_root: bool
-    metadata: str = ""  # what caused it: see `op_name` and plan/sources.py
+    metadata: str = ""  # its cause: see `op_name` and plan/sources.py
 
     @functools.cached_property
     def op_name(self) -> str:

@@ -35,9 +35,9 @@ class Range(NamedTuple):
     high: float
 
 
-# Assumed, where nothing was measured: large products of cuBLAS and of a TPU's matrix
+# Assumed, if nothing was measured: large matmuls of cuBLAS and of a TPU's matrix
 # unit, streaming copies and NCCL's benchmarks reach the most of each; a model's own
-# products are smaller, and chips lower their clocks under load.
+# matmuls are smaller, and chips lower their clocks under load.
 EFFICIENCIES = {
     "compute": Range(0.5, 0.7, 0.9),
     "memory": Range(0.6, 0.8, 0.95),

@@ -27,7 +27,7 @@ KINDS = {
     "send": "send-recv",
     "recv": "send-recv",
 }
-# What else may communicate: operations that may be collectives of a newer compiler, and
+# Possible communication: operations that may be collectives of a newer compiler, and
 # targets and settings of custom calls that are.
 _LIKE = r"(all|collective|reduce-scatter|ragged|send|recv)\b"
 _CALLS = (
@@ -54,7 +54,7 @@ class Module:
         self.entry = self.computations[entry]
         self.sources = Sources(text)
         self._trip_counts = trip_counts
-        # TPUs' layouts have tiles; what S(n) means there, it does not on GPUs
+        # TPUs' layouts have tiles; S(n) has another meaning there than on GPUs
         self._tpu = re.search(r"\{[\d,]*:T\(", text) is not None
         # of a computation, each found once
         self.flops_in = functools.cache(lambda c: sum(map(self.flops, c.instructions)))

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from acco_jax.plan import footprint, hlo
 from acco_jax.plan.schedules import Collective
 
-# What a compiler may make of a step's collective, beside a collective of its own kind
-# and a transfer between slices.
+# A compiler may turn a step's collective into these, or one of its own kind,
+# or a transfer between slices.
 _INSTEAD = {
     "reduce-scatter": ("all-reduce",),
     "all-gather": ("all-reduce",),
@@ -102,7 +102,7 @@ def own(
                 extra[i] = match.take(collectives[i])
                 largest.remove(i)
     dtypes = {pool.dtype for pool in pools.values()}
-    for i in largest:  # a small transfer is padded: no size tells what it is of
+    for i in largest:  # a small transfer is padded: its size does not tell its content
         if collectives[i].kind == "send-recv" and collectives[i].dtype in dtypes:
             extra[i] = 0
     return [(collectives[i], size) for i, size in extra.items() if size]

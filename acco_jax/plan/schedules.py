@@ -98,7 +98,7 @@ class Schedule:
     # The operations, as above, of every computation that holds collectives, by `where`.
     bodies: Mapping[str, tuple[Operation, ...]]
     devices: int  # that it runs on
-    unknown: tuple[str, ...] = ()  # what seems to communicate in an unknown form
+    unknown: tuple[str, ...] = ()  # apparent communication in unknown forms
 
     def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
         """Return the collectives of at least `min_bytes` over the given groups.

@@ -304,7 +304,7 @@ class Checkpoints:
         """Remove the remains of a process that was killed while it saved."""
         for mark in sorted(self._folder.glob("*.saving")):
             if not mark.stem.isdecimal():
-                continue  # none of ours
+                continue  # another program's file
             step = self._folder / mark.stem
             if step.exists() and not self._sums(int(mark.stem)).exists():
                 logging.info("checkpoint %s was not finished: discarded", step)

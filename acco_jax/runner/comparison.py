@@ -22,7 +22,7 @@ class Entry:
     """A method to compare."""
 
     name: str  # as written; also its folder's name and in the table
-    flags: tuple[str, ...]  # that make a run one of this method
+    flags: tuple[str, ...]  # for a run of this method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from acco_jax.runner.names import check_name, named
 
 PyTree = Any
 Described = Mapping[str, Any]  # the content of a config.json
-BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
+BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, without loading it
 
 
 def model(

@@ -19,7 +19,7 @@ ENVIRONMENT = {
     # A process pinned to one core would get one thread, and nothing would overlap.
     "PJRT_NPROC": "2",
     # Buffers beyond 32 MB are new memory in every half-round: in 4 KB pages their
-    # page faults are half of what communication costs the core.
+    # page faults are half of the core's cost of communication.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "XLA_FLAGS": "",  # one device each, whatever the caller's own processes have
     "JAX_PLATFORMS": "cpu",

@@ -29,7 +29,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
             ax.plot([r[x] / unit for r in points], bits, **{"color": "C0"} | style)
         ax.axhline(bigram, color="C3", ls="--", lw=1, label="smoothed bigram")
         ax.set_xlabel(label)
-    # The training loss starts far above what is of interest: cut it, nothing else.
+    # The training loss starts far above the range of interest: only it is cut.
     shown = [bigram, *(r["bits_per_byte"] for r in rows if r["kind"] != "train")]
     axes[0].set_ylim(0.95 * min(shown), max(1.5 * bigram, 1.05 * max(shown)))
     axes[0].set_ylabel("loss (bits per byte)")

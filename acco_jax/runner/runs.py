@@ -39,7 +39,7 @@ class Run:
     workdir: Path
     config: ConfigDict
     model: Model
-    params: PyTree  # committed, to evaluate; adapters are merged into what they adapt
+    params: PyTree  # committed, to evaluate; adapters are merged into their model
     tokenizer: data.Tokenizer
     half_round: int  # of the checkpoint
     architecture: transformer.Config | None  # of the model; None: a factory's

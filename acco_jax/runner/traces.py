@@ -49,7 +49,7 @@ class Activity:
     device: str
     communication: Mapping[str, intervals.Set]  # kind of collective -> when
     computation: intervals.Set
-    steps: Mapping[int, Span]  # half-rounds by its own clock, {}: it has none
+    steps: Mapping[int, Span]  # half-rounds by its own clock; {} without one
 
 
 @dataclasses.dataclass(frozen=True)

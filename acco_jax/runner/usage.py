@@ -14,7 +14,7 @@ INDENT = 20  # of a flag's description
 ASKING = ("--help", "-help", "-h", "--helpshort", "-helpshort", "-?", "--?")
 FULL = ("--helpfull", "-helpfull")  # all flags of all modules
 
-# Fields that many runs change, each with what it is; config.py has all of them.
+# Fields that many runs change, each with a description; config.py has all of them.
 FIELDS = {
     "method": "acco, zero1, fused_zero1, ddp, dpu, wp, diloco, ...",
     "steps": "optimizer steps; or say `tokens` or `epochs`",
