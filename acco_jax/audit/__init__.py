@@ -1,12 +1,12 @@
-"""What of a JAX program's communication is hidden, whoever wrote the program.
+"""Audit of a JAX program: how much of its communication is overlapped.
 
     result = audit(step, *abstract_arguments, topology="gpu:h100:8x8")
     print(result)
     assert_hidden(step, abstract_arguments, "gpu:h100:8x8", "data")
 
-It proves something of the schedule that the compiler made: what stands between the
-launch of a collective and its end. It does not prove that the network keeps up, nor how
-much a collective and the computation beside it slow each other down.
+It proves a property of the compiled schedule: what lies between the launch of a
+collective and its end. It does not prove that the network keeps up, nor how much a
+collective and the computation beside it slow each other down.
 """
 
 from acco_jax.audit.auditing import Audit as Audit

@@ -155,7 +155,7 @@ def _make(topology: Topology) -> tuple[Any, ...]:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Reads the command line; returns it without flags."""
+    """Parse the command line; return it without flags."""
     if {"--help", "-h", "-?", "--helpshort", "--helpfull"} & set(argv[1:]):
         print(f"{__doc__}\n{_FLAGS.get_help()}")
         sys.exit(exits.FINISHED)

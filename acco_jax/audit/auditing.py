@@ -1,4 +1,4 @@
-"""Audits a program: compiles it if need be, reads its schedule, judges each axis."""
+"""Audit of a program: compiled if needed, its schedule read, each axis judged."""
 
 import dataclasses
 import json
@@ -21,25 +21,25 @@ from acco_jax.runner.names import suggestion
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What a program's schedule says, and what it may cost."""
+    """A program's schedule, its verdict for each axis and its predicted cost."""
 
     schedule: schedules.Schedule
     machine: Machine
     prediction: costs.Prediction
-    mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: not known
-    axes: Mapping[str, Verdict]  # by what the collectives are over, most bytes first
+    mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: unknown
+    axes: Mapping[str, Verdict]  # by the collectives' axes, most bytes first
 
     @property
     def topology(self) -> Topology:
         return self.machine.topology
 
     def verdict(self, axis: str | None = None) -> Verdict:
-        """Judges the collectives over an axis, alone or with others; None: all.
+        """Judge the collectives over an axis, only or with others; None: all.
 
-        One that the text does not give the devices of may be of any axis, and counts.
+        A collective whose devices the text does not give counts for every axis.
 
         Raises:
-          ValueError: in one line, that there is no such axis.
+          ValueError: if there is no such axis.
         """
         if axis is None:
             chosen = list(self.axes.values())
@@ -65,11 +65,11 @@ class Audit:
         )
 
     def to_json(self) -> str:
-        """Returns everything as JSON, in SI units."""
+        """Return everything as JSON, in SI units."""
         return json.dumps(report.as_dict(self), indent=2)
 
     def picture(self, path: str | Path) -> None:
-        """Draws the program's predicted timeline as a PNG; needs matplotlib."""
+        """Draw the program's predicted timeline as a PNG; needs matplotlib."""
         from acco_jax.plan import pictures
 
         title = f"{self.topology}: prediction from the schedule"
@@ -83,14 +83,14 @@ class Audit:
 
 
 def devices(topology: str | Topology) -> list[Any]:
-    """Returns devices that are not here, to make a mesh of and compile for.
+    """Return described devices, to make a mesh of and compile for.
 
     Args:
       topology: as `python -m acco_jax.plan` takes it ("gpu:h100:4x8", "tpu:v5e:4x4").
 
     Raises:
-      RuntimeError: the compiler is not installed; says how to install it.
-      ValueError: in one line, what topology cannot be.
+      RuntimeError: if the compiler is not installed, with how to install it.
+      ValueError: if the topology does not exist.
     """
     return list(_topology(topology).description().devices)
 
@@ -104,20 +104,20 @@ def audit(
     figures: Mapping[str, Change] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Audit:
-    """Reads what of a program's communication is hidden.
+    """Read how much of a program's communication is overlapped.
 
     Args:
-      program: a jitted function, what it compiled to, or that one's text.
+      program: a jitted function, its compiled form, or the text of that form.
       *arguments: of a jitted function, abstract or not, on a mesh of `devices`.
       topology: the machine that it is compiled for.
       mesh: its axes and their sizes, outermost first; by default the arguments' mesh.
-      trip_counts: trips of loops that the compiler does not know, by the loop's name
-        or one number for all; None counts one trip.
+      trip_counts: iterations of loops that the compiler does not report, by the loop's
+        name or one number for all; None counts one iteration.
       figures: of the machine, to use instead, as plan's --set.
       compiler_options: for the compiler, if a jitted function is given.
 
     Raises:
-      ValueError: in one line, what cannot be read or compiled so.
+      ValueError: if the program cannot be read or compiled so.
     """
     place = _topology(topology)
     machine = Machine(place, machine_figures(place.chip, figures))
@@ -156,20 +156,20 @@ def assert_hidden(
     fraction: float = verdict.REQUIRED,
     **options: Any,
 ) -> Audit:
-    """Asserts that a program's communication is hidden, for a test suite.
+    """Assert that a program's communication is overlapped, for a test suite.
 
     Args:
-      step: a jitted function, what it compiled to, or that one's text.
-      args: its arguments, as for `audit`; () for what is compiled.
+      step: a jitted function, its compiled form, or the text of that form.
+      args: its arguments, as for `audit`; () for a compiled program.
       topology: the machine that it is compiled for.
       axis: of the mesh; None for all that is communicated.
-      fraction: that must be hidden, of the bytes (READ) and of the predicted seconds;
-        what exposes at most 0.1 % of the program's time does not count against it.
+      fraction: that must be overlapped, of the bytes (READ) and of the predicted
+        seconds; exposure of at most 0.1 % of the program's time does not count.
       **options: of `audit`.
 
     Raises:
-      AssertionError: less is hidden, or nothing is communicated; with the whole table.
-      ValueError: as `audit`, and a fraction that is not from 0 to 1.
+      AssertionError: if less is overlapped, or nothing is communicated; with the table.
+      ValueError: as `audit`, and if `fraction` is not from 0 to 1.
     """
     verdict.check_fraction(fraction)
     result = audit(step, *args, topology=topology, **options)
@@ -215,10 +215,10 @@ def _check_devices(schedule: schedules.Schedule, topology: Topology) -> None:
 
 
 def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
-    """Refuses a mesh of another number of devices.
+    """Raise a ValueError if a mesh has another number of devices than the topology.
 
     Raises:
-      ValueError: in one line.
+      ValueError: if their numbers of devices differ.
     """
     total = math.prod(sizes.values())
     if sizes and total != topology.devices:

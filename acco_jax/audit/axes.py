@@ -1,4 +1,4 @@
-"""Which axes of a mesh a collective is over."""
+"""Mesh axes that collectives are over."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ UNKNOWN = "?"
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which the devices of a group differ.
+    """Return the axes along which the devices of a group differ.
 
     Args:
       groups: devices that communicate, numbered in the mesh's row-major order.
       sizes: the mesh's axes and their sizes, outermost first.
 
     Returns:
-      In the mesh's order; () if the groups are not known, or are of other devices.
+      In the mesh's order; () if the groups are unknown, or are of other devices.
     """
     if not groups or max(map(max, groups)) >= math.prod(sizes.values()):
         return ()
@@ -34,9 +34,9 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def label(groups: Groups, sizes: Mapping[str, int], devices: int) -> str:
-    """Names what a collective is over: "data", "data+fsdp", "4 groups of 8", "?".
+    """Return a name of a collective's axes: "data", "data+fsdp" or "?".
 
-    Without a mesh the groups themselves are the name.
+    Without a mesh it describes the groups: "4 groups of 8 (0,1,2,...)".
     """
     if not groups:
         return UNKNOWN
@@ -50,7 +50,7 @@ def label(groups: Groups, sizes: Mapping[str, int], devices: int) -> str:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """Returns the mesh that the arguments, or their shardings, lie on; None: none."""
+    """Return the mesh that the arguments, or their shardings, lie on; None: none."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, NamedSharding))
     shardings = (getattr(x, "sharding", x) for x in leaves)
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
@@ -58,10 +58,10 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads "data:8,fsdp:4", a mesh's axes, outermost first.
+    """Parse "data:8,fsdp:4", a mesh's axes, outermost first.
 
     Raises:
-      ValueError: in one line, another form.
+      ValueError: if the text has another form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""An audit as text and as JSON-ready values."""
+"""Text and JSON-ready values of an audit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROOF = (
 
 
 def text(audit: Audit) -> str:
-    """Returns the whole table."""
+    """Return the whole table as text."""
     p, mesh = audit.prediction, " x ".join(f"{a} {n}" for a, n in audit.mesh.items())
     lines = [
         f"{audit.topology}: {audit.topology.devices} x {audit.topology.chip.title}"
@@ -53,7 +53,7 @@ def text(audit: Audit) -> str:
 
 
 def as_dict(audit: Audit) -> dict[str, Any]:
-    """Returns JSON-ready values, in SI units."""
+    """Return the audit as JSON-ready values, in SI units."""
     p = audit.prediction
     return {
         "topology": str(audit.topology),

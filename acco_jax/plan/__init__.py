@@ -1,1 +1,1 @@
-"""Plans a run without its hardware: chips, topologies and compiled schedules."""
+"""Plan of a run without its hardware: chips, topologies and compiled schedules."""

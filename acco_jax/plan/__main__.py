@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run() -> "Sequence[Plan]":
-    """Plans what the flags say."""
+    """Make the plan or the decision that the flags ask for."""
     folder = expanded(_OUT.value)
     json_file, programs = map(arguments.path, (_JSON, _DUMP_HLO))
     for path in filter(None, (folder, json_file and json_file.parent, programs)):
@@ -162,7 +162,7 @@ def _calibrate(json_file: Path | None) -> "Sequence[Plan]":
 
 
 def _measured(places: Sequence[Topology]) -> dict[str, Change]:
-    """Returns the figures of --calibration, which are of the chip that is planned."""
+    """Return the figures of --calibration, which must be of the planned chip."""
     if _CALIBRATION.value is None:
         return {}
     from acco_jax.plan import calibration  # slow
@@ -179,7 +179,7 @@ def _measured(places: Sequence[Topology]) -> dict[str, Change]:
 def _terms(
     places: Sequence[Topology], networks: Sequence[float], several: bool
 ) -> dict[str, Any] | None:
-    """Returns what a decision is made on, None where one plan is asked for."""
+    """Return the terms of a decision, None where one plan is asked for."""
     prices = dict(map(arguments.number, _PRICE.value))
     known = {place.chip.name for place in places}
     for name, price in prices.items():

@@ -12,7 +12,7 @@ from acco_jax.runner.paths import expanded
 
 
 class _Fraction(flags.ArgumentParser):
-    """A fraction that a flag without a value leaves at REQUIRED."""
+    """Parser of a fraction; a flag without a value means REQUIRED."""
 
     syntactic_help = "a fraction from 0 to 1"
 
@@ -35,17 +35,17 @@ def DEFINE_fraction(  # named as absl names its own
     help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> flags.FlagHolder[float | None]:
-    """Defines a flag from 0 to 1 whose value is optional."""
+    """Define a flag from 0 to 1 whose value is optional."""
     return flags.DEFINE(
         _Fraction(), name, default, help, flag_values=flag_values, boolean=True
     )
 
 
 def check_writable(folder: Path) -> None:
-    """Refuses a folder that is none, or could not be made; makes none.
+    """Raise a ValueError if a folder cannot be made or written; make no folder.
 
     Raises:
-      ValueError: in one line, which folder.
+      ValueError: if its nearest existing path is not a writable directory.
     """
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -53,15 +53,15 @@ def check_writable(folder: Path) -> None:
 
 
 def path(flag: flags.FlagHolder) -> Path | None:
-    """Returns the path that a flag names, None if it was not given."""
+    """Return the path that a flag names, None if it was not given."""
     return None if flag.value is None else expanded(flag.value)
 
 
 def number(text: str) -> tuple[str, Change]:
-    """Reads a figure, NAME=NUMBER, or its range, NAME=LEAST:MOST.
+    """Read a figure, NAME=NUMBER, or its range, NAME=LEAST:MOST.
 
     Raises:
-      ValueError: in one line, another form.
+      ValueError: if the text has another form.
     """
     name, _, value = text.partition("=")
     try:
@@ -77,10 +77,10 @@ def number(text: str) -> tuple[str, Change]:
 
 
 def positive(flag: str, text: str) -> float:
-    """Reads a positive number.
+    """Parse a positive number.
 
     Raises:
-      ValueError: in one line, another text.
+      ValueError: if the text is not a positive finite number.
     """
     try:
         value = float(text)
@@ -92,10 +92,10 @@ def positive(flag: str, text: str) -> float:
 
 
 def whole(flag: str, text: str) -> int:
-    """Reads a whole number.
+    """Parse a whole number.
 
     Raises:
-      ValueError: in one line, another text.
+      ValueError: if the text is not a whole number.
     """
     try:
         return int(text)

@@ -1,7 +1,7 @@
-"""Compiled programs on disk, so that the same plan is read again in seconds.
+"""Cache of compiled programs on disk: repeated plans skip the compiler.
 
 JAX's own cache keeps executables, which a compiler without its devices cannot load
-again; a plan needs the text and the memory alone. An entry belongs to the program's
+again; a plan needs only the text and the memory. An entry belongs to the program's
 StableHLO, the compiler's options and version, and the devices that it is compiled for.
 $ACCO_PLAN_CACHE names the folder; 'off' keeps nothing.
 """
@@ -21,11 +21,11 @@ import numpy as np
 from acco_jax.plan.chips import of_kind
 
 ENTRIES = 200  # the newest are kept
-_FORM = 1  # of an entry: raise it when what is kept changes
+_FORM = 1  # of an entry: raise it when the content changes
 
 
 def folder() -> Path | None:
-    """Returns where entries are, None if none are kept."""
+    """Return the folder of entries, None if the cache is off."""
     said = os.environ.get("ACCO_PLAN_CACHE")
     if said == "off":
         return None
@@ -36,7 +36,7 @@ def folder() -> Path | None:
 
 
 def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
-    """Returns the name of an entry.
+    """Return the name of an entry.
 
     Args:
       lowered: what `jax.jit(f).lower(...)` returns.
@@ -55,7 +55,7 @@ def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """Returns what was kept under a name, None if nothing, or nothing readable."""
+    """Return the entry of a name, None if there is none or it cannot be read."""
     place = folder()
     if place is None:
         return None
@@ -69,7 +69,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def keep(name: str, entry: Mapping[str, Any]) -> None:
-    """Keeps an entry, and of all the newest; does without where it cannot write."""
+    """Write an entry and keep only the newest ENTRIES; ignore errors of the disk."""
     place = folder()
     if place is None:
         return

@@ -1,11 +1,11 @@
-"""Measures the devices that are here, and a train step on them beside its prediction.
+"""Calibration: measures local devices, and a train step beside its prediction.
 
-calibrate(config) -> Report: kernels (matrix products, copies, collectives), then a step
-with two numbers of microbatches, of which the difference says how much slower a model's
-own operations are than these kernels, and the rest what a call takes beside its
-schedule; then the experiment's own step, held out, beside what plan predicts with those
-figures. `python -m acco_jax.plan --calibration=FILE` uses them for other plans of the
-same chip.
+calibrate(config) -> Report measures kernels first (matmuls, copies, collectives), then
+a step with two numbers of microbatches. Their difference tells how much slower a
+model's own operations are than these kernels, and the rest what a call takes beside its
+schedule. Last comes the experiment's own step, held out, beside plan's prediction with
+those figures. `python -m acco_jax.plan --calibration=FILE` uses them for other plans of
+the chip.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from acco_jax.plan.schedules import Schedule
 from acco_jax.plan.tables import aligned, quantity, seconds
 from acco_jax.plan.topologies import Topology
 
-WIDTH = 1.18  # of the interval to each side of what was measured: 1.4 in all
-# Times that collectives may be slower or faster than their kernels. On CPUs no slower:
+WIDTH = 1.18  # of the interval to each side of the measured value: 1.4 in all
+# Most times that collectives are slower or faster than their kernels. On CPUs 1:
 # the same cores dispatch, compute and communicate, and that is a call's own time.
 LIMIT = 20.0
-REPEATS = 5  # of each measurement; the least counts, which nothing else slowed
+REPEATS = 5  # of each measurement; the least counts, as nothing else slowed it
 _SIZES = {"cpu": (256, 512), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
 _BYTES = {"cpu": (1 << 22, 1 << 24), "gpu": (1 << 26, 1 << 28)}
 _BYTES["tpu"] = _BYTES["gpu"]
@@ -59,10 +59,10 @@ class Step:
     microbatches: int
     measured: float  # seconds
     predicted: float  # from the figures before calibration
-    interval: tuple[float, float]  # from those after
-    hidden: float  # share of the communication's time, predicted after
-    measured_hidden: float | None  # None: no communication to hide
-    held_out: bool  # whether it had no part in the calibration
+    interval: tuple[float, float]  # from the figures after calibration
+    hidden: float  # predicted overlapped share of the communication's time, after
+    measured_hidden: float | None  # None: no communication to overlap
+    held_out: bool  # whether the calibration did not use it
 
     @property
     def inside(self) -> bool:
@@ -71,7 +71,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was measured, and the figures that follow."""
+    """Measurements, and the figures that follow from them."""
 
     kind: str  # of the devices
     chip: str
@@ -82,10 +82,10 @@ class Report:
 
 
 def calibrate(config: ConfigDict) -> Report:
-    """Measures, with an experiment's model and batch.
+    """Measure kernels and train steps, with an experiment's model and batch.
 
     Raises:
-      ValueError: in one line, what cannot be run so.
+      ValueError: if an experiment cannot run so.
     """
     devices = np.array(jax.devices())
     mesh, platform = Mesh(devices, ("data",)), devices[0].platform
@@ -107,7 +107,7 @@ def calibrate(config: ConfigDict) -> Report:
     rest = max(0.0, times[0] - few.program.microbatches * slope)
     after = Machine(topology, figures(topology.chip, changed))
     p = costs.predict(few.schedule, after, devices.size)
-    # what its microbatches and the optimizer leave of a step
+    # the rest of a step, without its microbatches and the optimizer
     left = max(0.0, rest - (p.computation - few.program.microbatches * slope))
     if p.communication:
         most = p.communication * (1 if platform == "cpu" else LIMIT)
@@ -127,7 +127,7 @@ def calibrate(config: ConfigDict) -> Report:
 
 
 def _shapes(config: ConfigDict) -> list[tuple[str, int]]:
-    """Returns methods and microbatches: two to calibrate with, one held out."""
+    """Return methods and microbatches: two to calibrate with, one held out."""
     own = config.microbatches_per_step
     return [("zero1", own), ("zero1", 3 * own), (config.method, 2 * own)]
 
@@ -140,7 +140,7 @@ class _Prepared:
     ) -> None:
         other = of_method(config, method)
         other.microbatches_per_step = microbatches
-        if other.microbatches == "halves":  # equal ones will do
+        if other.microbatches == "halves":  # equal halves suffice
             other.microbatches = "fixed"
         self.program: Program = programs.describe(other, mesh)
         lowered = self.program.step.lower(*self.program.arguments)
@@ -149,14 +149,14 @@ class _Prepared:
         self._arguments = [_array(x) for x in self.program.arguments]
 
     def run(self) -> None:
-        """Runs a call, to its end."""
+        """Run a call and block until it ends."""
         params, state, *rest = self._arguments
         params, state, _ = self.program.step(params, state, *rest)
         self._arguments[:2] = jax.block_until_ready((params, state))
 
 
 def _array(tree: Any) -> Any:
-    """Makes arrays like abstract ones: small floats, zeros of other kinds."""
+    """Make arrays like abstract ones: small floats, zeros of other kinds."""
 
     def make(x: jax.ShapeDtypeStruct) -> jax.Array:
         def fill() -> jax.Array:
@@ -172,7 +172,7 @@ def _array(tree: Any) -> Any:
 
 
 def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
-    """Times each call REPEATS times, in turns; returns the least, in seconds."""
+    """Time each call REPEATS times, in turns; return the least, in seconds."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(REPEATS + 1):
         for call, found in zip(calls, times, strict=True):
@@ -184,7 +184,7 @@ def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def _topology(devices: np.ndarray) -> Topology:
-    """Returns the devices that are here as a topology; a CPU is a chip of its own."""
+    """Return the local devices as a topology; an unknown device is a CPU."""
     hosts = len({d.process_index for d in devices.flat})
     chip = of_kind(devices[0].device_kind)
     if chip is None:
@@ -204,7 +204,7 @@ def _topology(devices: np.ndarray) -> Topology:
 
 
 def _products(mesh: Mesh) -> list[Kernel]:
-    """Measures square matrix products on all devices at once."""
+    """Measure square matmuls on all devices at once."""
     platform = mesh.devices.flat[0].platform
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     found = []
@@ -217,7 +217,7 @@ def _products(mesh: Mesh) -> list[Kernel]:
 
 
 def _copies(mesh: Mesh) -> list[Kernel]:
-    """Measures reading and writing memory on all devices at once."""
+    """Measure reading and writing memory on all devices at once."""
     found = []
     for size in _BYTES[mesh.devices.flat[0].platform]:
         x = _split(mesh, (mesh.size, size // 4), jnp.float32)
@@ -228,7 +228,7 @@ def _copies(mesh: Mesh) -> list[Kernel]:
 
 
 def _collectives(mesh: Mesh) -> list[Kernel]:
-    """Measures reductions and gathers; rates are of what a ring sends."""
+    """Measure reductions and gathers; rates count what a ring sends."""
     if mesh.size == 1:
         return []
     rows, replicated = P("data"), P()
@@ -259,7 +259,7 @@ def _collectives(mesh: Mesh) -> list[Kernel]:
 
 
 def _taken(call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Times a kernel, in seconds."""
+    """Time a kernel, in seconds."""
 
     def run() -> None:
         jax.block_until_ready(call(x))
@@ -276,21 +276,21 @@ def _split(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _of_kernels(kernels: Sequence[Kernel], platform: str) -> dict[str, Change]:
-    """Returns the figures that kernels alone say."""
+    """Return the figures that follow from the kernels only."""
     rates = {
         "flops": [k.rate for k in kernels if k.unit == "FLOP/s"],
         "memory_bandwidth": [k.rate for k in kernels if k.name == "copy"],
         "fast_bandwidth": [k.rate for k in kernels if "-" in k.name],
     }
     if platform != "cpu":
-        return {}  # the data sheets' peaks stay; the step says what share is reached
+        return {}  # the data sheets' peaks stay; the step tells what share is reached
     best = {name: max(found) for name, found in rates.items() if found}
     shares = ("compute_efficiency", "memory_efficiency", "network_efficiency")
     return {**best, **dict.fromkeys(shares, 1.0)}
 
 
 def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
-    """Returns the rates at which a model's operations took what they took."""
+    """Return the compute and memory rates that a model's operations reached."""
     return {
         "flops": _ends(_reached(machine, "flops", "compute") * scale),
         "memory_bandwidth": _ends(
@@ -302,7 +302,7 @@ def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
 
 
 def _network(machine: Machine, scale: float) -> dict[str, Change]:
-    """Returns the rates of collectives; networks that were not crossed keep theirs."""
+    """Return the rates of collectives; networks that were not crossed keep theirs."""
     name = "fast_bandwidth"
     if machine.topology.devices > machine.topology.fast_domain:
         name = "slow_bandwidth"
@@ -349,7 +349,7 @@ def _step(
 
 
 def text(report: Report) -> str:
-    """Returns the report."""
+    """Return the report as text."""
     kernels = [
         (
             k.name,
@@ -379,16 +379,16 @@ def text(report: Report) -> str:
 
 
 def save(report: Report, file: Path) -> None:
-    """Writes a report as JSON."""
+    """Write a report as JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
 
 
 def read(file: Path) -> tuple[str, dict[str, Change]]:
-    """Returns the chip and the figures of a report that was saved.
+    """Return the chip and the figures of a report that was saved.
 
     Raises:
-      ValueError: in one line, that it is none.
+      ValueError: if the file is not a report of --calibrate.
     """
     try:
         found = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Why a collective is not hidden, as far as a schedule tells, and what to try."""
+"""Causes of exposed communication, as far as a schedule tells, and advice."""
 
 from typing import NamedTuple
 
@@ -6,24 +6,24 @@ from acco_jax.plan.costs import Spent
 from acco_jax.plan.machines import SMALL_BYTES, Machine
 from acco_jax.plan.schedules import Collective, Loop, Schedule
 
-COVERED = 0.01  # of a collective's time: what may be waited for although it is hidden
+COVERED = 0.01  # of a collective's time: exposed though it counts as overlapped
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
 
 
 class Cause(NamedTuple):
-    """A likely cause, and what to try; both "" for what is hidden."""
+    """A likely cause, and what to try; both "" for an overlapped collective."""
 
     text: str
     advice: str
 
 
 def explained(cause: Cause) -> str:
-    """Returns a cause and what to try as one text."""
+    """Return a cause and its advice as one text."""
     return f"{cause.text} - try: {cause.advice}" if cause.advice else cause.text
 
 
 def likely(c: Collective, spent: Spent, schedule: Schedule, machine: Machine) -> Cause:
-    """Returns why a collective, or a part of it, is waited for."""
+    """Return why a collective, or a part of it, is exposed."""
     if c.asynchronous and c.done is None:
         return Cause(
             "unknown: the text does not say where it ends",
@@ -69,9 +69,9 @@ def _too_little(c: Collective, spent: Spent) -> Cause:
 
 
 def _slot(c: Collective, schedule: Schedule) -> Collective | None:
-    """Returns one that is under way where c is launched, or instead of c until it ends.
+    """Return a collective under way at c's launch, or instead of c until it ends.
 
-    Compilers run one asynchronous collective at a time unless they are told otherwise.
+    Compilers run one asynchronous collective at a time unless options allow more.
     """
     end = c.start if c.done is None else c.done
     for o in schedule.collectives:
@@ -83,9 +83,9 @@ def _slot(c: Collective, schedule: Schedule) -> Collective | None:
 
 
 def _slot_in_loops(c: Collective, schedule: Schedule) -> Collective | None:
-    """Returns an asynchronous one in the loops that a synchronous one could lie beside.
+    """Return an asynchronous collective in a loop that synchronous c could overlap.
 
-    A loop that has collectives of its own needs the place while it runs.
+    A loop with collectives of its own occupies the slot while it runs.
     """
     if c.asynchronous or c.where != "ENTRY":
         return None
@@ -133,10 +133,10 @@ def _in_entry(c: Collective, schedule: Schedule) -> Cause | None:
 
 
 def _accumulation(c: Collective, schedule: Schedule) -> Loop | None:
-    """Returns the outermost loop around a collective, if it is over microbatches.
+    """Return the outermost loop around a collective, if it is over microbatches.
 
-    It has those over layers in it, and the gradient's operations: where JAX's names say
-    that the gradient is around the loop, the loop is over layers.
+    A loop over microbatches holds loops over layers, and the gradient's operations. If
+    JAX's names put the gradient around the loop, the loop is over layers.
     """
     before, gradient, _ = c.op_name.partition("transpose(")
     if gradient and "/while/" not in before:
@@ -152,7 +152,7 @@ def _accumulation(c: Collective, schedule: Schedule) -> Loop | None:
 
 
 def _last(schedule: Schedule) -> Collective | None:
-    """Returns the last collective of ENTRY that is as large as others there."""
+    """Return the last collective of ENTRY of at least half the largest's bytes."""
     own = [c for c in schedule.collectives if c.where == "ENTRY"]
     largest = max((c.bytes for c in own), default=0)
     return next((c for c in reversed(own) if 2 * c.bytes >= largest), None)

@@ -37,14 +37,14 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA's GpuTargetConfigProto says of one GPU beside the common figures."""
+    """Fields of XLA's GpuTargetConfigProto for one GPU, beside the common figures."""
 
     capability: tuple[int, int]  # compute capability: (major, minor)
     accelerated: bool  # whether the compiler may use the "a" features (sm_90a)
     cores: int  # streaming multiprocessors
     fp32_lanes: int  # fp32 units per core
     clock_ghz: float  # boost clock
-    matrix_clock_ghz: float  # of matrix products, where XLA has a figure for it
+    matrix_clock_ghz: float  # of matmuls, where XLA has a figure for it
     memory_clock_khz: int  # part of the model string
     l2_bytes: int
     shared_bytes: int  # shared memory per core
@@ -68,15 +68,15 @@ class Chip:
     slow_latency: float = 14e-6  # seconds per step over the network
     dimensions: int = 2  # of a shape: of a TPU's torus; GPU hosts x devices
     devices_per_chip: int = 1  # JAX devices per chip of the shape
-    gpu: Gpu | None = None  # what the GPU compiler needs
-    watts: float | None = None  # most that a device takes, where a data sheet says
-    link: str = "ICI"  # what joins the devices of a domain
-    # a chip whose programs stand for this one's, where it has no compiler here
+    gpu: Gpu | None = None  # figures for the GPU compiler
+    watts: float | None = None  # most that a device takes, if a data sheet gives it
+    link: str = "ICI"  # link between the devices of a domain
+    # a chip whose programs represent this one's, if it has no compiler here
     compiled_as: str | None = None
 
     @property
     def source(self) -> str:
-        """Where its figures are from."""
+        """Source of its figures."""
         if self.platform == "tpu":
             return f"docs.cloud.google.com/tpu/docs/{self.name}"
         return f"{'AMD' if self.compiled_as else 'NVIDIA'}'s data sheet"
@@ -160,7 +160,7 @@ def _nvidia(
     watts: float,
     link: str = "NVLink",
 ) -> Chip:
-    """A GPU; memory and network are bytes and bytes/s, and fast and slow bytes/s."""
+    """Return a GPU of memory (bytes, bytes/s) and network (fast, slow bytes/s)."""
     return Chip(
         name, title, "gpu", flops, *memory, *network, 3.4e-6, gpu=gpu, watts=watts,
         link=link,
@@ -205,7 +205,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, None if it is not known."""
+    """Return the chip of a `jax.Device.device_kind`, None if it is unknown."""
     kind = device_kind.lower()
     names = (generation(kind) or "", *re.split(r"[\s-]+", kind))
     return next((CHIPS[name] for name in names if name in CHIPS), None)
@@ -253,9 +253,9 @@ device_description_str: "{chip.title}"
 
 
 def target_config(chip: Chip) -> str:
-    """Renders XLA's GpuTargetConfigProto for a GPU, as protocol-buffer text.
+    """Render XLA's GpuTargetConfigProto for a GPU, as protocol-buffer text.
 
-    Only fields that the compiler of jax 0.10.2 knows are written (the later
+    Only fields that jax 0.10.2's compiler supports are written (the later
     collective_memory_granularity, for one, is left out).
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a compiler made of a program for a described machine."""
+"""Compiled program of a target machine, and its memory."""
 
 import dataclasses
 import re
@@ -7,10 +7,10 @@ from acco_jax.plan import footprint, schedules
 
 
 class DoesNotFit(Exception):
-    """A program has no room in the chip's memory.
+    """A program does not fit into the chip's memory.
 
     Attributes:
-      compiled: whether the compiler, or what it compiled, says so.
+      compiled: whether the compiler, or the program that it compiled, shows it.
     """
 
     def __init__(self, message: str = "", *, compiled: bool = True) -> None:
@@ -19,10 +19,10 @@ class DoesNotFit(Exception):
 
 
 def what_it_needs(message: str) -> str:
-    """Shortens a compiler's out-of-memory message.
+    """Shorten a compiler's out-of-memory message.
 
     libtpu says "Used 40.00G of 31.25G hbm", or "... for HLO temporaries (3.76T) exceeds
-    available HBM (31.25G)"; of what is worded otherwise the first line stays.
+    available HBM (31.25G)"; of any other wording the first line remains.
     """
     for pattern in (
         r"Used ([\d.]+\w) of ([\d.]+\w) \w+",
@@ -37,13 +37,13 @@ def what_it_needs(message: str) -> str:
 class Memory:
     """Bytes on one device."""
 
-    parts: dict[str, int]  # what stays from one half-round to the next, and the batch
+    parts: dict[str, int]  # kept between half-rounds, and the batch
     total: int  # peak of the compiled program, by its memory analysis
-    shards: int = 0  # those of the parts that more devices divide among them
+    shards: int = 0  # bytes of the parts that more devices divide among them
 
     @property
     def temporaries(self) -> int:
-        """Activations, gradients, packed buffers: what the program needs beside."""
+        """Bytes of activations, gradients and packed buffers: total less parts."""
         return self.total - sum(self.parts.values())
 
 
@@ -57,7 +57,7 @@ class Compiled:
     seconds: float  # that the compiler took
     # By the compiler's own analysis of cost; None where it has none.
     bytes_accessed: float | None = None
-    # The collectives of the program as written; None where one is in a loop whose
-    # length the program does not say.
+    # The collectives of the program as written; None if one is in a loop whose
+    # length the program lacks.
     source_collectives: tuple[footprint.Collective, ...] | None = None
     cached: bool = False  # whether it was compiled before

@@ -1,9 +1,9 @@
-"""What a schedule would cost on a chip: predictions, never measurements.
+"""Cost model of a schedule on a chip: predictions, never measurements.
 
-An operation takes its matrix products at the chip's peak plus its bytes at the
-memory's: a sum, so that a loop costs what its body does when it is unrolled.
-Collectives run one after the other, beside the operations that the schedule puts
-between their launch and completion.
+An operation takes its matmuls at the chip's peak plus its bytes at the memory's: a sum,
+so that a loop costs what its body does when it is unrolled. Collectives run one after
+the other, overlapped with the operations that the schedule puts between their launch
+and completion.
 
 The efficiencies are ranges (plan/machines.py): a prediction is of their likely values,
 and its interval of every combination of their ends.
@@ -19,7 +19,7 @@ from acco_jax.plan.schedules import Collective, Operation, Schedule
 
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
-PARTS = ("-start", "-update", "-done")  # of collectives, and of what is in LAUNCHED
+PARTS = ("-start", "-update", "-done")  # of collectives, and of operations in LAUNCHED
 LAUNCHED = ("copy-start", "slice-start", "fusion-start")  # operations of the device
 FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
 _BITS = {"f32": 32, "bf16": 16, "f16": 16}
@@ -36,29 +36,29 @@ class Span:
 
 
 class Spent(NamedTuple):
-    """What one collective takes in all its executions, in seconds."""
+    """Seconds of one collective in all its executions."""
 
     seconds: float
-    exposed: float  # of them waited for
+    exposed: float  # seconds of these
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One execution of a program, or of several one after the other, in seconds."""
+    """Predicted seconds of one execution of a program, or of several in sequence."""
 
     spans: tuple[Span, ...]  # for a timeline
-    matrix: float  # loops and operations that hold matrix products
-    matmul: float  # of the computation, what matrix products take by their FLOPs
-    memory: float  # the rest of it: what reading and writing memory takes
-    communication: float  # all collectives, hidden or not
-    exposed: float  # waiting for them
+    matrix: float  # loops and operations that hold matmuls
+    matmul: float  # of the computation, the matmuls' FLOPs
+    memory: float  # the rest of it: reading and writing memory
+    communication: float  # all collectives, overlapped or exposed
+    exposed: float  # exposed communication
     each: tuple[Spent, ...]  # of every collective of the schedule, in its order
-    call: float = 0.0  # what a call takes beside its schedule
+    call: float = 0.0  # time of a call beside its schedule
     executions: int = 1
 
     @property
     def computation(self) -> float:
-        """All of it, without waiting."""
+        """Seconds of the computation, without exposed communication."""
         return self.matmul + self.memory
 
     @property
@@ -67,14 +67,14 @@ class Prediction:
 
     @property
     def hidden(self) -> float:
-        """Share of the communication's time that is hidden."""
+        """Share of the communication's time that is overlapped."""
         if not self.communication:
             return 1.0
         return max(0.0, 1 - self.exposed / self.communication)
 
 
 def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
-    """Predicts how long a schedule takes.
+    """Predict how long a schedule takes.
 
     Args:
       schedule: as compiled for the machine's topology.
@@ -94,7 +94,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
         for i, spent in zip(own, timeline.run(operations, found), strict=True):
             each[i] = Spent(*(x * schedule.collectives[i].times for x in spent))
     for where, own in places.items():
-        if where != "ENTRY":  # what a loop's body waits for, after all else
+        if where != "ENTRY":  # a loop body's exposed communication, after all else
             for i in own:
                 entry.wait(schedule.collectives[i].kind, each[i].exposed)
     return Prediction(
@@ -112,7 +112,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
 def in_turn(
     schedules: Sequence[Schedule], machine: Machine, devices: int
 ) -> Prediction:
-    """Predicts how long schedules take one after the other, each once.
+    """Predict how long schedules take one after the other, each once.
 
     Arguments are as for `predict`; `each` has the collectives of all of them.
     """
@@ -138,22 +138,22 @@ def in_turn(
 
 
 def operation_seconds(o: Operation, machine: Machine) -> float:
-    """Predicts the time of an operation without the collectives in it, in seconds."""
+    """Predict the time of an operation without its collectives, in seconds."""
     return sum(_parts(o, machine))
 
 
 def _parts(o: Operation, machine: Machine) -> tuple[float, float]:
-    """Returns the seconds of an operation's FLOPs and of its bytes."""
+    """Return the seconds of an operation's FLOPs and of its bytes."""
     memory = machine.value("memory_bandwidth") * machine.value("memory_efficiency")
     products = machine.value("flops") * machine.value("compute_efficiency")
     return o.flops / products, o.bytes / memory
 
 
 def synchronous(prediction: Prediction, repeats: float) -> float:
-    """Predicts the seconds of a ZeRO-1 step that does the work of some half-rounds.
+    """Predict the seconds of a ZeRO-1 step with the work of `repeats` half-rounds.
 
-    All loops and matrix products, once what is beside them (the optimizer), and one
-    half-round's communication with nothing beside it, in one call.
+    One call has all loops and matmuls, the rest of the computation once (the
+    optimizer), and one half-round's communication, exposed.
     """
     update = prediction.computation - prediction.matrix + prediction.call
     once = (update + prediction.communication) / prediction.executions
@@ -169,20 +169,20 @@ def in_few_bits(
     hide_reduction: bool,
     within: Collection[str] = (),
 ) -> Schedule:
-    """Returns the schedule with collectives of fewer bits; packing is not counted.
+    """Return the schedule with quantized collectives; packing is not counted.
 
     Args:
       schedule: of a method that sends plain values.
       names: of the collectives that carry gradients or parameters.
-      gather_bits: of every parameter; None: as it is.
-      reduce_bits: of every gradient; None: as it is.
-      hide_reduction: whether the chip runs an all-to-all, which a reduction in few bits
-        is, beside computation.
-      within: names of those that a first data axis has to itself; gradients cross it
-        as they are.
+      gather_bits: of every parameter; None: unchanged.
+      reduce_bits: of every gradient; None: unchanged.
+      hide_reduction: whether the chip overlaps an all-to-all (a quantized reduction)
+        with computation.
+      within: names of collectives within a first data axis; gradients cross it
+        unquantized.
     """
 
-    # the gradients' way comes first, whatever a compiler made of its collectives
+    # the gradients' collectives come first, whatever a compiler made of them
     gradients = set(names[: len(names) // 2])
 
     def fewer(c: Collective) -> Collective:
@@ -215,7 +215,7 @@ class _Timeline:
     def run(
         self, operations: Sequence[Operation], collectives: Sequence[Collective]
     ) -> list[Spent]:
-        """Runs one execution; returns what each collective takes of it."""
+        """Run one execution; return the seconds of each collective in it."""
         # (position, order there, what happens); a collective that ends in an operation
         # (a TPU's loop) ends after it, the others before
         before, during, launch, after = range(4)
@@ -243,12 +243,12 @@ class _Timeline:
         return spent
 
     def wait(self, name: str, seconds: float) -> None:
-        """Passes time that nothing is computed in."""
+        """Add time in which nothing is computed."""
         self._add("waiting", name, self._clock, self._clock + seconds)
         self._clock += seconds
 
     def _compute(self, o: Operation) -> None:
-        """Adds an operation, unless it is part of a collective."""
+        """Add an operation, unless it is part of a collective."""
         if o.kind.endswith(PARTS) and o.kind not in LAUNCHED:
             return
         matmul, memory = _parts(o, self._machine)
@@ -260,17 +260,17 @@ class _Timeline:
         self._clock += seconds
 
     def _begin(self, i: int, c: Collective) -> None:
-        """Launches collective number i, which goes on when the network is free."""
+        """Launch collective number i, which starts when the network is free."""
         self._starts[i] = max(self._clock, self._network_free)
         self._network_free = self._starts[i] + collective_seconds(
             c, self._machine, self._devices
         )
 
     def _end(self, i: int, c: Collective) -> Spent:
-        """Waits for collective number i."""
+        """Wait for collective number i."""
         seconds = collective_seconds(c, self._machine, self._devices)
         start = self._starts[i]
-        # woven into the fusions of a TPU v5e it goes on inside these alone
+        # woven into the fusions of a TPU v5e it advances only inside these
         share = 1.0
         if c.flops_carried is not None:
             share = c.flops_carried / c.flops_between if c.flops_between else 0.0
@@ -294,7 +294,7 @@ class _Timeline:
 
 
 def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
-    """Predicts one execution of a collective, in seconds.
+    """Predict the seconds of one execution of a collective.
 
     Args:
       c: of a schedule compiled for the machine's topology.
@@ -305,7 +305,7 @@ def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
     if c.kind == "send-recv" and topology.slices == 1:  # to one neighbour
         domain = machine.domain(devices)
         return machine.seconds("collective-permute", c.bytes, devices, domain)
-    if c.kind == "send-recv":  # 1 - 1/slices of what a slice holds
+    if c.kind == "send-recv":  # 1 - 1/slices of a slice's bytes
         seconds = machine.seconds(c.kind, c.bytes, topology.devices, 1)
         slices = max(1, devices * topology.slices // topology.devices)
         return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))

@@ -1,4 +1,4 @@
-"""Which method on which machine: plans side by side, for all tokens of a run.
+"""Choice of method and machine: plans side by side, for all tokens of a run.
 
 decision = make(config, [topologies.parse("gpu:h100:4x8")], request, Terms(tokens=10e9))
 print(text(decision))
@@ -20,14 +20,14 @@ from acco_jax.plan.tables import aligned, paragraph, seconds
 from acco_jax.plan.topologies import Topology
 from acco_jax.plan.verdict import milliseconds
 
-WINS = 1.02  # times as fast: what counts as faster
+WINS = 1.02  # times as fast, at least, to count as faster
 _SLOWEST, _FASTEST = 1e7, 1e12  # bytes/s of a network: where the search goes
 _STEPS = 120  # of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a run is and what it costs."""
+    """A run's length, prices and failure figures."""
 
     tokens: float  # of the whole run
     # of a device for an hour, by the chip's name, in any currency
@@ -46,7 +46,7 @@ class Choice:
     topology: Topology
     network: float  # bytes/s of a device over the network
     method: str
-    misfit: str = ""  # why it does not fit; what follows is then 0
+    misfit: str = ""  # why it does not fit; the fields below are then 0
     rows: int = 0  # of the best microbatch
     microbatches: int = 0  # of it in a step
     tokens_per_second: float = 0.0
@@ -55,12 +55,12 @@ class Choice:
     device_hours: float = 0.0
     goodput: float = 1.0  # share of the time that is not lost to failures
     price: float | None = None  # of the run; None: not given
-    kilowatt_hours: float | None = None  # at most; None: no data sheet says
+    kilowatt_hours: float | None = None  # at most; None: no data sheet gives it
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """All choices, and what follows."""
+    """All choices, their plans and the sentence about them."""
 
     terms: Terms
     choices: tuple[Choice, ...]
@@ -69,10 +69,10 @@ class Decision:
 
 
 def goodput(terms: Terms, devices: int) -> float:
-    """Returns the share of time not lost to checkpoints, repeated work and restarts.
+    """Return the share of time not lost to checkpoints, repeated work and restarts.
 
-    Checkpoints are as far apart as loses least: Young's sqrt(2 d M) of a checkpoint's d
-    seconds and M seconds between failures (Young 1974; Daly 2006).
+    Checkpoints are apart by Young's sqrt(2 d M), which loses least: d is a checkpoint's
+    seconds and M the seconds between failures (Young 1974; Daly 2006).
     """
     if terms.failure_hours is None:
         return 1.0
@@ -88,12 +88,12 @@ def make(
     request: Request,
     terms: Terms,
 ) -> Decision:
-    """Plans an experiment for several machines and networks, and compares.
+    """Plan an experiment for several machines and networks, and compare the plans.
 
     Raises:
-      ValueError: in one line, before any compile what cannot work; after it that no
-        method fits into any machine.
-      RuntimeError: a compiler is not installed; says how to install it.
+      ValueError: if the input is invalid (before any compile). A machine that nothing
+        fits becomes choices with a `misfit`.
+      RuntimeError: if a compiler is not installed, with how to install it.
     """
     requests = [
         dataclasses.replace(
@@ -158,7 +158,7 @@ def _choice(plan: Plan, o: Outcome, network: float, terms: Terms) -> Choice:
 
 
 def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
-    """Says which choice is best and why, and where hiding communication pays."""
+    """Return which choice is best and why, and where overlapping communication pays."""
     fitting = [c for c in choices if not c.misfit]
     if not fitting:
         return "No method fits into any of these machines."
@@ -214,7 +214,7 @@ def _hours(hours: float) -> str:
 
 
 def _network(plan: Plan) -> str:
-    """Describes the bandwidths at which overlap pays, each band with both ends."""
+    """Describe the bandwidths at which overlap pays, each band with both ends."""
     hiding = [o for o in plan.outcomes if _overlaps(o)]
     others = [o for o in plan.outcomes if not _overlaps(o)]
     if not hiding or not others:
@@ -232,7 +232,7 @@ def _network(plan: Plan) -> str:
 
 
 def _overlaps(o: Outcome) -> bool:
-    """Whether most bytes have products beside them, whatever the network (READ)."""
+    """Return whether most bytes overlap with products, on any network (READ)."""
     return (o.verdict.hidden_share or 0) > 0.9
 
 
@@ -252,16 +252,16 @@ def _gbps(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """At which bandwidths a method is faster than another."""
+    """Bandwidths at which a method is faster than another."""
 
-    link: str  # "the network", or what joins a host's devices
+    link: str  # "the network", or the link of a host's devices
     bands: tuple[tuple[float, float], ...]  # bytes/s, both ends; (): nowhere
     most: float  # times as fast, at best
     at: float  # bytes/s there
 
 
 def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
-    """Varies the bandwidth that is crossed last, the rest as it is.
+    """Vary the bandwidth that is crossed last; keep the other figures.
 
     A band's ends are found to 0.1 %; one narrower than a step of the search (10 %) may
     be missed.
@@ -277,7 +277,7 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
         return _speed(a, machine) / _speed(b, machine)
 
     def end(outside: float, inside: float) -> float:
-        """Returns the bandwidth next to `outside` from which on a is faster."""
+        """Return the bandwidth next to `outside` from which on a is faster."""
         while abs(inside / outside - 1) > 1e-3:
             middle = math.sqrt(inside * outside)
             wins = gain(middle) >= WINS
@@ -300,7 +300,7 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
 
 
 def _speed(o: Outcome, machine: Machine) -> float:
-    """Returns microbatches per second, of all workers."""
+    """Return microbatches per second, of all workers."""
     devices = machine.topology.devices
     p = costs.in_turn(o.schedules, machine, devices)
     return o.program.computed / p.total
@@ -310,7 +310,7 @@ def _speed(o: Outcome, machine: Machine) -> float:
 
 
 def text(decision: Decision) -> str:
-    """Returns the table and the sentence."""
+    """Return the table and the sentence as text."""
     head = [
         "machine", "network", "method", "microbatch", "tokens/s", "interval", "hours",
         "device-hours", "price", "kWh at most", "goodput",
@@ -357,7 +357,7 @@ def _row(c: Choice) -> list[str]:
 
 
 def as_dict(decision: Decision) -> dict[str, Any]:
-    """Returns the same as JSON-ready values, in SI units but for hours and kWh."""
+    """Return the decision as JSON-ready values, in SI units except hours and kWh."""
     return {
         "terms": dataclasses.asdict(decision.terms),
         "choices": [

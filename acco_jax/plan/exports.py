@@ -1,4 +1,4 @@
-"""A plan as JSON, pictures and programs' texts."""
+"""Exports of a plan: JSON, pictures and programs' texts."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from acco_jax.plan.verdict import Reading
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Returns what a report says as JSON-ready values, in SI units."""
+    """Return a report's content as JSON-ready values, in SI units."""
     return {
         "topology": str(plan.topology),
         "devices": plan.topology.devices,
@@ -43,7 +43,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 def write(
     plan: Plan, folder: Path, json_file: Path | None, hlo_folder: Path | None
 ) -> list[str]:
-    """Writes pictures, JSON and programs; returns a line about each."""
+    """Write pictures, JSON and programs; return a line about each."""
     folder.mkdir(parents=True, exist_ok=True)
     parameters = f"{plan.outcomes[0].program.parameters / 1e6:,.1f}M parameters"
     title = f"{plan.topology}, {parameters}: prediction"
@@ -69,7 +69,7 @@ def write(
 
 
 def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
-    """Returns a timeline of each method that takes as many tokens as the others'."""
+    """Return a timeline of each method; all take equal numbers of tokens."""
     tokens = {o.method: plan.row(o.method)["tokens_per_step"] for o in plan.outcomes}
     most = max(tokens.values())
     times = {
@@ -148,7 +148,7 @@ def _collective_dict(r: Reading) -> dict[str, Any]:
 
 
 def own_dict(own: Sequence[tuple[Collective, int]]) -> dict[str, dict[str, int]]:
-    """Returns number and bytes of the optimizer's own collectives, by kind."""
+    """Return count and bytes of the optimizer's own collectives, by kind."""
     kinds: dict[str, dict[str, int]] = {}
     for c, size in own:
         row = kinds.setdefault(c.kind, {"number": 0, "bytes": 0, "hidden_bytes": 0})

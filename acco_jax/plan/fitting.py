@@ -1,10 +1,10 @@
-"""Which microbatches fit into memory, and with which of them a step is fastest.
+"""Search for microbatches that fit into memory, and for the fastest of them.
 
 A few candidates are compiled, no more: the largest microbatch is one that fills the
 memory, or is bracketed by one that fits and one that does not, and each that fits is
 timed at equal tokens. Larger ones are not always better: near the limit a compiler
-moves collectives out of the computation that hid them, and computes anew what it has no
-room to keep.
+moves collectives out of the computation that overlapped them, and recomputes what it
+has no room to keep.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CLOSE = 1.15  # rows that do not fit, over rows that do: near enough
-FULL = 0.85  # of the memory that a candidate needs: no larger one is looked for
-LARGER = 1.25  # rows of a step, over those asked for: still the same step
-MOST = 16.0  # rows of the next candidate, over those known to fit
+FULL = 0.85  # share of the memory that, once needed, ends the search for larger ones
+LARGER = 1.25  # rows of a step, over the rows asked for: still an equal step
+MOST = 16.0  # rows of the next candidate, over rows known to fit
 
 
 class Shape(NamedTuple):
-    """How a worker's rows of an optimizer step are cut."""
+    """Rows of a worker's optimizer step, cut into microbatches."""
 
     rows: int  # of a microbatch
     microbatches: int  # of an optimizer step
@@ -37,13 +37,13 @@ class Tried:
     memory: int | None  # bytes on a device; None: does not fit
     tokens_per_second: float = 0.0
     interval: tuple[float, float] = (0.0, 0.0)  # of it
-    hidden: float | None = None  # share of the bytes
-    compiled: bool = True  # False: what stays between half-rounds is too large already
+    hidden: float | None = None  # overlapped share of the bytes
+    compiled: bool = True  # False: too large already by what half-rounds keep
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What the search found."""
+    """Result of the search."""
 
     tried: tuple[Tried, ...]  # by rows
     total: int  # rows of a worker's optimizer step that are asked for
@@ -55,14 +55,14 @@ class Fit:
 
     @property
     def filled(self) -> int | None:
-        """Bytes on a device that the largest needs."""
+        """Bytes on a device that the largest microbatch needs."""
         return next(
             (t.memory for t in self.tried if t.shape.rows == self.largest), None
         )
 
     @property
     def misfit(self) -> int | None:
-        """Rows of the smallest that does not fit, None if none was found."""
+        """Rows of the smallest microbatch that does not fit, None if none was found."""
         return min((t.shape.rows for t in self.tried if not t.memory), default=None)
 
     @property
@@ -71,16 +71,16 @@ class Fit:
 
     @property
     def best(self) -> Tried | None:
-        """The fastest of those with no larger a step than is asked for, if any fits."""
+        """Fastest of those within LARGER times the rows asked for, else of all."""
         fits = [t for t in self.tried if t.memory]
         same = [t for t in fits if t.shape.total <= LARGER * self.total]
         return max(same or fits, key=lambda t: t.tokens_per_second, default=None)
 
 
 def cut(rows: int, total: int, unit: int) -> Shape:
-    """Returns microbatches of so many rows that are nearest to `total` rows a step.
+    """Return microbatches of `rows` rows whose step is nearest to `total` rows.
 
-    They are a multiple of `unit`.
+    Their number is a multiple of `unit`.
     """
     each = max(1, round(total / rows / unit))
     return Shape(rows, each * unit)
@@ -95,7 +95,7 @@ def search(
     unit: int,
     most: int,
 ) -> Fit:
-    """Tries few candidates around a first one.
+    """Compile few candidates around a first one.
 
     Args:
       first: the experiment's own, tried already.
@@ -116,7 +116,7 @@ def search(
 
 
 def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
-    """Returns the rows to try next, None if those found will do."""
+    """Return the rows to try next, None if those found will do."""
     fits = {r: t.memory for r, t in found.items() if t.memory}
     misfits = [r for r in found if r not in fits]
     above = min(misfits, default=None)
@@ -137,9 +137,9 @@ def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
 
 
 def _between(found: dict[int, Tried], total: int) -> int | None:
-    """Returns rows between the first and the largest, None if they need no third.
+    """Return rows between the first and the largest, None if they need no third.
 
-    With fewer rows than the largest more may be hidden, in as large a step.
+    Fewer rows than the largest can overlap more, in as large a step.
     """
     same = [r for r, t in found.items() if t.memory and t.shape.total <= LARGER * total]
     if len(same) != 2 or max(same) < 4 * min(same):
@@ -148,7 +148,7 @@ def _between(found: dict[int, Tried], total: int) -> int | None:
 
 
 def _extrapolated(fits: dict[int, int], room: float, held: int) -> int:
-    """Returns the rows that the memory of those that fit leads to."""
+    """Return the rows at which memory is full, extrapolated from those that fit."""
     large = max(fits)
     smaller = [r for r in fits if r < large]
     base, at = (fits[max(smaller)], max(smaller)) if smaller else (held, 0)

@@ -1,9 +1,9 @@
-"""Bytes that a program sends and a device holds, read off program and arrays.
+"""Bytes that a program sends and a device holds, read from program and arrays.
 
 bytes_sent(*step.lowered(params, state, batch))  # of one half-round, by each worker
 bytes_held((params, state))  # on one device
 
-The collectives are those of the StableHLO, as written: what a backend makes of them
+The collectives are those of the StableHLO, as written. What a backend makes of them
 (XLA:CPU widens 16-bit floats) does not count, nor does what the compiler adds for an
 optimizer that looks across shards, such as the few bytes of a global norm.
 """
@@ -24,7 +24,7 @@ from acco_jax.groups import ROWS, TENSOR, members
 
 PyTree = Any
 
-# What a worker of a group of n sends, in units of the whole: the ring's costs.
+# Bytes that a worker of a group of n sends, in units of the whole: the ring's costs.
 RING: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -41,9 +41,9 @@ class Collective:
 
     kind: str  # a key of RING
     dtype: str  # as StableHLO names it, such as 'bf16' or 'ui8'
-    shape: tuple[int, ...]  # of the whole: what is reduced, or gathered
+    shape: tuple[int, ...]  # of the whole buffer: reduced, or gathered
     group: int  # how many devices take part together
-    times: int = 1  # how often it runs in one run of the program
+    times: int = 1  # executions in one run of the program
 
     @property
     def whole(self) -> int:
@@ -57,7 +57,7 @@ class Collective:
 
 
 def _bits(dtype: str) -> int:
-    """Returns the bits of an element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>'."""
+    """Return the bits of an element of 'f32', 'ui8', 'f8E4M3FN', 'complex<f32>'."""
     if dtype == "i1":
         return 8
     number = int(re.findall(r"\d+", dtype)[0])
@@ -65,7 +65,7 @@ def _bits(dtype: str) -> int:
 
 
 def bytes_held(tree: PyTree) -> int:
-    """Returns the bytes on one device of a tree of (abstract) arrays with shardings."""
+    """Return the bytes on one device of a tree of (abstract) arrays with shardings."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -73,7 +73,7 @@ def bytes_held(tree: PyTree) -> int:
 
 
 def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
-    """Returns the bytes that each worker sends when each of these programs runs once.
+    """Return the bytes that each worker sends when each of these programs runs once.
 
     All-reduces below 1 kB are left out.
 
@@ -83,7 +83,7 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
         sends to other groups; None: every device is a worker.
 
     Raises:
-      ValueError: a collective runs in a loop whose length the program does not say.
+      ValueError: if a collective runs in a loop whose length the program lacks.
     """
     every = (c for program in lowered for c in collectives(program, mesh))
     large = (c for c in every if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE)
@@ -91,7 +91,7 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
 
 
 def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
-    """Returns a program's collectives in order; of a conditional the costliest branch.
+    """Return a program's collectives in order; of a conditional the costliest branch.
 
     Those within the groups of devices of a mesh are left out.
 
@@ -116,7 +116,7 @@ def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
 def _of(
     op: Any, called: Callable[[str], list[Collective]], size: int
 ) -> list[Collective]:
-    """Returns the collectives in an operation and in what it holds or calls.
+    """Return the collectives in an operation and in what it holds or calls.
 
     `size` devices, one after the other, are a worker.
     """
@@ -140,7 +140,7 @@ def _of(
 
 
 def _within(op: Any, kind: str, size: int) -> bool:
-    """Whether a collective's devices are all of one worker's group of so many."""
+    """Return whether a collective stays within groups of `size` devices."""
     if size == 1:
         return False
     if kind != "collective_permute" and (axes := _named_axes(op)):
@@ -150,7 +150,7 @@ def _within(op: Any, kind: str, size: int) -> bool:
 
 
 def _collective(op: Any, kind: str) -> list[Collective]:
-    """Returns a collective for each array that the operation moves."""
+    """Return a collective for each array that the operation moves."""
     if kind == "collective_permute":
         pairs = _rows(op.attributes["source_target_pairs"])
         group = 1 + any(a != b for a, b in pairs)
@@ -162,7 +162,7 @@ def _collective(op: Any, kind: str) -> list[Collective]:
 
 
 def _group_size(op: Any) -> int:
-    """Counts the devices that take part together."""
+    """Count the devices that take part together."""
     if named := _named_axes(op):
         axes, sizes = named
         return math.prod(sizes[axis] for axis in axes)
@@ -170,9 +170,9 @@ def _group_size(op: Any) -> int:
 
 
 def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
-    """A mesh's axes that a collective is over, and the sizes of all: newer jax's form.
+    """Return a collective's mesh axes and the sizes of all axes (newer jax's form).
 
-    None where the devices are numbered instead.
+    Returns None where the devices are numbered instead.
     """
     groups = str(op.attributes["replica_groups"])
     if "replica_group_mesh_axes" not in groups:
@@ -193,10 +193,10 @@ def _rows(attribute: Any) -> list[list[int]]:
 
 
 def _trip_count(loop: Any) -> int:
-    """Counts the trips of a loop `for (i = start; i < stop; i += step)`.
+    """Return the iterations of a loop `for (i = start; i < stop; i += step)`.
 
     Raises:
-      ValueError: the loop is of another kind, or its bounds are not constants.
+      ValueError: if the loop is of another kind, or its bounds are not constants.
     """
     condition, body = (region.blocks[0] for region in loop.regions)
     test = _last(condition).operands[0].owner
@@ -222,7 +222,7 @@ def _last(block: Any) -> Any:
 
 
 def _constant(value: Any) -> int | None:
-    """Returns a value that is an integer, also where a loop or region passes it on."""
+    """Return an integer constant, also one that a loop or region passes on."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
         if owner.name != "stablehlo.constant":

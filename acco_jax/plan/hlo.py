@@ -1,4 +1,4 @@
-"""The text of optimized HLO: instructions, computations, device groups, FLOPs.
+"""Parser of optimized HLO text: instructions, computations, device groups, FLOPs.
 
 The grammar is XLA's xla/hlo/parser/hlo_parser.cc. Pure text: JAX is not imported.
 """
@@ -49,11 +49,11 @@ class Instruction:
     arguments: str  # the text between the parentheses
     attributes: str  # the text after them, without metadata
     is_root: bool
-    metadata: str = ""  # what caused it: see `op_name` and plan/sources.py
+    metadata: str = ""  # its cause: see `op_name` and plan/sources.py
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The scopes and the operation in JAX, "" if the text does not say."""
+        """Scopes and operation in JAX, "" if the text lacks them."""
         match = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.metadata)
         return match[1] if match else ""
 
@@ -67,7 +67,7 @@ class Instruction:
 
     @functools.cached_property
     def in_hbm(self) -> tuple[bool, ...]:
-        """Whether each of `arrays` lies in a TPU's HBM: no S(n) in its layout."""
+        """Flags of `arrays` that lie in a TPU's HBM: no S(n) in their layout."""
         found = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?", self.shape)
         return tuple("S(" not in layout for layout in found)
 
@@ -97,7 +97,7 @@ class Instruction:
         return self.computation.by_name.get(names[0]) if names else None
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a regular expression among the attributes."""
+        """Return the first group of a regular expression among the attributes."""
         match = re.search(pattern, self.attributes)
         return match and match[1]
 
@@ -107,7 +107,7 @@ def bytes_of(arrays: Sequence[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of one element; 0 for what holds no numbers."""
+    """Return the bits of one element; 0 for types without numbers."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = re.match(r"[a-z]+(\d+)", dtype)  # bf16, f32, u8, c64, f8e4m3fn
@@ -118,7 +118,7 @@ def bits(dtype: str) -> int:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns all computations by name, and the name of ENTRY."""
+    """Return all computations by name, and the name of ENTRY."""
     computations: dict[str, Computation] = {}
     current, entry = None, ""
     for line in _lines(text):
@@ -136,7 +136,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields lines; an attribute that is printed over several comes in one."""
+    """Yield lines; join an attribute that is printed over several."""
     started = ""
     for line in text.splitlines():
         if started or line.endswith("={"):
@@ -179,7 +179,7 @@ def _add_instruction(computation: Computation, line: str) -> None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the position after the bracket that closes the one at `start`."""
+    """Return the position after the bracket that closes the one at `start`."""
     depth = 0
     for match in re.compile(r'"(?:[^"\\]|\\.)*"|[()]').finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -192,7 +192,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def axis_groups(sizes: Mapping[str, int], *axes: str) -> Groups:
-    """Groups the devices 0, 1, ... of a row-major mesh that differ only along `axes`.
+    """Group the devices 0, 1, ... of a row-major mesh that differ only along `axes`.
 
     Args:
         sizes: the mesh's axes and their sizes, outermost first.
@@ -211,14 +211,14 @@ def axis_groups(sizes: Mapping[str, int], *axes: str) -> Groups:
 
 
 def device_groups(x: Instruction, devices: int) -> Groups:
-    """Reads replica_groups in its forms, or a permutation's connected pairs.
+    """Read replica_groups in its forms, or a permutation's connected pairs.
 
     Args:
         x: a collective.
         devices: number of devices that the program runs on.
 
     Returns:
-        The devices that take part together; () if the text does not say.
+        The devices that take part together; () if the text lacks them.
     """
     text = x.attributes
     if match := re.search(r"replica_groups=\{\{([\d,{} ]*)\}\}", text):
@@ -239,11 +239,11 @@ def device_groups(x: Instruction, devices: int) -> Groups:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Reads mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
+    """Read mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
 
     The devices 0, 1, ... are in the order that device_ids gives, else in their own;
     'b':(1)2 are groups of 2 along b, each of neighbours 4 / (1 x 2) apart. () for a
-    form that is not known.
+    form that is unknown.
     """
     form = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}"
     match = re.search(form, text)
@@ -271,7 +271,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _device_order(text: str | None, devices: int) -> np.ndarray | None:
-    """Reads device_ids: "" (their own order), [4,2]T(1,0) or a list; None: unknown."""
+    """Read device_ids: "" (their own order), [4,2]T(1,0) or a list; None: unknown."""
     if not text:
         return np.arange(devices)
     if re.fullmatch(r"[\d, ]+", text):
@@ -286,7 +286,7 @@ def _device_order(text: str | None, devices: int) -> np.ndarray | None:
 
 
 def _connected(pairs: Sequence[tuple[str, str]]) -> Groups:
-    """Groups the devices that a chain of pairs connects."""
+    """Group the devices that a chain of pairs connects."""
     groups: list[set[int]] = []
     for pair in pairs:
         ends = set(map(int, pair))
@@ -304,11 +304,11 @@ def _integers(text: str | None) -> list[int]:
     return [int(d) for d in re.findall(r"-?\d+", text or "")]
 
 
-# ---- matrix products
+# ---- matmuls
 
 
 def product_flops(x: Instruction) -> int:
-    """Counts the FLOPs of a matrix product, attention included, else 0."""
+    """Count the FLOPs of a matmul, attention included, else 0."""
     if x.opcode == "dot":
         contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
     elif x.opcode == "convolution":
@@ -326,7 +326,7 @@ def product_flops(x: Instruction) -> int:
     return 2 * math.prod(x.dims) * depth
 
 
-# Matrix products of the size of the scores in each kernel of attention, by names in the
+# Matmuls of the size of the scores in each kernel of attention, by names in the
 # path of its operation: those of models/flash.py, and splash attention's.
 _PRODUCTS = {
     r"/attention_forward/|splash_m[hq]a_fwd": 2,
@@ -336,9 +336,9 @@ _PRODUCTS = {
 
 
 def _kernel_flops(x: Instruction) -> int:
-    """Counts those of a kernel of attention, of the scores that it computes.
+    """Count the FLOPs of an attention kernel, for the scores that it computes.
 
-    The scope in which models/attention.py calls kernels says of which queries and keys.
+    The numbers of queries and keys are in the scope of models/attention.py's call.
     """
     scope = re.search(r"\battention_(\d+)x(\d+)\b", x.op_name)
     products = (n for name, n in _PRODUCTS.items() if re.search(name, x.op_name))
@@ -352,9 +352,9 @@ def _kernel_flops(x: Instruction) -> int:
 
 
 def _attention_flops(x: Instruction) -> int:
-    """Counts cuDNN's 2 products forward, 5 backward, of the scores that it computes.
+    """Count the FLOPs of cuDNN's 2 products forward, 5 backward, for computed scores.
 
-    They are those that a causal mask and a window leave, as for other kernels.
+    Computed scores are those that a causal mask and a window leave.
     """
 
     def setting(pattern: str) -> list[int]:  # as JAX writes them, with spaces, or XLA
@@ -373,12 +373,12 @@ def _attention_flops(x: Instruction) -> int:
 
 
 def _seen(length: int, window: int) -> int:
-    """Counts pairs of a query and a key that it sees."""
+    """Count the pairs of a query and a key that it sees."""
     return window * (window + 1) // 2 + (length - window) * window
 
 
 def _convolution_flops(x: Instruction) -> int:
-    """Counts as XLA's HloCostAnalysis does, without products with padding and holes.
+    """Count as XLA's HloCostAnalysis does, without products with padding and holes.
 
     TPU writes every dot as a convolution, batch dimensions as dilated windows.
     """
@@ -409,7 +409,7 @@ def _convolution_flops(x: Instruction) -> int:
 def _valid_taps(
     size: int, kernel: int, out: int, stride: int, low: int, hole: int, kernel_hole: int
 ) -> int:
-    """Counts pairs (output, kernel position) of a dimension that meet an input."""
+    """Count pairs (output, kernel position) of a dimension that meet an input."""
     last = (out - 1) * stride + (kernel - 1) * kernel_hole
     if hole == 1 and low == 0 and last < size:
         return out * kernel

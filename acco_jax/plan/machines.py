@@ -1,4 +1,4 @@
-"""What predictions rest on: a machine's figures, and the time of one collective.
+"""Figures of a machine that predictions rest on, and the time of one collective.
 
 Sources of the formulas: rings as in NCCL's src/graph/tuning.cc (n - 1 steps, of which
 hosts - 1 cross the network; every GPU of a host drives its own adapter), and its trees
@@ -19,25 +19,25 @@ from acco_jax.plan.schedules import Collective
 from acco_jax.plan.topologies import Topology
 from acco_jax.runner.names import check_name
 
-# Below so many bytes NCCL takes a tree and the protocol of low latency: seconds per
+# Below this size NCCL takes a tree and the protocol of low latency: seconds per
 # step over NVLink and over the network.
 SMALL_BYTES = 1 << 16
 SMALL_HOP_SECONDS, SMALL_NETWORK_SECONDS = 0.6e-6, 5e-6
-# Of a GPU's memory, what JAX takes when it starts, unless told otherwise.
+# The share of a GPU's memory that JAX takes when it starts, by default.
 PREALLOCATED = 0.75
 
 
 class Range(NamedTuple):
-    """A share of a peak that programs reach: the least, the likely, the most."""
+    """Share of a peak that programs reach: least, likely and most."""
 
     low: float
     likely: float
     high: float
 
 
-# Assumed, where nothing was measured: large products of cuBLAS and of a TPU's matrix
+# Assumed, if nothing was measured: large matmuls of cuBLAS and of a TPU's matrix
 # unit, streaming copies and NCCL's benchmarks reach the most of each; a model's own
-# products are smaller, and chips lower their clocks under load.
+# matmuls are smaller, and chips lower their clocks under load.
 EFFICIENCIES = {
     "compute": Range(0.5, 0.7, 0.9),
     "memory": Range(0.6, 0.8, 0.95),
@@ -47,7 +47,7 @@ EFFICIENCIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number that predictions rest on, and where it is from."""
+    """A number that predictions rest on, and its source."""
 
     value: float
     unit: str
@@ -61,14 +61,14 @@ Change = float | tuple[float, float]  # a value to use instead, or its least and
 def figures(
     chip: Chip, changes: Mapping[str, Change] | None = None
 ) -> dict[str, Figure]:
-    """Returns all that predictions rest on, by name.
+    """Return all figures that predictions rest on, by name.
 
     Args:
       chip: the device.
-      changes: values or ranges to use instead, by name, in the same units (SI).
+      changes: values or ranges to use instead, by name, in SI units.
 
     Raises:
-      ValueError: a name that does not exist, or a value that it cannot have.
+      ValueError: if a name does not exist, or a value is not allowed for it.
     """
     gpu = chip.platform == "gpu"
     sheet = chip.source
@@ -128,7 +128,7 @@ def _check_value(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices joined fast in domains (hosts, slices), and domains by a network."""
+    """Devices joined fast in domains (hosts, slices), and a network between these."""
 
     topology: Topology
     figures: Mapping[str, Figure]
@@ -138,7 +138,7 @@ class Machine:
 
     @property
     def network(self) -> str:
-        """What joins the devices: "network of 400 Gbit/s", or a host's link."""
+        """Link that joins the devices: "network of 400 Gbit/s", or a host's link."""
         if self.topology.devices <= self.topology.fast_domain:
             return self.topology.chip.link
         return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"
@@ -149,7 +149,7 @@ class Machine:
         return self.value("memory_bytes") * self.value("memory_fraction")
 
     def corners(self) -> Iterator["Machine"]:
-        """Yields the machine with each combination of its ranges' ends."""
+        """Yield the machine with each combination of its ranges' ends."""
         ranges = {n: f.range for n, f in self.figures.items() if f.range is not None}
         for ends in itertools.product(*ranges.values()):
             chosen = zip(ranges, ends, strict=True)
@@ -160,20 +160,20 @@ class Machine:
             yield Machine(self.topology, {**self.figures, **values})
 
     def domain(self, devices: int) -> int:
-        """Returns how many of `devices` one domain holds."""
+        """Return how many of `devices` one domain holds."""
         largest = self.topology.fast_domain
         if self.topology.platform == "tpu" and self.topology.slices == 1:
             largest = LARGEST_SLICE[self.topology.chip.name]
         return min(devices, largest)
 
     def domains(self, c: Collective) -> int:
-        """Counts the topology's domains that a collective's first group lies in."""
+        """Count the topology's domains that a collective's first group spans."""
         if c.kind == "send-recv" or not c.groups:
             return self.topology.devices // self.topology.fast_domain
         return len({device // self.topology.fast_domain for device in c.groups[0]})
 
     def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
-        """Predicts the time of one collective, in seconds.
+        """Predict the seconds of one collective.
 
         Args:
           kind: as in `Collective`.

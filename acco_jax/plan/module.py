@@ -1,4 +1,4 @@
-"""Loop trips, FLOPs and accessed bytes of a compiled module."""
+"""Loop iterations, FLOPs and accessed bytes of a compiled module."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ KINDS = {
     "send": "send-recv",
     "recv": "send-recv",
 }
-# What else may communicate: operations that may be collectives of a newer compiler, and
+# Possible communication: operations that may be collectives of a newer compiler, and
 # targets and settings of custom calls that are.
 _LIKE = r"(all|collective|reduce-scatter|ragged|send|recv)\b"
 _CALLS = (
@@ -38,7 +38,7 @@ _KERNELS = r'"has_communication": ?true'
 _CALLBACKS = r'custom_call_target="\w*(python|callback)'
 FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
 FREE |= {"after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier"}
-SLICES = {"bitcast", "dynamic-slice", "slice", "gather"}  # which read a part
+SLICES = {"bitcast", "dynamic-slice", "slice", "gather"}  # these read only a part
 MOVES = {"copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barrier"}
 
 
@@ -54,7 +54,7 @@ class Module:
         self.entry = self.computations[entry]
         self.sources = Sources(text)
         self._trip_counts = trip_counts
-        # TPUs' layouts have tiles; what S(n) means there, it does not on GPUs
+        # TPUs' layouts have tiles; S(n) has another meaning there than on GPUs
         self._tpu = re.search(r"\{[\d,]*:T\(", text) is not None
         # of a computation, each found once
         self.flops_in = functools.cache(lambda c: sum(map(self.flops, c.instructions)))
@@ -62,14 +62,14 @@ class Module:
         self.collectives_in = functools.cache(self._collectives_in)
 
     def called(self, x: Instruction) -> list[Computation]:
-        """Returns the computations that an instruction runs."""
+        """Return the computations that an instruction runs."""
         return [self._computation(name, x) for name in x.called]
 
     def body(self, loop: Instruction) -> Computation:
         return self._computation(loop.attribute(r"\bbody=%?([\w.\-]+)") or "", loop)
 
     def _computation(self, name: str, caller: Instruction) -> Computation:
-        """Looks up a computation.
+        """Return a computation by its name.
 
         Raises:
           ValueError: if the text lacks it.
@@ -84,7 +84,7 @@ class Module:
     def runs(
         self, c: Computation | None = None, times: int = 1
     ) -> Iterator[tuple[Computation, int]]:
-        """Yields c (ENTRY) and what it runs line by line, each with its executions."""
+        """Yield c (ENTRY if None) and what it runs line by line, with executions."""
         c = c or self.entry
         yield c, times
         for x in c.instructions:
@@ -93,22 +93,22 @@ class Module:
                 for called in self.called(x):
                     yield from self.runs(called, times * trips)
 
-    # ---- trips of loops
+    # ---- iterations of loops
 
     def trips(self, loop: Instruction) -> int | None:
-        """Returns the trips of a loop, from its text or else from `trip_counts`."""
+        """Return the iterations of a loop, from its text or else from `trip_counts`."""
         trips, counts = self.stated_trips(loop), self._trip_counts
         if trips is not None:
             return trips
         return counts.get(loop.name) if isinstance(counts, Mapping) else counts
 
     def count(self, loop: Instruction) -> int:
-        """Returns the trips of a loop, an unknown number counted as one."""
+        """Return the iterations of a loop; an unknown number counts as one."""
         trips = self.trips(loop)
         return 1 if trips is None else trips
 
     def stated_trips(self, loop: Instruction) -> int | None:
-        """Reads the compiler's note (GPU), else a condition i < constant (TPU)."""
+        """Return iterations from the compiler's note (GPU) or `i < constant` (TPU)."""
         note = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if note is not None:
             return int(note)
@@ -131,7 +131,7 @@ class Module:
     # ---- FLOPs and bytes
 
     def flops(self, x: Instruction) -> int:
-        """Counts matrix products' FLOPs; of a conditional's branches the cheapest."""
+        """Count matmuls' FLOPs; a conditional counts its cheapest branch."""
         inside = [self.flops_in(c) for c in self.called(x)]
         if x.opcode == "while":
             return self.count(x) * sum(inside)
@@ -140,10 +140,10 @@ class Module:
         return sum(inside) or product_flops(x)
 
     def bytes(self, x: Instruction) -> int:
-        """Counts bytes read and written; of a conditional's branches the dearest.
+        """Count bytes read and written; a conditional counts its costliest branch.
 
-        On TPU what lies in vector or scalar memory is not counted: reading and writing
-        it takes no part of the HBM's bandwidth.
+        On TPU arrays in vector or scalar memory do not count: they take no part of the
+        HBM's bandwidth.
         """
         if x.opcode in FREE or x.opcode.endswith("-done"):
             return 0
@@ -153,7 +153,7 @@ class Module:
                 return max(inside)
             return sum(inside) * (self.count(x) if x.opcode == "while" else 1)
         if x.attribute(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"'):
-            return 0  # what a TPU only makes, or has already in one piece
+            return 0  # a TPU only allocates it, or has it in one piece already
         if x.opcode in ("dynamic-slice", "slice", "gather"):
             return self._moved(x.operands[0], x, x.bytes)
         if x.opcode == "dynamic-update-slice":
@@ -169,22 +169,22 @@ class Module:
         return self._size(x) + read
 
     def _outside(self, x: Instruction, i: int = 0) -> bool:
-        """Whether an array of x's result is in the memory that bytes are counted of."""
+        """Return whether an array of x's result is in the counted memory (TPU: HBM)."""
         return not self._tpu or i >= len(x.in_hbm) or x.in_hbm[i]
 
     def _size(self, x: Instruction) -> int:
-        """Counts the bytes of x's result in that memory."""
+        """Count the bytes of x's result in the counted memory."""
         arrays = enumerate(x.arrays)
         return bytes_of([array for i, array in arrays if self._outside(x, i)])
 
     def _moved(self, source: Instruction, target: Instruction, size: int) -> int:
-        """Counts so many bytes read from one buffer and written to another."""
+        """Count `size` bytes read from one buffer and written to another."""
         return size * (self._outside(source) + self._outside(target))
 
     def _fused_bytes(self, x: Instruction) -> int:
-        """Counts a fusion's bytes: slices where it reads or updates slices alone.
+        """Count a fusion's bytes; buffers that it only slices count by their slices.
 
-        What passes through it is neither read nor written. So the buffers of a
+        Buffers that pass through it are neither read nor written. So the buffers of a
         collective that goes on in a TPU's fusion do not count: their time is that of
         the collective, once, and not of every fusion that carries it on.
         """
@@ -209,7 +209,7 @@ class Module:
         return total
 
     def _bytes_read(self, x: Instruction) -> int:
-        """Counts bytes read of a fused computation's value: of slices the slices."""
+        """Count bytes read of a fused computation's value, of slices only theirs."""
         total = x.bytes if x.is_root else 0
         for user in x.computation.instructions:
             if x.name not in user.operand_names or _is_carried(user):
@@ -227,7 +227,7 @@ class Module:
         return min(total, x.bytes)
 
     def _read_inside(self, x: Instruction, user: Instruction) -> int:
-        """Counts what a fusion within a fusion reads of one of its operands."""
+        """Count the bytes that a fusion within a fusion reads of one operand."""
         inner = self.called(user)[0].instructions
         return sum(
             self._bytes_read(p)
@@ -244,17 +244,17 @@ class Module:
         return (*direct, *itertools.chain(*map(self.collectives_of, callers)))
 
     def collectives_of(self, x: Instruction) -> list[Instruction]:
-        """Returns the collectives in the computations that an instruction runs."""
+        """Return the collectives in the computations that an instruction runs."""
         return list(itertools.chain(*map(self.collectives_in, self.called(x))))
 
     def communicates(self, x: Instruction) -> bool:
-        """Whether an instruction is a collective, or starts one that it holds."""
+        """Return whether an instruction is a collective or starts one inside it."""
         kind = x.opcode.removesuffix("-start")
         holds = kind != x.opcode or kind == "fusion"
         return kind in KINDS or (holds and bool(self.collectives_of(x)))
 
     def unknown(self) -> list[Instruction]:
-        """Returns what seems to communicate in a form that is not known."""
+        """Return the instructions that seem to communicate in an unknown form."""
 
         def is_unknown(x: Instruction) -> bool:
             if x.opcode == "custom-call":
@@ -271,7 +271,7 @@ class Module:
         return [x for x in lines if is_unknown(x) and not x.opcode.endswith("-done")]
 
     def holds(self, x: Instruction, target: str) -> bool:
-        """Whether a fusion contains a custom call to `target`."""
+        """Return whether a fusion contains a custom call to `target`."""
         return x.opcode == "fusion" and any(
             f'custom_call_target="{target}"' in inner.attributes
             for c in self.called(x)
@@ -280,24 +280,24 @@ class Module:
 
 
 def tuple_index(x: Instruction) -> int:
-    """Returns which element a get-tuple-element takes."""
+    """Return the index of the element that a get-tuple-element takes."""
     return int(x.attribute(r"\bindex=(\d+)") or 0)
 
 
 def _results(c: Computation) -> list[Instruction]:
-    """Returns what a computation returns, a tuple's elements each."""
+    """Return the results of a computation, a tuple's elements each."""
     return c.root.operands if c.root.opcode == "tuple" else [c.root]
 
 
 def _is_carried(x: Instruction) -> bool:
-    """Whether an instruction in a fusion is a part of a collective."""
+    """Return whether an instruction in a fusion is part of a collective."""
     return x.opcode.removesuffix("-start") in KINDS or (
         x.opcode == "custom-call" and 'target="AsyncCollective' in x.attributes
     )
 
 
 def _source(x: Instruction) -> Instruction:
-    """Returns the instruction that a value comes from, copies left out."""
+    """Return the instruction that a value comes from, past copies."""
     while x.opcode in MOVES and x.operands:
         x = x.operands[0]
     return x
@@ -309,7 +309,7 @@ def _constant(x: Instruction) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """Returns what a loop's body adds to element `index` of its tuple."""
+    """Return the constant that a loop's body adds to element `index` of its tuple."""
     if body.root.opcode != "tuple":
         return None
     x = _source(body.root.operands[index])

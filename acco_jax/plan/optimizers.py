@@ -1,4 +1,4 @@
-"""Tells the optimizer's own collectives from those of the train step.
+"""The optimizer's own collectives, told from those of the train step.
 
 The exchange's are in the program as written. An optimizer that looks across shards
 (muon's Newton-Schulz, adafactor's and lamb's norms, clipping) is written as if nothing
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from acco_jax.plan import footprint, hlo
 from acco_jax.plan.schedules import Collective
 
-# What a compiler may make of a step's collective, beside the same and a transfer
-# between slices.
+# A compiler may turn a step's collective into these, or one of its own kind,
+# or a transfer between slices.
 _INSTEAD = {
     "reduce-scatter": ("all-reduce",),
     "all-gather": ("all-reduce",),
@@ -25,7 +25,7 @@ PADDING = 0.02  # share of a collective's bytes that may go beyond the step's ow
 
 @dataclasses.dataclass
 class _Pool:
-    """The step's collectives of one kind, data type and group, as far as unmatched."""
+    """The step's unmatched collectives of one kind, data type and group."""
 
     kind: str
     dtype: str
@@ -34,16 +34,16 @@ class _Pool:
     left: int = 0  # bytes of all
 
     def bytes_of(self, c: Collective) -> int:
-        """Returns the bytes that c's numbers take in the pool's data type."""
+        """Return the bytes that c's numbers take in the pool's data type."""
         bits, compiled_bits = hlo.bits(self.dtype) or 1, hlo.bits(c.dtype) or 1
         return c.bytes * c.times * bits // compiled_bits
 
     def suits(self, c: Collective, likeness: int) -> bool:
-        """Whether c may be one of these, or several of them combined.
+        """Return whether c may be one of these, or several of them combined.
 
-        With likeness 0 of as many numbers and a kind that compilers make of this one;
-        1: and of the same type and group; 2: and of the same kind; 3: and of the size
-        of one of these, or 4: of all.
+        Likeness 0: at most twice as many numbers, and a kind that compilers make of
+        this one. 1: also the type and group. 2: also the kind. 3: also the size of one
+        of these, or 4: of all.
         """
         if not 0 < self.bytes_of(c) <= 2 * self.left:
             return False
@@ -60,7 +60,7 @@ class _Pool:
         return c.kind == self.kind or c.kind in instead
 
     def take(self, c: Collective) -> int:
-        """Matches c; returns the bytes of one execution that go beyond the pool."""
+        """Match c; return the bytes of one execution that go beyond the pool."""
         if c.bytes in self.sizes:
             self.sizes.remove(c.bytes)
         total = self.bytes_of(c)
@@ -72,11 +72,11 @@ class _Pool:
 def own(
     collectives: Sequence[Collective], source: Iterable[footprint.Collective]
 ) -> list[tuple[Collective, int]]:
-    """Returns the collectives that the step did not write, and their bytes.
+    """Return the collectives that the step did not write, and their bytes.
 
-    Compilers combine collectives, and turn one kind into another: those most alike are
-    matched first, and of them the largest. A collective that combines the step's own
-    with no more than as much again counts with what is beyond. Transfers between
+    Compilers combine collectives, and turn one kind into another: the most alike are
+    matched first, and of these the largest. A collective that combines the step's own
+    with no more than as much again counts only with the excess. Transfers between
     slices of a type that the step sends do not count.
 
     Args:
@@ -102,14 +102,14 @@ def own(
                 extra[i] = match.take(collectives[i])
                 largest.remove(i)
     dtypes = {pool.dtype for pool in pools.values()}
-    for i in largest:  # a small transfer is padded: no size tells what it is of
+    for i in largest:  # a small transfer is padded: its size does not tell its content
         if collectives[i].kind == "send-recv" and collectives[i].dtype in dtypes:
             extra[i] = 0
     return [(collectives[i], size) for i, size in extra.items() if size]
 
 
 def _dtype(name: str) -> str:
-    """Returns HLO's name of a StableHLO type."""
+    """Return HLO's name of a StableHLO type."""
     if name == "i1":
         return "pred"
     letters = name.rstrip("0123456789")

@@ -1,4 +1,4 @@
-"""What was read and predicted of one method."""
+"""Results of planning one method: its programs, schedules and predictions."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,25 +12,25 @@ from acco_jax.plan.verdict import Verdict
 
 
 class Part(NamedTuple):
-    """A half-round of a method, and what its schedule says."""
+    """A half-round of a method: program, compiled form and verdicts."""
 
     program: Program
     compiled: Compiled
     verdict: Verdict  # on the data axis's collectives, of whatever size
-    in_groups: Verdict  # on those among the devices of one worker
+    in_groups: Verdict  # on the collectives within a model-parallel group
 
     @property
     def collectives(self) -> list[Collective]:
-        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
+        """Collectives of the data axis of at least 1 MiB: gradients and parameters."""
         return self.compiled.schedule.select(groups=self.program.groups)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One method's program, what its compiler made of it, and what that may cost."""
+    """One method's program, its compiled parts and its predicted cost."""
 
     program: Program
-    parts: tuple[Part, ...]  # its half-round, or each of those that differ
+    parts: tuple[Part, ...]  # its half-round, or each half that differs
     prediction: costs.Prediction  # of all parts, one after the other
     fit: Fit | None  # None: not looked for
     own: list[tuple[Collective, int]] | None = None  # as `optimizers_own` returns
@@ -45,12 +45,12 @@ class Outcome:
 
     @property
     def compiled(self) -> Compiled:
-        """The part's that needs the most memory."""
+        """Compiled part that needs the most memory."""
         return max((p.compiled for p in self.parts), key=lambda c: c.memory.total)
 
     @property
     def verdict(self) -> Verdict:
-        """On the data axis's collectives of all parts."""
+        """Verdict on the data axis's collectives of all parts."""
         return verdict.merged([part.verdict for part in self.parts])
 
     @property
@@ -59,5 +59,5 @@ class Outcome:
 
     @property
     def collectives(self) -> list[Collective]:
-        """The data axis's collectives of at least 1 MiB: gradients and parameters."""
+        """Collectives of the data axis of at least 1 MiB: gradients and parameters."""
         return [c for part in self.parts for c in part.collectives]

@@ -40,13 +40,13 @@ def timeline(
     title: str,
     what: str = "the same number of tokens",
 ) -> None:
-    """Draws programs as a PNG: computation above communication.
+    """Draw programs as a PNG: computation above communication.
 
     Args:
       rows: a timeline each, above one another.
       path: where the picture is written.
       title: above it.
-      what: that all rows do.
+      what: the work of each row, for the axis's label.
     """
     figure, all_axes = subplots(10, 1.3 + 1.4 * len(rows), len(rows), sharex=True)
     longest = max(row.times * row.prediction.total for row in rows)
@@ -89,10 +89,10 @@ def _execution(
     scale: float,
     seen: dict[str, Any],
 ) -> None:
-    """Draws one execution from `begin` on, as far as `end`, in seconds.
+    """Draw one execution from `begin` on, as far as `end`, in seconds.
 
-    Collectives that would be too thin to be seen are as wide as a line is; what is
-    smaller than that by far is left out.
+    Collectives too thin to be seen are drawn as wide as a line. Far thinner ones are
+    left out.
     """
     thin = 0.003 * longest
     for span in prediction.spans:
@@ -115,7 +115,7 @@ def _execution(
 def scaling(
     rows: Sequence[Mapping[str, Any]], path: Path, title: str, compiled: int
 ) -> None:
-    """Draws throughput and communication against the number of devices, as a PNG.
+    """Draw throughput and communication against the number of devices, as a PNG.
 
     Args:
       rows: with "method", "devices", "tokens_per_second" and, in seconds of an

@@ -1,4 +1,4 @@
-"""Plans an experiment for a machine: compiles, reads, predicts, reports.
+"""Planner of an experiment on target hardware: compiles, reads and predicts.
 
 plan = planner.make(config, topologies.parse("gpu:h200:4x8"), Request())
 print(report.text(plan))
@@ -47,12 +47,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that a report says."""
+    """Content of a report."""
 
     config: ConfigDict
     model: Model
     machine: Machine
-    checked: tuple[str, ...]  # methods whose communication must be hidden
+    checked: tuple[str, ...]  # methods whose communication must be overlapped
     outcomes: tuple[Outcome, ...]
     misfits: Mapping[str, str]  # methods that do not fit, and why
     growth: list[dict[str, Any]]  # a row per method and number of devices
@@ -63,22 +63,22 @@ class Plan:
         return self.machine.topology
 
     def objections(self, fraction: float = verdict.REQUIRED) -> dict[str, str]:
-        """Returns methods of which less is hidden than a gate requires, and why."""
+        """Return the methods that overlap less than a gate requires, and why."""
         found = {o.method: o.verdict.objection(fraction) for o in self.outcomes}
         found |= self.misfits
         return {m: why for m, why in found.items() if why and m in self.checked}
 
     def row(self, method: str) -> dict[str, Any]:
-        """Returns the predictions for the topology itself."""
+        """Return a method's predictions for the topology itself."""
         key = (method, self.topology.devices)
         return next(r for r in self.growth if (r["method"], r["devices"]) == key)
 
 
 class NothingFits(ValueError):
-    """No method has room in the memory of a machine.
+    """No method fits into the memory of a machine.
 
     Attributes:
-      misfits: why, by method.
+      misfits: the reason, by method.
     """
 
     def __init__(self, misfits: Mapping[str, str]) -> None:
@@ -87,19 +87,19 @@ class NothingFits(ValueError):
 
 
 def machine_of(topology: Topology, request: Request) -> Machine:
-    """Returns a topology with the figures that a request changes.
+    """Return a topology with the figures that a request changes.
 
     Raises:
-      ValueError: a figure that does not exist, or a value that it cannot have.
+      ValueError: if a figure does not exist, or a value is not allowed for it.
     """
     return Machine(topology, figures(topology.chip, request.changes))
 
 
 def methods_of(config: ConfigDict, request: Request) -> tuple[str, ...]:
-    """Returns the methods to compile.
+    """Return the methods to compile.
 
     Raises:
-      ValueError: one that does not exist.
+      ValueError: if a method does not exist.
     """
     methods = tuple(dict.fromkeys(request.methods or (config.method, BASELINE)))
     for name in methods:
@@ -108,23 +108,23 @@ def methods_of(config: ConfigDict, request: Request) -> tuple[str, ...]:
 
 
 class Prepared(NamedTuple):
-    """What is planned, checked and described; nothing is compiled yet."""
+    """A checked and described plan; nothing is compiled yet."""
 
     config: ConfigDict
     model: Model
     machine: Machine
     numbers: tuple[int, ...]  # of devices to predict for
     programs: tuple[Program, ...]  # one of each method
-    checked: tuple[str, ...]  # methods whose communication must be hidden
+    checked: tuple[str, ...]  # methods whose communication must be overlapped
     fit: bool
 
 
 def prepare(config: ConfigDict, topology: Topology, request: Request) -> Prepared:
-    """Refuses what cannot work, as far as it can be told before any compile.
+    """Check an experiment and describe its programs, before any compile.
 
     Raises:
-      ValueError: in one line.
-      RuntimeError: the compiler is not installed; says how to install it.
+      ValueError: if the config, a method, a figure or a number of devices is invalid.
+      RuntimeError: if the compiler is not installed, with how to install it.
     """
     validate(config)
     methods = methods_of(config, request)
@@ -142,21 +142,21 @@ def prepare(config: ConfigDict, topology: Topology, request: Request) -> Prepare
 
 
 def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
-    """Plans an experiment, a config of `default_config`'s form, for a machine.
+    """Plan an experiment, a config of `default_config`'s form, for a machine.
 
     Raises:
-      ValueError: in one line, before any compile what cannot work; NothingFits after
-        it, that no method has room in memory.
-      RuntimeError: the compiler is not installed; says how to install it.
+      ValueError: if the input is invalid (before any compile); NothingFits if no
+        method fits into memory.
+      RuntimeError: if the compiler is not installed, with how to install it.
     """
     return finish(prepare(config, topology, request))
 
 
 def finish(prepared: Prepared) -> Plan:
-    """Compiles what was prepared, a method per core at once, reads and predicts.
+    """Compile what was prepared, one method per core at a time, read and predict.
 
     Raises:
-      NothingFits: no method has room in memory.
+      NothingFits: if no method fits into memory.
     """
     config, model, machine, numbers, described, checked, fit = prepared
     outcomes, misfits = [], {}
@@ -176,12 +176,12 @@ def finish(prepared: Prepared) -> Plan:
 
 
 def of_method(config: ConfigDict, method: str) -> ConfigDict:
-    """Returns the experiment with another method, without the first's options."""
+    """Return the experiment with another method, without the first's options."""
     other = config.copy_and_resolve_references()
     with other.unlocked():
         if method != config.method:
             other.method_options = ConfigDict(type_safe=False)
-            if config.microbatches == "halves":  # acco's alone
+            if config.microbatches == "halves":  # only acco has it
                 other.microbatches = "fixed"
         other.method = method
     return other
@@ -279,10 +279,10 @@ def _predicted(compiled: Sequence[Compiled], machine: Machine) -> costs.Predicti
 def optimizers_own(
     program: Program, compiled: Compiled, topology: Topology
 ) -> list[tuple[Collective, int]] | None:
-    """Returns the data axis's collectives that the step did not write, and their bytes.
+    """Return the data axis's collectives that the step did not write, and their bytes.
 
     An optimizer that looks across shards causes them; a few scalars are the step's.
-    None where they cannot be told: the step's own are not known, or one data axis is
+    None if they cannot be told apart: the step's own are unknown, or one data axis is
     over slices, for which the compiler splits every collective.
     """
     split = topology.slices > 1 and len(program.tx.axis) == 1
@@ -295,10 +295,10 @@ def optimizers_own(
 def _settled(
     program: Program, compiled: Compiled, machine: Machine
 ) -> tuple[Program, Compiled]:
-    """Returns an adaptive program with the microbatches that it would settle at.
+    """Return an adaptive program with the microbatches that it would settle at.
 
-    They are the fewest with which its communication is done when they are; where more
-    of them hide no more, the least.
+    They are the smallest count that covers the communication. If more microbatches
+    overlap no more, they are the least count.
     """
     read: dict[int, tuple[Program, Compiled, costs.Prediction]] = {}
 
@@ -330,7 +330,7 @@ def _tried(
     config: ConfigDict,
     machine: Machine,
 ) -> Tried:
-    """Times a candidate that was compiled."""
+    """Time a compiled candidate."""
     tokens = program.computed * shape.rows * config.length
     data = [
         c
@@ -349,10 +349,10 @@ def _tried(
 
 
 def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str, Any]]:
-    """Predicts gathers and reductions in few bits, for a method that sends all bits.
+    """Predict quantized gathers and reductions, for a method that does not quantize.
 
     Returns a row per choice of bits, the first as compiled; [] for a method that has no
-    such options, or already sends few bits.
+    such options, or already quantizes.
     """
     tx = o.program.tx
     if {"gather_bits", "reduce_bits"} & set(of_method(config, o.method).method_options):
@@ -408,9 +408,9 @@ def _with_ranges(
     machine: Machine,
     devices: int,
 ) -> list[dict[str, Any]]:
-    """Returns `_growth`'s rows, each with the interval of what is predicted.
+    """Return `_growth`'s rows, each with the intervals of its predictions.
 
-    It spans all combinations of the ends of the figures' ranges.
+    They span all combinations of the ends of the figures' ranges.
     """
     args = outcomes, config, model
     rows = _growth(*args, machine, devices)
@@ -429,7 +429,7 @@ def _growth(
     machine: Machine,
     devices: int,
 ) -> list[dict[str, Any]]:
-    """Predicts a step of each method on so many devices, from its one compile."""
+    """Predict a step of each method on `devices` devices, from its one compile."""
     here = machine.topology.devices
     flops_per_token = model.flops_per_token and model.flops_per_token(config.length)
     rows, formulas = [], []
@@ -440,7 +440,7 @@ def _growth(
         tokens = times * o.program.computed * devices / here
         tokens *= config.microbatch_size * config.length
         peak_flops = step * devices * machine.value("flops")
-        # zero1 stands for methods that communicate in each step
+        # zero1 represents methods that communicate in each step
         formula = None
         if not o.program.tx.local:
             formula = tokens / costs.synchronous(p, times)
@@ -473,9 +473,9 @@ def _growth(
 
 
 def _baseline(methods: Sequence[str]) -> str | None:
-    """Returns which of some methods the others are compared with.
+    """Return the method that others are compared with.
 
-    That is zero1, or else one that hides nothing, as it does not; None: neither.
+    It is zero1, or else a synchronous one; None if `methods` has neither.
     """
     synchronous = (BASELINE, "ddp", "fused_zero1")
     return next((m for m in synchronous if m in methods), None)

@@ -1,4 +1,4 @@
-"""The train step of an experiment for devices that are only described, and compiled.
+"""Train step of an experiment for target hardware, described and compiled.
 
 mesh = programs.data_mesh(topologies.parse("gpu:h200:2x8"))
 program = programs.describe(config, mesh)  # nothing is compiled yet
@@ -52,18 +52,18 @@ class Program:
 
     method: str
     tx: acco_jax.Method
-    step: acco_jax.TrainStep  # in the fused form
+    step: acco_jax.TrainStep  # single-program
     microbatches: int  # of each worker in a half-round
-    counts: tuple[int, ...]  # how many of them each worker computes; () for all
-    # params, state, batch, counts, and a key if the loss draws; all abstract
+    counts: tuple[int, ...]  # microbatches that each worker computes; () for all
+    # params, state, batch, counts, and a key if the loss samples; all abstract
     arguments: tuple[Any, ...]
     frozen: int = 0  # bytes on a device that the loss function holds beside them
-    # Whether `counts` are what plan takes an adaptive run to compute: any up to
+    # Whether `counts` are plan's choice for an adaptive run: any up to
     # `microbatches`, and at least as many as here at first.
     adaptive: bool = False
-    # Of acco's unequal halves: each worker's microbatches in the first and the second.
+    # Each worker's microbatches in acco's first and second half, if unequal.
     halves: tuple[int, ...] = ()
-    half: int | None = None  # which of them this is, 0 or 1; None: not one of `parts`
+    half: int | None = None  # its index in them, 0 or 1; None: not one of `parts`
 
     @property
     def mesh(self) -> Mesh:
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def parts(self) -> "tuple[Program, ...]":
-        """The half-rounds that differ: this one, or each of unequal halves."""
+        """Half-rounds that differ: this one, or each of unequal halves."""
         if not self.halves or self.half is not None:
             return (self,)
         return tuple(
@@ -90,14 +90,14 @@ class Program:
 
     @property
     def repeats(self) -> float:
-        """How often its parts occur in an optimizer step; below 1: in several."""
+        """Occurrences of its parts per optimizer step; below 1: one in several."""
         if self.tx.steps_per_call > 1:
             return 1 / self.tx.steps_per_call
         return 1 if self.halves else self.tx.half_rounds
 
     @property
     def single(self) -> bool:
-        """Whether each worker computes one microbatch, by a program that knows it."""
+        """True if each worker computes one microbatch, and the program knows it."""
         return max(self.counts if self.half is not None else (self.microbatches,)) == 1
 
     @property
@@ -125,33 +125,33 @@ class Program:
 
     @property
     def param_dtype(self) -> str:
-        """The dtypes of the parameters, as text."""
+        """Dtypes of the parameters, as text."""
         leaves = jax.tree.leaves(self.arguments[0])
         return ", ".join(sorted({x.dtype.name for x in leaves}))
 
     @property
     def groups(self) -> hlo.Groups | None:
-        """Devices over which the data axis communicates; None where all do."""
+        """Groups of devices of the data axis; None: one group of all devices."""
         sizes = dict(self.mesh.shape)
         alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
         return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
 
     def in_group(self, c: schedules.Collective) -> bool:
-        """Whether a collective is of devices that are one worker."""
+        """Return whether a collective stays within a model-parallel group."""
         size = members(self.mesh).shape[1]
         within = (len({i // size for i in group}) == 1 for group in c.groups)
         return size > 1 and bool(c.groups) and all(within)
 
     def compile(self, place: object = "these devices") -> Compiled:
-        """Compiles ahead of time, or finds it compiled, and reads the schedule.
+        """Compile ahead of time, or load the compiled program, and read the schedule.
 
-        Where its halves differ, call it on each of its parts.
+        For unequal halves, call it on each of its parts.
 
         Args:
-          place: what it is compiled for, in the log.
+          place: the devices that it is compiled for, in the log.
 
         Raises:
-          DoesNotFit: the chip has too little memory.
+          DoesNotFit: if the chip has too little memory.
         """
         start = time.perf_counter()
         # acco's odd half-rounds are estimates, which a step's first half is
@@ -182,15 +182,15 @@ class Program:
         )
 
     def read(self, text: str) -> schedules.Schedule:
-        """Reads the program's compiled text."""
+        """Read the program's compiled text."""
         return schedules.read(text, trip_counts=self._trips(text))
 
     def _trips(self, text: str) -> dict[str, int]:
-        """Returns the trips of the loops whose bounds the compiler cannot know.
+        """Return the iterations of the loops whose bounds the compiler cannot derive.
 
-        They are the busiest worker's pieces, one beside each collective, or of one
-        microbatch the forward and the backward pass. A single one is all microbatches
-        but the last, or what the step hides on GPU because it runs once.
+        They are the busiest worker's pieces, one beside each collective, or for one
+        microbatch the forward and the backward pass. A single loop has all microbatches
+        but the last, or work that runs once, which the step puts in a loop on GPU.
         """
         loops = [x.name for x in schedules.read(text).loops if x.trips is None]
         most, pieces = max(self.counts, default=self.microbatches), len(loops)
@@ -202,7 +202,7 @@ class Program:
         return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 
     def held(self) -> Memory:
-        """Returns what stays from one half-round to the next: a program needs more."""
+        """Return the memory that stays between half-rounds; a program needs more."""
         params, state, batch, counts, *_ = self.arguments
         parts, shards = {"parameters": bytes_held(params)}, 0
         fields: tuple[str, ...] = ("outer",)  # of a local method: the rest are rows
@@ -223,7 +223,7 @@ class Program:
 
 
 def _compiled(lowered: Any, mesh: Mesh) -> dict[str, Any]:
-    """Compiles; returns what a plan needs of it, as JSON-ready values."""
+    """Compile; return a plan's data of the program, as JSON-ready values."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -249,16 +249,16 @@ def _source_collective(entry: Mapping[str, Any]) -> footprint.Collective:
 
 
 def _peak(m: Any) -> int:
-    """Returns the most bytes that a program holds at once, its arguments included."""
+    """Return the most bytes that a program holds at once, its arguments included."""
     total = m.argument_size_in_bytes + m.output_size_in_bytes
     return total + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
 def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
-    """Compiles each part, and refuses what has no room; what surely has none before.
+    """Compile each part; raise DoesNotFit if it needs more memory than there is.
 
     Raises:
-      DoesNotFit: says what it needs.
+      DoesNotFit: with the bytes needed; before any compile if `held` is too large.
     """
     least = program.held().total
     if least > machine.room:
@@ -295,15 +295,16 @@ def data_mesh(
     domains: int | None = None,
     group: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Mesh:
-    """Returns all devices of a topology along the data axes, as training has them.
+    """Return all devices of a topology along the data axes, as training has them.
 
     With `domains` 1 there is one data axis, with the number of hosts or slices there
     are two; None means two for several slices, else one. `group` is as for the
     runner's `data_mesh`.
 
     Raises:
-      RuntimeError: the compiler is not installed; says how to install it.
-      ValueError: another number of domains; the compiler does not know the topology.
+      RuntimeError: if the compiler is not installed, with how to install it.
+      ValueError: if `domains` is another number, `group` does not divide the devices,
+        or the compiler lacks the topology.
     """
     total = topology.devices // topology.fast_domain
     domains = topology.slices if domains is None else domains
@@ -328,10 +329,10 @@ def data_mesh(
 
 
 def vocab_size(config: ConfigDict) -> int:
-    """Returns the tokenizer's number of tokens, without a corpus.
+    """Return the tokenizer's number of tokens, without a corpus.
 
     Raises:
-      ValueError: it cannot be told from the config.
+      ValueError: if the config does not determine it.
     """
     if config.data.tokenizer == "bytes":
         return models.BYTE_TOKENS
@@ -348,10 +349,10 @@ def vocab_size(config: ConfigDict) -> int:
 
 
 def describe(config: ConfigDict, mesh: Mesh) -> Program:
-    """Describes the half-round of a valid config on a mesh of `data_mesh`'s form.
+    """Describe the half-round of a valid config on a mesh of `data_mesh`'s form.
 
     Raises:
-      ValueError: in one line, what cannot work.
+      ValueError: if the config cannot be planned, such as form 'split'.
     """
     model = models.model(config, vocab_size(config))
 
@@ -423,7 +424,7 @@ def assemble(
     rng: Any = None,
     drop_nonfinite: bool = False,
 ) -> Program:
-    """Describes the half-round of any model of tokens, int32 (rows, length) in a batch.
+    """Describe the half-round of any model of tokens, int32 (rows, length) in a batch.
 
     Args:
       method: the method's name.
@@ -432,12 +433,12 @@ def assemble(
       params: abstract arrays.
       microbatches: of each worker in a half-round.
       microbatch: rows and length of one microbatch's tokens.
-      counts: how many microbatches each worker computes; () for all.
-      adaptive: whether a run finds them, of which these are the least.
+      counts: microbatches that each worker computes; () for all.
+      adaptive: whether a run finds the counts, of which `counts` are the least.
       halves: of each worker in acco's two half-rounds, if they differ; `microbatches`
         is the larger number.
       beside: dtypes of further arrays (rows, length - 1) in a batch, by their names.
-      rng: an abstract key, if the loss draws.
+      rng: an abstract key, if the loss samples.
       drop_nonfinite: as for `acco_jax.make_train_step`.
     """
     mesh, axes = tx.mesh, tx.axis

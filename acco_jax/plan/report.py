@@ -1,4 +1,4 @@
-"""A plan as text: what was read apart from what is predicted."""
+"""Text of a plan: READ numbers apart from PREDICTED ones."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ LISTED = 1 << 20  # bytes of a collective that has a line of its own, or an obje
 
 
 def _speed(tokens: float) -> Columns:
-    """Columns of what so many tokens take, so that methods can be compared."""
+    """Return columns of the time of `tokens` tokens, for comparing methods."""
     return {
         "exposed/step": lambda r: milliseconds(r["exposed"]),
         f"{tokens:,.0f} tokens": lambda r: seconds(tokens / r["tokens_per_second"]),
@@ -59,7 +59,7 @@ def _gain(row: dict[str, Any]) -> Columns:
 
 
 def text(plan: Plan) -> str:
-    """Returns the whole report."""
+    """Return the whole report as text."""
     blocks = [_head(plan), _figures(plan)]
     blocks += [_method(plan, o) for o in plan.outcomes]
     blocks += [f"DOES NOT FIT\n  {why}" for why in plan.misfits.values()]
@@ -163,7 +163,7 @@ def _method(plan: Plan, o: Outcome) -> str:
 
 
 def _part(plan: Plan, part: Part) -> list[str]:
-    """Describes the collectives of a half-round."""
+    """Describe the collectives of a half-round."""
     compiled, half = part.compiled, part.program.half_name
     of = f" of the {half} half, the {ENDS[half]}" if half else ""
     return [
@@ -175,7 +175,7 @@ def _part(plan: Plan, part: Part) -> list[str]:
 
 
 def _halves(o: Outcome) -> list[str]:
-    """Says what each of unequal halves takes."""
+    """Describe the time of each of unequal halves."""
     rows = []
     for part in o.parts if o.program.halves else ():
         waited = part.verdict.exposed + part.in_groups.exposed
@@ -188,7 +188,7 @@ def _halves(o: Outcome) -> list[str]:
 
 
 def _fit(plan: Plan, fit: Fit) -> list[str]:
-    """Describes the candidates for a microbatch, of which one is the fastest."""
+    """Describe the candidates for a microbatch, and which one is fastest."""
     rows = []
     for t in fit.tried:
         shape = f"{t.shape.rows} rows x {t.shape.microbatches}"
@@ -214,7 +214,7 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
 
 
 def _collectives(verdict: Verdict) -> list[str]:
-    """Describes large and exposed collectives one by one, the others together."""
+    """Describe large and exposed collectives one by one, the others together."""
     if not verdict.readings:
         return ["    none: nothing is communicated, so nothing is hidden"]
     against = verdict.objections
@@ -240,7 +240,7 @@ def _collectives(verdict: Verdict) -> list[str]:
 
 
 def _in_groups(o: Outcome) -> list[str]:
-    """Describes the collectives among the devices of one worker, by kind."""
+    """Describe the collectives within a model-parallel group, by kind."""
     kinds: dict[str, list[Reading]] = {}
     for r in o.in_groups.readings:
         kinds.setdefault(f"{r.collective.kind} {r.collective.dtype}", []).append(r)
@@ -287,7 +287,7 @@ def _collective(r: Reading) -> tuple[str, ...]:
 
 
 def _own(o: Outcome) -> list[str]:
-    """Describes the optimizer's collectives if one carries more than a few numbers."""
+    """Describe the optimizer's collectives if one has at least NEGLIGIBLE bytes."""
     if o.own is None or all(size < NEGLIGIBLE for _, size in o.own):
         return []
     rows = exports.own_dict(o.own)
@@ -302,7 +302,7 @@ def _own(o: Outcome) -> list[str]:
 
 
 def _notes(plan: Plan, o: Outcome) -> list[str]:
-    """Returns notes on the table of collectives."""
+    """Return notes on the table of collectives."""
     notes = []
     if len(o.program.step.turns()) > 1:
         notes.append(

@@ -1,15 +1,15 @@
-"""Reads from a compiled program what hides its communication.
+"""Reader of a compiled program's schedule: what overlaps its communication.
 
     schedule = read(compiled.as_text(), trip_counts=2)
     assert schedule.hidden_fraction() == 1.0
     print(schedule.summary())
 
 `as_text()` of a program compiled for GPU or TPU is optimized HLO in which the order of
-the lines is the order of execution. A collective is hidden if it is asynchronous and
-matrix products of the model run between its launch and its completion. What the forms
-of such a pair are was read from schedules of jax 0.10.2 and 0.12 (libtpu 0.0.42.1 and
-0.0.50.1). Bytes and FLOPs are those of one device and one execution of the program.
-JAX is not imported.
+the lines is the order of execution. A collective is overlapped (`hidden`) if it is
+asynchronous and matmuls of the model run between its launch and its completion. The
+forms of such pairs were read from schedules of jax 0.10.2 and 0.12 (libtpu 0.0.42.1
+and 0.0.50.1). Bytes and FLOPs are those of one device and one execution of the
+program. JAX is not imported.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from acco_jax.plan.hlo import (
 )
 from acco_jax.plan.module import FREE, KINDS, MOVES, Module, tuple_index
 
-# Which groups of devices collectives are over: the groups, their size, or None: any.
+# Groups of devices that collectives are over: the groups, their size, or None: any.
 Over = int | Collection[Collection[int]] | None
 
 
@@ -37,26 +37,26 @@ class Collective:
     # or "send-recv": one transfer's sends and receives
     kind: str
     bytes: int  # of the full buffer: a reduce-scatter's operand, an all-gather's result
-    dtype: str  # what travels, in HLO's name ("bf16")
+    dtype: str  # of what travels, as HLO names it ("bf16")
     asynchronous: bool  # whether other operations can run meanwhile
     start: int  # position of the real launch in `where`
     done: int | None  # position of the completion there; None if there is none
     where: str  # "ENTRY", or the computation that holds it (a loop's body)
     times: int  # executions per execution of the program (loops around it)
     # Devices that take part together, numbered within a slice where there are several
-    # TPU slices; () if the text does not say.
+    # TPU slices; () if the text lacks them.
     groups: Groups
-    flops_between: int  # FLOPs of matrix products between launch and completion
-    # Those of them in fusions that carry the collective on, where the compiler wove it
-    # into fusions (TPU v5e): it is taken to go on inside these alone. Else None.
+    flops_between: int  # matmuls' FLOPs between launch and completion
+    # FLOPs of these in fusions that carry the collective on, if the compiler wove it
+    # into fusions (TPU v5e): it is taken to advance only inside these. Else None.
     flops_carried: int | None
-    whiles_between: tuple[str, ...]  # loops with matrix products that lie there whole
+    whiles_between: tuple[str, ...]  # loops with matmuls that lie there whole
     op_name: str = ""  # the scopes and the operation in JAX that caused it
-    source: str = ""  # "file:line (function)" of that, "" if the text does not say
+    source: str = ""  # "file:line (function)" of that, "" if the text lacks it
 
     @property
     def hidden(self) -> bool:
-        """Whether matrix products run while it is under way."""
+        """True if matmuls run while it is under way."""
         return self.asynchronous and self.flops_between > 0 and self.flops_carried != 0
 
     @property
@@ -67,7 +67,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A while loop: trips is None where neither compiler nor caller knows it."""
+    """A while loop; trips is None where neither compiler nor caller gives it."""
 
     name: str
     where: str
@@ -78,7 +78,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation: FLOPs of matrix products, bytes read and written."""
+    """One operation: matmuls' FLOPs, bytes read and written."""
 
     position: int
     kind: str
@@ -93,20 +93,20 @@ class Schedule:
 
     collectives: tuple[Collective, ...]  # in order, ENTRY's before those of loops
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
-    loops: tuple[Loop, ...]  # every one that runs; trips None counts as one
-    flops: int  # of all matrix products
+    loops: tuple[Loop, ...]  # every one that runs; trips None counts as one iteration
+    flops: int  # of all matmuls
     # The operations, as above, of every computation that holds collectives, by `where`.
     bodies: Mapping[str, tuple[Operation, ...]]
     devices: int  # that it runs on
-    unknown: tuple[str, ...] = ()  # what seems to communicate in a form not known here
+    unknown: tuple[str, ...] = ()  # apparent communication in unknown forms
 
     def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
-        """Returns the collectives of at least `min_bytes` over the given groups.
+        """Return the collectives of at least `min_bytes` over the given groups.
 
         Args:
             min_bytes: smallest buffer counted.
             groups: the groups, for example `axis_groups(mesh.shape, "data")`, or their
-                size; None for all collectives. One whose groups the text does not say
+                size; None for all collectives. One whose groups the text lacks
                 (a send) matches None only.
         """
         return [
@@ -116,7 +116,7 @@ class Schedule:
         ]
 
     def hidden_fraction(self, min_bytes: int = 1 << 20, groups: Over = None) -> float:
-        """Fraction of the bytes of the selected collectives that is hidden.
+        """Return the fraction of the selected collectives' bytes that is overlapped.
 
         Raises:
             ValueError: if there is no such collective.
@@ -131,7 +131,7 @@ class Schedule:
         return hidden_share(collectives)
 
     def summary(self, min_bytes: int = 1 << 20) -> str:
-        """Describes collectives and loops in lines of text, small collectives apart."""
+        """Describe collectives and loops in lines of text; small ones in one line."""
         large = self.select(min_bytes)
         small = [c for c in self.collectives if c.bytes < min_bytes]
         lines = [_line(c) for c in large]
@@ -160,7 +160,7 @@ def _line(c: Collective) -> str:
 
 
 def hidden_share(collectives: Iterable[Collective]) -> float:
-    """Returns the share of the collectives' bytes that is hidden; 1 without any."""
+    """Return the share of the collectives' bytes that is overlapped; 1 without any."""
     collectives = list(collectives)
     total = sum(c.bytes * c.times for c in collectives)
     hidden = sum(c.bytes * c.times for c in collectives if c.hidden)
@@ -176,16 +176,16 @@ def _matches(groups: Groups, choice: Over) -> bool:
 
 
 def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Schedule:
-    """Reads `compiled.as_text()`.
+    """Parse `compiled.as_text()`.
 
     Args:
         text: a scheduled module's HLO.
-        trip_counts: trips of loops that the compiler does not know, by the loop's name
-            or one number for all; None counts one trip.
+        trip_counts: iterations of loops that the compiler does not report, by the
+            loop's name or one number for all; None counts one iteration.
 
     Raises:
         ValueError: if the text has no schedule, or `trip_counts` names a loop that does
-            not exist or whose count the compiler knows.
+            not exist or whose count the compiler reports.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError(
@@ -249,7 +249,7 @@ class _Section:
         self._lines = computation.instructions
 
     def collectives(self) -> list[Collective]:
-        """Returns the collectives of the computation, in order."""
+        """Return the collectives of the computation, in order."""
         collectives: list[Collective] = []
         transfers: dict[str, list[Instruction]] = {}
         for x in self._lines:
@@ -270,14 +270,14 @@ class _Section:
         return sorted(collectives, key=lambda c: c.start)
 
     def _continues(self, x: Instruction, inner: Instruction) -> bool:
-        """Whether a TPU fusion carries on or ends what another one started."""
+        """Return whether a TPU fusion carries on or ends another one's collective."""
         return (
             '"async_collective_fusion_config"' in inner.attributes
             or self._module.holds(x, "AsyncCollectiveDone")
         )
 
     def _pair(self, x: Instruction, inner: Instruction, starts: bool) -> Collective:
-        """Describes a collective that starts and ends in one computation."""
+        """Describe a collective that starts and ends in one computation."""
         if not starts or any(map(_synchronous, (x, inner))):
             return self._describe(x, inner, x, x, asynchronous=False)
         launch, done = x, None
@@ -290,7 +290,7 @@ class _Section:
         return self._describe(x, inner, launch, done)
 
     def _sent(self, halves: list[Instruction]) -> Collective:
-        """Describes a transfer: all halves launched, none completed.
+        """Describe a transfer: from its last launch to its first completion.
 
         Where its send or its recv is missing, it does not end in this text.
         """
@@ -307,7 +307,7 @@ class _Section:
         return self._describe(halves[0], largest, halves[-1], done)
 
     def _woven(self, x: Instruction, inner: Instruction) -> Collective:
-        """Describes a TPU collective that a fusion starts and another ends."""
+        """Describe a TPU collective that a fusion starts and another ends."""
         for y in self._lines[x.position + 1 :]:
             loop = y.opcode == "while"
             for z in self._module.body(y).instructions if loop else [y]:
@@ -318,7 +318,7 @@ class _Section:
         return self._describe(x, inner, x, None)
 
     def _origin(self, done: Instruction, loop: Instruction) -> Instruction | None:
-        """Returns the fusion that started what `done`, maybe in a loop's body, ends."""
+        """Return the fusion that started what `done`, maybe in a loop's body, ends."""
         index = 0
         x = done.operand(0)
         while x is not None and not self._module.holds(x, "AsyncCollectiveStart"):
@@ -338,7 +338,7 @@ class _Section:
         return x
 
     def _carried(self, x: Instruction, chain: str | None) -> int:
-        """Counts FLOPs in x of fusions that carry on the collective of a chain."""
+        """Count FLOPs in x of fusions that carry on the collective of a chain."""
         if x.opcode == "while":
             body = self._module.body(x).instructions
             return self._module.count(x) * sum(self._carried(y, chain) for y in body)
@@ -356,7 +356,7 @@ class _Section:
         before: Sequence[Instruction] = (),
         asynchronous: bool = True,
     ) -> Collective:
-        """Puts together what the text says of a collective.
+        """Assemble a collective's description from the text.
 
         Instruction x starts it, `inner` is the collective itself, x or in what x runs;
         `launch` is its real launch, `done` its end, or the loop whose body has the end
@@ -391,10 +391,10 @@ class _Section:
 
 
 def _cause(inner: Instruction, x: Instruction) -> Instruction:
-    """Returns the instruction whose metadata say what caused a collective.
+    """Return the instruction whose metadata name a collective's cause.
 
-    One that the compiler made of several has none: then it is the nearest of what
-    computes its operands.
+    A collective that the compiler made of several has none: then it is the nearest
+    instruction that computes its operands.
     """
     queue = [inner, x]
     for y in queue:
@@ -407,7 +407,7 @@ def _cause(inner: Instruction, x: Instruction) -> Instruction:
 def _buffer(
     x: Instruction, launch: Instruction, done: Instruction | None
 ) -> tuple[int, str]:
-    """Returns the bytes of a collective's full buffer and the data type it carries."""
+    """Return the bytes of a collective's full buffer and the data type it carries."""
     arrays, operand_bytes = x.arrays, sum(operand.bytes for operand in x.operands)
     if x.opcode in ("send", "recv"):  # (buffer, flags, token)
         arrays, operand_bytes = arrays[:1], 0
@@ -420,17 +420,17 @@ def _buffer(
 
 
 def _synchronous(x: Instruction) -> bool:
-    """Whether the compiler says that a start waits for its end."""
+    """Return whether the compiler marks a start as synchronous."""
     return x.attribute(r'\bis_sync"?(?:: ?|=)"?(true|1)\b') is not None
 
 
 def _chain(x: Instruction) -> str | None:
-    """Returns what the fusions of one TPU collective have in common."""
+    """Return the key that the fusions of one TPU collective share."""
     chain = x.attribute(r'chain_id="(\d+)"')
     return chain and f"{x.opcode} {chain}"
 
 
 def _transfer(x: Instruction) -> str:
-    """Returns what the sends and receives of one transfer have in common."""
+    """Return the key that the sends and receives of one transfer share."""
     rendezvous = x.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
     return rendezvous or x.attribute(r"channel_id=(\d+)") or x.name

@@ -1,4 +1,4 @@
-"""Where in a program's source an instruction of its compiled text comes from.
+"""Source lines of the instructions of a compiled program's text.
 
 A compiled module's text ends or begins with four tables (FileNames, FunctionNames,
 FileLocations, StackFrames), which `stack_frame_id` in an instruction's metadata points
@@ -12,7 +12,7 @@ _ROW = r"(?m)^(\d+) (.*)$"
 
 
 class Sources:
-    """The source lines of a module's text."""
+    """Table of the source lines of a module's text."""
 
     def __init__(self, text: str) -> None:
         tables = {
@@ -32,9 +32,9 @@ class Sources:
         self._offset = 1 if first == "1" else 0
 
     def line(self, metadata: str) -> str:
-        """Returns "file:line (function)" of an instruction's metadata, "" if unknown.
+        """Return "file:line (function)" of an instruction's metadata, "" if unknown.
 
-        It is the innermost line that is not of JAX or a layer right above it.
+        It is the innermost line outside JAX and the layers right above it.
         """
         frame = _field(metadata, "stack_frame_id")
         found = [self._place(f) for f in self._stack(frame)] if frame else []
@@ -46,7 +46,7 @@ class Sources:
         return next(own, found[0] if found else "")
 
     def _stack(self, frame: str) -> list[str]:
-        """Returns a frame and its callers."""
+        """Return a frame and its callers."""
         stack: list[str] = []
         while frame in self._frames and frame not in stack:
             stack.append(frame)

@@ -10,7 +10,7 @@ WIDTH = 110  # of a paragraph
 _LARGE = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
 _SMALL = {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 
-# A table's columns: a heading, and how a row of predictions fills it.
+# A table's columns: a heading, and the function that fills it from a row.
 Columns = Mapping[str, Callable[[Any], str]]
 
 
@@ -38,7 +38,7 @@ def seconds(value: float) -> str:
 
 
 def quantity(figure: Figure) -> str:
-    """Formats a figure with a prefix: 989.4 TFLOP/s."""
+    """Format a figure with a prefix: 989.4 TFLOP/s."""
     if not figure.unit:
         return f"{figure.value:g}"
     for prefix, scale in (_SMALL if figure.unit == "s" else _LARGE).items():
@@ -48,7 +48,7 @@ def quantity(figure: Figure) -> str:
 
 
 def paragraph(text: str, indent: int) -> str:
-    """Breaks a text into indented lines."""
+    """Break a text into indented lines."""
     own, rest = " " * indent, " " * (indent + 2)
     return "\n".join(
         textwrap.wrap(
@@ -63,12 +63,12 @@ def paragraph(text: str, indent: int) -> str:
 
 
 def in_bytes(number: int) -> str:
-    """Formats a number of bytes: 28.5 MiB."""
+    """Format a number of bytes: 28.5 MiB."""
     if number < 1000:
         return f"{number} bytes"
     return f"{number / 2**20:,.1f} MiB" if number >= 1e5 else f"{number / 1e3:.1f} kB"
 
 
 def many(number: int, noun: str, ending: str = "s") -> str:
-    """Formats a number of things: 3 microbatches."""
+    """Format a number of things: 3 microbatches."""
     return f"{number} {noun}{ending if number != 1 else ''}"

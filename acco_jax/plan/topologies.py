@@ -1,12 +1,12 @@
-"""Names a set of devices, and describes it to the compiler without having it.
+"""Topologies: named sets of devices, described to the compiler without them.
 
     topology = parse("gpu:h200:4x8")      # 4 hosts of 8 GPUs
     topology = parse("tpu:v5e:4x4")       # one slice of 4 x 4 chips
     devices = mesh(topology, model=2)     # ("data", "model") over described devices
     compiled = jax.jit(step).lower(...).compile(compiler_options=...)
 
-A command that plans calls `use_cpu` before anything else, so that JAX does not look for
-the chips whose compilers are installed.
+A command that plans calls `use_cpu` first, so that JAX does not look for the chips
+whose compilers are installed.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def domain_name(self) -> str:
-        """What such a set of devices is called."""
+        """Name of such a set of devices."""
         return "slice" if self.platform == "tpu" else "host"
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ class Topology:
         return f"{self.platform}:{self.chip.name}:{shape}{slices}"
 
     def description(self) -> jax_topologies.TopologyDescription:
-        """Describes the devices to the compiler; needs its plugin, not the devices.
+        """Describe the devices to the compiler; needs its plugin, not the devices.
 
         Raises:
             RuntimeError: if the compiler plugin is not installed.
-            ValueError: if the compiler does not know such a topology.
+            ValueError: if the compiler does not support such a topology.
         """
         if not any(map(_installed, _PLUGINS[self.platform])):
             raise RuntimeError(
@@ -98,7 +98,7 @@ class Topology:
 
 
 def parse(text: str, slices: int = 1) -> Topology:
-    """Reads "gpu:CHIP:HOSTSxGPUS" or "tpu:CHIP:SHAPE".
+    """Parse "gpu:CHIP:HOSTSxGPUS" or "tpu:CHIP:SHAPE".
 
     Args:
         text: for example "gpu:h200:4x8", "gpu:h100:8" (one host), "tpu:v5p:4x4x4".
@@ -139,7 +139,7 @@ def parse(text: str, slices: int = 1) -> Topology:
 
 
 def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
-    """Makes a mesh of described devices, the model axis over neighbouring ones.
+    """Make a mesh of described devices, the model axis over neighbouring ones.
 
     Its axes are ("data", "model"); with several slices ("slice", "data", "model"). The
     model axis has size `model`.
@@ -160,7 +160,7 @@ def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
 
 
 def use_cpu() -> None:
-    """Makes JAX's own backend the CPU; call it before any backend has started."""
+    """Make JAX's own backend the CPU; call it before any backend has started."""
     jax.config.update("jax_platforms", "cpu")
 
 

@@ -1,10 +1,10 @@
-"""How much of some collectives is hidden: by bytes (READ) and by time (PREDICTED).
+"""Verdict on overlap: how much of the given collectives, by bytes and by time.
 
-Two figures stand side by side. The share of bytes with matrix products between launch
-and end is READ from the schedule and does not depend on the network. The share of
-communication's seconds that computation covers is PREDICTED from the middle of the
-figures' ranges. The verdict is the lesser of both. The least exposed collectives are
-negligible while together they expose at most 0.1 % of the program's time.
+There are two figures. The share of bytes with matmuls between launch and end is READ
+from the schedule and does not depend on the network. The share of communication's
+seconds that computation covers is PREDICTED from the middle of the figures' ranges. The
+verdict is the lesser of both. The least exposed collectives are negligible while
+together they expose at most 0.1 % of the program's time.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """One collective: what the schedule says of it, and what it may cost."""
+    """One collective: its schedule, predicted cost and likely cause of exposure."""
 
     collective: Collective
     spent: Spent  # in all its executions
@@ -57,11 +57,11 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is hidden of some of a program's collectives."""
+    """Overlap of some of a program's collectives."""
 
     readings: tuple[Reading, ...]
     total: float  # predicted seconds of the whole program
-    unknown: tuple[str, ...] = ()  # of the program: what communicates in unknown forms
+    unknown: tuple[str, ...] = ()  # of the program: communication of unknown form
     network: str = ""  # that the seconds are predicted for
 
     @property
@@ -74,7 +74,7 @@ class Verdict:
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the bytes that is hidden, None if nothing is sent."""
+        """Share of the bytes that is overlapped, None if nothing is sent."""
         return self.hidden_bytes / self.bytes if self.bytes else None
 
     @property
@@ -83,17 +83,17 @@ class Verdict:
 
     @property
     def exposed(self) -> float:
-        """Predicted seconds that no computation covers, of hidden collectives too."""
+        """Predicted exposed seconds, those of overlapped collectives included."""
         return sum(r.spent.exposed for r in self.readings)
 
     @property
     def covered_share(self) -> float | None:
-        """The predicted share of the seconds that is covered, None without any."""
+        """Predicted share of the seconds that is covered, None without any."""
         return 1 - self.exposed / self.seconds if self.seconds else None
 
     @functools.cached_property
     def objections(self) -> list[Reading]:
-        """Those exposed, in READ or PREDICTED form, and not negligible; worst first."""
+        """Collectives that are unknown or not negligible, the most exposed first."""
         found: list[Reading] = []
         left = NEGLIGIBLE * self.total
         for r in sorted(self.readings, key=lambda r: r.spent.exposed):
@@ -104,7 +104,7 @@ class Verdict:
 
     @property
     def share(self) -> float | None:
-        """The lesser of both shares, what is negligible counted as hidden.
+        """Lesser of both shares; negligible exposure counts as overlapped.
 
         None if nothing is communicated.
         """
@@ -115,13 +115,13 @@ class Verdict:
         return 1 - max(of_bytes / self.bytes, of_time / (self.seconds or 1.0))
 
     def shares(self) -> str:
-        """Describes both shares side by side, and the network of the second."""
+        """Describe both shares side by side, and the network of the second."""
         read, covered = map(percent, (self.hidden_share, self.covered_share))
         predicted = f"PREDICTED, {self.network}" if self.network else "PREDICTED"
         return f"{read} of the bytes (READ), {covered} of the seconds ({predicted})"
 
     def objection(self, fraction: float = REQUIRED) -> str:
-        """Returns why less than `fraction` is known to be hidden, else ""."""
+        """Return why less than `fraction` is known to be overlapped, else ""."""
         if self.unknown:
             return f"communication of an unknown form: {', '.join(self.unknown)}"
         share = self.share
@@ -139,7 +139,7 @@ class Verdict:
 
 
 def percent(share: float | None) -> str:
-    """Formats a share, rounded down, so that 100.0% leaves nothing out; "-": none."""
+    """Format a share, rounded down, so that 100.0% leaves nothing out; "-": none."""
     return "-" if share is None else f"{math.floor(1000 * share + 1e-6) / 10:.1f}%"
 
 
@@ -148,7 +148,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def check_fraction(fraction: float) -> None:
-    """Checks what a gate requires.
+    """Raise a ValueError if a gate's fraction is not from 0 to 1.
 
     Raises:
       ValueError: if `fraction` is not from 0 to 1.
@@ -163,12 +163,12 @@ def judge(
     machine: Machine,
     chosen: Collection[int] | None = None,
 ) -> Verdict:
-    """Judges some of a schedule's collectives.
+    """Judge some of a schedule's collectives.
 
     Args:
       schedule: as read.
       prediction: of that schedule.
-      machine: which it was compiled and predicted for.
+      machine: the one that the schedule was compiled and predicted for.
       chosen: positions in `schedule.collectives`; None for all.
     """
     readings = tuple(
@@ -183,7 +183,7 @@ def judge(
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
-    """Judges several programs as one, in which each runs once."""
+    """Judge several programs as one, in which each runs once."""
     return Verdict(
         tuple(r for v in verdicts for r in v.readings),
         sum(v.total for v in verdicts),

@@ -1,10 +1,10 @@
-"""The training loop and what belongs to it."""
+"""Training loop and the modules that it needs."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `load_run` when it is asked for: commands must not import JAX yet."""
+    """Import `load_run` on first access: commands must not import JAX yet."""
     if name == "load_run":
         from acco_jax.runner.runs import load_run
 

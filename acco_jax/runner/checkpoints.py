@@ -1,5 +1,4 @@
-"""Checkpoints of parameters, optimizer state and data iterator, written beside training
-and verified when read."""
+"""Asynchronous, verified checkpoints of parameters, optimizer state and data."""
 
 import concurrent.futures
 import functools
@@ -27,21 +26,21 @@ HOST = "metadata"  # orbax's name of the file of host data
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was saved."""
+    """A checkpoint differs from what was saved."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, by half-round.
+    """Checkpoints of one run, by half-round.
 
     orbax writes the arrays, sharded, while training goes on. Two kinds of checksums are
     kept. Those of the shards are taken from the copies on the host, before anything is
-    written, and lie inside the checkpoint; they find what is wrong with the arrays as
-    they are restored, whoever has changed them. Those of the files are taken from what
-    was written and lie beside it, N.checksums; they find, before anything is restored,
+    written, and lie inside the checkpoint. They find faults in the arrays as they are
+    restored, whatever has changed them. Those of the files are taken from the written
+    files and lie beside them, in N.checksums. They find, before anything is restored,
     files that have changed since, are missing or too many. In a remote folder, whose
-    store sums up what it holds by itself, they are the files' sizes.
+    store has checksums of its own, they are the files' sizes.
 
-    While a checkpoint is written or removed a file N.saving is there: what a killed
+    While a checkpoint is written or removed a file N.saving exists: what a killed
     process leaves is unfinished, not damaged.
     """
 
@@ -53,17 +52,17 @@ class Checkpoints:
         repair: bool = True,
         fence: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens a folder, and sets damaged checkpoints in it aside.
+        """Open a folder, and set damaged checkpoints in it aside.
 
         Args:
           folder: of the checkpoints; also a remote one, as gs://bucket/run.
-          keep: how many of the newest ones.
+          keep: number of the newest ones to keep.
           repair: False for a folder that may be another run's: nothing in it changes.
           fence: called by process 0 before it writes, in the background too; an OSError
             that it raises ends the save, before any other checkpoint is removed.
 
         Raises:
-          Damaged: there are checkpoints, and all of them are damaged.
+          Damaged: if there are checkpoints, and all of them are damaged.
         """
         self._remote = is_remote(folder)
         self._folder = epath.Path(folder if self._remote else os.path.abspath(folder))
@@ -80,29 +79,29 @@ class Checkpoints:
 
     @property
     def half_rounds(self) -> list[int]:
-        """Those of all finished checkpoints, ascending; the newest is sound."""
+        """Half-rounds of all finished checkpoints, ascending; the newest is sound."""
         return sorted(self._steps)
 
     def latest(self) -> int | None:
-        """Returns the half-rounds of the newest sound checkpoint, None without any.
+        """Return the half-rounds of the newest sound checkpoint, None without any.
 
-        One that is written counts when `wait` has returned.
+        A checkpoint being written counts once `wait` has returned.
         """
         return max(self._steps, default=None)
 
     def save(self, half_round: int, arrays: PyTree, host: dict[str, Any]) -> None:
-        """Copies arrays to the host and starts to write them; waits for the last save.
+        """Wait for the last save, copy arrays to the host and start to write them.
 
-        When it is whole, of those before it the newest are kept, `keep` with this one,
-        and the one whose host["held_out_loss"] is lowest.
+        Once it is whole, `keep` of the newest are kept, this one included, and the one
+        whose host["held_out_loss"] is lowest.
 
         Args:
           half_round: of the checkpoint.
           arrays: may be donated as soon as this returns.
-          host: JSON, the same on every process.
+          host: JSON, equal on every process.
 
         Raises:
-          OSError: this one or the last cannot be written (a full disk); those before
+          OSError: if this one or the last cannot be written (a full disk); earlier ones
             are whole.
         """
         self.wait()
@@ -111,7 +110,7 @@ class Checkpoints:
             self._sums(half_round).unlink(missing_ok=True)
             self._saving(half_round).touch()
         named = naming.named(arrays)
-        with jax.transfer_guard_device_to_host("allow"):  # here it is meant
+        with jax.transfer_guard_device_to_host("allow"):  # intended here
             copies = shards.on_host(named)
             self._checkpointer.save(
                 self._folder / str(half_round),
@@ -129,10 +128,10 @@ class Checkpoints:
         self._writing = half_round, kept, finished
 
     def wait(self) -> None:
-        """Waits until what was saved is written, verifiable and counted by `latest`.
+        """Wait until the last save is written, verifiable and counted by `latest`.
 
         Raises:
-          OSError: in one line, it could not be written.
+          OSError: if it could not be written.
         """
         if self._writing is None:
             return
@@ -148,16 +147,16 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits on the way out; an error inside goes before one of writing."""
+        """Wait on the way out; an error inside has priority over one of writing."""
         if kind is None:
             self.wait()
         elif self._writing is not None:
             concurrent.futures.wait([self._writing[2]])
 
     def _finish(self, half_round: int, surplus: list[int]) -> None:
-        """Makes a checkpoint one that counts; runs beside training, no collectives.
+        """Make a checkpoint count; runs beside training, without collectives.
 
-        Only then are others removed: a process killed before leaves the last sound one.
+        Others are removed only then: a process killed before leaves the last sound one.
         """
         self._checkpointer.wait_until_finished()  # for all processes' shards
         if jax.process_index():
@@ -174,23 +173,23 @@ class Checkpoints:
                 logging.warning("checkpoint %s cannot be removed: %s", path, error)
 
     def _surplus(self, steps: list[int]) -> list[int]:
-        """Returns those that are neither among the newest nor the best one."""
+        """Return the checkpoints that are neither among the newest nor the best."""
         best = min(steps, key=self._held_out_loss)
         if self._held_out_loss(best) == math.inf:
             return steps[: -self._keep]
         return [step for step in steps[: -self._keep] if step != best]
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint; a process killed meanwhile leaves no damaged one."""
+        """Remove a checkpoint; a process killed meanwhile leaves no damaged one."""
         self._saving(step).touch()
         self._sums(step).unlink(missing_ok=True)
         (self._folder / str(step)).rmtree()
         self._saving(step).unlink()
 
     def _held_out_loss(self, half_round: int) -> float:
-        """Returns the held-out loss that a checkpoint says; infinity without.
+        """Return the held-out loss of a checkpoint; infinity without one.
 
-        A file that has changed since it was opened stops nothing: it says none.
+        A file that has changed since it was opened raises nothing: it counts as none.
         """
         if half_round not in self._losses:
             sound = self._host_problem(half_round) is None
@@ -202,16 +201,16 @@ class Checkpoints:
     def restore_newest(
         self, like: PyTree | Callable[[int], PyTree]
     ) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """Restores the newest checkpoint that is sound, and sets damaged ones aside.
+        """Restore the newest checkpoint that is sound, and set damaged ones aside.
 
         Args:
-          like: as for `restore`, or what makes it of the checkpoint's half-round.
+          like: as for `restore`, or a function that makes it from the half-rounds.
 
         Returns:
-          Its half-rounds and what `restore` returns; None if there is none.
+          The checkpoint's half-rounds and what `restore` returns; None without one.
 
         Raises:
-          Damaged: there are checkpoints, and all of them are damaged.
+          Damaged: if there are checkpoints, and all of them are damaged.
         """
         while (step := self.latest()) is not None:
             try:
@@ -225,15 +224,15 @@ class Checkpoints:
         return None
 
     def restore(self, half_round: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """Returns a checkpoint's arrays and host data.
+        """Return a checkpoint's arrays and host data.
 
         Args:
           half_round: as in `save`.
           like: the tree to restore, of arrays or ShapeDtypeStructs with shardings.
 
         Raises:
-          Damaged: on all processes, it cannot be read, or a restored shard is not the
-            one that was saved.
+          Damaged: on all processes, if it cannot be read, or a restored shard differs
+            from the saved one.
         """
         leaves, treedef = jax.tree.flatten(like)
         found = self.restore_some(half_round, like, range(len(leaves)))
@@ -243,7 +242,7 @@ class Checkpoints:
     def restore_some(
         self, half_round: int, like: PyTree, which: Sequence[int]
     ) -> dict[int, jax.Array]:
-        """Returns some of a checkpoint's arrays, of which alone anything is read.
+        """Return some of a checkpoint's arrays; read only these.
 
         Args:
           half_round: as in `save`.
@@ -287,7 +286,7 @@ class Checkpoints:
         return {i: back(leaves[i], found[names[i]]) for i in which}
 
     def host(self, half_round: int) -> dict[str, Any]:
-        """Returns the host data of a checkpoint, without its arrays."""
+        """Return the host data of a checkpoint, without its arrays."""
         return read_object(self._folder / str(half_round) / "host" / HOST)
 
     def close(self) -> None:
@@ -302,10 +301,10 @@ class Checkpoints:
         return self._folder / f"{half_round}.saving"
 
     def _discard_unfinished(self) -> None:
-        """Removes what a process that was killed while it saved has left."""
+        """Remove the remains of a process that was killed while it saved."""
         for mark in sorted(self._folder.glob("*.saving")):
             if not mark.stem.isdecimal():
-                continue  # none of ours
+                continue  # another program's file
             step = self._folder / mark.stem
             if step.exists() and not self._sums(int(mark.stem)).exists():
                 logging.info("checkpoint %s was not finished: discarded", step)
@@ -315,9 +314,9 @@ class Checkpoints:
             mark.unlink()
 
     def _sound(self) -> list[int]:
-        """Returns the finished checkpoints, the same on all processes.
+        """Return the finished checkpoints, equal on all processes.
 
-        The newest of them is sound; those after it have been set aside.
+        The newest of them is sound; newer, damaged ones have been set aside.
         """
         steps: list[int] | None = []
         if jax.process_index() == 0 and self._folder.exists():
@@ -340,12 +339,12 @@ class Checkpoints:
         return sorted(int(n) for n in names - unfinished if n.isdecimal())
 
     def _set_aside_damaged(self) -> list[int] | None:
-        """Renames checkpoints whose files are not those that were written.
+        """Rename checkpoints whose files differ from those that were written.
 
-        All files of the newest are verified, of older ones the host data, which say
-        which of them is kept; their arrays are when they are restored.
+        All files of the newest are verified. Of older ones only the host data are,
+        which tell which of them is kept. Their arrays are verified when restored.
 
-        Returns those that are left; None if there are or were any, and none is sound.
+        Returns the remaining checkpoints; None if there were any, and none is sound.
         """
         steps = []
         for step in self._finished():
@@ -371,7 +370,7 @@ class Checkpoints:
         self._sums(step).unlink(missing_ok=True)
 
     def _host_problem(self, step: int) -> str | None:
-        """Returns why a checkpoint's host data are not those written, or None."""
+        """Return why a checkpoint's host data differ from those written, or None."""
         name = f"host/{HOST}"
         file = self._folder / str(step) / name
         try:
@@ -384,7 +383,7 @@ class Checkpoints:
         return None
 
     def problem(self, step: int) -> str | None:
-        """Returns why the files of a checkpoint are not those written, or None."""
+        """Return why a checkpoint's files differ from those written, or None."""
         try:
             written = read_object(self._sums(step))
         except ValueError:
@@ -399,7 +398,7 @@ class Checkpoints:
 
 
 def _checkpointer(fence: Callable[[], None]) -> ocp.AsyncCheckpointer:
-    """Returns orbax's, whose processes meet through the coordination service.
+    """Return orbax's checkpointer; processes meet through the coordination service.
 
     None of its barriers is a collective of the devices, which could come between those
     of the train step, in another order on another process. Each shard is written by one
@@ -433,7 +432,7 @@ def _checkpointer(fence: Callable[[], None]) -> ocp.AsyncCheckpointer:
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Leaves what fails in orbax's threads and tasks to the one line that is raised."""
+    """Drop orbax's own messages: the one line that is raised names the failure."""
     ours = lambda record: "/orbax/" not in record.pathname  # noqa: E731
     logging.get_absl_logger().addFilter(
         lambda record: record.levelno < levels.ERROR or ours(record)
@@ -443,9 +442,9 @@ def _silence_orbax() -> None:
 
 
 def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Leaves out orbax's tasks, which end aloud when another one's work has failed.
+    """Return a hook without orbax's tasks, which complain when another's work failed.
 
-    And writes under way then, whose end comes when their event loop is closed.
+    It also drops writes under way then, which end when their event loop is closed.
     """
 
     def heard(unraisable: Any) -> None:
@@ -460,9 +459,9 @@ def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
 def _verify(
     path: epath.Path, arrays: dict[str, jax.Array], problem: str | None
 ) -> None:
-    """Raises `Damaged`, on all processes, if a shard on one is not what was saved.
+    """Raise `Damaged`, on all processes, if a shard on one differs from the saved one.
 
-    Or if one has a `problem` already.
+    It also raises if one has a `problem` already.
     """
     try:
         problem = problem or shards.problem(arrays, shards.read(path))
@@ -481,7 +480,7 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _checksums(folder: epath.Path, remote: bool) -> dict[str, int]:
-    """Returns the CRC-32 of each file, or its size in a remote folder."""
+    """Return the CRC-32 of each file, or its size in a remote folder."""
     files = sorted(_files(folder))
     return {str(f.relative_to(folder)): _checksum(f, remote) for f in files}
 

@@ -1,4 +1,4 @@
-"""What the values of an experiment's fields must be."""
+"""Checks of the fields and values of an experiment's config."""
 
 import math
 import operator
@@ -20,7 +20,7 @@ from acco_jax.step import FORMS
 # Arguments of a method that are not method_options: the config has fields for them.
 ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype", "param_specs")
 
-# The smallest value of numeric fields, and what to say of a smaller one.
+# The smallest value of numeric fields, and the remedy for a smaller one.
 MINIMA = {
     **dict.fromkeys(
         ("steps", "microbatch_size", "microbatches_per_step", "length", "log_every",
@@ -42,30 +42,30 @@ MINIMA = {
     "optimizer.warmup_steps": (0, "give 0 for none."),
     "lora.rank": (0, "give 0 for no adapters."),
 }  # fmt: skip
-# The largest: of counters that are 32 bits wide, of CPU devices in one process, of
-# arrays whose sizes 64 bits count. Other integers have at most 31 bits.
+# The largest values: of counters that are 32 bits wide, of CPU devices in one process,
+# of arrays whose sizes 64 bits count. Other integers have at most 31 bits.
 MAXIMA = {
     "steps": STEPS, "devices": 1024, "data.vocab_size": 2**24, "samples": 1024,
     "model.vocab_size": 2**24, "model.width": 2**20, "model.layers": 2**12,
     "model.mlp_width": 2**22, "lora.rank": 2**20,
 }  # fmt: skip
 INTEGERS = 2**31 - 1
-UNBOUNDED = ("tokens",)  # whose steps are counted
+UNBOUNDED = ("tokens",)  # its steps are checked instead
 # Optional fields that must be at least 1 where they are given.
 POSITIVE = ("devices", "domains", "data.vocab_size", "model.vocab_size")
 DECAYS = ("b1", "b2", "b3", "momentum")  # options of optimizers, from 0 to below 1
 AT_LEAST_0 = ("eps", "eps_root", "weight_decay")  # other options of optimizers
 PATHS = ("base", "init_from", "checkpoints", "data.path", "data.data_dir")
 
-# Their fields have names that others choose.
+# The names of their fields are free.
 OPEN = ("options", "method_options", "schedule_options", "scales")
 
 
 def check(config: ConfigDict) -> None:
-    """Refuses fields and values that no experiment can have; builds nothing.
+    """Raise a ValueError for fields and values that no experiment can have.
 
     Raises:
-      ValueError: in one line, naming the field, its value and the remedy.
+      ValueError: with the field, its value and the remedy. Nothing is built.
     """
     _check_fields(config, default_config())
     if config.scale is not None:
@@ -108,7 +108,7 @@ def check(config: ConfigDict) -> None:
 
 
 def _check_method_options(config: ConfigDict) -> None:
-    """Refuses options that the method lacks, or whose values are of another type."""
+    """Raise a ValueError for options that the method lacks or of another type."""
     known = methods.options(config.method)
     names = [name for name in known if name not in ARGUMENTS]
     for name, value in config.method_options.items():
@@ -123,7 +123,7 @@ def _check_method_options(config: ConfigDict) -> None:
 
 
 def _suits(kind: Any, value: Any) -> bool:
-    """Whether a value is of an annotated type, and of no greater size than numbers."""
+    """Return whether a value is of an annotated type, numbers up to INTEGERS."""
     if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
         return any(_suits(one, value) for one in get_args(kind))
     if get_origin(kind) is tuple:
@@ -139,7 +139,7 @@ def _suits(kind: Any, value: Any) -> bool:
 
 
 def _check_home(field: str, path: str) -> None:
-    """Refuses a path in the home folder of a user who does not exist."""
+    """Raise a ValueError for a path in the home folder of an unknown user."""
     try:
         expanded(path)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _check_home(field: str, path: str) -> None:
 
 
 def _check_length(config: ConfigDict) -> None:
-    """Refuses a length of the run that is said twice, or cannot be counted in steps."""
+    """Raise a ValueError for a length given twice, or not countable in steps."""
     given = [f for f in ("tokens", "epochs") if config[f] is not None]
     for field in given:
         if not 0 < config[field] < math.inf:
@@ -172,7 +172,7 @@ def _check_length(config: ConfigDict) -> None:
 
 
 def _check_optimizer(c: ConfigDict) -> None:
-    """Refuses fractions beyond 1, patterns that are none, and groups that are none."""
+    """Raise a ValueError for fractions, options, patterns or groups out of range."""
     for field in ("final_fraction", "decay_fraction", "ema"):
         if not 0 <= c[field] <= 1 or (field == "ema" and c.ema == 1):
             most = "below 1" if field == "ema" else "at most 1"
@@ -203,7 +203,7 @@ def _check_optimizer(c: ConfigDict) -> None:
 
 
 def _check_options(where: str, options: Mapping[str, Any]) -> None:
-    """Refuses options of an optimizer that are out of range."""
+    """Raise a ValueError for options of an optimizer that are out of range."""
     for name, value in options.items():
         if type(value) not in (int, float):
             continue
@@ -218,7 +218,7 @@ def _check_options(where: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_microbatches(config: ConfigDict) -> None:
-    """Refuses `microbatches`, `counts` and groups that exclude each other."""
+    """Raise a ValueError for `microbatches`, `counts` and groups in conflict."""
     if config.microbatch_size % config.mesh.fsdp:
         raise ValueError(
             f"microbatch_size is {config.microbatch_size}, which mesh.fsdp="
@@ -243,7 +243,7 @@ def _check_microbatches(config: ConfigDict) -> None:
 
 
 def _check_data(config: ConfigDict) -> None:
-    """Refuses fields of `data` that exclude each other or are out of range."""
+    """Raise a ValueError for fields of `data` in conflict or out of range."""
     c, lengths = config.data, tuple(config.data.lengths)
     check_name("data.task", c.task, ("pretrain", "instruct"))
     if not 0 <= c.skew <= 1:
@@ -267,7 +267,7 @@ def _check_data(config: ConfigDict) -> None:
 
 
 def _check_samples(config: ConfigDict) -> None:
-    """Refuses texts that the model cannot write."""
+    """Raise a ValueError for samples that the model cannot write."""
     if not config.samples:
         return
     if (factory := config.model.factory) is not None:
@@ -283,7 +283,7 @@ def _check_samples(config: ConfigDict) -> None:
 
 
 def _check_init_from(config: ConfigDict) -> None:
-    """Refuses what says another model, or other tokens, than init_from's folder."""
+    """Raise a ValueError for fields in conflict with the model of init_from."""
     folder, tokenizer = config.init_from, config.data.tokenizer
     if folder is None:
         if tokenizer == "init_from":
@@ -309,7 +309,7 @@ def _check_init_from(config: ConfigDict) -> None:
 
 
 def _check_ranks(c: ConfigDict) -> None:
-    """Refuses lora.ranks that are no pairs, or that stand beside lora.rank."""
+    """Raise a ValueError for lora.ranks that are not pairs, or beside lora.rank."""
     for pair in c.ranks:
         if not _is_a(tuple, pair) or list(map(type, pair)) != [str, int]:
             raise ValueError(
@@ -323,7 +323,7 @@ def _check_ranks(c: ConfigDict) -> None:
 
 
 def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> None:
-    """Refuses fields that do not exist, lack, or have a value of another type."""
+    """Raise a ValueError for unknown, missing or wrongly typed fields."""
     for field in config:
         if field not in default:
             name = repr(f"{prefix}{field}")[1:-1]
@@ -354,7 +354,7 @@ def _check_fields(config: ConfigDict, default: ConfigDict, prefix: str = "") -> 
 
 
 def _meant(name: str, siblings: list[str]) -> str:
-    """Returns " did you mean ...?" for a field of that name elsewhere, or like it."""
+    """Return " did you mean ...?" for a field of that name elsewhere, or like it."""
     last = name.rpartition(".")[2]
     for field in _dotted(default_config()):
         if field.rpartition(".")[2] == last:
@@ -363,7 +363,7 @@ def _meant(name: str, siblings: list[str]) -> str:
 
 
 def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all fields."""
+    """Yield the dotted names of all fields."""
     for field, value in config.items():
         yield prefix + field
         if isinstance(value, ConfigDict):

@@ -18,12 +18,12 @@ try:
 except ModuleNotFoundError as error:
     exits.end(exits.REFUSED, f"{error}: pip install 'acco-jax[train]' for commands.")
 
-DAY = 86400.0  # seconds: the most that a flag may have a command wait
+DAY = 86400.0  # seconds: the longest wait that a flag may set
 
 
 def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
-    """Defines --config, with a flag for each field that argv (the command line) has."""
-    # What is not a field is taken here and refused by config.validate, in one line.
+    """Define --config, with a flag for each field that argv (the command line) has."""
+    # Unknown fields are accepted here and rejected by config.validate, in one line.
     return config_flags.DEFINE_config_file(
         "config",
         None,
@@ -36,10 +36,10 @@ def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any
 
 
 class ModelFlags:
-    """The flags that name a model: a run's workdir, or a Hugging Face folder."""
+    """Flags that name a model: a run's workdir, or a Hugging Face folder."""
 
     def __init__(self) -> None:
-        """Defines them."""
+        """Define the flags."""
         self._workdir = flags.DEFINE_string("workdir", None, "Workdir of a run.")
         self._model = flags.DEFINE_string("model", None, "A Hugging Face folder.")
         self._dtype = flags.DEFINE_string(
@@ -51,10 +51,10 @@ class ModelFlags:
 
     @property
     def workdir(self) -> str | None:
-        """The run's; None: it is a folder.
+        """Workdir of the run; None if a folder is named.
 
         Raises:
-          ValueError: in one line, not one of them is given.
+          ValueError: if not exactly one of the two is given, or a flag does not fit.
         """
         workdir, model = self._workdir.value, self._model.value
         if bool(workdir) == bool(model):
@@ -69,7 +69,7 @@ class ModelFlags:
 
     @property
     def folder(self) -> tuple[str, str | None, str | None]:
-        """The Hugging Face folder, and `dtype` and `ignored` of `from_folder`."""
+        """Hugging Face folder, and `dtype` and `ignored` of `from_folder`."""
         return str(self._model.value), self._dtype.value, self._ignore.value
 
 
@@ -79,10 +79,10 @@ def parser(
     names: bool = False,
     page: Callable[[], str] | None = None,
 ) -> Callable[[list[str]], list[str]]:
-    """Returns what absl.app parses flags with: it also loads the config of a flag.
+    """Return the parser for absl.app; it also loads the config of a flag.
 
-    A command without that flag has no `config`. One that takes `names` finds them
-    behind its own in the list. Where there is a `page`, --help prints it.
+    A command without that flag has no `config`. A command that takes `names` finds
+    them behind its own in the list. --help prints the `page`, if there is one.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -119,10 +119,10 @@ def parser(
 
 
 def _check_numbers() -> None:
-    """Refuses numbers that are not: of NaN, absl's bounds are never left.
+    """Raise an error for numbers that are not finite: absl's bounds accept NaN.
 
     Raises:
-      flags.Error: in one line, which flag.
+      flags.Error: with the flag's name and value.
     """
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
@@ -131,7 +131,7 @@ def _check_numbers() -> None:
 
 
 def config_arguments(config: str = "config") -> list[str]:
-    """Returns the flags that give another process the config of this one."""
+    """Return the flags that give another process this process's config."""
     flag = flags.FLAGS[config]
     fields = config_flags.get_override_values(flag)
     return [
@@ -141,10 +141,10 @@ def config_arguments(config: str = "config") -> list[str]:
 
 
 def config_of(arguments: list[str]) -> ConfigDict:
-    """Returns the config of a process with these flags.
+    """Return the config of a process with these flags.
 
     Raises:
-      ValueError: in one line, a field or a value that cannot be.
+      ValueError: if a field or a value is invalid.
     """
     values = flags.FlagValues()
     argv = ["", *arguments]
@@ -158,12 +158,12 @@ def config_of(arguments: list[str]) -> ConfigDict:
 
 
 def _scale(flag: flags.Flag) -> None:
-    """Applies the config's scale; a field with a flag of its own keeps its value."""
+    """Apply the config's scale; a field with a flag of its own keeps its value."""
     flag.value = configs.scaled(flag.value, config_flags.get_override_values(flag))
 
 
 def _line(error: BaseException) -> str:
-    """Shortens an error by the traceback that ml_collections puts before it."""
+    """Return an error as one line, without ml_collections' traceback before it."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?

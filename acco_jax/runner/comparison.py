@@ -1,4 +1,4 @@
-"""Compares methods and seeds, each an ordinary run in a process of its own."""
+"""Comparison of methods and seeds, each an ordinary run in its own process."""
 
 import contextlib
 import dataclasses
@@ -21,15 +21,15 @@ from acco_jax.runner.tuning import Candidate
 class Entry:
     """A method to compare."""
 
-    name: str  # as written; also of its folder and in the table
-    flags: tuple[str, ...]  # that make a run one of this method
+    name: str  # as written; also its folder's name and in the table
+    flags: tuple[str, ...]  # for a run of this method
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to compare."""
+    """A comparison to run: config, methods, seeds and resources."""
 
-    config: tuple[str, ...]  # flags that say the experiment
+    config: tuple[str, ...]  # flags of the experiment
     entries: tuple[Entry, ...]
     workdir: Path  # of all runs and the results
     seeds: int  # of each method
@@ -66,12 +66,12 @@ class Request:
 
 
 def parse(text: str) -> tuple[Entry, ...]:
-    """Parses methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
+    """Parse methods as the command line has them: 'acco,dpu(warmup_steps=40)'.
 
-    In parentheses: arguments of the method, or config.FIELD=VALUE.
+    Parentheses hold arguments of the method, or config.FIELD=VALUE.
 
     Raises:
-      ValueError: in one line, what is wrong.
+      ValueError: if the text has another form, or a name occurs twice.
     """
     names = _split(text.replace(" ", ""))
     entries = tuple(map(_entry, names))
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Entry, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at the commas outside of parentheses."""
+    """Split at the commas outside of parentheses."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -108,14 +108,14 @@ def _entry(name: str) -> Entry:
 
 
 def check(request: Request) -> list[dict[str, Any]]:
-    """Prepares a run of every method, here, as its own process would.
+    """Prepare a run of every method, in this process, as its own process would.
 
     Returns:
-      How long the runs are of each candidate of the sweep, without one of each method:
-      the fields of a `tuning.Length`.
+      The fields of a `tuning.Length` for each candidate of the sweep; without a sweep,
+      for one run of each method.
 
     Raises:
-      ValueError: in one line that names the method, the first that cannot run.
+      ValueError: with the first method that cannot run.
     """
     if request.rate is not None:
         network.parse(request.rate)
@@ -147,7 +147,7 @@ def check(request: Request) -> list[dict[str, Any]]:
 
 
 def _length(experiment: Any) -> dict[str, Any]:
-    """Returns the fields of a `tuning.Length` of a run's `Experiment`."""
+    """Return the fields of a `tuning.Length` of a run's `Experiment`."""
     e, every = experiment, experiment.config.eval_every
     calls = {}
     for step in (*range(every, e.config.steps, every), e.config.steps):
@@ -161,14 +161,14 @@ def _length(experiment: Any) -> dict[str, Any]:
 
 
 def compare(request: Request, checking: list[str]) -> str:
-    """Runs what is not finished, writes the results, and returns the table.
+    """Run what is not finished, write the results, and return the table.
 
     The arguments `checking` make `python -m acco_jax.compare` only `check`.
 
     Raises:
-      ValueError: before the first run, what cannot work.
-      RunFailed: after the last one, which runs have no result.
-      Stopped: told to stop; the runs so far have saved what they had.
+      ValueError: before the first run, if something cannot work.
+      RunFailed: after the last run, with the runs that have no result.
+      Stopped: if told to stop; the runs so far have saved their state.
     """
     if request.rate is not None:
         network.parse(request.rate)
@@ -203,7 +203,7 @@ def compare(request: Request, checking: list[str]) -> str:
 
 
 def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> Request:
-    """Returns the request with each method at its own best."""
+    """Return the request with each method at its own best point."""
     found = request.candidates
     own = [(*request.config, *c.flags) for c in found]
     full = [dataclasses.replace(c, flags=f) for c, f in zip(found, own, strict=True)]
@@ -223,7 +223,7 @@ def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> 
 
 
 def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]:
-    """Calls `check` in a process of its own: this one must not take the devices."""
+    """Call `check` in its own process: this one must not take the devices."""
     command = [sys.executable, "-m", "acco_jax.compare", *arguments]
     environment = network.environment() if on_cpu else None
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -238,12 +238,12 @@ def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]
 
 
 def _check_folders(request: Request) -> None:
-    """Refuses folders of the other seeds that hold runs of other configs."""
+    """Raise a ValueError if folders of the other seeds hold runs of other configs."""
     for entry in request.entries:
         first, *seeds = request.seed_numbers
         path = request.folder(entry, first) / "config.json"
         if request.sweep and not path.exists():
-            continue  # its runs refuse what is not theirs
+            continue  # its runs reject folders of other runs
         config = read_object(path)
         for seed in seeds:
             folder = request.folder(entry, seed)

@@ -1,4 +1,4 @@
-"""The fields of an experiment, and what follows from them."""
+"""Fields of an experiment, and values that follow from them."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -10,50 +10,50 @@ from ml_collections import ConfigDict, config_dict
 
 from acco_jax.runner.names import check_name
 
-STEPS = 2**30  # of a run at most: counters are 32 bits wide
+STEPS = 2**30  # most steps of a run: counters are 32 bits wide
 PLACEHOLDER = config_dict.placeholder
 
 
 def default_config() -> ConfigDict:
-    """Returns every field there is; an experiment starts from this and changes some.
+    """Return the config with all fields; an experiment starts from it and changes some.
 
     It is not locked, so that optimizer.options takes new keys from the command line;
-    `validate` refuses fields that are not here.
+    `validate` rejects fields that are not here.
     """
     c = ConfigDict()
-    # A name in `scales`, which has the fields that differ at that scale of the
-    # experiment, in dicts like this config's own: {"smoke": {"model": {"width": 32}}}.
-    # Where flags are read, `scaled` makes one config of it all; None: as written.
+    # A name in `scales`. A scale holds the fields that differ at it, in dicts like this
+    # config's own: {"smoke": {"model": {"width": 32}}}. Where flags are read, `scaled`
+    # merges them into one config. None: the config as written.
     c.scale = PLACEHOLDER(str)
     c.scales = ConfigDict(type_safe=False)
     c.seed = 0  # of the initialization and of the data's order
-    # Workdir of a run of this model, on any devices, from whose parameters this one
-    # starts, or which its adapters adapt; None: from the initialization.
+    # Workdir of a run of this model, on any devices. This run starts from its
+    # parameters, or adapts them. None: from the initialization.
     c.base = PLACEHOLDER(str)
-    # A Hugging Face folder whose model is trained, or adapted, from its weights on: of
-    # `model` the dtypes, remat and attention count, its other fields are without
-    # effect. `length` is at most the positions that the model knows. The folder may
-    # move; a run goes on with the same model in it alone.
+    # A Hugging Face folder whose model is trained, or adapted, starting from its
+    # weights. Of `model` only the dtypes, remat and attention take effect. `length` is
+    # at most the model's positions. The folder may move; a run resumes only with the
+    # same model in it.
     c.init_from = PLACEHOLDER(str)
-    # A regular expression: weights of init_from, by their whole names, that its model
-    # has no place for and that are left out. None: such weights are refused.
+    # A regular expression: whole names of weights of init_from that its model has no
+    # place for and that are left out. None: such weights raise an error.
     c.ignore_weights = PLACEHOLDER(str)
     c.steps = 1000  # optimizer steps (commits; inner steps of local methods)
-    # Instead of steps, which then follow: as many as take so many targets, or pass so
-    # often over the training documents.
+    # They determine `steps` instead: the number of targets to train on, or of passes
+    # over the training documents.
     c.tokens = PLACEHOLDER(int)
     c.epochs = PLACEHOLDER(float)
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
-    # Groups of devices, one after the other, on a fast network each (hosts of GPUs,
-    # slices of TPUs). Several make two data axes: what is reduced within a domain first
-    # is smaller when it crosses to others, and reduce_bits is for that crossing alone.
-    # None: the slices that TPUs are in, otherwise one.
+    # Consecutive groups of devices, each on a fast network (hosts of GPUs, slices of
+    # TPUs). Several make two data axes (hierarchical reduction): gradients are reduced
+    # within a domain first and cross to others smaller; reduce_bits is only for that
+    # crossing. None: the slices that TPUs are in, otherwise one.
     c.domains = PLACEHOLDER(int)
 
-    # A worker is a group of so many devices, neighbours in a domain. Over fsdp they
-    # split a microbatch's rows and the parameters, which are gathered layer by layer;
-    # over tensor also attention's heads and the MLP's hidden units. The number of
-    # workers is what remains of the devices.
+    # Sizes of a model-parallel group: one worker, of neighbouring devices in a domain.
+    # Over fsdp its devices split a microbatch's rows and the parameters, which are
+    # gathered layer by layer; over tensor also attention's heads and the MLP's hidden
+    # units. workers = devices / (fsdp x tensor).
     c.mesh = ConfigDict({"fsdp": 1, "tensor": 1})
 
     c.method = "acco"  # a key of acco_jax.methods.METHODS
@@ -62,32 +62,33 @@ def default_config() -> ConfigDict:
     c.accumulate_dtype = PLACEHOLDER(str)  # None: each parameter's own
     c.form = "auto"  # 'fused', 'split'
 
-    # Rows of one microbatch, and how many of them each worker adds up for one optimizer
-    # step. acco takes half of them in each of a step's two half-rounds.
+    # Rows of one microbatch, and the microbatches that each worker accumulates for one
+    # optimizer step. acco takes half of them in each of a step's two half-rounds.
     c.microbatch_size = 8
     c.microbatches_per_step = 2
-    # A run may go on with other workers than it began with. 'kept': they compute the
-    # same microbatches for a step, dealt out anew; 'per_worker': each as many as
-    # before, so that the batch is larger or smaller.
+    # A run may resume with another number of workers. 'kept': they compute the same
+    # microbatches of a step, redistributed. 'per_worker': each computes as many as
+    # before, so that the batch grows or shrinks.
     c.batch = "kept"
-    # 'fixed', or 'adaptive': each process keeps adding microbatches until its
-    # communication is done, from those of a half-round up to most_microbatches (split
-    # form); or 'balanced': they follow the workers' measured speed, so that all end
-    # together (fused form); or 'halves': acco's half-rounds differ; or 'replay:FILE',
-    # a run's counts.jsonl: as that run did, in the form that it had.
+    # 'fixed'; 'adaptive': each process adds microbatches until its communication is
+    # done, from a half-round's number up to most_microbatches (two-thread execution,
+    # form 'split'); 'balanced': they follow the workers' measured speed, so that all
+    # end together (single-program execution, form 'fused'); 'halves': acco's
+    # half-rounds differ; 'replay:FILE', a run's counts.jsonl: as in that run, in its
+    # form.
     c.microbatches = "fixed"
-    # Of 'halves': how many of microbatches_per_step come in a step's first half-round,
-    # beside the estimate's communication. The fewer, the closer acco is to zero1; as
-    # few as take as long as the communication.
+    # For 'halves': how many of microbatches_per_step a step's first half-round has,
+    # overlapped with the estimate's communication. The fewer, the closer acco is to
+    # zero1. Use the smallest count that covers the communication.
     c.first_half = 1
     c.most_microbatches = 16  # of each worker in a half-round, where they vary
-    # Of 'balanced': the least of each worker, however slow, and whether the batch grows
-    # (the slowest worker computes its even part of it, the others what they end
-    # meanwhile) or stays.
+    # For 'balanced': the least microbatches of each worker, and whether the batch grows
+    # or stays. If it grows, the slowest worker computes its equal share, and the others
+    # all that they finish meanwhile.
     c.balance = ConfigDict({"floor": 0, "grows": False})
     c.length = 256  # targets per row
-    # How many of its microbatches each worker computes per half-round: one number per
-    # worker, for workers of unequal speed. Empty: all.
+    # Microbatches that each worker computes per half-round: one number per worker, for
+    # workers of unequal speed. Empty: all.
     c.counts = ()
 
     c.optimizer = _optimizer_fields()
@@ -99,8 +100,8 @@ def default_config() -> ConfigDict:
     c.log_every = 10
     c.eval_every = 100
     c.eval_batches = 8  # per evaluation; the last one takes all held-out documents
-    # Texts that the model writes at each evaluation, which logs and metrics.jsonl have:
-    # so many go on with the prompt, up to so many tokens, drawn at temperature 1.
+    # Texts sampled from the model at each evaluation, for logs and metrics.jsonl: their
+    # number, prompt and most tokens, at temperature 1.
     c.samples = 0
     c.sample_prompt = ""
     c.sample_tokens = 64  # together with the prompt's at most `length`
@@ -110,13 +111,15 @@ def default_config() -> ConfigDict:
     c.keep_checkpoints = 2  # the newest, and the one with the best held-out loss
     c.spike = _spike_fields()
     # Whether a worker whose loss or gradients are not finite does not count in that
-    # half-round (of local methods: in that inner step). None: wherever it can be, which
-    # is with every method but fused_zero1. It is logged, and rows of metrics.jsonl have
-    # the number as `dropped`; so many half-rounds of one worker in a row end the run.
+    # half-round (with local methods: in that inner step). None: with every method that
+    # supports it, all but fused_zero1. Drops are logged, and rows of metrics.jsonl
+    # count them as `dropped`. most_dropped_in_a_row half-rounds of one worker in a row
+    # end the run.
     c.drop_nonfinite = PLACEHOLDER(bool)
     c.most_dropped_in_a_row = 10
-    # START:STOP, half-rounds to trace, both included and counted from 1, such as 20:23,
-    # which WORKDIR/profile then has with a summary (runner/profiling.py); None: none.
+    # START:STOP, half-rounds to trace, both included and counted from 1, such as 20:23.
+    # WORKDIR/profile gets the trace with a summary (runner/profiling.py). None: no
+    # trace.
     c.profile = PLACEHOLDER(str)
     # 'package.module:function', which process 0 calls with each row of metrics.jsonl.
     c.metrics_hook = PLACEHOLDER(str)
@@ -126,10 +129,10 @@ def default_config() -> ConfigDict:
 
 def _spike_fields() -> ConfigDict:
     c = ConfigDict()
-    # What happens where the training loss rises by more than `threshold` nats above the
-    # lowest one: 'stop', 'rollback' (to the newest checkpoint, going on with later
-    # rows, at most three times), 'off'. Both losses are means over the newest `calls`
-    # calls or more, with at least `tokens` tokens; most of the calls must be as high.
+    # Action when the training loss rises by more than `threshold` nats above the lowest
+    # one: 'stop', 'rollback' (to the newest checkpoint, continuing with later rows, at
+    # most three times), 'off'. Both losses are means over the newest `calls` calls or
+    # more, with at least `tokens` tokens; most of the calls must be as high.
     c.policy = "stop"
     c.threshold = 3.0
     c.calls = 8
@@ -155,11 +158,10 @@ def _optimizer_fields() -> ConfigDict:
     # Parameters whose weights do not decay: a regular expression that is searched in
     # their paths; '': none. None: biases, scales and all of one dimension.
     c.no_decay = PLACEHOLDER(str)
-    # Pairs (pattern, fields) for parameters with such a path, the first that matches:
-    # a learning_rate (whose schedule is the same) and options of their own.
+    # Pairs (pattern, fields) for parameters with such a path; the first match counts.
+    # Fields are a learning_rate (with the same schedule) and options of their own.
     c.groups = ()
-    # Decay of an average of the parameters, per step, which is evaluated beside them;
-    # 0: none.
+    # Decay per step of an average of the parameters, which is evaluated too; 0: none.
     c.ema = 0.0
     return c
 
@@ -169,62 +171,63 @@ def _data_fields() -> ConfigDict:
     # 'text_folder', 'jsonl', 'parquet', 'huggingface' (a folder that datasets'
     # save_to_disk wrote), or any tensorflow_datasets name.
     c.name = "stdlib"
-    # Of the first four: a folder; of 'jsonl' and 'parquet' also a file, or a pattern of
-    # files.
+    # For the first four: a folder; for 'jsonl' and 'parquet' also a file, or a pattern
+    # of files.
     c.path = PLACEHOLDER(str)
     # 'pretrain': documents, packed into rows; 'instruct': an answer to each instruction
-    # (Alpaca's columns instruction, input, output), a row each.
+    # (Alpaca's columns instruction, input, output), one per row.
     c.task = "pretrain"
     c.document_mask = False  # of 'pretrain': attention stays within a document
-    # Of 'instruct': to which numbers of targets rows are padded, ascending, each global
+    # For 'instruct': ascending numbers of targets that rows are padded to, each global
     # batch to the smallest that fits; longer answers are cut. (): to `length`.
     c.lengths = ()
     c.text_feature = "text"  # of 'pretrain'
-    # Words in the names of files and folders, or splits of 'huggingface' and tfds; of
-    # 'train' and 'validation' also their synonyms. 'all': all files are for training.
+    # Words in the names of files and folders, or splits of 'huggingface' and tfds;
+    # 'train' and 'validation' also stand for their synonyms. 'all': all files are for
+    # training.
     c.train_split = "train"
     c.validation_split = "validation"
-    c.held_out = 0.05  # of the documents, where there is no validation or test split
+    c.held_out = 0.05  # of the documents, without a validation or test split
     c.data_dir = PLACEHOLDER(str)  # None: $ACCO_DATA_DIR or ~/.cache/acco_jax
-    # 'bytes', 'bpe', trained on the training split, 'init_from', that of the folder
-    # that the run starts from, or the path of a tokenizer.json or of a SentencePiece
-    # .model.
+    # 'bytes'; 'bpe', trained on the training split; 'init_from', the tokenizer of that
+    # folder; or the path of a tokenizer.json or of a SentencePiece .model.
     c.tokenizer = "bytes"
     c.vocab_size = PLACEHOLDER(int)  # of 'bpe'
-    # Of a file the token that ends a text; None: the one that is named beside it
-    # (tokenizer_config.json, special_tokens_map.json), or a well-known one.
+    # For a tokenizer file: the token that ends a text. None: the one named in
+    # tokenizer_config.json or special_tokens_map.json next to it, or a well-known one.
     c.end_of_text = PLACEHOLDER(str)
-    # Which part of its rows each worker reads from documents of its own, that no other
-    # reads them from: 0: none, all workers have the same distribution; 1: all.
+    # Fraction of each worker's rows drawn from documents that no other worker reads. 0:
+    # all workers have one distribution; 1: all rows are of such documents.
     c.skew = 0.0
     return c
 
 
 def _model_fields() -> ConfigDict:
     c = ConfigDict()
-    # 'package.module:function', called with vocab_size, length and the options, which
-    # returns an acco_jax.models.base.Model; the fields below vocab_size are then
-    # without effect. None: a transformer.
+    # 'package.module:function', called with vocab_size, length and the options. It
+    # returns an acco_jax.models.base.Model; the fields below vocab_size then have no
+    # effect. None: a transformer.
     c.factory = PLACEHOLDER(str)
     c.options = ConfigDict(type_safe=False)
     c.vocab_size = PLACEHOLDER(int)  # None: the tokenizer's
-    # A name of acco_jax.models.sizes.SIZES; None: of a family, with the sizes below it.
+    # A name of acco_jax.models.sizes.SIZES; None: a model of `family` with the sizes
+    # below.
     c.size = PLACEHOLDER(str)
     c.family = "gpt-neo"  # 'gpt2', 'llama', 'qwen3'
     c.width = 128
     c.layers = 4
     c.heads = 4
     c.kv_heads = PLACEHOLDER(int)  # heads of keys and values; None: heads
-    c.mlp_width = PLACEHOLDER(int)  # None: 4 * width, of llama and qwen3 3 * width
+    c.mlp_width = PLACEHOLDER(int)  # None: 4 * width; llama and qwen3: 3 * width
     c.window = 256  # of the local layers
     c.dtype = "bfloat16"  # of the computation
-    c.param_dtype = "bfloat16"  # the master copy is float32 all the same
-    # What the backward pass computes again: 'none', norms and the MLP's activation;
-    # 'elementwise', all but products and attention; 'block', everything. None: nothing
-    # on CPU, elsewhere what is elementwise.
+    c.param_dtype = "bfloat16"  # the master weights are float32
+    # What the backward pass recomputes: 'none', only norms and the MLP's activation;
+    # 'elementwise', all but matmuls and attention; 'block', everything. None: nothing
+    # on CPU, elsewhere elementwise operations.
     c.remat = PLACEHOLDER(str)
     # 'xla' (scores in memory), 'cudnn' or 'pallas' (GPU), 'splash' (TPU); None: the
-    # kernel of the platform where there is one for this dtype.
+    # platform's kernel, if it has one for this dtype.
     c.attention = PLACEHOLDER(str)
     return c
 
@@ -233,25 +236,25 @@ def _lora_fields() -> ConfigDict:
     c = ConfigDict()
     c.rank = 0  # of the adapters that are trained instead of the model; 0: none
     c.pattern = "attn/(q|v)_proj/kernel"  # searched in the parameters' paths
-    # Instead of both: pairs (pattern, rank), of which the first that matches counts.
+    # Instead of both: pairs (pattern, rank); the first match counts.
     c.ranks = ()
     c.scale = 1.0  # W + scale * a @ b
     return c
 
 
 def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
-    """Returns a config with the fields of its `scale`, and then no scales any more.
+    """Return a config with the fields of its `scale`, and without `scales`.
 
     Args:
       config: of the experiment.
-      kept: dotted names of fields that keep their values: those of the command line.
+      kept: dotted names of fields that keep their values: fields of the command line.
 
     Raises:
-      ValueError: in one line, there is no such scale, or it does not fit the config.
+      ValueError: if there is no such scale, or it does not fit the config.
     """
     name, scales = config.get("scale"), config.get("scales")
     if not isinstance(scales, ConfigDict):
-        return config  # `validate` says what it lacks
+        return config  # `validate` reports the missing field
     if name is not None and not scales:
         raise ValueError(
             f"scale is {name!r}, but the config has no scales: leave it out."
@@ -274,7 +277,7 @@ def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted names and values."""
+    """Yield dotted names and values."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -283,12 +286,12 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def from_json(fields: Mapping[str, Any]) -> ConfigDict:
-    """Returns the config that a run's config.json describes.
+    """Return the config that a run's config.json describes.
 
-    Fields that it lacks, as one of an earlier version does, have their defaults.
+    Missing fields, as in a config.json of an earlier version, have their defaults.
 
     Raises:
-      TypeError: a field has a value of another type.
+      TypeError: if a field has a value of another type.
     """
 
     def frozen(value: Any) -> Any:  # JSON makes lists of tuples
@@ -308,17 +311,17 @@ def with_steps(
     steps_per_call: int,
     most: int = STEPS,
 ) -> ConfigDict:
-    """Returns the config with the `steps` that `tokens` or `epochs` ask for.
+    """Return the config with the `steps` that `tokens` or `epochs` ask for.
 
     Args:
       config: of the experiment.
       rows_per_step: of all workers together.
       rows_per_epoch: rows of the training documents.
       steps_per_call: of the method, a multiple of which steps are rounded up to.
-      most: how many steps a run may have.
+      most: largest number of steps of a run.
 
     Raises:
-      ValueError: in one line, they are more.
+      ValueError: if there are more steps.
     """
     if config.tokens is None and config.epochs is None:
         return config
@@ -340,10 +343,10 @@ def with_steps(
 
 
 def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) -> int:
-    """Returns the microbatches of each worker in one of a step's half-rounds.
+    """Return the microbatches of each worker in one of a step's half-rounds.
 
     Raises:
-      ValueError: the step does not divide into half-rounds, or counts do not fit.
+      ValueError: if the step does not divide into half-rounds, or counts do not fit.
     """
     per_step, counts = config.microbatches_per_step, tuple(config.counts)
     if per_step % half_rounds:
@@ -363,10 +366,10 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
 
 
 def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
-    """Returns the microbatches of each worker in the halves of a step, the first first.
+    """Return each worker's microbatches in a step's first and second half.
 
     Raises:
-      ValueError: there are not two half-rounds, or not so many microbatches.
+      ValueError: if there are not two half-rounds, or too few microbatches.
     """
     per_step, first = config.microbatches_per_step, config.first_half
     if half_rounds != 2 or not 0 < first < per_step:
@@ -378,13 +381,13 @@ def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
 
 
 def replayed(config: ConfigDict) -> str:
-    """Returns the log that a run repeats; '' if it repeats none."""
+    """Return the path of the log that a run repeats; '' if it repeats none."""
     kind, _, file = config.microbatches.partition(":")
     return file if kind == "replay" else ""
 
 
 def dtype(field: str, name: str | None) -> Any:
-    """Returns a floating dtype by name, None for None; an error names the field."""
+    """Return a floating dtype by name, None for None; an error names the field."""
     if name is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""The microbatches that every worker computed in every half-round: counts.jsonl.
+"""Log of every worker's microbatches in every half-round: counts.jsonl.
 
 One JSON list of n integers a line, written where counts vary during a run;
-`--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run to the bit, and
-`--replay=WORKDIR` one whose workers changed, too.
+`--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run bitwise, and
+`--replay=WORKDIR` also repeats one whose workers changed.
 """
 
 import json
@@ -26,13 +26,13 @@ FILE = "counts.jsonl"
 
 
 class CountsLog:
-    """The counts of a run so far, which process 0 writes."""
+    """Counts of a run so far, which process 0 writes."""
 
     def __init__(self, workdir: Path, done: int) -> None:
-        """Opens the log of a run, cut after the half-rounds done so far.
+        """Open the log of a run, cut after the half-rounds done so far.
 
         Raises:
-          ValueError: the log is damaged, or of fewer half-rounds.
+          ValueError: if the log is damaged, or has fewer half-rounds.
         """
         path, rows = workdir / FILE, kept(workdir, done)
         self.total = sum(map(sum, rows))  # microbatches of all workers
@@ -43,7 +43,7 @@ class CountsLog:
             self._file = path.open("a")
 
     def add(self, counts: Sequence[int]) -> None:
-        """Appends the next half-round's counts, one for each worker."""
+        """Append the next half-round's counts, one for each worker."""
         self.last = [int(c) for c in counts]
         self.total += sum(self.last)
         if self._file:
@@ -56,10 +56,10 @@ class CountsLog:
 
 
 def kept(workdir: Path, done: int) -> list[list[int]]:
-    """Returns the counts of the half-rounds done so far.
+    """Return the counts of the half-rounds done so far.
 
     Raises:
-      ValueError: the log is damaged, or of fewer half-rounds.
+      ValueError: if the log is damaged, or has fewer half-rounds.
     """
     path = workdir / FILE
     rows = read_counts(path, done)
@@ -72,7 +72,7 @@ def kept(workdir: Path, done: int) -> list[list[int]]:
 
 
 def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
-    """Raises a ValueError unless a log can be repeated by such a run, whole."""
+    """Raise a ValueError unless a run of this size can repeat a log."""
     rows = read_counts(log)
     if len(rows) < half_rounds:
         raise ValueError(
@@ -85,17 +85,17 @@ def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
 def counted(
     config: ConfigDict, microbatches: int, half_rounds: int, first: int, workers: int
 ) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay | None:
-    """Returns how a half-round's microbatches are counted, None where they are fixed.
+    """Return how a half-round's microbatches are counted, None where they are fixed.
 
     Args:
       config: of the experiment.
       microbatches: of each of the first workers in a half-round.
       half_rounds: of the whole run.
-      first: how many workers the run began with.
-      workers: how many there are.
+      first: number of workers that the run began with.
+      workers: number of workers now.
 
     Raises:
-      ValueError: the bounds do not fit, or a log cannot be repeated by this run.
+      ValueError: if the bounds do not fit, or this run cannot repeat a log.
     """
     if config.microbatches == "fixed":
         return None
@@ -126,7 +126,7 @@ def counted(
 def _halves(
     config: ConfigDict, microbatches: int, first: int, workers: int
 ) -> acco_jax.Halves:
-    """Returns the halves of a step, dealt out anew where there were `first` workers."""
+    """Return the halves of a step, redistributed if there were `first` workers."""
     parts = configs.halves(config, config.microbatches_per_step // microbatches)
     if first in (0, workers):
         return acco_jax.Halves(*parts)
@@ -134,22 +134,22 @@ def _halves(
 
 
 class Watch:
-    """Says which workers are slow, where the train step measures it."""
+    """Monitor of slow workers, where the train step measures them."""
 
     def __init__(self, step: acco_jax.TrainStep) -> None:
         self._step, self._said = step, set[int]()
 
     def counts(self, metrics: dict[str, Any]) -> list[int]:
-        """Returns every worker's microbatches of the call with these metrics.
+        """Return every worker's microbatches of the call with these metrics.
 
-        It waits for the devices only where the host does not know them.
+        It waits for the devices only where the host does not have them.
         """
         if isinstance(self._step, BalancedStep):
             return self._step.counts
         return [int(c) for c in jax.device_get(metrics["counts"])]
 
     def row(self, half_round: int) -> dict[str, Any]:
-        """Returns what a row of metrics has of it; process 0 logs what has changed."""
+        """Return the slow workers for a row of metrics; process 0 logs changes."""
         if not isinstance(self._step, BalancedStep) or not self._step.seconds:
             return {}
         slow, counts = self._step.stragglers, self._step.counts

@@ -1,4 +1,4 @@
-"""Chooses a program's devices, before JAX starts a backend."""
+"""Choice of a program's devices, before JAX starts a backend."""
 
 import functools
 import glob
@@ -17,18 +17,17 @@ PATIENCE = 60  # seconds that JAX waits longer for the others than this process 
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has a device file of a GPU or a TPU."""
+    """Return whether this machine has a device file of a GPU or a TPU."""
     gpus = "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd"  # NVIDIA's, WSL's, AMD's
     tpus = "/dev/accel*", "/dev/vfio/[0-9]*"
     return any(glob.glob(pattern) for pattern in gpus + tpus)
 
 
 def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None:
-    """Chooses the CPU where there is nothing else, and how many devices it has.
+    """Choose the CPU if there is no accelerator, and its number of devices.
 
-    With an accelerator's plugin installed and no accelerator, JAX left to itself
-    searches for one and prints a traceback.
-    `several_processes` says that CPU processes must be able to communicate.
+    With an accelerator's plugin installed and no accelerator, JAX would search for one
+    and print a traceback. With `several_processes`, CPU processes can communicate.
     """
     platforms = jax.config.values["jax_platforms"] or os.environ.get("JAX_PLATFORMS")
     if not platforms and not has_accelerator():
@@ -57,10 +56,10 @@ KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
 def launched_by_a_cluster() -> bool:
-    """Whether a launcher that JAX detects started several of these processes.
+    """Return whether a launcher that JAX detects started several of these processes.
 
     Raises:
-      ValueError: in one line, which variable says so although JAX finds no others.
+      ValueError: with the launcher's variable, if JAX lacks what finds the others.
     """
     several = [name for name in LAUNCHERS if _number_of(name) > 1]
     lacking = {name: lacks for name in several if (lacks := _missing(name))}
@@ -87,7 +86,7 @@ def launched_by_a_cluster() -> bool:
 
 
 def are_several(coordinator: str | None, processes: int | None) -> bool:
-    """Whether flags, or where there are none a launcher, name several processes.
+    """Return whether flags, or without flags a launcher, name several processes.
 
     Raises:
       ValueError: as `launched_by_a_cluster`.
@@ -98,7 +97,7 @@ def are_several(coordinator: str | None, processes: int | None) -> bool:
 
 
 def _number_of(name: str) -> int:
-    """Returns how many processes a launcher's variable says there are; 1 if unset."""
+    """Return the number of processes in a launcher's variable; 1 if unset."""
     text = os.environ.get(name, "1")
     try:
         number = int(text)
@@ -113,12 +112,12 @@ def _number_of(name: str) -> int:
 
 
 def _missing(name: str) -> str:
-    """Returns the first variable that JAX lacks to find a launcher's processes."""
+    """Return the first variable that JAX lacks to find the processes, or ""."""
     return next((x for x in LAUNCHERS[name][0] if not os.environ.get(x)), "")
 
 
 def has_tpu() -> bool:
-    """Whether JAX can use this machine's TPU."""
+    """Return whether JAX can use this machine's TPU."""
     files = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
     installed = importlib.util.find_spec("libtpu") is not None
     return installed and any(glob.glob(pattern) for pattern in files)
@@ -126,9 +125,9 @@ def has_tpu() -> bool:
 
 @functools.cache
 def _tpu_hosts() -> int:
-    """Returns the hosts of the slice that this Cloud TPU VM is of; 1 if it is none.
+    """Return the hosts of this Cloud TPU VM's slice; 1 if it is not one.
 
-    Its environment does not say; its metadata, at the address that JAX asks too, does.
+    Its environment does not tell; its metadata, at the address that JAX asks, does.
     """
     if not has_tpu() or "TPU_SKIP_MDS_QUERY" in os.environ:
         return 1
@@ -153,10 +152,10 @@ def _is_address(text: str) -> bool:
 def check_together(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> None:
-    """Refuses flags that say who else takes part and do not fit together.
+    """Raise a ValueError if flags about the processes do not fit together.
 
     Raises:
-      ValueError: in one line, which.
+      ValueError: with the flags and the remedy.
     """
     if coordinator is None and processes is None and process is None:
         return
@@ -186,20 +185,20 @@ def connect(
     *,
     supervised: bool = False,
 ) -> None:
-    """Joins the other processes: as told, or as the launcher says, or not at all.
+    """Join the other processes as flags or a launcher name them, if there are several.
 
-    Where they do not come in time, the process ends with `exits.LOST`.
+    If they do not come in time, the process ends with `exits.LOST`.
 
     Args:
       coordinator: address:port of process 0; None: the launcher's.
-      processes: how many there are; None: as the launcher says.
-      process: which of them this one is; None: as the launcher says.
+      processes: their number; None: the launcher's.
+      process: this one's number; None: the launcher's.
       start_within: seconds until all must be there.
       lost_after: seconds without a sign of life until a process is lost.
       supervised: whether a command decides when the others are late.
 
     Raises:
-      ValueError: the others were not found.
+      ValueError: if the others were not found.
     """
     if coordinator is None and not are_several(None, processes):
         return
@@ -215,9 +214,9 @@ def connect(
             processes,
             process,
             initialization_timeout=int(patience),
-            # on the address that was named alone, not on every interface
+            # on the named address only, not on every interface
             coordinator_bind_address=coordinator,
-            # The command is to say it first: this one aborts without a word of its own.
+            # The command must report it first: JAX aborts without a line of its own.
             heartbeat_timeout_seconds=max(100, int(2 * lost_after)),
         )
     except RuntimeError as error:
@@ -225,11 +224,11 @@ def connect(
     finally:
         late.cancel()
     if jax.process_index():
-        logging.set_verbosity(logging.WARNING)  # process 0 speaks for all
+        logging.set_verbosity(logging.WARNING)  # only process 0 logs
 
 
 def _end_alone(seconds: float, processes: int | None) -> None:
-    """Ends this process, whose main thread waits in C++ for the others."""
+    """End this process, whose main thread waits in C++ for the other processes."""
     told = [f"{x}={os.environ[x]}" for x in LAUNCHERS if os.environ.get(x)]
     if processes is not None:
         told = [f"--processes={processes}"]

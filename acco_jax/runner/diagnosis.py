@@ -1,6 +1,6 @@
-"""What a machine is like for a run, and what stands in its way: acco_jax.doctor.
+"""Diagnosis of a machine for a run, and of its problems: acco_jax.doctor.
 
-Every check returns findings: what was seen, and of a problem its remedy.
+Every check yields findings: what was seen, and a problem's remedy.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from acco_jax.runner import workdir as workdirs
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")  # of jaxlib's own version
-PAIRS = 120  # measured at most: sixteen devices' all
+PAIRS = 120  # measured at most: all pairs of sixteen devices
 MEBIBYTES = 16  # that a pair exchanges
 TIMES = 5
-SLOW = 0.25  # of the median pair's bandwidth
+SLOW = 0.25  # share of the median pair's bandwidth
 FREE_GIB = 10  # of a disk that is to have checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something seen; a problem if it has a remedy."""
+    """An observation; a problem if it has a remedy."""
 
     about: str
     seen: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def versions(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Checks versions that must fit together.
+    """Check versions that must fit together.
 
     Args:
       installed: package -> version; None: what is installed.
@@ -77,7 +77,7 @@ def _version(package: str) -> str | None:
 
 
 def backend(found: Sequence[jax.Device], accelerator: bool) -> Iterator[Finding]:
-    """Checks that JAX uses what the machine has.
+    """Check that JAX uses the machine's accelerator.
 
     Args:
       found: JAX's devices, of all processes.
@@ -109,7 +109,7 @@ def backend(found: Sequence[jax.Device], accelerator: bool) -> Iterator[Finding]
 
 
 def cores(available: int, nproc: str | None, platform: str) -> Iterator[Finding]:
-    """Checks that a CPU process has a thread to communicate in.
+    """Check that a CPU process has a thread to communicate in.
 
     Args:
       available: cores that this process may use.
@@ -127,10 +127,10 @@ def cores(available: int, nproc: str | None, platform: str) -> Iterator[Finding]
 
 
 def bandwidths(mesh: Mesh) -> dict[tuple[int, int], float]:
-    """Measures pairs of devices, both ways at once, in bytes a second each way.
+    """Measure pairs of devices, both ways at once, in bytes a second each way.
 
-    All processes of the mesh call it together. Of more than sixteen devices, some
-    pairs.
+    All processes of the mesh call it together. With more than sixteen devices only
+    some pairs are measured.
     """
     n, length = mesh.size, MEBIBYTES * 2**20 // 4
     rows = NamedSharding(mesh, P("device"))
@@ -145,7 +145,7 @@ def bandwidths(mesh: Mesh) -> dict[tuple[int, int], float]:
             start = time.perf_counter()
             jax.block_until_ready(swap(x))
             seconds.append(time.perf_counter() - start)
-        found[i, j] = length * 4 / min(seconds)  # the others met other work
+        found[i, j] = length * 4 / min(seconds)  # the slower ones met other work
     return found
 
 
@@ -156,7 +156,7 @@ def _swap(mesh: Mesh, pairs: tuple[tuple[int, int], ...]) -> jax.stages.Wrapped:
 
 
 def network(rates: Mapping[tuple[int, int], float]) -> Iterator[Finding]:
-    """Says how fast pairs of devices are, and which are much slower than most."""
+    """Yield how fast pairs of devices are, and which are much slower than most."""
     if not rates:
         yield Finding("network", "one device: nothing to communicate with")
         return
@@ -183,7 +183,7 @@ def _rate(bytes_a_second: float) -> str:
 
 
 def folder(workdir: Path) -> Iterator[Finding]:
-    """Checks where a run would write: that all processes share it, and its disk."""
+    """Check a run's workdir: that all processes share it, and its disk."""
     try:
         workdirs.check_shared(workdir)
         there = next(p for p in (workdir, *workdir.parents) if p.exists())
@@ -204,7 +204,7 @@ def folder(workdir: Path) -> Iterator[Finding]:
 
 
 def examined(workdir: Path) -> Iterator[Finding]:
-    """Yields all findings of this machine, and of the others that take part."""
+    """Yield all findings of this machine, and of the others that take part."""
     found = jax.devices()
     yield from versions()
     yield from backend(found, here.has_accelerator())

@@ -1,4 +1,4 @@
-"""Half-rounds in which a worker did not count, its numbers not being finite."""
+"""Half-rounds in which a worker did not count: its numbers were not finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ from acco_jax.groups import members
 
 
 class Drops:
-    """What was dropped so far; all processes know it, each logs its own workers.
+    """Drops so far; all processes have them, each logs its own workers.
 
-    It is read when metrics are, an interval late, so that the loop does not wait.
+    They are read when metrics are, an interval late, so that the loop does not wait.
 
     Attributes:
       dropping: whether the train step looks for bad numbers.
-      nobody: the half-rounds up to the last one read that nobody counted in, in a row.
+      nobody: successive half-rounds, up to the last one read, in which nobody counted.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class Drops:
         first_row: Callable[[Position, int], int],
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Begins with nothing dropped, or with what `state` returned.
+        """Begin with nothing dropped, or with the given `state`.
 
         Args:
           dropping: whether the train step looks for bad numbers.
           mesh: of the workers, each a device or a group of them.
-          most: so many half-rounds of a worker in a row end the run.
+          most: half-rounds in a row of a worker that end the run.
           first_row: (where a batch begins, worker) -> the number of its first row.
           state: of a checkpoint.
         """
@@ -51,16 +51,16 @@ class Drops:
         self._unread: list[tuple[int, Position, tuple[jax.Array, jax.Array]]] = []
 
     def add(self, half_round: int, start: Position, metrics: dict[str, Any]) -> None:
-        """Takes a half-round's metrics, possibly not computed yet, and its `start`."""
+        """Take a half-round's metrics, possibly not computed yet, and its `start`."""
         if self.dropping:
             arrays = metrics["dropped"], metrics["weight"]
             self._unread.append((half_round, start, arrays))
 
     def read(self, half_round: int) -> None:
-        """Looks at all half-rounds up to this one, and waits for it.
+        """Read all half-rounds up to this one; wait for it.
 
         Raises:
-          FloatingPointError: a worker was dropped in too many of them in a row.
+          FloatingPointError: if a worker was dropped in too many of them in a row.
         """
         ready = [x for x in self._unread if x[0] <= half_round]
         del self._unread[: len(ready)]
@@ -92,11 +92,11 @@ class Drops:
             )
 
     def since_last(self) -> int:
-        """Returns how often workers were dropped since this was last asked for."""
+        """Return how often workers were dropped since the last call."""
         since, self._since = self._since, 0
         return since
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, JSON-able and the same in all processes."""
+        """Return a checkpoint's state, JSON-able and equal in all processes."""
         in_a_row = self._in_a_row.tolist()
         return {"in_a_row": in_a_row, "nobody": self.nobody, "since": self._since}

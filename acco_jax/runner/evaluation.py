@@ -1,4 +1,4 @@
-"""The loss on held-out documents."""
+"""Loss on held-out documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ class Evaluator:
     def __init__(
         self, experiment: Experiment, stopped: Callable[[], bool] = lambda: False
     ) -> None:
-        """Prepares evaluations that `stopped`, asked before each batch, ends."""
+        """Prepare evaluations that `stopped`, asked before each batch, ends."""
         self._experiment, self._stopped = experiment, stopped
         e = experiment
         self._loss_fn, rows = with_arrays(e.loss_fn), P(e.tx.axis)
@@ -44,10 +44,10 @@ class Evaluator:
         self._total = jax.jit(lambda x: x.sum(0), out_shardings=replicated)
 
     def __call__(self, params: PyTree, limit: int | None) -> tuple[float, float]:
-        """Returns nats per token and bits per byte over `limit` batches, or all.
+        """Return nats per token and bits per byte over `limit` batches, or all.
 
         Raises:
-          Stopped: the run has been told to stop.
+          Stopped: if the run has been told to stop.
         """
         e = self._experiment
         zeros = np.zeros((e.workers // e.places[1], 2), np.float32)

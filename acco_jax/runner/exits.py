@@ -1,4 +1,4 @@
-"""Exit codes of all commands: what a scheduler, or a person, reads off them."""
+"""Exit codes of all commands, for schedulers and people."""
 
 import contextlib
 import sys
@@ -34,7 +34,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 class Stopped(Exception):
-    """A run was told to stop, and has saved what it had."""
+    """A run was told to stop, and has saved its state."""
 
 
 class Failed(Exception):
@@ -43,11 +43,11 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def lines() -> Iterator[None]:
-    """Ends a command whose body raises with one line on stderr and a code.
+    """End a command whose body raises with one line on stderr and a code.
 
-    A program's error that nothing has foreseen has its traceback before that line. In
-    a process that a supervisor started such an error is raised again: the supervisor
-    is told of it, and decides whether it comes of a peer that was lost.
+    An unforeseen error prints its traceback before that line. In a process that a
+    supervisor started such an error is raised again: the supervisor receives it, and
+    decides whether a lost peer caused it.
     """
     try:
         yield
@@ -64,9 +64,9 @@ def lines() -> Iterator[None]:
 
 
 def ended(error: BaseException) -> tuple[int | None, str]:
-    """Returns the code and the line that a command ends with.
+    """Return the code and the line that a command ends with.
 
-    The code is None for an error that nothing has foreseen.
+    The code is None for an unforeseen error.
     """
     text = str(error)
     match error:
@@ -91,9 +91,9 @@ def ended(error: BaseException) -> tuple[int | None, str]:
 
 
 def _place(error: BaseException) -> tuple[bool, str]:
-    """Returns whether this package raised an error, and the file and line that did.
+    """Return whether this package raised an error, and the file and line that did.
 
-    Of an error in an installed library it is the line that called the library.
+    For an error in an installed library it is the line that called the library.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = not frames or Path(frames[-1].filename).is_relative_to(_PACKAGE)
@@ -110,7 +110,7 @@ def _place(error: BaseException) -> tuple[bool, str]:
 
 
 def end(code: int, message: object) -> NoReturn:
-    """Ends the process with one line on stderr.
+    """End the process with one line on stderr.
 
     Args:
       code: one of this module's.

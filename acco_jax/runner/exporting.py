@@ -1,4 +1,4 @@
-"""What a run has trained, as a Hugging Face folder."""
+"""Export of a run's parameters as a Hugging Face folder."""
 
 import contextlib
 import dataclasses
@@ -29,22 +29,22 @@ def export(
     half_round: int | None = None,
     limit: int = folders.SHARD_BYTES,
 ) -> str:
-    """Writes the committed parameters of a run, its tokenizer and what describes both.
+    """Write a run's committed parameters, tokenizer and configs.
 
     Args:
       workdir: of the run.
-      out: the folder, which is there whole when this returns, or not at all.
+      out: the folder; it exists only whole.
       dtype: of the weights, one of DTYPES; None: that of the run's parameters.
       half_round: of the checkpoint; None: the newest.
       limit: bytes of one file of weights.
 
     Returns:
-      A line that says what was written.
+      A line that describes what was written.
 
     Raises:
-      ValueError: in one line, there is no such run, it is none that Hugging Face has,
+      ValueError: if there is no such run, Hugging Face lacks its architecture,
         or `out` is not empty.
-      OSError: the folder cannot be written.
+      OSError: if the folder cannot be written.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"--dtype is {dtype!r}: choose one of {', '.join(DTYPES)}.")
@@ -58,7 +58,7 @@ def export(
     architecture = dataclasses.replace(
         run.architecture, param_dtype=dtype or run.architecture.param_dtype
     )
-    described = huggingface.config_json(architecture)  # says now if there is no such
+    described = huggingface.config_json(architecture)  # raises now if there is none
     with _whole(out) as folder:
         said = _generation(workdir, run.tokenizer.end_of_text)
         special = {n: said[f"{n}_id"] for n in SPECIAL if f"{n}_id" in said}
@@ -77,10 +77,9 @@ def export(
 
 
 def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
-    """Returns what generation_config.json says: what the run started from, and its end.
+    """Return generation_config.json's content: the base model's, with the run's end.
 
-    A model that has been trained from the beginning has seen the end of text before
-    every text.
+    A model that was trained from scratch has seen the end of text before every text.
     """
     described = read_object(workdir / "config.json")
     if described.get("init_from") is None and not described.get("generation"):
@@ -94,15 +93,15 @@ def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
 def _weights(
     run: Run, architecture: transformer.Config
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the state dict in the dtype that is asked for, an array at a time.
+    """Yield the state dict in the requested dtype, an array at a time.
 
     Raises:
-      ValueError: a weight is larger than float16 can hold.
+      ValueError: if a weight is larger than float16 can hold.
     """
     if run.architecture is None:
         return
     for name, x in huggingface.to_state(run.architecture, run.params):
-        with np.errstate(over="ignore"):  # it is said below
+        with np.errstate(over="ignore"):  # raised below
             cast = x.astype(jnp.dtype(architecture.param_dtype))
         if cast.dtype == np.float16 and not np.isfinite(cast).all():
             raise ValueError(
@@ -118,7 +117,7 @@ def _check_empty(out: Path) -> None:
 
 @contextlib.contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """Gives a folder beside `out` to write into, which then takes its name."""
+    """Yield a folder beside `out` to write into; rename it to `out` at the end."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 
 def subplots(width: float, height: float, *grid: int, **options: Any) -> Any:
-    """Makes a figure, without pyplot's global state, and a flat array of its axes.
+    """Make a figure, without pyplot's global state, and a flat array of its axes.
 
     Args:
       width: inches.
@@ -23,7 +23,7 @@ def subplots(width: float, height: float, *grid: int, **options: Any) -> Any:
 
 
 def legend_below(figure: Figure, most: int = 6) -> None:
-    """Puts the legend of a figure's first axes below it, in columns that fit.
+    """Put the legend of a figure's first axes below it, in columns that fit.
 
     Args:
       figure: of `subplots`, drawn.

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what is said of those that are not."""
+"""Files that are written whole or not at all, and errors about damaged ones."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROWS = 2**32  # bytes of a file of rows
 
 
 def is_remote(path: Path | epath.Path | str) -> bool:
-    """Whether a path is that of an object store, as gs://bucket/run.
+    """Return whether a path is in an object store, as gs://bucket/run.
 
     A Path has lost one of its slashes.
     """
@@ -25,9 +25,9 @@ def is_remote(path: Path | epath.Path | str) -> bool:
 
 
 def write_whole(path: Path | epath.Path, text: str) -> None:
-    """Writes a file under a fresh name first, then renames it.
+    """Write a file under a fresh name first, then rename it.
 
-    Nobody foresees that name, and it follows no symbolic link.
+    The name is unpredictable, and no symbolic link is followed.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -44,34 +44,34 @@ def write_whole(path: Path | epath.Path, text: str) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Writes one JSON value a line."""
+    """Write one JSON value per line."""
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_row(path: Path, row: Any) -> None:
-    """Appends one JSON value as a line; it is there once this returns."""
+    """Append one JSON value as a line; it is in the file once this returns."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def sealed(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with the CRC-32 of its JSON."""
+    """Return a row with the CRC-32 of its JSON."""
     return row | {"crc32": zlib.crc32(json.dumps(row).encode())}
 
 
 def read_rows(
     path: Path, fields: set[str], *, seals: bool = False
 ) -> list[dict[str, Any]]:
-    """Reads JSON objects, one a line.
+    """Read JSON objects, one a line.
 
     Args:
-      path: of the file; there are no rows where it does not exist.
+      path: of the file; a missing file has no rows.
       fields: that each object must have.
       seals: whether the file was written whole, of rows that are `sealed`. Otherwise a
         process that was killed may have cut the last line, which is left out.
 
     Raises:
-      ValueError: in one line, the file holds something else.
+      ValueError: if the file holds something else.
     """
     lines = read_text(path, limit=ROWS).splitlines() if path.exists() else []
     rows = []
@@ -96,20 +96,20 @@ def read_rows(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number of a size that counters, clocks and losses have."""
+    """Return whether a value is a number that a counter, clock or loss may have."""
     return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[arg-type]
 
 
 def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
-    """Returns a file's text.
+    """Return a file's text.
 
     Args:
       path: of the file.
       limit: bytes of a regular file, which it then must be; None: anything is read.
 
     Raises:
-      ValueError: in one line with the file's name, it is a folder, no UTF-8, or not to
-        be read.
+      ValueError: with the file's name, if it is a folder, not UTF-8, or not
+        readable.
     """
     try:
         if limit is not None and not is_remote(path):
@@ -121,10 +121,10 @@ def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
 
 
 def read_object(path: Path | epath.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-      ValueError: in one line with the file's name, there is none.
+      ValueError: with the file's name, if it holds no JSON object.
     """
     text = read_text(path, limit=smallfiles.LARGEST)
     try:

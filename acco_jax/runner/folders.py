@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder: config.json, safetensors files, a tokenizer.
+"""Hugging Face folder of a model: config.json, safetensors files, a tokenizer.
 
 The weights are in model.safetensors, or in several files that
 model.safetensors.index.json lists. They are read one array, or a slice of one, at a
@@ -28,7 +28,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Weight:
-    """An array in a file, of which slices are read."""
+    """An array in a file, read in slices."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
@@ -39,25 +39,25 @@ class Weight:
 
 
 class Folder:
-    """The files of a model in a folder, each looked into when it is first asked for."""
+    """Files of a model in a folder, each read on first use."""
 
     def __init__(self, path: Path) -> None:
-        """Opens a folder.
+        """Open a folder.
 
         Raises:
-          ValueError: in one line, it has no config.json.
+          ValueError: if it has no config.json.
         """
         self.path = path
         self.config_json = _strict_object(path / CONFIG)
-        self._sound: set[Path] = set()  # its files of weights that were looked into
+        self._sound: set[Path] = set()  # its files of weights that were checked
         self._files: dict[str, Path] | None = None  # name -> the file that has it
 
     @property
     def tokenizer(self) -> Path:
-        """The file of its tokenizer: tokenizer.json, or SentencePiece's.
+        """File of its tokenizer: tokenizer.json, or SentencePiece's.
 
         Raises:
-          ValueError: it has neither.
+          ValueError: if it has neither.
         """
         names = ("tokenizer.json", "tokenizer.model")
         found = next((p for p in map(self.path.joinpath, names) if p.is_file()), None)
@@ -70,13 +70,13 @@ class Folder:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json says; {} without one. Raises as the folder."""
+        """Content of generation_config.json; {} without one. Raises as the folder."""
         path = self.path / GENERATION
         return _strict_object(path) if os.path.lexists(path) else {}
 
     @property
     def names(self) -> list[str]:
-        """Of all arrays, and of files of weights that hold none of them.
+        """Names of all arrays, and of weight files that hold none of them.
 
         Raises:
           ValueError: as `weight`.
@@ -92,14 +92,14 @@ class Folder:
         return self._files
 
     def weight(self, name: str) -> Weight:
-        """Returns where an array is, without reading it.
+        """Return a handle of an array, without reading it.
 
-        As long as that is held, what is read of the file stays mapped: it is opened
-        for each array anew.
+        While the handle is held, the parts that were read stay mapped: the file is
+        opened again for each array.
 
         Raises:
-          KeyError: there is none of that name.
-          ValueError: in one line with the file's name, a file is missing or damaged, or
+          KeyError: if there is no array of that name.
+          ValueError: with the file's name, if a file is missing or damaged, or
             the array holds no floating-point numbers.
         """
         path = self._named[name]
@@ -118,10 +118,10 @@ class Folder:
         return Weight(part)
 
     def _opened(self, path: Path) -> Any:
-        """Opens a file of weights.
+        """Open a file of weights.
 
         Raises:
-          ValueError: in one line, it is none, or names an array twice.
+          ValueError: if it is damaged, or names an array twice.
         """
         try:
             opened = safetensors.safe_open(path, framework="np")
@@ -136,7 +136,7 @@ class Folder:
         return opened
 
     def _found(self) -> dict[str, Path]:
-        """Returns which file has each array."""
+        """Return the file of each array."""
         whole, index = self.path / WEIGHTS, self.path / INDEX
         if whole.is_file():
             return dict.fromkeys(self._opened(whole).keys(), whole)
@@ -160,7 +160,7 @@ class Folder:
 
 
 def _strict_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, which names nothing twice."""
+    """Return the JSON object in a file; raise a ValueError if a name occurs twice."""
     found = read_object(path)
     try:
         _strict(read_text(path, limit=smallfiles.LARGEST))
@@ -183,18 +183,18 @@ def _strict(text: str) -> Any:
 def write_weights(
     folder: Path, arrays: Iterable[tuple[str, np.ndarray]], limit: int = SHARD_BYTES
 ) -> None:
-    """Writes arrays as safetensors files, with an index if there are several.
+    """Write arrays as safetensors files, with an index if there are several.
 
     Args:
       folder: where no weights are yet.
-      arrays: names and arrays; of these no more than a file's are held at a time.
+      arrays: names and arrays; at most one file's arrays are held at a time.
       limit: bytes of a file, which one larger array exceeds.
     """
     files: list[list[str]] = []
     total = 0
     for part in _parts(arrays, limit):
         total += sum(x.nbytes for x in part.values())
-        # "pt": transformers refuses a file without a format
+        # "pt": transformers rejects a file without a format
         save_file(part, folder / f"{len(files)}.partial", metadata={"format": "pt"})
         files.append(list(part))
     if len(files) == 1:
@@ -212,7 +212,7 @@ def write_weights(
 def _parts(
     arrays: Iterable[tuple[str, np.ndarray]], limit: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields arrays in groups of at most `limit` bytes, or of one array."""
+    """Yield arrays in groups of at most `limit` bytes, or of one array."""
     part: dict[str, np.ndarray] = {}
     size = 0
     for name, x in arrays:

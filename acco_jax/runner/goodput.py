@@ -1,12 +1,12 @@
-"""How much of a run's wall time went into half-rounds that counted: goodput.jsonl.
+"""Goodput: the share of a run's wall time in half-rounds that counted (goodput.jsonl).
 
 Wall time begins with the first start of the run in its workdir and ends with its final
-evaluation, whatever stopped or killed it in between. Process 0 appends a line whenever
-something ends: its time, what the time since the line before was spent on, and how many
-half-rounds the run then stands at. A killed process has written what it did, and the
-time after its last line is that of the line with which the next process starts, `down`.
+evaluation, whatever stopped or killed it in between. Process 0 appends a line when
+something ends: its time, the cause of the time since the line before, and the
+half-rounds done so far. A killed process has written its lines. The time after its last
+line counts for the line with which the next process starts, `down`.
 
-Every second is of one cause:
+Every second has one cause:
 
   half_rounds  training that is in the parameters: half-rounds that counted.
   repeated     training that a kill or a rollback lost and that was done again.
@@ -46,10 +46,10 @@ Row = dict[str, Any]  # time (s since 1970), cause; half_round, compiling, waiti
 
 
 class Record:
-    """The record of a run, which process 0 writes; for the others it does nothing."""
+    """Record of a run, which process 0 writes; for the others it does nothing."""
 
     def __init__(self, workdir: Path, began: float, *, over: bool) -> None:
-        """Continues the record of a workdir, or begins one.
+        """Continue the record of a workdir, or begin one.
 
         Args:
           workdir: of the run.
@@ -58,7 +58,7 @@ class Record:
             ended, and nothing is added to its wall time.
 
         Raises:
-          ValueError: in one line, the file is damaged.
+          ValueError: if the file is damaged.
         """
         self._path, self._waited = workdir / FILE, 0.0
         self._compiled: list[tuple[float, float]] = []  # begin and end
@@ -79,11 +79,11 @@ class Record:
         waiting: float = 0.0,
         over: bool = False,
     ) -> None:
-        """Says what the time since the last mark was spent on.
+        """Record the cause of the time since the last mark.
 
         Args:
           cause: one of `CAUSES`.
-          half_round: where the run stands now; less than before if some were lost.
+          half_round: half-rounds done now; fewer than before if some were lost.
           waiting: seconds of that time that the host waited.
           over: whether the run has ended.
         """
@@ -96,11 +96,11 @@ class Record:
         self._add(row | {name: value for name, value in more.items() if value})
 
     def trained(self, half_round: int, fetching: float = 0.0) -> None:
-        """Marks half-rounds, so many in all, as done.
+        """Record the half-rounds done so far as training.
 
         Args:
-          half_round: the last of them.
-          fetching: how many seconds the host then waited for the devices.
+          half_round: the last one done.
+          fetching: seconds that the host then waited for the devices.
         """
         waiting, self._waited = max(0.0, self._waited - fetching), 0.0
         if self._rows and self._rows[-1].get("half_round") != half_round:
@@ -108,15 +108,15 @@ class Record:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measures how long the host waits for a batch."""
+        """Measure how long the host waits for a batch."""
         begin = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begin
 
     def summary(self) -> dict[str, Any]:
-        """Returns goodput, wall time and the seconds of each cause, as in summary.json.
+        """Return goodput, wall time and the seconds of each cause, as in summary.json.
 
-        Process 0 alone knows them; for the others it is empty.
+        Only process 0 has them; for the others it is empty.
         """
         if not self._rows:
             return {}
@@ -128,7 +128,7 @@ class Record:
         }
 
     def close(self) -> None:
-        """Ends what notices compilations."""
+        """Stop listening for compilations."""
         if self._writes:
             jax.monitoring.unregister_event_time_span_listener(self._notice)
 
@@ -144,10 +144,10 @@ class Record:
 
 
 def spent(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the seconds of each cause, which add up to the wall time.
+    """Return the seconds of each cause, which add up to the wall time.
 
     A clock that was set back stands still until it is past the latest time it showed.
-    Of training from half-round a to b of which those after c were lost, (b - c) / (b -
+    If half-rounds a to b were trained and those after c were lost, (b - c) / (b -
     a) of the time are repeated.
     """
     seconds = dict.fromkeys(CAUSES, 0.0)
@@ -174,15 +174,15 @@ def spent(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def share(seconds: dict[str, float]) -> float:
-    """Returns the goodput: the part of the wall time that half_rounds took."""
+    """Return the goodput: the part of the wall time that half_rounds took."""
     return seconds["half_rounds"] / max(sum(seconds.values()), 1e-9)
 
 
 def read(workdir: Path) -> list[Row]:
-    """Reads the record of a run so far; nothing where there is none.
+    """Read the record of a run so far; [] if there is none.
 
     Raises:
-      ValueError: in one line, the file holds something else.
+      ValueError: if the file holds something else.
     """
     path = workdir / FILE
     rows = read_rows(path, {"time", "cause"})
@@ -195,7 +195,7 @@ def read(workdir: Path) -> list[Row]:
 
 
 def _lose(kept: list[tuple[int, int, float]], reach: int) -> float:
-    """Takes training beyond a half-round off the end of `kept`; returns its seconds."""
+    """Take training beyond a half-round off the end of `kept`; return its seconds."""
     lost = 0.0
     while kept and kept[-1][1] > reach:
         first, last, seconds = kept.pop()

@@ -1,7 +1,7 @@
-"""What a process that trains tells the command that started it.
+"""Messages from a training process to the command that started it.
 
-That it lives, which half-round it has reached, and the one line it ends with. Whatever
-C++ libraries print goes to a file, and so do the stacks of its threads when the command
+They are signs of life, the half-rounds done, and the one line it ends with. Output of
+C++ libraries goes to a file, and so do the stacks of its threads when the command
 asks for them. Without such a command all of this does nothing.
 """
 
@@ -31,7 +31,7 @@ _stacks: TextIO | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """What a command tells the process it starts: JSON in an environment variable."""
+    """Orders of a command to the process it starts: JSON in an environment variable."""
 
     pipe: int  # file descriptor to write to
     folder: str  # for messages.txt and stacks.txt
@@ -49,9 +49,9 @@ class Orders:
 
 
 def die_with_parent(number: int) -> None:
-    """Has this process receive a signal when the one that started it ends.
+    """Make this process receive a signal when the one that started it ends.
 
-    On Linux; elsewhere it does nothing.
+    It does nothing except on Linux.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1
@@ -59,7 +59,7 @@ def die_with_parent(number: int) -> None:
 
 
 def follow() -> Orders | None:
-    """Begins to give signs of life; returns None where no command asked for them."""
+    """Begin to give signs of life; return None if no command asked for them."""
     global _pipe, _stacks
     text = os.environ.pop(VARIABLE, None)
     if text is None:
@@ -67,7 +67,7 @@ def follow() -> Orders | None:
     die_with_parent(signal.SIGKILL)
     orders = Orders(**json.loads(text))
     folder = Path(orders.folder)
-    # Python goes on speaking to the terminal, C++ does not.
+    # Python still writes to the terminal, C++ does not.
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(folder / "messages.txt", "w") as messages:
@@ -85,23 +85,23 @@ def follow() -> Orders | None:
 
 
 def supervised() -> bool:
-    """Whether a command started this process and listens to it."""
+    """Return whether a command started this process and reads its messages."""
     return _pipe is not None
 
 
 def keep_stacks() -> None:
-    """Sends the stacks of a crash to the file; absl would show them on the terminal."""
+    """Send the stacks of a crash to the file; absl would show them on the terminal."""
     if _stacks is not None:
         faulthandler.enable(_stacks)
 
 
 def reached(half_round: int) -> None:
-    """Tells the command how many half-rounds are done."""
+    """Send the number of half-rounds done to the command."""
     _tell(half_round=half_round)
 
 
 def ends_with(code: int, line: str) -> None:
-    """Tells the command the exit code to come, and the one line that says why."""
+    """Send the exit code to come to the command, and the line of its reason."""
     _tell(code=code, error=line)
 
 
@@ -109,7 +109,7 @@ def _tell(**values: int | str) -> None:
     if _pipe is None:
         return
     try:
-        with contextlib.suppress(BlockingIOError):  # the command is busy: it knows less
+        with contextlib.suppress(BlockingIOError):  # the command is busy: one is lost
             os.write(_pipe, (json.dumps(values) + "\n").encode())
     except BrokenPipeError:  # the command is gone, and another one may have begun
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Where else the rows of metrics.jsonl go: TensorBoard, W&B, a function of the user's.
+"""Further receivers of metrics.jsonl's rows: TensorBoard, W&B, a user's function.
 
 A run outlives them: one that raises is named in a warning and not called again.
 """
@@ -27,22 +27,22 @@ BOARD = "TensorBoard's writer"
 
 
 class Hooks:
-    """What is called beside training, and may fail without it."""
+    """Functions that are called beside training, and may fail without ending it."""
 
     def __init__(self, *, strict: bool = False) -> None:
-        """Begins with none. If `strict`, one that raises ends the run."""
+        """Begin without hooks. If `strict`, a hook that raises ends the run."""
         self._strict = strict
         self._functions: dict[str, Hook] = {}
         self._board: Board | None = None
         self._broken: set[str] = set()
 
     def add(self, name: str, make: Callable[[], Hook]) -> None:
-        """Adds the hook that `make` returns, which may fail as a hook may."""
+        """Add the hook that `make` returns; `make` may fail as a hook may."""
         if (hook := self.call(name, "its start", make)) is not None:
             self._functions[name] = hook
 
     def open_board(self, workdir: Path, done: int) -> None:
-        """Begins a file for TensorBoard, of rows after half-round `done`."""
+        """Begin a file for TensorBoard, of rows after half-round `done`."""
         self.close_board()
         self._board = self.call(BOARD, "its start", Board, workdir, done)
 
@@ -53,10 +53,10 @@ class Hooks:
         self._board = None
 
     def row(self, row: Row) -> None:
-        """Gives everyone a row, each a copy of its own.
+        """Pass every hook its own copy of a row.
 
         Raises:
-          exits.Failed: hooks are strict, and one of them raised.
+          exits.Failed: if hooks are strict, and one of them raised.
         """
         where = f"the {row['kind']} row of half-round {row['half_round']}"
         board = {} if self._board is None else {BOARD: self._board}
@@ -66,16 +66,16 @@ class Hooks:
     def call(
         self, name: str, where: str, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Returns what a function returns, None where it raises or has raised before.
+        """Return a function's result, None if it raises or has raised before.
 
         Args:
-          name: of what is called; it is warned of once.
+          name: of the function; a warning names it once.
           where: the row, in words.
           function: to call.
           *arguments: of the function.
 
         Raises:
-          exits.Failed: hooks are strict, and the function raised.
+          exits.Failed: if hooks are strict, and the function raised.
         """
         if name in self._broken:
             return None
@@ -97,10 +97,10 @@ class Hooks:
 
 
 class Board:
-    """Writes rows for TensorBoard, at once: a thread that dies would block training."""
+    """Writer of TensorBoard rows, unthreaded: a dead thread would block training."""
 
     def __init__(self, workdir: Path, done: int) -> None:
-        """Begins a file; TensorBoard forgets what others say after `done`."""
+        """Begin a file; TensorBoard drops other files' rows after `done`."""
         folder = workdir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".{time.time_ns()}"  # the name has whole seconds
@@ -124,10 +124,10 @@ class Board:
 
 
 def check(config: ConfigDict) -> None:
-    """Refuses a metrics_hook that takes no row, and a W&B that is not installed.
+    """Raise a ValueError for a metrics_hook without a row argument, or missing W&B.
 
     Raises:
-      ValueError: in one line, which of them.
+      ValueError: with the field and its value.
     """
     hook = named("metrics_hook", config.metrics_hook)
     if hook is not None:
@@ -138,18 +138,18 @@ def check(config: ConfigDict) -> None:
                 f"metrics_hook is {config.metrics_hook!r}, which cannot be called with "
                 f"a row alone ({error}): name a function of one argument."
             ) from error
-        except ValueError:  # a function of C does not say what it takes
+        except ValueError:  # a C function has no signature
             pass
     if config.wandb_project:
         _package(config)
 
 
 def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
-    """Returns the hooks of an experiment; process 0 alone calls them with rows.
+    """Return the hooks of an experiment; only process 0 calls them with rows.
 
     Raises:
-      ValueError: Weights & Biases is asked for and not installed, or there is no such
-        metrics_hook.
+      ValueError: if Weights & Biases is asked for and not installed, or there is no
+        such metrics_hook.
     """
     hooks = Hooks(strict=strict)
     if jax.process_index():
@@ -164,7 +164,7 @@ def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
 
 
 def _package(config: ConfigDict) -> Any:
-    """Returns the module wandb; raises a ValueError where it is not installed."""
+    """Return the module wandb; raise a ValueError if it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
@@ -175,9 +175,9 @@ def _package(config: ConfigDict) -> Any:
 
 
 def _wandb(wandb: Any, config: ConfigDict, workdir: Path) -> Hook:
-    """Returns a hook that logs rows to a run of Weights & Biases.
+    """Return a hook that logs rows to a run of Weights & Biases.
 
-    The run has an id of the workdir's own, so that a continued run goes on in it.
+    The run's id belongs to the workdir, so that a continued run goes on in it.
     """
     path = workdir / "wandb_id.txt"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What makes a run another one: every field of its config but those named here."""
+"""Identity of a run: every field of its config except those named here."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ HARMLESS = frozenset(
      "devices", "form", "workers", "profile", "data.data_dir", "data.path",
      "ignore_weights", "generation"}
 )  # fmt: skip
-# Nor where these lie; what is in them, as in data.path, is in an identity by itself.
+# Nor where these lie; their content, as that of data.path, is part of an identity.
 PLACES = {"init_from": (), "data.tokenizer": ("bytes", "bpe")}  # except these names
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """Names the first field in which two configs differ; '' if none matters."""
+    """Return the first field in which two configs differ; '' if none matters."""
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if prefix + key in HARMLESS:

@@ -8,7 +8,7 @@ Set = np.ndarray  # (n, 2), of integers (nanoseconds)
 
 
 def union(spans: Iterable[tuple[float, float]] | np.ndarray) -> Set:
-    """Returns the times that lie in at least one span; empty spans have none."""
+    """Return the times that lie in at least one span; empty spans have none."""
     spans = np.asarray(list(spans), np.int64).reshape(-1, 2)
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
@@ -21,7 +21,7 @@ def union(spans: Iterable[tuple[float, float]] | np.ndarray) -> Set:
 
 
 def both(a: Set, b: Set) -> Set:
-    """Returns the times that lie in both."""
+    """Return the times that lie in both."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         begin, end = max(a[i, 0], b[j, 0]), min(a[i, 1], b[j, 1])
@@ -35,7 +35,7 @@ def both(a: Set, b: Set) -> Set:
 
 
 def without(a: Set, b: Set) -> Set:
-    """Returns the times of a that do not lie in b."""
+    """Return the times of a that do not lie in b."""
     if not len(a):
         return a
     begin, end = a[0, 0], a[-1, 1]
@@ -45,5 +45,5 @@ def without(a: Set, b: Set) -> Set:
 
 
 def length(a: Set) -> int:
-    """Returns how long all of it is."""
+    """Return the total length of a set."""
     return int((a[:, 1] - a[:, 0]).sum())

@@ -1,4 +1,4 @@
-"""A language model as text: what it goes on with, and what a text costs it."""
+"""Language model as text: generation, and the loss of given texts."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from acco_jax.runner.config import dtype as dtype_of
 from acco_jax.runner.runs import load_run
 
 PyTree = Any
-_CUT = "\ufffd"  # what a tokenizer makes of a character that is not whole
+_CUT = "\ufffd"  # a tokenizer's output for an incomplete character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Language:
     Attributes:
       config: of the transformer.
       params: in the tree of `transformer.init_params`.
-      tokenizer: whose tokens the model knows.
+      tokenizer: the model's own tokens.
       prefix: tokens that it sees before a text; often none.
     """
 
@@ -40,19 +40,19 @@ class Language:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """What a text's first token is predicted from: the prefix, or end of text."""
+        """Tokens before a text's first one: the prefix, or end of text."""
         return self.prefix or (self.tokenizer.end_of_text,)
 
     def tokens(self, text: str, most: int | None = None) -> np.ndarray:
-        """Returns what a text is to the model, int32 (n,), at least one token.
+        """Return a text as the model's tokens, int32 (n,), at least one.
 
         Args:
           text: any.
-          most: tokens to return, more than the prefix has: of a text that has more the
-            end is kept. None: all of them.
+          most: tokens to return, more than the prefix has: a longer text keeps only its
+            end. None: all of them.
 
         Raises:
-          ValueError: it is no Unicode text.
+          ValueError: if the text is not Unicode.
         """
         encoded = self.encode(text)
         if most is not None:
@@ -61,10 +61,10 @@ class Language:
         return np.concatenate([np.asarray(first, np.int32), encoded])
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of a text, int32 (n,).
+        """Return the tokens of a text, int32 (n,).
 
         Raises:
-          ValueError: it is no Unicode text.
+          ValueError: if the text is not Unicode.
         """
         try:
             text.encode()
@@ -73,16 +73,16 @@ class Language:
         return self.tokenizer.encode(text)
 
     def rows(self, text: str, stride: int) -> list[Row]:
-        """Returns rows that have each token of a text as a target once.
+        """Return rows that have each token of a text as a target once.
 
         They are windows of as many tokens as the model has positions.
 
         Args:
           text: any; an empty one gives no row.
-          stride: how far a window begins after the one before, from 1 to these.
+          stride: from a window's begin to the next one's, from 1 to the positions.
 
         Raises:
-          ValueError: the stride is more, or the text no Unicode.
+          ValueError: if the stride is larger, or the text is not Unicode.
         """
         if stride > (most := self.config.max_length):
             raise ValueError(
@@ -93,13 +93,13 @@ class Language:
         return list(scoring.windows(tokens, most, stride))
 
     def pair(self, context: str, continuation: str) -> Row:
-        """Returns the row that has a continuation as its targets, after a context.
+        """Return the row that has a continuation as its targets, after a context.
 
-        Both are encoded as one text, spaces at the end of the context with what follows
-        them. Of a context that is too long the end is kept.
+        Both are encoded as one text, and spaces at the context's end with what follows
+        them. A context that is too long keeps only its end.
 
         Raises:
-          ValueError: the continuation is empty, or longer than the model's positions.
+          ValueError: if the continuation is empty, or exceeds the model's positions.
         """
         context, spaces = (kept := context.rstrip()), context[len(kept) :]
         encoded = self.encode(context + spaces + continuation)
@@ -115,7 +115,7 @@ class Language:
         return Row(tokens[-most - 1 :], targets)
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Returns what rows cost."""
+        """Return the scores of rows."""
         return scoring.score(self.config, self.params, rows)
 
     def write(
@@ -126,20 +126,20 @@ class Language:
         keys: jax.Array,
         chunk: int,
     ) -> Iterator[list[str]]:
-        """Yields what has been written after prompts, again and again, to the end.
+        """Yield the text written after each prompt so far, repeatedly, to the end.
 
-        A character at the end whose bytes are not all there is left out until they are,
+        An incomplete character at the end is left out until its bytes are complete,
         or nothing more comes.
 
         Args:
           prompts: from `tokens`, so that each begins with the prefix.
-          tokens: how many follow each prompt at most.
-          how: they are chosen.
+          tokens: at most this many follow each prompt.
+          how: the sampling of the tokens.
           keys: (prompts,) of random numbers.
-          chunk: how many more tokens there are each time.
+          chunk: further tokens per iteration.
 
         Raises:
-          ValueError: prompts and tokens are more than the model has positions.
+          ValueError: if prompts and tokens exceed the model's positions.
         """
         skip, end = len(self.prefix), self.tokenizer.end_of_text  # decoded is the rest
         given = [len(self.tokenizer.decode(p[skip:])) for p in prompts]
@@ -157,13 +157,13 @@ class Language:
 
 
 def keys_of(seed: int, count: int) -> jax.Array:
-    """Returns the keys of so many texts: each its own, of the seed and its number."""
+    """Return `count` texts' keys: each is of the seed and the text's number."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     return fold(jax.random.key(seed), np.arange(count))
 
 
 def opened(named: ModelFlags) -> Language:
-    """Opens what flags name; raises as `from_run` and `from_folder`."""
+    """Open what flags name; raise as `from_run` and `from_folder`."""
     if (workdir := named.workdir) is not None:
         return from_run(workdir)
     return from_folder(*named.folder)
@@ -172,14 +172,14 @@ def opened(named: ModelFlags) -> Language:
 def from_run(
     workdir: str | Path, devices: Sequence[jax.Device] | None = None
 ) -> Language:
-    """Reads what a run has trained.
+    """Load the model that a run has trained.
 
     Args:
       workdir: of the run.
-      devices: as of `load_run`.
+      devices: as for `load_run`.
 
     Raises:
-      ValueError: as `load_run`, or its model is a factory's.
+      ValueError: as `load_run`, or if its model is a factory's.
     """
     run = load_run(workdir, devices)
     if run.architecture is None:
@@ -193,15 +193,15 @@ def from_run(
 def from_folder(
     path: str | Path, dtype: str | None = None, ignored: str | None = None
 ) -> Language:
-    """Reads a Hugging Face folder to JAX's first device.
+    """Read a Hugging Face folder to JAX's first device.
 
     Args:
       path: of the folder.
-      dtype: of parameters and computation; None: what its config.json says, or float32.
+      dtype: of parameters and computation; None: config.json's, or float32.
       ignored: a regular expression of weights that its model may leave out.
 
     Raises:
-      ValueError: in one line, what is wrong with the folder.
+      ValueError: with what is wrong with the folder.
     """
     folder = pretrained.folder_of(path)
     described = folder.config_json

@@ -1,4 +1,4 @@
-"""One loop for every method: half-round after half-round."""
+"""Training loop of every method: half-round after half-round."""
 
 import contextlib
 import functools
@@ -48,11 +48,11 @@ from acco_jax.runner.preparation import (
 
 PyTree = Any
 ROLLBACKS = 3  # of one run, after spikes of the loss
-COMPILE_SECONDS = 1800  # that a process may compile longer than another
+COMPILE_SECONDS = 1800  # a process may compile this much longer than another
 
 
 class _Run:
-    """A run under way: what half-rounds change, and what is done between them."""
+    """Run under way: the state that half-rounds change, and the work between them."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class _Run:
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
         self._held_out: float | None = None  # the last held-out loss
-        self._dropped: dict[str, Any] | None = None  # up to a checkpoint
-        self._lowest: dict[str, Any] | None = None  # loss of a window, likewise
+        self._dropped: dict[str, Any] | None = None  # drops up to a checkpoint
+        self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
         self._log: CountsLog | None = None
         self._watch = Watch(e.step)
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
@@ -112,9 +112,9 @@ class _Run:
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
     def _restore(self) -> dict[str, Any] | None:
-        """Takes parameters and state of the newest checkpoint; returns its host data.
+        """Take parameters and state of the newest checkpoint; return its host data.
 
-        None where there is no checkpoint.
+        Returns None without a checkpoint.
         """
         e = self._experiment
         like = functools.partial(as_saved, e)
@@ -127,7 +127,7 @@ class _Run:
         return host
 
     def _open_records(self, seconds: float) -> None:
-        """Opens logs and metrics of so many seconds, cut where the run stands."""
+        """Open logs and metrics, after `seconds` so far, cut at `done`."""
         e = self._experiment
         if e.config.microbatches != "fixed":
             self._log = CountsLog(e.workdir, self.done)
@@ -148,7 +148,7 @@ class _Run:
             done=self.done,
             tokens=self.tokens,
             seconds=seconds,
-            late=e.step.form != "split",  # which waits for what it has sent
+            late=e.step.form != "split",  # split form waits for its communication
             hooks=self._hooks,
             flops=_flops_rate(e),
             drops=self._drops,
@@ -157,7 +157,7 @@ class _Run:
         )
 
     def roll_back(self) -> None:
-        """Goes on from the newest checkpoint, with rows that were not read before."""
+        """Continue from the newest checkpoint, with rows that were not read before."""
         self._replicas.judge()
         seconds = self._recorder.seconds
         self._close_records()
@@ -170,7 +170,7 @@ class _Run:
         return self._batches.targets
 
     def half_round(self) -> None:
-        """Dispatches a half-round and waits for none but an interval long past."""
+        """Dispatch a half-round; block only on a previous logging interval."""
         e = self._experiment
         start, before = self._batches.position, self.tokens
         with self._goodput.waiting():
@@ -197,26 +197,26 @@ class _Run:
             self._recorder.train(host, device | {"learning_rate": rate})
 
     def compare_replicas(self) -> None:
-        """Dispatches a comparison of what all workers have copies of."""
+        """Dispatch a comparison of the workers' copies."""
         self._replicas.send(self.done, self._arrays())
 
     def _arrays(self) -> dict[str, PyTree]:
-        """Returns all arrays that half-rounds use, by what they are."""
+        """Return all arrays that half-rounds use, by kind."""
         model = with_arrays(self._experiment.loss_fn)
         return {"params": self.params, "state": self.state, "model": model}
 
     def _rng(self) -> jax.Array | None:
-        """Returns the key of the next half-round; None for a loss that draws nothing.
+        """Return the key of the next half-round; None for a loss that samples nothing.
 
-        It follows from the seed and the half-round alone, so that a run goes on as it
-        was.
+        It follows only from the seed and the half-round, so that a run resumes bitwise
+        identical.
         """
         return (
             self._key(self.state.half_rounds) if self._experiment.model.draws else None
         )
 
     def owes_evaluation(self) -> bool:
-        """Whether the run was stopped in the evaluation of its last half-round."""
+        """Return whether the run was stopped in its last half-round's evaluation."""
         e = self._experiment
         if not self.done or not _crossed(e, self.done, e.config.eval_every):
             return False
@@ -226,7 +226,7 @@ class _Run:
         )
 
     def validate(self, limit: int | None) -> dict[str, Any]:
-        """Evaluates on `limit` batches of held-out documents, or all; returns a row."""
+        """Evaluate on `limit` batches of held-out documents, or all; return a row."""
         e = self._experiment
         with self._settled():
             self._replicas.judge()
@@ -258,10 +258,10 @@ class _Run:
         return row
 
     def save(self, *, last: bool = False) -> None:
-        """Starts to write a checkpoint once, and never one that is not finite.
+        """Start to write a checkpoint, once and only if finite.
 
-        None where the newest half-round, or if this is the `last` chance the newest
-        two, counted for nobody: then these parameters may be why.
+        It writes none if the newest half-round, or at the `last` chance the newest
+        two, counted for nobody: these parameters may be the cause.
         """
         e = self._experiment
         e.checkpoints.wait()
@@ -288,26 +288,26 @@ class _Run:
             self._goodput.mark("checkpoints", self.done)
 
     def wait(self) -> None:
-        """Waits until the devices have done all half-rounds so far."""
+        """Wait until the devices have done all half-rounds so far."""
         jax.block_until_ready((self.params, self.state, self._metrics))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Keeps the time inside out of what half-rounds take."""
+        """Exclude the time inside from the half-rounds' time."""
         with self._settled():
             yield
             self._goodput.mark("profiling", self.done)
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
-        """Waits for half-rounds under way; what is done inside is none of theirs."""
+        """Wait for half-rounds under way; the time inside is not theirs."""
         with self._recorder.pause(self.tokens):
             self.wait()
             self._goodput.trained(self.done)
             yield
 
     def spent(self) -> dict[str, Any]:
-        """Returns the goodput so far, on process 0."""
+        """Return the goodput so far, on process 0."""
         return self._goodput.summary()
 
     def close(self) -> None:
@@ -328,25 +328,25 @@ def run(
     replay: worlds.Replay | None = None,
     strict_hooks: bool = False,
 ) -> dict[str, Any] | None:
-    """Trains, or continues a run, to its end.
+    """Train, or continue a run, to its end.
 
     Args:
       experiment: from `prepare`.
-      stop_after: stop after so many half-rounds in all, with a checkpoint, as an
+      stop_after: stop after this many half-rounds in all, with a checkpoint, as an
         interrupted run does.
       time_gradients: at the end also time the gradients by themselves.
-      replay: the record of the run that this one repeats: it stops, with a checkpoint,
-        where other devices went on.
+      replay: record of the run that this run repeats: it stops, with a checkpoint,
+        where the recorded run went on with other devices.
       strict_hooks: a hook that raises ends the run.
 
     Returns:
       The summary, None if the run was stopped before its end.
 
     Raises:
-      FloatingPointError: the loss is not finite, or a `LossSpike`; the last checkpoint
-        stays.
-      exits.Failed: a hook raised, and hooks are strict.
-      ReplicasDiffer: a worker has other parameters than the others; likewise.
+      FloatingPointError: if the loss is not finite, or a `LossSpike`; the last
+        checkpoint remains.
+      exits.Failed: if a hook raised, and hooks are strict.
+      ReplicasDiffer: if a worker's parameters differ from the others'; likewise.
     """
     config, total = experiment.config, experiment.half_rounds
     last = min(total, stop_after or total)
@@ -394,7 +394,7 @@ def run(
 def _train(
     runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
 ) -> dict[str, Any] | None:
-    """Trains up to a half-round; returns the row of the final evaluation at the end."""
+    """Train up to a half-round; return the row of the final evaluation at the end."""
     config, total = experiment.config, experiment.half_rounds
     if runner.owes_evaluation():
         runner.validate(config.eval_batches)
@@ -414,7 +414,7 @@ def _train(
 
 
 def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
-    """Whether this half-round ended the step that a multiple of `every` counts to.
+    """Return whether this half-round ended a step that passes a multiple of `every`.
 
     A call of several steps may pass it; a step may end with a later half-round.
     """
@@ -424,7 +424,7 @@ def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
 
 
 def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
-    """Returns model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
+    """Return model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
     e = experiment
     chip = chips.of_kind(e.mesh.devices.flat[0].device_kind)
     if chip is None or e.model.flops_per_token is None:
@@ -433,7 +433,7 @@ def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
 
 
 def _devices(experiment: Experiment) -> str:
-    """Returns, as text, how many devices there are, and groups of them."""
+    """Return the number of devices, and of groups of them, as text."""
     devices, workers = experiment.mesh.devices, experiment.workers
     text = f"{devices.size} {devices.flat[0].platform} devices"
     return text if devices.size == workers else f"{text} in {workers} groups"
@@ -456,7 +456,7 @@ def _announce(experiment: Experiment) -> None:
 def _finish(
     experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns a run's summary; process 0 also writes, draws and logs it."""
+    """Return a run's summary; process 0 also writes, draws and logs it."""
     config, workdir = experiment.config, experiment.workdir
     summary = {
         "method": config.method,

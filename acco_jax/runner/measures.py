@@ -1,4 +1,4 @@
-"""What is measured of a run at its end: bytes sent and held, the gradients' time."""
+"""Measurements of a run at its end: bytes sent and held, the gradients' time."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PyTree = Any
 
 
 def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
-    """Returns what a worker has sent in the whole run, and what a device holds."""
+    """Return a worker's bytes sent in the whole run, and a device's bytes held."""
     e = experiment
     arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
     turns, sent = e.step.turns(), None
@@ -24,7 +24,7 @@ def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, A
             for programs in [e.step.lowered(*arrays, half_round=k)]
         )
         sent = round(e.half_rounds * period_bytes / sum(turns.values()))
-    except ValueError as error:  # a finished run is not lost for it
+    except ValueError as error:  # a finished run must not fail for it
         logging.warning("bytes_sent_per_worker is not known: %s", error)
     return {
         "bytes_sent_per_worker": sent,
@@ -33,7 +33,7 @@ def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, A
 
 
 def gradient_seconds(experiment: Experiment, params: PyTree) -> float:
-    """Times local gradients alone: seconds of all workers per token."""
+    """Time local gradients by themselves: seconds of all workers per token."""
     e, counts = experiment, counts_of(experiment)
     steps, found = e.tx.steps_per_call, batches(e)
     batch = to_devices(next(found), e.mesh)

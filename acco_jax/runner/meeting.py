@@ -1,13 +1,13 @@
-"""Where the commands of a run's processes meet, and who decides that one is lost.
+"""Meeting of the commands of a run's processes, and the judge of lost processes.
 
-Process 0's command listens at the address that all were given; every command, its own
-too, connects to it and speaks in lines of JSON. An attempt begins when all are there
-and none has a process that trains: so a process of an earlier attempt is never beside
-one of a later. Commands give a sign of life every second. Whether a process is lost is
-decided here alone, so that all hosts print the same line.
+Process 0's command listens at the address that all were given. Every command, its own
+too, connects to it and sends lines of JSON. An attempt begins when all are there
+and none has a training process: so a process of an earlier attempt never runs beside
+one of a later. Commands give a sign of life every second. Only this module decides
+whether a process is lost, so that all hosts print the same line.
 
 Where a run may go on with fewer processes, an attempt that follows another begins with
-those that are there after a while; who comes later has the others save and begin again.
+the commands that are there after a while; a late one has the others save and restart.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from acco_jax.runner import exits
 
 SECONDS = 0.25  # between looks
 GRACE = 3.0  # seconds in which the first failure may turn out to be another's fault
-PARTING = 5.0  # seconds in which commands that have heard the end may leave
+PARTING = 5.0  # seconds in which commands that have received the end may leave
 QUIET = 5.0  # seconds of silence that make a process suspect when others fail
 
 Message = dict[str, Any]
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long to wait, and how often to begin again."""
+    """Waiting times, and the number of restarts."""
 
     lost_after: float = 60.0  # seconds without a sign of life
     start_within: float = 300.0  # seconds until all are there, or one has started
@@ -43,11 +43,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a process that trains has ended."""
+    """End of a training process."""
 
     code: int  # an exit code, or minus a signal's number
     error: str = ""  # the line it ended with
-    exception: str = ""  # one that nobody expected
+    exception: str = ""  # an unexpected exception
 
     @property
     def good(self) -> bool:
@@ -55,7 +55,7 @@ class End:
 
     @property
     def suspicion(self) -> int:
-        """How likely it is this process's own fault: less is likelier."""
+        """Rank of the likelihood that this process is at fault; 0: likeliest."""
         if self.error:
             return 0
         return 1 if self.code < 0 and self.code != -signal.SIGABRT else 2
@@ -68,7 +68,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why an attempt is over."""
+    """Reason why an attempt is over."""
 
     code: int
     line: str
@@ -78,11 +78,11 @@ class Verdict:
 
 @dataclasses.dataclass
 class Member:
-    """A command that takes part, and what it says of its process."""
+    """A command that takes part, and the state that it reports."""
 
     process: int
     host: str
-    heard: float  # when the command last spoke, in seconds of time.monotonic
+    heard: float  # time of the command's last message, in seconds of time.monotonic
     writer: asyncio.StreamWriter | None = None
     command: str = ""  # a name that no other command has
     gone: bool = False  # whether its connection has ended
@@ -98,18 +98,18 @@ class Member:
         return f"process {self.process} on {self.host}"
 
     def begin(self, now: float) -> None:
-        """Forgets the attempt before, and takes part in this one."""
+        """Forget the attempt before, and take part in this one."""
         self.heard, self.idle, self.part, self.half_round = now, False, True, None
         self.started, self.silent, self.end, self.ended = False, 0.0, None, 0.0
 
     def quiet(self, now: float) -> float:
-        """Returns seconds since a sign of life of the command and of its process."""
+        """Return seconds since a sign of life of the command and of its process."""
         silent = self.silent if self.started else 0.0
         return 0.0 if self.end else max(now - self.heard, silent)
 
 
 def progress(half_round: int | None) -> str:
-    """Returns where in its run a process was."""
+    """Return, as text, where in its run a process was."""
     if half_round is None:
         return "before its first half-round"
     return f"after half-round {half_round}"
@@ -118,10 +118,10 @@ def progress(half_round: int | None) -> str:
 def judge(
     members: Sequence[Member], now: float, limits: Limits, attempt: int
 ) -> Verdict | None:
-    """Decides whether an attempt is over before its end, and through which process.
+    """Decide whether an attempt is over before its end, and because of which process.
 
-    A process that says why it ends is believed, then one that a signal killed, then one
-    that is silent; what others died of when it was gone is not held against them.
+    A process that gives a reason comes first, then one that a signal killed, then one
+    that is silent. The deaths of others after it was gone do not count against them.
     """
     for m in members:
         if m.gone and not m.end:
@@ -159,24 +159,24 @@ def _lost(member: Member, why: str, limits: Limits, attempt: int) -> Verdict:
 
 
 class Meeting:
-    """The commands of a run, as process 0's command sees them."""
+    """Meeting of a run's commands, as process 0's command sees it."""
 
     def __init__(self, processes: int, limits: Limits) -> None:
         self._processes, self._limits = processes, limits
         self._members: dict[int, Member] = {}
         self._attempt = 0
         self._running = False
-        self._comes: Member | None = None  # for whom the others save and begin again
+        self._comes: Member | None = None  # the others save and begin again for it
         self._since = time.monotonic()  # when this attempt, or the wait for it, began
         self._over = False
         self._talks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def at(self, host: str, port: int) -> AsyncIterator[Self]:
-        """Listens there until the context ends.
+        """Listen at an address until the context ends.
 
         Raises:
-          OSError: it cannot.
+          OSError: if it cannot listen.
         """
         self._host = host
         server = await asyncio.start_server(self._talk, host, port)
@@ -187,7 +187,7 @@ class Meeting:
         finally:
             looks.cancel()
             server.close()
-            if self._over and self._talks:  # what was said last is not to be lost
+            if self._over and self._talks:  # the last messages must not be lost
                 await asyncio.wait(self._talks, timeout=PARTING)
             for talk in self._talks:
                 talk.cancel()
@@ -197,13 +197,13 @@ class Meeting:
     async def _talk(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Hears one command, from its first word to the end of the connection."""
+        """Serve one command, from its first message to the end of its connection."""
         member, talk = None, asyncio.current_task()
         assert talk is not None
         self._talks.add(talk)
         talk.add_done_callback(self._talks.discard)
         known = (ValueError, KeyError, TypeError, OSError, asyncio.CancelledError)
-        with contextlib.suppress(*known):  # whoever speaks otherwise is not heard
+        with contextlib.suppress(*known):  # any other message ends the connection
             member = self._admit(json.loads(await reader.readline()), writer)
             while member and (line := await reader.readline()):
                 self._hear(member, json.loads(line))
@@ -217,8 +217,8 @@ class Meeting:
         process, host = int(hello["process"]), str(hello["host"])
         command, now = str(hello["command"]), time.monotonic()
         other = self._members.get(process)
-        # The same command comes again when its link was cut; old words may have arrived
-        # just now.
+        # The same command comes again when its link was cut; old messages may have
+        # arrived just now.
         another = None if other and other.command == command else other
         if hello["processes"] != self._processes or process >= self._processes:
             reason = (
@@ -258,7 +258,7 @@ class Meeting:
         while not self._over:
             await asyncio.sleep(SECONDS)
             now = time.monotonic()
-            if now - before > QUIET:  # it was this process that did not hear
+            if now - before > QUIET:  # this process itself was delayed
                 for member in self._members.values():
                     member.heard += now - before
             before = now
@@ -268,7 +268,7 @@ class Meeting:
                 spoke = now
 
     def _gather(self, now: float) -> None:
-        """Begins an attempt once all, or enough, are there and idle."""
+        """Begin an attempt once all, or enough, are there and idle."""
         here = self._waiting()
         absent = sorted(set(range(self._processes)) - {m.process for m in here})
         least = self._limits.min_processes or self._processes
@@ -287,12 +287,12 @@ class Meeting:
             self._tell(awaited=absent)
 
     def _waiting(self) -> list[Member]:
-        """Returns those who have no process, in their order."""
+        """Return the members without a process, in their order."""
         here = [m for m in self._members.values() if m.writer and m.idle]
         return sorted(here, key=lambda m: m.process)
 
     def _begin(self, here: list[Member], absent: list[int], now: float) -> None:
-        """Begins an attempt: JAX numbers its processes from 0 without a gap."""
+        """Begin an attempt: JAX numbers its processes from 0 without a gap."""
         self._attempt += 1
         self._running, self._since, self._comes = True, now, None
         six = ":" in self._host
@@ -325,7 +325,7 @@ class Meeting:
             self._take_in(members)
 
     def _take_in(self, members: list[Member]) -> None:
-        """Has an attempt under way save and end if someone has come to take part."""
+        """Tell an attempt under way to save and end if a new command waits."""
         waiting = self._waiting()
         if waiting and all(m.half_round is not None for m in members):
             self._comes = waiting[0]

@@ -1,4 +1,4 @@
-"""The mesh that a run's devices form: domains, workers, and groups that are workers."""
+"""Mesh of a run's devices: domains, workers and model-parallel groups."""
 
 import math
 import types
@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def described(axes: Mapping[str, int]) -> AbstractMesh:
-    """Returns the mesh of a run whose devices are not there, by its axes' sizes."""
+    """Return the mesh of a run whose devices are not there, by its axes' sizes."""
     auto = (AxisType.Auto,) * len(axes)
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=auto)
 
@@ -20,17 +20,17 @@ def data_mesh(
     domains: int | None,
     group: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Mesh:
-    """Returns the devices along a data axis, or two where they form several domains.
+    """Return the devices along a data axis, or along two if there are several domains.
 
     Args:
       devices: domain after domain.
-      domains: how many of equal size share a fast network (hosts of GPUs, slices of
-        TPUs); None: the slices that TPUs are in, else one.
+      domains: number of equal parts, each on a fast network (hosts of GPUs, slices
+        of TPUs); None: the slices that TPUs are in, else one.
       group: sizes of the axes "fsdp" and "tensor", along which neighbouring devices of
-        a domain are one worker; their axes are the last, where they are larger than 1.
+        a domain are one worker; sizes above 1 become the last axes.
 
     Raises:
-      ValueError: the devices do not divide into so many, or a domain spans slices.
+      ValueError: if the devices do not divide so, or a domain spans slices.
     """
     group = {axis: size for axis, size in group.items() if size > 1}
     slices = [getattr(d, "slice_index", 0) for d in devices]
@@ -62,6 +62,6 @@ def data_mesh(
     ]
     if domains == 1:
         return Mesh(rows[0], names, auto)
-    if workers == 1:  # of each domain: there is but the slow network between workers
+    if workers == 1:  # of each domain: only the slow network is between workers
         return Mesh(np.concatenate(rows), names, auto)
     return Mesh(np.stack(rows), ("domain", *names), (*auto, AxisType.Auto))

@@ -21,13 +21,13 @@ from acco_jax.runner.progress import Progress
 from acco_jax.runner.spikes import Spikes
 
 FILE = "metrics.jsonl"
-COMPILED = 0.05  # of an interval: if it compiled for longer, its rate is not known
+COMPILED = 0.05  # largest compiling share of an interval with a known rate
 
 
 class Recorder:
-    """Writes metrics one logging interval late, so that fetching never waits.
+    """Writer of metrics, one logging interval late, so that fetching never waits.
 
-    Every process looks at its losses, process 0 alone writes them. Times are those at
+    Every process reads its losses; only process 0 writes them. Times are those at
     which the devices finished an interval, whenever it is fetched. Where the step
     itself waits for the device they are written at once.
     """
@@ -47,15 +47,15 @@ class Recorder:
         spikes: Spikes | None = None,
         record: goodput.Record | None = None,
     ) -> None:
-        """Opens the records of a run, without rows later than where it stands.
+        """Open the records of a run, without rows later than its half-rounds done.
 
-        It has done `done` of `total` half-rounds, with so many targets, in so many
+        It has done `done` of `total` half-rounds, with `tokens` targets, in `seconds`
         seconds. Steps that wait for the device are not written `late`. Process 0 calls
         the hooks with each row. With `flops`, the model's per token and the devices'
         peak per second, rows of training have the model FLOPs utilization; with `drops`
         how often workers were dropped since the row before, and a half-round that
-        nobody counted in has no row. `spikes` judge the half-rounds that were fetched,
-        and a `record` is told of them.
+        nobody counted in has no row. `spikes` judge the fetched half-rounds, and a
+        `record` gets them.
         """
         self._late, self._hooks, self._flops = late, hooks or Hooks(), flops
         self._record, self._spikes = record, spikes
@@ -65,7 +65,7 @@ class Recorder:
         self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
         path, rows = workdir / FILE, read(workdir)
-        # evaluations come before a checkpoint, but for the final one
+        # evaluations come before a checkpoint, except the final one
         rows = [r for r in rows if r["kind"] != "final" and r["half_round"] <= done]
         if not self._writes:
             return
@@ -82,16 +82,16 @@ class Recorder:
         return time.perf_counter() - self._start
 
     def train(self, host: dict[str, Any], device: dict[str, jax.Array]) -> None:
-        """Takes this interval's metrics and writes the last one's.
+        """Take this interval's metrics and write the last one's.
 
         Args:
           host: values on the host: half_round, tokens, ...
           device: scalars on the device, possibly not computed yet.
 
         Raises:
-          FloatingPointError: the last interval's loss is not finite, or that of a
-            worker was not for too long.
-          LossSpike: a window of losses is far above the lowest one.
+          FloatingPointError: if the last interval's loss is not finite, or a worker was
+            dropped for too long.
+          LossSpike: if a window of losses is far above the lowest one.
         """
         end = self._ends.of(device) if self._writes else None
         self.flush()
@@ -100,7 +100,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the pending metrics; raises as `train` does."""
+        """Write the pending metrics; raise as `train` does."""
         if self._pending is None:
             return
         (host, device, ended), self._pending = self._pending, None
@@ -126,7 +126,7 @@ class Recorder:
         self._progress.show(row)
 
     def _rates(self, end: float, tokens: int) -> dict[str, float | None]:
-        """Returns the speed of an interval, None for what cannot be known or be."""
+        """Return the speed of an interval, None where it is unknown or impossible."""
         (begin, before), self._mark = self._mark, (end, tokens)
         seconds = end - begin
         compiling = self._compilations.seconds(begin, end)
@@ -142,16 +142,16 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self, tokens: int) -> Iterator[None]:
-        """Flushes, and leaves the time inside out of tokens_per_second."""
+        """Flush, and leave the time inside out of tokens_per_second."""
         self.flush()
         yield
         self._mark = (time.perf_counter(), tokens)
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """Writes and logs an evaluation.
+        """Write and log an evaluation.
 
         Raises:
-          FloatingPointError: its loss is not finite.
+          FloatingPointError: if its loss is not finite.
         """
         check(row["loss"], "the held-out loss", row["half_round"])
         if not self._writes:
@@ -167,7 +167,7 @@ class Recorder:
                 logging.info("sample: %r", text)
 
     def close(self) -> None:
-        """Closes the files; pending metrics are lost."""
+        """Close the files; pending metrics are lost."""
         if self._writes:
             self._progress.close()
             self._hooks.close_board()
@@ -182,7 +182,7 @@ class Recorder:
 
 
 def check(loss: float, what: str, half_round: int) -> None:
-    """Raises a FloatingPointError if a loss is not finite."""
+    """Raise a FloatingPointError if a loss is not finite."""
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"{what} is {loss} at half-round {half_round}: lower "
@@ -192,10 +192,10 @@ def check(loss: float, what: str, half_round: int) -> None:
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run so far, but a line that a killed process left cut.
+    """Read the rows of a run so far, without a line that a killed process left cut.
 
     Raises:
-      ValueError: in one line, the file holds something else than rows.
+      ValueError: if the file holds something other than rows.
     """
     path, numbers = workdir / FILE, ("half_round", "loss", "tokens", "seconds")
     rows = read_rows(path, {"kind", *numbers})

@@ -1,4 +1,4 @@
-"""The model of an experiment: a transformer, or what a factory of the user's makes."""
+"""Model of an experiment: a transformer, or the result of a user's factory."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,22 +18,22 @@ from acco_jax.runner.names import check_name, named
 
 PyTree = Any
 Described = Mapping[str, Any]  # the content of a config.json
-BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, which need not be loaded
+BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, without loading it
 
 
 def model(
     config: ConfigDict, vocab_size: int, described: Described | None = None
 ) -> Model:
-    """Returns the model for a tokenizer of so many tokens.
+    """Return the model for a tokenizer of `vocab_size` tokens.
 
     Args:
       config: of the experiment.
       vocab_size: of the tokenizer.
-      described: config.json of init_from's model, where it is known; None: it is read.
+      described: config.json of init_from's model, if known; None: it is read.
 
     Raises:
-      ValueError: sizes that do not fit together, too small a vocabulary, or a factory
-        that is not there or does not make a `Model`.
+      ValueError: if sizes do not fit together, the vocabulary is too small, or the
+        factory does not exist or does not make a `Model`.
     """
     if config.model.factory is None:
         return transformer.model(transformer_config(config, vocab_size, described))
@@ -57,13 +57,13 @@ def model(
 def transformer_config(
     config: ConfigDict, vocab_size: int, described: Described | None = None
 ) -> transformer.Config:
-    """Returns the configuration of the transformer for a tokenizer of so many tokens.
+    """Return the transformer's configuration for a tokenizer of `vocab_size` tokens.
 
     Arguments are as for `model`.
 
     Raises:
-      ValueError: an unknown family or size, fields beside a published size that it has
-        itself, sizes that do not fit together, or too small a vocabulary.
+      ValueError: if the family or size is unknown, a field conflicts with a published
+        size, sizes do not fit together, or the vocabulary is too small.
     """
     c = config.model
     how = {
@@ -97,7 +97,7 @@ def transformer_config(
 def _pretrained(
     config: ConfigDict, vocab_size: int, said: Described, how: dict[str, Any]
 ) -> transformer.Config:
-    """Returns the configuration of init_from's model; raises as for any."""
+    """Return the configuration of init_from's model; raise if it does not fit."""
     found = pretrained.model_config(config.init_from, said, **how)
     if config.length > found.max_length:
         raise ValueError(
@@ -120,7 +120,7 @@ def _pretrained(
 
 
 def _rows(config: ConfigDict, vocab_size: int) -> int:
-    """Returns the tokens that the model has room for."""
+    """Return the number of tokens in the model's embedding."""
     rows: int = config.model.vocab_size or vocab_size
     if rows < vocab_size:
         raise ValueError(
@@ -131,7 +131,7 @@ def _rows(config: ConfigDict, vocab_size: int) -> int:
 
 
 def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> None:
-    """Logs that a published size has other parameters with this tokenizer."""
+    """Log a warning if a published size has other parameters with this tokenizer."""
     c = config.model
     if c.factory or not c.size:
         return
@@ -147,10 +147,10 @@ def warn_of_another_size(config: ConfigDict, made: Model, vocab_size: int) -> No
 
 
 def specs(model: Model, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns how a group's devices split parameters, or adapters of them.
+    """Return the specs with which a group's devices split parameters or adapters.
 
     Raises:
-      ValueError: the model cannot be split over the mesh's axis "tensor".
+      ValueError: if the model cannot be split over the mesh's axis "tensor".
     """
     size, tensor = dict(mesh.shape).get(TENSOR, 1), None
     if size > 1:
@@ -169,13 +169,13 @@ def trained(
     model: Model,
     freeze: Callable[[Callable[[], PyTree]], PyTree],
 ) -> tuple[Callable[..., Any], Callable[[], PyTree]]:
-    """Returns the loss of what is trained, the model or adapters, and its initializer.
+    """Return loss and initializer of what is trained, the model or adapters.
 
-    Where adapters are trained, `freeze` turns the function that makes the model's
-    parameters into what stands for them.
+    For adapters, `freeze` turns the function that makes the model's parameters into
+    frozen ones, or their shapes.
 
     Raises:
-      ValueError: the adapters do not fit the model.
+      ValueError: if the adapters do not fit the model.
     """
     c = config.lora
 
@@ -194,5 +194,5 @@ def trained(
 
     if not c.rank and not c.ranks:
         return loss, whole
-    jax.eval_shape(adapters)  # says what is wrong before there is a model
+    jax.eval_shape(adapters)  # raises before there is a model
     return lora.loss_fn(loss, freeze(whole), c.scale), adapters

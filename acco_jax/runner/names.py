@@ -1,4 +1,4 @@
-"""Names in a config: what they name, or one line for one that does not exist."""
+"""Names in a config: the objects of valid names, one-line errors for others."""
 
 import difflib
 import importlib
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def suggestion(name: object, names: Iterable[str]) -> str:
-    """Returns " did you mean ...?" for the name most like another, or ""."""
+    """Return " did you mean ...?" with the most similar name, or ""."""
     close = difflib.get_close_matches(str(name), list(names), 1)
     return f" did you mean {close[0]!r}?" if close else ""
 
 
 def check_name(what: str, name: object, names: Iterable[str]) -> None:
-    """Refuses a name that is not among `names`.
+    """Raise a ValueError if a name is not among `names`.
 
     Raises:
-      ValueError: in one line, with the name most like it and all there are.
+      ValueError: with the most similar name and all known ones.
     """
     names = list(names)
     if name not in names:
@@ -26,10 +26,10 @@ def check_name(what: str, name: object, names: Iterable[str]) -> None:
 
 
 def named(field: str, name: str | None) -> Any:
-    """Returns the function that 'package.module:function' names; None for None.
+    """Return the function that 'package.module:function' names; None for None.
 
     Raises:
-      ValueError: the module cannot be imported, or has no such function.
+      ValueError: if the module cannot be imported, or has no such function.
     """
     if name is None:
         return None

@@ -18,7 +18,7 @@ def key_impl(x: Any) -> Any:
 
 
 def data(x: Any) -> Any:
-    """Replaces keys, arrays or abstract, by their data, which orbax can write."""
+    """Return the data of a key, array or abstract, which orbax can write; else x."""
     if not is_key(x):
         return x
     if isinstance(x, jax.Array):
@@ -28,7 +28,7 @@ def data(x: Any) -> Any:
 
 
 def named(tree: PyTree) -> dict[str, Any]:
-    """Names leaves by an index, which keeps their order, and by their path."""
+    """Return leaves by name: an index, which keeps their order, and their path."""
     return {
         f"{i:05d}.{jax.tree_util.keystr(path, simple=True, separator='.')}": data(x)
         for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree))

@@ -14,12 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-BURST = "256kb"  # what may be sent at once
+BURST = "256kb"  # may be sent at once
 ENVIRONMENT = {
     # A process pinned to one core would get one thread, and nothing would overlap.
     "PJRT_NPROC": "2",
     # Buffers beyond 32 MB are new memory in every half-round: in 4 KB pages their
-    # page faults are half of what communication costs the core.
+    # page faults are half of the core's cost of communication.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "XLA_FLAGS": "",  # one device each, whatever the caller's own processes have
     "JAX_PLATFORMS": "cpu",
@@ -28,10 +28,10 @@ _MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 def parse(text: str) -> float:
-    """Reads '500kbit', '200mbit' or '1.5gbit' as Mbit/s.
+    """Read '500kbit', '200mbit' or '1.5gbit' as Mbit/s.
 
     Raises:
-      ValueError: it is no such rate.
+      ValueError: if the text is not such a rate.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
     rate = float(match[1]) * _MBIT[match[2]] if match else 0.0
@@ -44,7 +44,7 @@ def parse(text: str) -> float:
 
 
 def why_not() -> str | None:
-    """Says what this machine lacks, in one line; None if links can be shaped here."""
+    """Return what this machine lacks, in one line; None if links can be shaped here."""
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         return f"no {' and '.join(missing)} here: apt-get install -y iproute2."
     if os.geteuid() != 0:
@@ -58,7 +58,7 @@ def why_not() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of the processes."""
+    """Return the environment of the processes."""
     return {**os.environ, **ENVIRONMENT}
 
 
@@ -88,11 +88,11 @@ class Network:
             _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 
     def set_link(self, process: int, *, up: bool) -> None:
-        """Cuts a process off from the others, or joins it again."""
+        """Cut a process off from the others, or join it again."""
         _run(f"ip -n {_name('hub')} link set port{process} {'up' if up else 'down'}")
 
     def command(self, process: int, arguments: list[str]) -> list[str]:
-        """Returns these arguments, run as one process on a core of its own."""
+        """Return a command that runs `arguments` as one process on its own core."""
         # gloo asks for the address of the machine's own name
         hosts = self._hosts / f"{process}.hosts"
         names = f"{self.address(process)} {platform.node()}\n127.0.0.1 localhost\n"
@@ -106,7 +106,7 @@ class Network:
 
 @contextlib.contextmanager
 def joined(processes: int, mbit: float) -> Iterator[Network]:
-    """Yields a network for so many processes, and removes it, however it ends."""
+    """Yield a network for `processes` processes, and remove it at the end."""
     with tempfile.TemporaryDirectory() as hosts:
         _remove()
         try:
@@ -118,7 +118,7 @@ def joined(processes: int, mbit: float) -> Iterator[Network]:
 
 
 def _remove() -> None:
-    """Removes this process's namespaces, and those of others that were killed."""
+    """Remove this process's namespaces, and those of killed processes."""
     for line in _run("ip netns list").splitlines():
         match line.split()[0].split("-"):
             case ["acco", pid, _] if (

@@ -1,4 +1,4 @@
-"""The optimizer of an experiment: schedule, weight decay, groups, averages."""
+"""Optimizer of an experiment: schedule, weight decay, groups, averages."""
 
 import functools
 import inspect
@@ -24,18 +24,18 @@ from acco_jax.runner.names import check_name, suggestion
 
 PyTree = Any
 
-# Keyword arguments of an optimizer where optimizer.options does not say otherwise.
+# An optimizer's keyword arguments, unless optimizer.options replaces them.
 DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 
-# Optimizers that look across leaves or draw noise, and are elementwise otherwise: they
-# are right on leaves that stack layers, and must not be shown a layer at a time.
+# Optimizers that look across leaves or sample noise, and are elementwise otherwise:
+# they are right on leaves that stack layers, and must not be run layer by layer.
 ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
 
-# What optimizers call the mask of their weight decay.
+# Optimizers' names for the mask of their weight decay.
 DECAY_MASKS = ("mask", "weight_decay_mask")
 NOT_DECAYED = ("bias", "scale")  # last names of paths; and all of one dimension
 
-SAMPLES = 65  # steps at which a schedule of optax is looked at
+SAMPLES = 65  # steps at which an optax schedule is checked
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 # Optimizers that train at one point and are evaluated at another.
@@ -43,7 +43,7 @@ SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_sgd")
 
 
 def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedule:
-    """Returns the schedule, counted in optimizer steps.
+    """Return the schedule, counted in optimizer steps.
 
     The warm-up is linear. 'cosine' and 'linear' then decay to `final_fraction` of the
     peak at the last step; 'wsd' (warm-up, stable, decay: MiniCPM, arXiv 2404.06395)
@@ -55,7 +55,7 @@ def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedu
       peak: of the learning rate; None: optimizer.learning_rate.
 
     Raises:
-      ValueError: optax has no such schedule, or it does not take the options.
+      ValueError: if optax has no such schedule, or it does not take the options.
     """
     c = config.optimizer
     peak, warmup = c.learning_rate if peak is None else peak, c.warmup_steps
@@ -76,7 +76,7 @@ def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedu
 
 
 def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
-    """Returns a schedule of optax whose value starts at, or rises to, `peak`."""
+    """Return a schedule of optax whose value starts at, or rises to, `peak`."""
     peak_name = _peak_of(name)
     if not peak_name:
         known = [*SCHEDULES, *filter(_peak_of, dir(optax.schedules))]
@@ -99,7 +99,7 @@ def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
 
 
 def _peak_of(name: str) -> str:
-    """Returns what a schedule of optax calls its peak or first value, '' for others."""
+    """Return an optax schedule's name for its peak or first value, '' for others."""
     make = getattr(optax.schedules, name, None)
     names = inspect.signature(make).parameters if inspect.isfunction(make) else {}
     values = (n for n in ("peak_value", "init_value", "value") if n in names)
@@ -107,10 +107,10 @@ def _peak_of(name: str) -> str:
 
 
 def checked_rate(config: ConfigDict) -> optax.Schedule:
-    """Returns the schedule of the learning rate, whose values were looked at.
+    """Return the learning rate's schedule, with checked values.
 
     Raises:
-      ValueError: in one line, at which step it is negative or not finite.
+      ValueError: with the step at which it is negative or not finite.
     """
     schedule, c = learning_rate(config), config.optimizer
     if c.schedule in SCHEDULES:
@@ -129,18 +129,18 @@ def checked_rate(config: ConfigDict) -> optax.Schedule:
 def optimizer(
     config: ConfigDict, stacked: Stacked | None = None
 ) -> optax.GradientTransformation:
-    """Returns the inner optimizer: clipping, an optax optimizer by name, averages.
+    """Return the inner optimizer: clipping, an optax optimizer by name, averages.
 
-    On a model that stacks its layers it does what it would do on one with a leaf for
-    each of them; so too on adapters of the model.
+    On a model that stacks its layers it acts as on a model with a leaf for each
+    layer; so too on adapters of the model.
 
     Args:
       config: of the experiment.
-      stacked: from parameters to which of their leaves stack layers on axis 0; None:
-        none does.
+      stacked: from parameters to their leaves that stack layers on axis 0; None:
+        no leaf does.
 
     Raises:
-      ValueError: optax has no such optimizer, or it does not take the options.
+      ValueError: if optax has no such optimizer, or it does not take the options.
     """
     c = config.optimizer
     rules = [_rule(config, fields) for _, fields in c.groups]
@@ -157,7 +157,7 @@ def optimizer(
 
 
 def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransformation:
-    """Returns the named optimizer; a group's fields take the place of the options."""
+    """Return the named optimizer; a group's fields replace the options."""
     c, fields = config.optimizer, dict(fields)
     make = getattr(optax, c.name, None) or getattr(optax.contrib, c.name, None)
     if not callable(make):
@@ -197,7 +197,7 @@ def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransform
 
 
 def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
-    """Returns which leaves weight decay acts on, as a tree of bools."""
+    """Return a tree of bools: whether weight decay acts on a leaf."""
 
     def decayed(path: Any, leaf: Any) -> bool:
         names = path_names(path)
@@ -209,9 +209,9 @@ def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
 
 
 def _labels(patterns: list[str], params: PyTree) -> PyTree:
-    """Returns the number of each leaf's group: of the first pattern found in its path.
+    """Return each leaf's group: the number of the first pattern found in its path.
 
-    Those without one have the number after the last.
+    A leaf without a pattern has the number after the last.
     """
 
     def label(path: Any, leaf: Any) -> int:
@@ -232,8 +232,8 @@ class AverageState(NamedTuple):
 def average_parameters(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the parameters; pass updates on.
 
-    It stands last in a chain, so that parameters plus updates are the next parameters.
-    The average starts from nothing and is divided by what it lacks, as Adam's moments
+    It must be last in a chain, so that parameters plus updates are the next parameters.
+    The average starts from zero and is divided by its missing weight, as Adam's moments
     are (Kingma and Ba, arXiv 1412.6980, section 3): `averaged` returns it.
 
     Args:
@@ -254,7 +254,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged(state: Any, decay: float) -> Any:
-    """Returns a sharded method's state whose committed parameters are the average.
+    """Return a sharded method's state whose committed parameters are the average.
 
     Args:
       state: of a method whose inner optimizer has `average_parameters(decay)`.
@@ -273,11 +273,11 @@ def _average(average: AverageState, theta: PyTree, decay: float) -> PyTree:
 
 
 def evaluated(state: Any) -> Any:
-    """Returns a method's state whose committed parameters are those to evaluate.
+    """Return a method's state whose committed parameters are the ones to evaluate.
 
     Schedule-free optimizers commit y, at which gradients are computed, and are
-    evaluated at x (Defazio et al., arXiv 2405.15682). All others commit what is
-    evaluated; their state is returned as it is.
+    evaluated at x (Defazio et al., arXiv 2405.15682). All others are evaluated at
+    their committed parameters; their state is returned unchanged.
 
     Args:
       state: of a method, with any inner optimizer.
@@ -289,7 +289,7 @@ def evaluated(state: Any) -> Any:
 
 @jax.jit
 def _schedule_free_x(b1: jax.Array, z: PyTree, y: PyTree) -> PyTree:
-    """Returns x of y = (1 - b1) z + b1 x, and y where z is of another group."""
+    """Return x of y = (1 - b1) z + b1 x, and y where z is of another group."""
 
     def x(z: Any, y: jax.Array) -> jax.Array:
         return y if masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
@@ -299,7 +299,7 @@ def _schedule_free_x(b1: jax.Array, z: PyTree, y: PyTree) -> PyTree:
 
 
 def _states(state: Any, kind: type) -> list[Any]:
-    """Returns the optimizer states of one kind, wherever they are in a state."""
+    """Return the optimizer states of one kind, wherever they are in a state."""
     is_kind = lambda x: isinstance(x, kind)  # noqa: E731
     return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
 
@@ -312,9 +312,9 @@ def method(
     stacked: Stacked | None = None,
     specs: PyTree | None = None,
 ) -> Any:
-    """Builds a method around the config's optimizer.
+    """Build a method around the config's optimizer.
 
-    One that takes an `inner_learning_rate` gets the optimizer's schedule, unless
+    A method with an `inner_learning_rate` gets the optimizer's schedule, unless
     method_options has another.
 
     Args:
@@ -326,7 +326,7 @@ def method(
       specs: `param_specs` of the method; needed where the mesh has other axes.
 
     Raises:
-      ValueError: what the method refuses.
+      ValueError: if the method rejects its options, or they conflict with averages.
     """
     make, options = METHODS[name], config.method_options.to_dict()
     if "inner_learning_rate" in methods.options(name):
@@ -361,7 +361,7 @@ def method(
 
 
 def drops_nonfinite(config: ConfigDict, tx: Method) -> bool:
-    """Whether workers whose numbers are not finite are dropped; see the config."""
+    """Return whether workers with numbers that are not finite are dropped."""
     if config.drop_nonfinite is None:
         return tx.round(tx.phase(0)).drops
     return bool(config.drop_nonfinite)

@@ -1,4 +1,4 @@
-"""Folders that a command names, makes and, where it refuses, removes again."""
+"""Folders of a command: named, made and, after an error, removed again."""
 
 import contextlib
 import shutil
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def expanded(path: Path | str) -> Path:
-    """Returns a path whose ~ or ~user is replaced by a home folder.
+    """Return a path with ~ or ~user replaced by a home folder.
 
     Raises:
-      ValueError: in one line, there is no such user.
+      ValueError: if there is no such user.
     """
     try:
         return Path(path).expanduser()
@@ -22,15 +22,15 @@ def expanded(path: Path | str) -> Path:
 
 
 def absent(folder: Path) -> list[Path]:
-    """Returns a folder and those of its parents that do not exist, innermost first."""
+    """Return a folder and those of its parents that do not exist, innermost first."""
     folder = folder.absolute()
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def remove(made: Sequence[Path]) -> None:
-    """Removes the folders that `absent` returned: the first with all that it holds.
+    """Remove the folders that `absent` returned: the first with its content.
 
-    Its parents are removed where they are empty.
+    Its parents are removed if they are empty.
     """
     if made:
         shutil.rmtree(made[0], ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What texts cost a model: loss, perplexities, bits per byte, LAMBADA's last words."""
+"""Loss of a model on texts: perplexities, bits per byte, LAMBADA's last words."""
 
 import math
 from pathlib import Path
@@ -9,16 +9,16 @@ from acco_jax.runner.language import Language
 
 
 def figures(nats: float, tokens: float, words: int, size: int) -> dict[str, Any]:
-    """Returns the figures of a text.
+    """Return the figures of a text.
 
     Args:
       nats: the sum of its tokens' cross-entropies.
-      tokens: how many.
+      tokens: their number.
       words: that spaces separate.
       size: in bytes of UTF-8.
 
     Raises:
-      FloatingPointError: the loss is not finite.
+      FloatingPointError: if the loss is not finite.
     """
     if not math.isfinite(nats):
         raise FloatingPointError(
@@ -37,21 +37,21 @@ def figures(nats: float, tokens: float, words: int, size: int) -> dict[str, Any]
 
 
 def _exp(x: float) -> float | None:
-    """Returns e to the power of x, None where that is no float."""
+    """Return e to the power of x, None if it is too large for a float."""
     return math.exp(x) if x < 700 else None
 
 
 def of_text(language: Language, text: str, stride: int | None = None) -> dict[str, Any]:
-    """Returns the figures of a text.
+    """Return the figures of a text.
 
     Args:
       language: the model.
       text: any but an empty one.
-      stride: as of `Language.rows`; None: the model's positions.
+      stride: as for `Language.rows`; None: the model's positions.
 
     Raises:
-      ValueError: the text is empty, or the stride more than the model's positions.
-      FloatingPointError: the loss is not finite.
+      ValueError: if the text is empty, or the stride exceeds the model's positions.
+      FloatingPointError: if the loss is not finite.
     """
     rows = language.rows(text, stride or language.config.max_length)
     if not rows:
@@ -62,22 +62,22 @@ def of_text(language: Language, text: str, stride: int | None = None) -> dict[st
 
 
 def of_lambada(language: Language, path: Path) -> dict[str, Any]:
-    """Returns how well a model foresees the last words of texts.
+    """Return how well a model predicts the last words of texts.
 
-    A text's last word is what follows its last space. It is foreseen if each of its
+    A text's last word follows its last space. It is predicted if each of its
     tokens is the likeliest one.
 
     Args:
       language: the model.
-      path: of a file with a JSON object a line, whose "text" counts.
+      path: of a file with a JSON object per line, whose "text" counts.
 
     Returns:
-      accuracy, the share of last words that are foreseen; perplexity, of a last word:
+      accuracy, the share of last words predicted; perplexity of a last word:
       e to the mean of the words' nats; whole_text, the figures of all texts.
 
     Raises:
-      ValueError: in one line, there is no such file, or a text has no last word.
-      FloatingPointError: the loss is not finite.
+      ValueError: if there is no such file, or a text has no last word.
+      FloatingPointError: if the loss is not finite.
     """
     texts = _texts(path)
     pairs = [(text[:i], text[i:]) for text in texts for i in [text.rindex(" ")]]
@@ -99,7 +99,7 @@ def of_lambada(language: Language, path: Path) -> dict[str, Any]:
 
 
 def _texts(path: Path) -> list[str]:
-    """Returns the texts of a file of LAMBADA's format; raises as `of_lambada`."""
+    """Return the texts of a file of LAMBADA's format; raise as `of_lambada`."""
     rows = read_rows(path, {"text"})
     if not rows:
         raise ValueError(

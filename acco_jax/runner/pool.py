@@ -1,4 +1,4 @@
-"""Runs of `acco_jax.train`, each in processes of its own, some at once."""
+"""Runs of `acco_jax.train`, each in its own processes, several at once."""
 
 import contextlib
 import dataclasses
@@ -14,25 +14,25 @@ from typing import Any, NamedTuple
 
 from acco_jax.runner import exits, heartbeat, network, signals
 
-RUN_BYTES = 2 << 30  # host memory that a run is given where several fit
+RUN_BYTES = 2 << 30  # host memory per run when several run at once
 POLL_SECONDS = 0.05
 
 
 class RunFailed(exits.Failed):
-    """Some runs have no result; those of the others are written."""
+    """Some runs have no result; the results of the others are written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A run, or a part of one."""
 
-    name: str  # as messages have it
+    name: str  # in messages
     folder: Path  # its workdir
     flags: tuple[str, ...]  # of the command, beside --workdir
 
 
 class Slot(NamedTuple):
-    """The part of the machine that one run has."""
+    """Part of the machine for one run."""
 
     environment: Mapping[str, str] = {}
     cores: frozenset[int] | None = None  # None: all
@@ -42,13 +42,13 @@ Start = Callable[[Task, Slot], list[subprocess.Popen]]
 
 
 def slots(at_once: int) -> list[Slot]:
-    """Divides this machine: one run each, as many as fit if `at_once` is 0.
+    """Divide this machine into slots of one run, as many as fit if `at_once` is 0.
 
-    That is one per NVIDIA GPU; where there is none one per core, of which each has
-    `RUN_BYTES` of the memory that is free.
+    That is one per NVIDIA GPU; without a GPU one per core, each with `RUN_BYTES`
+    of the free memory.
 
     Raises:
-      ValueError: there are fewer GPUs or cores, or this is no Linux.
+      ValueError: if there are fewer GPUs or cores, or this is not Linux.
     """
     if at_once == 1:
         return [Slot()]
@@ -71,7 +71,7 @@ def slots(at_once: int) -> list[Slot]:
 
 
 def _gpus() -> list[str]:
-    """Returns what CUDA_VISIBLE_DEVICES calls the NVIDIA GPUs of this process."""
+    """Return CUDA_VISIBLE_DEVICES' names of this process's NVIDIA GPUs."""
     there = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not there or os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -80,14 +80,14 @@ def _gpus() -> list[str]:
 
 
 def _free_bytes() -> int:
-    """Returns the memory that could be taken without swapping."""
+    """Return the memory that can be taken without swapping, in bytes."""
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":") for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class Pool:
-    """Runs tasks, one in each slot at a time."""
+    """Runner of tasks, one in each slot at a time."""
 
     def __init__(self, start: Start, slots: Sequence[Slot]) -> None:
         self._start, self._slots = start, slots
@@ -95,14 +95,14 @@ class Pool:
         self._received: list[int] = []
 
     def run(self, tasks: Sequence[Task]) -> dict[Task, int]:
-        """Runs all of them, in this order.
+        """Run all tasks, in this order.
 
         Returns:
-          The exit code of each: of several processes that of the first that failed by
-          itself, else the first that is not 0.
+          The exit code of each task. For several processes it is that of the first that
+          failed by itself, else the first that is not 0.
 
         Raises:
-          Stopped: a signal came; the runs under way have saved what they had.
+          Stopped: if a signal came; the runs under way have saved their state.
         """
         queue, codes = list(tasks), dict[Task, int]()
         while (queue and not self._received) or self._running:
@@ -120,7 +120,7 @@ class Pool:
         return codes
 
     def signal(self, number: int, frame: Any) -> None:
-        """Passes on a signal: SIGTERM at first, what came after that as it is."""
+        """Pass on a signal: the first as SIGTERM, later ones unchanged."""
         self._received.append(number)
         for _, processes in self._running.values():
             for process in processes:
@@ -130,10 +130,10 @@ class Pool:
 
 
 def _ended(processes: list[subprocess.Popen]) -> int | None:
-    """Returns the exit code of processes that belong together, None while one runs.
+    """Return the exit code of processes that belong together, None while one runs.
 
-    The others wait in vain for one that failed: they are told to stop, and its code
-    is the one that counts.
+    If one fails, the others would wait in vain: they are told to stop, and its code
+    counts.
     """
     codes = [p.poll() for p in processes]
     if any(c not in (None, exits.FINISHED, exits.STOPPED) for c in codes):
@@ -148,7 +148,7 @@ def _ended(processes: list[subprocess.Popen]) -> int | None:
 
 
 def raise_failed(codes: Mapping[Task, int]) -> None:
-    """Raises a RunFailed that names the tasks that neither ended nor diverged."""
+    """Raise a RunFailed that names the tasks that neither ended nor diverged."""
     good = exits.FINISHED, exits.STOPPED, exits.DIVERGED
     if failed := [task.name for task, code in codes.items() if code not in good]:
         raise RunFailed(
@@ -161,7 +161,7 @@ def raise_failed(codes: Mapping[Task, int]) -> None:
 def opened(
     slots: Sequence[Slot], rate: str | None = None, processes: int = 1
 ) -> Iterator[Pool]:
-    """Yields a pool, whose runs the signals that this process gets reach as SIGTERM.
+    """Yield a pool; signals to this process reach its runs as SIGTERM.
 
     Args:
       slots: of the machine.
@@ -177,7 +177,7 @@ def opened(
 
 @contextlib.contextmanager
 def _starting(rate: str | None, processes: int) -> Iterator[Start]:
-    """Yields what starts a run's processes, on a shaped network if asked for."""
+    """Yield a function that starts a run's processes, shaping a network if asked."""
 
     def command(task: Task) -> list[str]:
         train = [sys.executable, "-m", "acco_jax.train"]
@@ -206,10 +206,10 @@ def _starting(rate: str | None, processes: int) -> Iterator[Start]:
 def _popen(
     command: list[str], slot: Slot, environment: Mapping[str, str]
 ) -> subprocess.Popen:
-    """Starts a process that stops when this one dies, and not by the terminal."""
+    """Start a process that stops when this one dies, and not by the terminal."""
     return subprocess.Popen(
         command,
-        stdout=sys.stderr,  # gloo prints: the table is alone on stdout
+        stdout=sys.stderr,  # gloo prints: only the table is on stdout
         preexec_fn=functools.partial(_confine, slot),
         start_new_session=True,
         env={**environment, **slot.environment},
@@ -217,7 +217,7 @@ def _popen(
 
 
 def _confine(slot: Slot) -> None:
-    """What a new process does first."""
+    """Set up a new process: its parent's death ends it, and it keeps to its cores."""
     heartbeat.die_with_parent(signal.SIGTERM)
     if slot.cores is not None:
         os.sched_setaffinity(0, slot.cores)

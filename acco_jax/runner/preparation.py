@@ -1,4 +1,4 @@
-"""Prepares a run: checks everything before anything is compiled."""
+"""Preparation of a run: all checks, before anything is compiled."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything a run needs, checked; nothing has been trained yet."""
+    """Checked parts of a run, before any training."""
 
     config: ConfigDict
     workdir: Path
@@ -61,24 +61,24 @@ class Experiment:
     schedule: optax.Schedule
     microbatches: int  # of each worker in a half-round, or in an inner step of one
     capacity: int  # microbatches that a batch has room for; more where counts adapt
-    identity: dict[str, Any]  # what makes it another run if it differs
-    repairs: bool  # whether what killed processes left in the workdir is tidied up
+    identity: dict[str, Any]  # fields that distinguish it from other runs
+    repairs: bool  # whether remains of killed processes in the workdir are removed
     loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
-    init: Callable[[], PyTree]  # makes what is trained; jit-compatible
-    start: Callable[[], PyTree]  # makes what it starts from, where it belongs
-    specs: PyTree  # how a group of devices splits it
+    init: Callable[[], PyTree]  # makes the trained parameters; jit-compatible
+    start: Callable[[], PyTree]  # makes the first parameters, on their devices
+    specs: PyTree  # how a group of devices splits the parameters
     began: float  # when its process or its preparation began, in seconds since 1970
 
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
-        """Opened when first asked for: a refused run leaves no folder behind."""
+        """Checkpoints, opened on first access: a rejected run leaves no folder."""
         folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
         fence = functools.partial(check_held, *own(self.workdir, folder))
         return Checkpoints(folder, keep, repair=self.repairs, fence=fence)
 
     @property
     def checkpoint_folder(self) -> epath.Path:
-        """Where the checkpoints are: in the workdir, or where the config says."""
+        """Folder of the checkpoints: in the workdir, or the config's."""
         return runs.checkpoint_folder(self.config, self.workdir)
 
     @property
@@ -87,16 +87,16 @@ class Experiment:
 
     @property
     def places(self) -> tuple[int, int]:
-        """This process's place among those with workers of their own, and their number.
+        """Index of this process among those with their own workers, and their number.
 
-        Processes that share a worker, a group of their devices, share a place.
+        Processes that share a worker, a group of their devices, share an index.
         """
         number = min(self.workers, jax.process_count())
         return jax.process_index() * number // jax.process_count(), number
 
     @property
     def world(self) -> worlds.World:
-        """What computes here, as the run's record has it."""
+        """The devices that compute here, as the run's record has them."""
         counts = self.config.counts or [self.microbatches] * self.workers
         adaptive = self.config.microbatches != "fixed"
         return worlds.World.of(self.mesh, () if adaptive else counts, self.step.form)
@@ -114,7 +114,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Targets of a half-round where their number stays, of full rows."""
+        """Targets of a half-round of full rows, where their number is constant."""
         same = self.config.microbatches in ("balanced", "halves")
         kept = same and self.config.batch == "kept"
         workers = self.identity["workers"] if kept else self.workers
@@ -132,19 +132,19 @@ def prepare(
     began: float | None = None,
     check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> Experiment:
-    """Builds an experiment.
+    """Build an experiment.
 
     Args:
       config: of `acco_jax.runner.config.default_config`'s form.
       workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
       devices: to train on; None: all.
-      repair: False to leave the workdir as it is, for it may be another run's.
+      repair: False to leave the workdir unchanged, as it may be another run's.
       began: when the process started, in seconds since 1970; None: now.
-      check: raises a ValueError if the experiment is to be refused, whose config.json
-        is written only after it.
+      check: raises a ValueError to reject the experiment, before config.json is
+        written.
 
     Raises:
-      ValueError: in one line, what cannot work.
+      ValueError: if something cannot work.
     """
     began = time.time() if began is None else began
     validate(config)
@@ -161,7 +161,7 @@ def prepare(
     identity["generation"] = pretrained.kept_generation(config)
     _check_workdir(workdir, identity)
     _check_processes(workers)
-    # Says what is wrong before there is a corpus; which gives the length and the model.
+    # Raises before there is a corpus, which gives the length and the model.
     tx = optimizers.method(config, config.method, mesh, data_axes(mesh))
     half_rounds = tx.calls(config.steps)
     microbatches = configs.half_round_microbatches(config, tx.half_rounds, began_with)
@@ -202,7 +202,7 @@ def prepare(
     if config.base and not adapts:
         init = Partial(_identity, runs.start(config, init, model, mesh))
     start = functools.partial(_made, with_arrays(init), runs.shardings(specs, mesh))
-    if config.init_from and not adapts:  # read when it is needed, and not held
+    if config.init_from and not adapts:  # read when needed, and not held
         start = functools.partial(runs.start, config, init, model, mesh)
     step = acco_jax.make_train_step(
         loss_fn, tx, microbatches=counted or microbatches, form=config.form,
@@ -213,7 +213,7 @@ def prepare(
         config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
         capacity, identity, repair, loss_fn, init, start, specs, began,
     )  # fmt: skip
-    first = batches(experiment)  # says now if a worker's documents are too few
+    first = batches(experiment)  # raises if a worker's documents are too few
     held_out_batches(experiment, None)
     try:
         tx.check(abstract_params(experiment))
@@ -231,9 +231,9 @@ def prepare(
 
 
 def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
-    """Returns how many workers a run began with; `workers` where none has begun.
+    """Return how many workers a run began with; `workers` if none has begun.
 
-    Their microbatches are the batch, whoever computes them later.
+    Their microbatches are the batch, whichever workers compute them later.
     """
     begun = (workdir / "config.json").exists() and any(
         path.name.isdigit()
@@ -246,10 +246,10 @@ def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
 def _dealt(
     config: ConfigDict, microbatches: int, first: int, workers: int
 ) -> tuple[ConfigDict, int]:
-    """Returns the config and the room for microbatches of other workers than at first.
+    """Return config and capacity (microbatches) for another number of workers.
 
     Raises:
-      ValueError: they cannot go on with these data, or these counts.
+      ValueError: if they cannot go on with these data, or these counts.
     """
     if config.data.skew:
         raise ValueError(
@@ -273,7 +273,7 @@ def _dealt(
 
 
 def _check_processes(workers: int) -> None:
-    """Refuses groups of devices that begin or end within a process's share."""
+    """Raise a ValueError if groups of devices cross the processes' boundaries."""
     count = jax.process_count()
     if workers % count and count % workers:
         raise ValueError(
@@ -283,7 +283,7 @@ def _check_processes(workers: int) -> None:
 
 
 def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
-    """Refuses a checkpoint of another run, and one whose host data are not a run's."""
+    """Raise a ValueError for a checkpoint of another run or with invalid host data."""
     checkpoints, identity = experiment.checkpoints, experiment.identity
     if (latest := checkpoints.latest()) is None:
         return
@@ -307,7 +307,7 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
 
 
 def _continues(host: dict[str, Any], first: data.Batches) -> bool:
-    """Whether a run of these batches can go on from the host data of a checkpoint."""
+    """Return whether a run of these batches can continue from such host data."""
     loss = host.get("held_out_loss", "")
     if not worlds.is_axes(axes := host.get("axes")):
         return False
@@ -327,14 +327,14 @@ def _continues(host: dict[str, Any], first: data.Batches) -> bool:
 
 
 def repeating(experiment: Experiment, folder: Path) -> worlds.Replay:
-    """Returns the record that an experiment repeats; its step is given the counts.
+    """Return the record that an experiment repeats; give its step the counts.
 
     Args:
       experiment: from `prepare`.
       folder: the workdir of the run to repeat.
 
     Raises:
-      ValueError: in one line, this experiment cannot go on with that record.
+      ValueError: if this experiment cannot go on with that record.
     """
     replay, done = worlds.Replay(folder), experiment.checkpoints.latest() or 0
     replay.check(experiment.identity, done, experiment.world)
@@ -353,7 +353,7 @@ def _identity(params: PyTree) -> PyTree:
 
 
 def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
-    """Refuses the workdir of a run with another config, workers or corpus."""
+    """Raise a ValueError if the workdir's run has another config, workers or corpus."""
     path = workdir / "config.json"
     if not path.exists():
         return
@@ -374,7 +374,7 @@ def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
 
 
 def _check_same_text(checksum: int) -> None:
-    """Refuses processes that read different text, each in the same line."""
+    """Raise a ValueError, on every process, if processes read different text."""
     checksums = processes.gathered(np.uint32(checksum)).tolist()
     other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
     if other is not None:
@@ -385,7 +385,7 @@ def _check_same_text(checksum: int) -> None:
 
 
 def _check_same_weights(identity: dict[str, Any]) -> None:
-    """Refuses processes whose init_from is another model, each in the same line."""
+    """Raise a ValueError, on every process, if init_from's models differ."""
     said = json.dumps(identity.get("pretrained"), sort_keys=True)
     if len(set(processes.gathered(np.uint32(zlib.crc32(said.encode()))).tolist())) > 1:
         raise ValueError(
@@ -395,7 +395,7 @@ def _check_same_weights(identity: dict[str, Any]) -> None:
 
 
 def batches(experiment: Experiment) -> data.Batches:
-    """Returns this process's part of the training batches, from the first one on."""
+    """Return this process's part of the training batches, from the first one on."""
     e, c = experiment, experiment.config.data
     adaptive = e.config.microbatches != "fixed"
     return data.train_iterator(
@@ -418,7 +418,7 @@ def batches(experiment: Experiment) -> data.Batches:
 def held_out_batches(
     experiment: Experiment, limit: int | None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Returns this process's part of `limit` validation batches, or of all."""
+    """Return this process's part of `limit` validation batches, or of all."""
     e, c = experiment, experiment.config.data
     return data.validation_batches(
         e.corpus,
@@ -426,7 +426,7 @@ def held_out_batches(
         batch_size=e.workers * e.config.microbatch_size,
         process_index=e.places[0],
         process_count=e.places[1],
-        limit=limit,  # of what were batches when the run began
+        limit=limit,  # of the batches when the run began
         block=e.identity["workers"] * e.config.microbatch_size,
         lengths=c.lengths,
         document_mask=c.document_mask,
@@ -434,7 +434,7 @@ def held_out_batches(
 
 
 def counts_of(experiment: Experiment) -> jax.Array | None:
-    """Returns how many microbatches each worker computes; None: all."""
+    """Return how many microbatches each worker computes; None: all."""
     if not experiment.config.counts:
         return None
     counts = np.asarray(experiment.config.counts, np.int32)
@@ -443,21 +443,21 @@ def counts_of(experiment: Experiment) -> jax.Array | None:
 
 
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Makes global arrays, split over the data axes, of this process's rows."""
+    """Return global arrays, split over the data axes, from this process's rows."""
     sharding = NamedSharding(mesh, P(data_axes(mesh)))
-    with jax.transfer_guard_host_to_device("allow"):  # here it is meant
+    with jax.transfer_guard_host_to_device("allow"):  # intended here
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x), batch
         )
 
 
 def initial(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Makes parameters as the train step takes them, and sharded optimizer state."""
+    """Return parameters as the train step takes them, and sharded optimizer state."""
     return acco_jax.start(experiment.tx, experiment.start())
 
 
 def abstract_params(experiment: Experiment) -> PyTree:
-    """Returns shapes, dtypes and shardings of the parameters that are trained."""
+    """Return shapes, dtypes and shardings of the trained parameters."""
     shardings = runs.shardings(experiment.specs, experiment.mesh)
     return jax.tree.map(
         lambda x, sharding: x.update(sharding=sharding),
@@ -467,7 +467,7 @@ def abstract_params(experiment: Experiment) -> PyTree:
 
 
 def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Returns shapes, dtypes and shardings of what `initial` returns."""
+    """Return shapes, dtypes and shardings of the result of `initial`."""
     params, tx = abstract_params(experiment), experiment.tx
     return jax.tree.map(
         lambda x, sharding: x.update(sharding=sharding),
@@ -477,10 +477,10 @@ def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
 
 
 def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
-    """Returns what `abstract` does, for a checkpoint and the world that it is of.
+    """Return the result of `abstract`, for a checkpoint and the world that saved it.
 
-    Where that is another than now, arrays have the shapes that they had then, and lie
-    on the devices that there are now.
+    For another world than today's, arrays have the shapes that they had then, and
+    lie on the devices that there are now.
     """
     e, axes = experiment, experiment.checkpoints.host(half_round)["axes"]
     if axes == dict(e.mesh.shape):
@@ -490,7 +490,7 @@ def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
 
 
 def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
-    """Returns what was restored `as_saved` as today's workers hold it."""
+    """Return what was restored `as_saved` as today's workers hold it."""
     like = abstract(experiment)
     same: bool = jax.tree.structure(arrays) == jax.tree.structure(like)  # type: ignore[operator]
     if same:

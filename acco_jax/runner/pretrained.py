@@ -1,4 +1,4 @@
-"""A run that starts from a Hugging Face folder: config.init_from."""
+"""Runs that start from a Hugging Face folder: config.init_from."""
 
 import hashlib
 import re
@@ -17,8 +17,8 @@ from acco_jax.runner.folders import CONFIG, GENERATION, Folder
 from acco_jax.runner.paths import expanded
 
 PyTree = Any
-CORNER = 8  # of an array, along each dimension: what tells two models apart
-# Of generation_config.json; earlier versions of transformers had them in config.json.
+CORNER = 8  # of an array, along each dimension: distinguishes two models
+# Fields of generation_config.json; earlier transformers had them in config.json.
 SAMPLING = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_beams",
@@ -29,22 +29,22 @@ TOKENIZER = "init_from"  # of data.tokenizer: the folder's own
 
 
 def folder_of(path: str | Path) -> Folder:
-    """Returns a Hugging Face folder; raises as `Folder`."""
+    """Return a Hugging Face folder; raise as `Folder`."""
     return Folder(expanded(path))
 
 
 def model_config(
     path: str | Path, described: Mapping[str, Any], **overrides: Any
 ) -> transformer.Config:
-    """Returns the configuration that a folder's config.json describes.
+    """Return the configuration that a folder's config.json describes.
 
     Args:
       path: of the folder, for the errors.
       described: the content of its config.json.
-      **overrides: fields that replace what it says.
+      **overrides: fields that replace its fields.
 
     Raises:
-      ValueError: in one line with the folder's name, it describes none.
+      ValueError: with the folder's name, if it describes no such model.
     """
     try:
         return huggingface.config_of(described, **overrides)
@@ -53,7 +53,7 @@ def model_config(
 
 
 def check_read(config: transformer.Config, folder: Folder, ignored: str | None) -> None:
-    """Refuses a folder with weights that its config.json has no place for.
+    """Raise a ValueError for weights that a folder's config.json has no place for.
 
     Args:
       config: of the folder's model.
@@ -61,7 +61,7 @@ def check_read(config: transformer.Config, folder: Folder, ignored: str | None) 
       ignored: a regular expression of names that may be left out.
 
     Raises:
-      ValueError: in one line, their names.
+      ValueError: with their names.
     """
     left = huggingface.unread(config, folder.names)
     if config.tied and huggingface.HEAD in left and _is_tied(config, folder):
@@ -82,7 +82,7 @@ def check_read(config: transformer.Config, folder: Folder, ignored: str | None) 
 
 
 def _is_tied(config: transformer.Config, folder: Folder) -> bool:
-    """Whether an output embedding has the bits of the input's, as far as is looked."""
+    """Return whether the output embedding equals the input's, on a corner of both."""
     index = (slice(CORNER), slice(CORNER))
     head = folder.weight(huggingface.HEAD)[index]
     wte = huggingface.leaf(config, "wte/embedding", folder.weight, index)
@@ -90,13 +90,13 @@ def _is_tied(config: transformer.Config, folder: Folder) -> bool:
 
 
 def generation(path: str) -> dict[str, Any]:
-    """Returns what a folder says of the texts that its model writes.
+    """Return a folder's settings for generated texts.
 
-    That is eos_token_id, a list, bos_token_id and pad_token_id, as far as they are
-    said, and the sampling defaults; generation_config.json comes before config.json.
+    They are eos_token_id, a list, bos_token_id and pad_token_id, if given, and the
+    sampling defaults. generation_config.json comes before config.json.
 
     Raises:
-      ValueError: in one line, an id is none.
+      ValueError: if an id is not an integer.
     """
     folder = folder_of(path)
     both = folder.generation, folder.config_json
@@ -122,9 +122,9 @@ def _ids(path: Path, name: str, value: Any) -> list[int]:
 
 
 def kept_generation(config: ConfigDict) -> dict[str, Any]:
-    """Returns `generation` of the folder from which a run starts, or its `base` did.
+    """Return `generation` of the folder that a run, or its `base`, starts from.
 
-    {} where there is none.
+    It is {} without such a folder.
     """
     if config.init_from is not None:
         return generation(config.init_from)
@@ -132,25 +132,24 @@ def kept_generation(config: ConfigDict) -> dict[str, Any]:
         return {}
     try:
         described = read_object(Path(config.base).expanduser() / "config.json")
-    except ValueError:  # it is said when the base is opened
+    except ValueError:  # raised when the base is opened
         return {}
     said = described.get("generation")
     return said if isinstance(said, dict) else {}
 
 
 def identity(path: str, ignored: str | None = None) -> dict[str, Any]:
-    """Returns what makes a folder another model, wherever it lies.
+    """Return the identity of a folder's model, wherever the folder lies.
 
-    That is "model", a config.json with nothing in it but what is computed, and
-    "weights", a digest of a corner of each array. A copy that was saved in other files,
-    or in a wider dtype, is the same model.
+    It has "model", a config.json with only what is computed, and "weights", a digest of
+    a corner of each array. Copies in other files or in a wider dtype have the same one.
 
     Args:
       path: of the folder.
-      ignored: as of `check_read`.
+      ignored: as for `check_read`.
 
     Raises:
-      ValueError: in one line, an array is missing, has another shape, or is not read.
+      ValueError: if an array is missing, has another shape, or is not read.
     """
     folder = folder_of(path)
     config = model_config(path, folder.config_json)
@@ -158,7 +157,7 @@ def identity(path: str, ignored: str | None = None) -> dict[str, Any]:
     digest = hashlib.sha256()
     for keys, x in jax.tree_util.tree_leaves_with_path(transformer.shapes_of(config)):
         names = path_names(keys)
-        layers = (slice(None),) if names[0] == "h" else ()  # of all the first numbers
+        layers = (slice(None),) if names[0] == "h" else ()  # corners of all layers
         index = layers + (slice(CORNER),) * (x.ndim - len(layers))
         part = huggingface.leaf(config, "/".join(names), folder.weight, index)
         digest.update(np.ascontiguousarray(part).tobytes())
@@ -167,12 +166,12 @@ def identity(path: str, ignored: str | None = None) -> dict[str, Any]:
 
 
 def check_tokens(config: ConfigDict, end_of_text: int) -> None:
-    """Refuses a tokenizer that ends texts with another token than the model does.
+    """Raise a ValueError if tokenizer and model end texts with different tokens.
 
-    Its folder may name several, or none; data.end_of_text overrules it.
+    The model's folder may name several, or none; data.end_of_text overrules it.
 
     Raises:
-      ValueError: in one line, which tokens.
+      ValueError: with both tokens.
     """
     if config.init_from is None or config.data.end_of_text is not None:
         return
@@ -186,7 +185,7 @@ def check_tokens(config: ConfigDict, end_of_text: int) -> None:
 
 
 def data_fields(config: ConfigDict) -> ConfigDict:
-    """Returns the fields of `data`, its tokenizer a file where it is the folder's."""
+    """Return the fields of `data`; the folder's tokenizer becomes a file."""
     if config.data.tokenizer != TOKENIZER:
         return config.data
     fields = config.data.copy_and_resolve_references()
@@ -195,9 +194,9 @@ def data_fields(config: ConfigDict) -> ConfigDict:
 
 
 def load(config: transformer.Config, folder: Folder, shardings: PyTree) -> PyTree:
-    """Reads parameters to where they belong, leaf after leaf.
+    """Read parameters to their devices, leaf after leaf.
 
-    Of each leaf a process reads the parts that its devices hold, each once.
+    A process reads only the parts of a leaf that its devices hold, each once.
 
     Args:
       config: of the folder's model.
@@ -205,7 +204,7 @@ def load(config: transformer.Config, folder: Folder, shardings: PyTree) -> PyTre
       shardings: of the parameters, in the tree of `transformer.init_params`.
 
     Raises:
-      ValueError: in one line, a weight is missing, or its file is damaged.
+      ValueError: if a weight is missing, or its file is damaged.
     """
 
     def placed(path: Any, x: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:

@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other.
+"""Communication between the processes of a run, on the host.
 
 A collective whose peer is gone fails as JAX's client fails, in some versions with a
-ValueError. Here that is `Parted`, which nobody takes for a value that was refused.
+ValueError. Here it is `Parted`, which no caller takes for a rejected value.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ def _together() -> Iterator[None]:
 
 
 def gathered(x: Any) -> np.ndarray:
-    """Returns every process's x, (processes, *x.shape).
+    """Return every process's x, (processes, *x.shape).
 
     Raises:
-      Parted: another process is gone.
+      Parted: if another process is gone.
     """
     if jax.process_count() == 1:
         return np.asarray(x)[None]
@@ -38,10 +38,10 @@ def gathered(x: Any) -> np.ndarray:
 
 
 def from_process_0(x: Any) -> np.ndarray:
-    """Returns process 0's x, whose shape and dtype are the same on all processes.
+    """Return process 0's x; shape and dtype must be equal on all processes.
 
     Raises:
-      Parted: another process is gone.
+      Parted: if another process is gone.
     """
     if jax.process_count() == 1:
         return np.asarray(x)
@@ -50,7 +50,7 @@ def from_process_0(x: Any) -> np.ndarray:
 
 
 def numbers_from_process_0(numbers: list[int] | None) -> list[int] | None:
-    """Returns what process 0 gives, None or numbers, on all processes."""
+    """Return process 0's list of numbers, or its None, on all processes."""
     if jax.process_count() == 1:
         return numbers
     share = from_process_0
@@ -64,10 +64,10 @@ def numbers_from_process_0(numbers: list[int] | None) -> list[int] | None:
 
 
 def meet(name: str) -> None:
-    """Waits until all processes are at the place of this name.
+    """Wait until all processes have called this with the same name.
 
     Raises:
-      Parted: another process is gone.
+      Parted: if another process is gone.
     """
     if jax.process_count() > 1:
         with _together():

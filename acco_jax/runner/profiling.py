@@ -1,11 +1,11 @@
-"""A trace of some half-rounds of a run, and what it says: config.profile=START:STOP.
+"""Trace of some half-rounds of a run, and its summary: config.profile=START:STOP.
 
-While they are traced, half-rounds are awaited one by one, so that what the devices do
-lies within the half-round it belongs to; what the host does between two is not counted.
-Of each half-round and device, in times of the trace:
+While they are traced, half-rounds are awaited one by one, so that the devices' work
+lies within the half-round it belongs to; the host's work between two is not counted.
+For each half-round and device, in times of the trace:
 
   communication  at least one collective was under way.
-  hidden         of that, while the device also computed; the rest is exposed.
+  hidden         of this, overlapped: the device also computed; the rest is exposed.
   waited for     time in which the device did not compute: for a collective, of the kind
                  that was under way (the first of the alphabet, of several), or neither:
                  for the host, for data, or in copies.
@@ -33,14 +33,14 @@ Row = dict[str, Any]
 
 
 def parse(text: str | None, half_rounds: int | None = None) -> range:
-    """Returns the half-rounds that a config's `profile` names, counted from 1.
+    """Return the half-rounds that a config's `profile` names, counted from 1.
 
     Args:
       text: 'START:STOP', both included; None: none.
       half_rounds: of the run, if that is known.
 
     Raises:
-      ValueError: in one line, it is something else, or beyond the run.
+      ValueError: if it has another form, or goes beyond the run.
     """
     if text is None:
         return range(0)
@@ -62,14 +62,14 @@ class Run(Protocol):
     """A run that is traced."""
 
     def wait(self) -> None:
-        """Waits until the devices have done everything so far."""
+        """Wait until the devices have done everything so far."""
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps the time inside out of the run's figures."""
+        """Keep the time inside out of the run's figures."""
 
 
 class Profile:
-    """Traces half-rounds of a run as it goes, and sums them up after the last one."""
+    """Tracer of a run's half-rounds, and writer of their summary after the last one."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Profile:
         workers: int,
         run: Run,
     ) -> None:
-        """Takes which half-rounds to trace.
+        """Take the half-rounds to trace.
 
         Args:
           asked: the half-rounds.
@@ -93,7 +93,7 @@ class Profile:
 
     @contextlib.contextmanager
     def half_round(self, number: int) -> Iterator[None]:
-        """Traces what is done inside, if that half-round is one of those asked for."""
+        """Trace the half-round inside, if it is one of those asked for."""
         if number not in self._asked:
             yield
             return
@@ -119,14 +119,14 @@ class Profile:
         return self._folder / f"process-{jax.process_index()}"
 
     def close(self) -> None:
-        """Ends the trace, if there is one, and writes and logs its summary."""
+        """End the trace, if there is one; write and log its summary."""
         if not self._tracing:
             return
         self._tracing = False
         with self._run.aside():
             jax.profiler.stop_trace()
             path = traces.found(self._trace)
-            if path is None:  # a run is not lost for it
+            if path is None:  # a run must not fail for it
                 logging.warning("jax.profiler has left no trace in %s", self._trace)
                 return
             trace = traces.read(ProfileData.from_file(str(path)), self._workers)
@@ -139,9 +139,9 @@ class Profile:
 
 
 def summarized(trace: traces.Trace) -> dict[str, Any]:
-    """Returns what process-N.json has: seconds, of each half-round.
+    """Return the content of process-N.json: seconds of each half-round.
 
-    Where the devices are unknown, half-rounds have no figures but their seconds.
+    Without known devices, half-rounds have only their seconds.
     """
     rows = []
     for number in sorted(trace.half_rounds):
@@ -158,7 +158,7 @@ def summarized(trace: traces.Trace) -> dict[str, Any]:
 
 
 def _spent(device: traces.Activity, span: traces.Span) -> Row:
-    """Returns nanoseconds of a device in a half-round."""
+    """Return a device's nanoseconds in a half-round, by activity."""
     window = intervals.union([span])
     computing = intervals.both(window, device.computation)
     waiting = intervals.without(window, computing)
@@ -179,7 +179,7 @@ def _spent(device: traces.Activity, span: traces.Span) -> Row:
 
 
 def _mean(rows: list[Row]) -> Row:
-    """Returns means, in seconds; kinds that a device does not have are 0 there."""
+    """Return means, in seconds; kinds that a device does not have are 0 there."""
 
     def mean(values: list[int]) -> float:
         return sum(values) / len(values) / 1e9
@@ -196,7 +196,7 @@ def _mean(rows: list[Row]) -> Row:
 
 
 def lines(summary: dict[str, Any]) -> Iterator[str]:
-    """Yields what is printed of a summary: a table of milliseconds."""
+    """Yield the lines that are printed of a summary: a table of milliseconds."""
     devices, rows = summary["devices"], summary["half_rounds"]
     if summary["unknown"]:
         yield f"what was hidden is unknown: {summary['unknown']}"
@@ -215,7 +215,7 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def waited(row: Row, unit: str = "") -> str:
-    """Returns what devices waited for, in milliseconds, as text."""
+    """Return what devices waited for, in milliseconds, as text."""
     parts = [
         f"{kind} {1000 * seconds:.1f}{unit}"
         for kind, seconds in row["waited_for"].items()
@@ -225,12 +225,12 @@ def waited(row: Row, unit: str = "") -> str:
 
 
 def hidden_share(row: Row) -> float | None:
-    """Returns which part of the communication was hidden; None: there was none."""
+    """Return the overlapped share of the communication; None: there was none."""
     return row["hidden"] / row["communication"] if row["communication"] else None
 
 
 def _is_summary(summary: dict[str, Any]) -> bool:
-    """Whether an object has what `summarized` returns."""
+    """Return whether an object has the form of `summarized`'s result."""
     rows, unknown = summary.get("half_rounds"), summary.get("unknown")
     if not isinstance(rows, list) or not isinstance(unknown, str):
         return False
@@ -246,10 +246,10 @@ def _is_summary(summary: dict[str, Any]) -> bool:
 
 
 def summaries(workdir: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Reads the summaries of a run's traces: which process, and what it wrote.
+    """Read the summaries of a run's traces, each with its process's name.
 
     Raises:
-      ValueError: in one line, which is damaged.
+      ValueError: with the damaged file.
     """
     found = []
     for path in sorted((workdir / FOLDER).glob("process-*.json")):

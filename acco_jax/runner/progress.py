@@ -1,4 +1,4 @@
-"""The line on a terminal that says how far a run is."""
+"""Progress line of a run on a terminal."""
 
 import sys
 from typing import Any
@@ -7,10 +7,10 @@ import tqdm
 
 
 class Progress:
-    """A line of the terminal's width; nothing where there is no terminal."""
+    """A line of the terminal's width; nothing without a terminal."""
 
     def __init__(self, total: int, done: int) -> None:
-        """Begins a line for a run that has done so many of all half-rounds."""
+        """Begin a line for a run that has done `done` of `total` half-rounds."""
         self._total = total
         self._first: dict[str, Any] | None = None  # row
         self._bar = tqdm.tqdm(
@@ -22,16 +22,16 @@ class Progress:
         )
 
     def show(self, row: dict[str, Any]) -> None:
-        """Shows a row of metrics."""
+        """Show a row of metrics."""
         left = self._left(row)
         self._bar.set_description_str(text(row, left), refresh=False)
         self._bar.n = row["half_round"]
         self._bar.refresh()
 
     def _left(self, row: dict[str, Any]) -> float | None:
-        """Returns how many seconds are left; None at the first row.
+        """Return the seconds left; None at the first row.
 
-        Evaluations and checkpoints since that row count, its compilation does not.
+        Evaluations and checkpoints since that row count. Its compilation does not.
         """
         first = self._first = self._first or row
         done, seconds = (row[k] - first[k] for k in ("half_round", "seconds"))
@@ -44,7 +44,7 @@ class Progress:
 
 
 def text(row: dict[str, Any], left: float | None) -> str:
-    """Returns what the line says: loss, tokens/s, MFU and time left where known."""
+    """Return the line's text: loss, tokens/s, MFU and time left where known."""
     parts = [f"loss {row['loss']:.3f}"]
     if (rate := row["tokens_per_second"]) is not None:
         parts.append(f"{rate:,.0f} tokens/s")

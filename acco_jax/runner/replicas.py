@@ -1,12 +1,12 @@
-"""Whether the workers still hold the same bits of what each of them has a copy of.
+"""Comparison of the workers' copies of replicated arrays, bit by bit.
 
-A device that computes or stores a wrong bit raises no error. What is replicated over
-the data axes shows it: the parameters of sharded methods, small arrays of the state,
+A device that computes or stores a wrong bit raises no error. Arrays replicated over
+the data axes show it: the parameters of sharded methods, small arrays of the state,
 counters and a frozen model. Each device computes a checksum of its own copy of every
 such array, and the checksums are compared on the host; where a worker is a group of
-devices, each device's part with those parts in other groups. What differs from worker
-to worker is not compared: shards, and the rows of local methods, whose workers have
-parameters of their own. Nor is a wrong bit seen that was overwritten before the
+devices, each device's part with those parts in other groups. Arrays that differ between
+workers are not compared: shards, and the rows of local methods, whose workers have
+parameters of their own. A wrong bit is not seen either if it was overwritten before the
 comparison, as gathered parameters are in every half-round.
 """
 
@@ -34,14 +34,14 @@ HOST_BYTES = 64  # of a host's name
 
 
 class ReplicasDiffer(OSError):
-    """Workers hold different bits of an array that is the same for all of them."""
+    """Workers hold different bits of an array that must be equal for all of them."""
 
 
 class Comparison:
-    """Compares the workers' copies; the host looks at a comparison when it is late."""
+    """Comparison of the workers' copies; with `late` the host reads it later."""
 
     def __init__(self, mesh: Mesh, *, enabled: bool = True, late: bool = True) -> None:
-        """Prepares comparisons; with several processes it communicates.
+        """Prepare comparisons; with several processes it communicates.
 
         Args:
           mesh: of the workers.
@@ -56,11 +56,11 @@ class Comparison:
         self._hosts = _hosts() if self._enabled else []
 
     def send(self, half_round: int, tree: PyTree) -> None:
-        """Judges the last comparison and dispatches one of the arrays of a tree.
+        """Judge the last comparison and dispatch one of the arrays of a tree.
 
         Args:
-          half_round: after which the arrays are as they are.
-          tree: of arrays; those that are split over workers are left out.
+          half_round: the last one that the arrays include.
+          tree: of arrays; those split over workers are left out.
 
         Raises:
           ReplicasDiffer: as `judge`.
@@ -75,10 +75,10 @@ class Comparison:
             self.judge()
 
     def judge(self) -> None:
-        """Waits for the checksums that were sent, if any, and compares them.
+        """Wait for the pending checksums, if any, and compare them.
 
         Raises:
-          ReplicasDiffer: in one line, which worker differs, where it is and in what.
+          ReplicasDiffer: with the workers that differ, their places and the array.
         """
         if self._pending is None:
             return
@@ -104,7 +104,7 @@ class Comparison:
         )
 
     def check(self, half_round: int, tree: PyTree) -> None:
-        """Compares the arrays of a tree now, waiting for them.
+        """Compare the arrays of a tree now, and wait for them.
 
         Raises:
           ReplicasDiffer: as `judge`.
@@ -114,7 +114,7 @@ class Comparison:
         self.judge()
 
     def _where(self, workers: Sequence[int], member: int) -> str:
-        """Says worker, process, host and device of each: of a group, this member."""
+        """Return worker, process, host and device of each; of a group, one member."""
         devices, hosts = self._groups[:, member], self._hosts
         places = [
             f"worker {i} (process {d.process_index} on {hosts[d.process_index]}, {d})"
@@ -129,7 +129,7 @@ class Comparison:
 def _checksums(
     mesh: Mesh, specs: tuple[P, ...]
 ) -> Callable[[list[jax.Array]], jax.Array]:
-    """Returns what makes of arrays (devices, arrays) checksums, on every device.
+    """Return a function from arrays to checksums (devices, arrays), on every device.
 
     Each device reads its own copies; gathering the sums is the only communication.
     """
@@ -146,11 +146,11 @@ def _checksums(
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """Returns a uint32 of the bits of an array and where they are.
+    """Return a uint32 checksum of an array's bits and their positions.
 
     Every word of 32 bits is mixed with its position by a bijection, and the results are
-    added modulo 2**32: one word that differs always changes the sum; several, or two
-    that are exchanged, all but once in 2**32. The array is read once.
+    added modulo 2**32. One differing word always changes the sum. Several, or two
+    that are exchanged, change it all but once in 2**32. The array is read once.
     """
     words = _words(x)
     position = jnp.zeros((), jnp.uint32)
@@ -166,7 +166,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of an array as uint32; 64 bits are two along a last axis."""
+    """Return the bits of an array as uint32; 64 bits are two along a last axis."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -178,7 +178,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def replicated(tree: PyTree, mesh: Mesh) -> dict[str, jax.Array]:
-    """Returns by their paths the arrays that every worker of a mesh holds whole."""
+    """Return, by path, the arrays that every worker of a mesh holds whole."""
     devices, workers = set(mesh.devices.flat), set(data_axes(mesh))
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): x
@@ -191,14 +191,14 @@ def replicated(tree: PyTree, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def _spec(x: jax.Array) -> P | None:
-    """Returns how an array is split, None if it is not known."""
+    """Return an array's spec, None if it is not known."""
     if x.sharding.is_fully_replicated:
         return P()
     return x.sharding.spec if isinstance(x.sharding, NamedSharding) else None
 
 
 def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
-    """Returns the workers that differ, and whether a majority says that it is they.
+    """Return the workers that differ, and whether a majority agrees against them.
 
     Args:
       checksums: (n, arrays), a row per worker.
@@ -212,7 +212,7 @@ def differing(checksums: np.ndarray) -> tuple[list[int], bool]:
 
 @functools.cache
 def _hosts() -> list[str]:
-    """Returns the name of every process's host."""
+    """Return the name of every process's host."""
     name = socket.gethostname().encode()[:HOST_BYTES]
     padded = np.frombuffer(name.ljust(HOST_BYTES, b"\0"), np.uint8)
     names = processes.gathered(padded)

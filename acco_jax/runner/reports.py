@@ -1,4 +1,4 @@
-"""The picture and the short summary of a finished run."""
+"""Picture and short summary of a finished run."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from acco_jax.runner.files import write_whole
 
 
 def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> None:
-    """Draws the rows of metrics.jsonl as a PNG: loss against tokens and against time.
+    """Draw the rows of metrics.jsonl as a PNG: loss against tokens and against time.
 
     A line marks `bigram`, the bits per byte of the smoothed bigram.
     """
@@ -29,7 +29,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
             ax.plot([r[x] / unit for r in points], bits, **{"color": "C0"} | style)
         ax.axhline(bigram, color="C3", ls="--", lw=1, label="smoothed bigram")
         ax.set_xlabel(label)
-    # The training loss starts far above what is of interest: cut it, nothing else.
+    # The training loss starts far above the range of interest: only it is cut.
     shown = [bigram, *(r["bits_per_byte"] for r in rows if r["kind"] != "train")]
     axes[0].set_ylim(0.95 * min(shown), max(1.5 * bigram, 1.05 * max(shown)))
     axes[0].set_ylabel("loss (bits per byte)")
@@ -39,7 +39,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
 
 
 def summarize(summary: dict[str, Any], workdir: Path) -> str:
-    """Writes summary.json and returns the lines to show."""
+    """Write summary.json and return the lines to show."""
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     sent = summary["bytes_sent_per_worker"]
     sent = "an unknown number of" if sent is None else f"{sent:,}"

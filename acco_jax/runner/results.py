@@ -1,4 +1,4 @@
-"""The results of a comparison: a table, results.csv and pictures of the losses."""
+"""Results of a comparison: a table, results.csv and pictures of the losses."""
 
 import csv
 import dataclasses
@@ -15,12 +15,12 @@ from acco_jax.runner.figures import legend_below, subplots
 from acco_jax.runner.files import is_number, read_object
 
 SUMMARY = "summary.json"
-DECIDED = 0.1  # percent of the loss, which a comparison is to tell from none
+DECIDED = 0.1  # percent of the loss: the difference that a comparison should resolve
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished run; None is what was not measured."""
+    """One finished run; None marks what was not measured."""
 
     method: str
     seed: int
@@ -30,7 +30,7 @@ class Result:
     steps: int
     microbatches: int  # of all workers in the whole run
     tokens_per_second: float | None  # median over the logging intervals
-    seconds: float  # all of the run's, but those between its restarts
+    seconds: float  # all of the run's, except those between its restarts
     training_seconds: float | None  # of the half-rounds that counted
     compiling_seconds: float | None
     bytes_sent_per_worker: int | None
@@ -40,20 +40,20 @@ class Result:
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run has ended, with all that a comparison needs.
+    """Return whether a run has ended with all results that a comparison needs.
 
     Raises:
-      ValueError: in one line, its summary is damaged.
+      ValueError: if its summary is damaged.
     """
     path = folder / SUMMARY
     return path.exists() and "bytes_sent_per_worker" in read_object(path)
 
 
 def read(folder: Path, method: str, seed: int) -> Result:
-    """Reads the result of a finished run from its workdir.
+    """Read the result of a finished run from its workdir.
 
     Raises:
-      ValueError: in one line, which of its files is damaged.
+      ValueError: with the damaged file.
     """
     summary = numbers(
         folder / SUMMARY,
@@ -87,14 +87,14 @@ def read(folder: Path, method: str, seed: int) -> Result:
 
 
 def _cause(summary: dict[str, Any], cause: str) -> float | None:
-    """Returns the seconds of a cause of goodput.py, None if they are not known."""
+    """Return the seconds of a cause of goodput.py, None if they are not known."""
     causes = summary.get("seconds_by_cause")
     value = causes.get(cause) if isinstance(causes, dict) else None
     return value if is_number(value) else None
 
 
 def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the median tokens per second of a run's rows; None if it is not known.
+    """Return the median tokens per second of a run's rows; None if it is not known.
 
     Intervals that compiled have none.
     """
@@ -104,10 +104,10 @@ def typical_rate(rows: Sequence[dict[str, Any]]) -> float | None:
 
 
 def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
-    """Returns what an optimizer step takes beyond its gradients, in milliseconds.
+    """Return an optimizer step's time beyond its gradients, in milliseconds.
 
-    None where the gradients were not timed, or the whole took less than they did: then
-    one of the two was timed on a machine that did something else.
+    It is None if the gradients were not timed, or took longer than the whole: then
+    one of the two was timed on a machine with other work.
 
     Args:
       rate: tokens per second of training.
@@ -123,12 +123,12 @@ def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
 def numbers(
     path: Path, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns the object in a file, if these of its values are positive numbers.
+    """Return the object in a file, if these of its values are positive numbers.
 
-    Optional ones may be missing, null or 0.
+    Optional values may be missing, null or 0.
 
     Raises:
-      ValueError: in one line, which is none.
+      ValueError: with the value that is not.
     """
     values = read_object(path)
     named = {name: values.get(name) for name in needed}
@@ -143,7 +143,7 @@ def numbers(
 
 
 def write(runs: list[Result], folder: Path) -> str:
-    """Writes table.md, results.csv and loss.png into a folder; returns the table."""
+    """Write table.md, results.csv and loss.png into a folder; return the table."""
     text = table(runs)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
@@ -182,9 +182,9 @@ device, without activations."""
 
 
 def table(runs: list[Result]) -> str:
-    """Returns Markdown: what it came to, what it took, each table with what it says.
+    """Return Markdown tables of losses, times and sizes, each with an explanation.
 
-    A row is a method's, a line no longer than a terminal's where its name is short.
+    Each method has a row, no longer than a terminal's line if its name is short.
     """
     groups = by_method(runs)
     first, *others = groups
@@ -220,7 +220,7 @@ def _grid(columns: dict[str, Cell], groups: dict[str, list[Result]]) -> str:
 
 
 def grid(columns: list[str], rows: list[list[str]]) -> str:
-    """Returns a Markdown table whose columns line up."""
+    """Return a Markdown table whose columns line up."""
     widths = [max(map(len, c)) for c in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * w for w in widths], *rows]
     return "\n".join(
@@ -238,9 +238,9 @@ def _mean(field: str, show: Callable[[float], str]) -> Cell:
 
 
 def _against(first: list[Result]) -> Cell:
-    """Shows how far final losses lie above a method's, in percent of its own.
+    """Return a column: final losses above a method's, in percent of its own.
 
-    It is the mean of the seeds that both have, and of several its standard error.
+    It is the mean of the seeds that both have, and for several its standard error.
     """
 
     def cell(results: list[Result]) -> str:
@@ -258,7 +258,7 @@ def _against(first: list[Result]) -> Cell:
 
 
 def _changes(first: list[Result], others: list[Result]) -> list[float]:
-    """Returns, in percent, how far losses lie above those of the same seeds."""
+    """Return, in percent, how far losses lie above those of the same seeds."""
     losses = {r.seed: r.final_loss for r in first}
     return [
         100 * (r.final_loss / losses[r.seed] - 1) for r in others if r.seed in losses
@@ -266,15 +266,15 @@ def _changes(first: list[Result], others: list[Result]) -> list[float]:
 
 
 def seeds_needed(changes: Sequence[float]) -> int:
-    """Returns how many seeds tell a difference of `DECIDED` percent from none.
+    """Return how many seeds resolve a difference of `DECIDED` percent.
 
-    So many that it is two standard errors, if they scatter as these, at least two, do.
+    It is then two standard errors, if seeds scatter as these, at least two, do.
     """
     return max(math.ceil((2 * statistics.stdev(changes) / DECIDED) ** 2), 2)
 
 
 def _more_seeds(groups: dict[str, list[Result]]) -> str:
-    """Returns the sentence on how many seeds would decide; '' if that is not known."""
+    """Return a sentence on how many seeds would decide; '' if that is not known."""
     first, *others = groups.values()
     found = [(rs[0].method, _changes(first, rs)) for rs in others]
     needed = [
@@ -291,12 +291,12 @@ def _more_seeds(groups: dict[str, list[Result]]) -> str:
 
 
 def _spread(values: list[float]) -> str:
-    """Shows the mean, and the largest minus the smallest."""
+    """Format the mean, and the largest minus the smallest."""
     return f"{statistics.fmean(values):.4f} ({max(values) - min(values):.4f})"
 
 
 def bytes_text(number: float) -> str:
-    """Shows bytes in the largest decimal unit that leaves a whole part."""
+    """Format bytes in the largest decimal unit that leaves a whole part."""
     units = ["TB", "GB", "MB", "kB", "B"]  # smallest last
     while number >= 999.95 and len(units) > 1:
         number /= 1000
@@ -317,7 +317,7 @@ class Curve:
 
 
 def curve(runs: list[Result]) -> Curve:
-    """Returns the evaluations that all seeds of a method have."""
+    """Return the evaluations that all seeds of a method have, as a curve."""
     rows = [{e["half_round"]: e for e in r.evaluations} for r in runs]
     common = sorted(set.intersection(*(set(r) for r in rows)))
     values = {
@@ -328,7 +328,7 @@ def curve(runs: list[Result]) -> Curve:
     return Curve(
         tokens=list(map(statistics.fmean, values["tokens"])),
         seconds=list(map(statistics.fmean, values["seconds"])),
-        # every half-round sends the same
+        # every half-round sends as much
         bytes_sent=None if sent is None else [sent * h / common[-1] for h in common],
         mean=list(map(statistics.fmean, values["loss"])),
         low=list(map(min, values["loss"])),
@@ -337,7 +337,7 @@ def curve(runs: list[Result]) -> Curve:
 
 
 def draw(runs: list[Result], path: Path) -> None:
-    """Draws held-out loss against tokens, time and bytes; bands are seeds' ranges."""
+    """Draw held-out loss against tokens, time and bytes; bands are seeds' ranges."""
     curves = {name: curve(group) for name, group in by_method(runs).items()}
     figure, axes = subplots(13, 4.6, 1, 3, sharey=True)
     panels = (("tokens", "tokens", ""), ("seconds", "time", "s"),
@@ -366,7 +366,7 @@ def draw(runs: list[Result], path: Path) -> None:
 
 
 def _loss_limits(curves: Iterable[Curve]) -> tuple[float, float]:
-    """Limits of an axis without the descent of the first fifth of each run."""
+    """Return limits of an axis without the descent of the first fifth of each run."""
     losses = [
         loss
         for c in curves

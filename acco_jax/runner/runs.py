@@ -1,4 +1,4 @@
-"""A run that was trained: its parameters on the devices that there are.
+"""Trained runs: their parameters, loaded onto the available devices.
 
     run = load_run("runs/quickstart")
     logits = transformer.apply(run.architecture, run.params, tokens)
@@ -34,16 +34,16 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run has trained, as of one of its checkpoints."""
+    """A run's trained model, as of one of its checkpoints."""
 
     workdir: Path
     config: ConfigDict
     model: Model
-    params: PyTree  # committed, to evaluate; adapters are merged into what they adapt
+    params: PyTree  # committed, to evaluate; adapters are merged into their model
     tokenizer: data.Tokenizer
     half_round: int  # of the checkpoint
     architecture: transformer.Config | None  # of the model; None: a factory's
-    mesh: Mesh  # on which params are, split as `models.specs` says
+    mesh: Mesh  # that holds params, split by `models.specs`
 
 
 def load_run(
@@ -52,18 +52,18 @@ def load_run(
     group: Mapping[str, int] | None = None,
     half_round: int | None = None,
 ) -> Run:
-    """Reads what a run has trained, on other devices than it had if need be.
+    """Load the model that a run has trained, on any devices.
 
     Args:
       workdir: of the run, finished or not.
       devices: to hold the parameters; None: all.
       group: sizes of the axes "fsdp" and "tensor", over which each group of them splits
-        the parameters, as config.mesh. None: those of the run, or where they do not
+        the parameters, as config.mesh. None: the run's sizes; if these do not
         divide the devices, all of these over "fsdp".
       half_round: of the checkpoint; None: the newest.
 
     Raises:
-      ValueError: in one line, there is no such run or checkpoint, it is damaged, or the
+      ValueError: if there is no such run or checkpoint, it is damaged, or the
         model that it adapts is gone.
     """
     saved = Saved(expanded(workdir), half_round)
@@ -80,10 +80,10 @@ def load_run(
 
 
 class Saved:
-    """A run's folder, of which no array has been read yet."""
+    """Folder of a run, of which no array has been read yet."""
 
     def __init__(self, workdir: Path, half_round: int | None = None) -> None:
-        """Opens a workdir; arguments and errors are `load_run`'s."""
+        """Open a workdir; arguments and errors are `load_run`'s."""
         self.workdir = workdir
         identity = read_object(workdir / "config.json")
         try:
@@ -107,7 +107,7 @@ class Saved:
         self.half_round = self._chosen(half_round)
 
     def _chosen(self, half_round: int | None) -> int:
-        """Returns a checkpoint that is there and sound, the newest if none is said."""
+        """Return a checkpoint that exists and is sound, by default the newest."""
         known = self._checkpoints.half_rounds
         if not known:
             raise ValueError(f"{self.workdir} has no checkpoint: train it.")
@@ -125,7 +125,7 @@ class Saved:
         return half_round
 
     def params(self, mesh: Mesh) -> PyTree:
-        """Reads the model's committed parameters; adapters are merged into it.
+        """Read the model's committed parameters; adapters are merged into it.
 
         Args:
           mesh: the devices to hold them, of `meshes.data_mesh`'s form.
@@ -151,7 +151,7 @@ class Saved:
         return jax.jit(merge, out_shardings=shardings)(adapted, trained)
 
     def _check_adapted(self) -> None:
-        """Refuses adapters of a folder that holds another model by now."""
+        """Raise a ValueError if adapters' folder holds another model by now."""
         path = self.config.init_from
         if path is None:
             return
@@ -162,7 +162,7 @@ class Saved:
             )
 
     def _theta(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Reads the parameters to evaluate of what was trained, and nothing else.
+        """Read only the parameters to evaluate, of the trained parameters and state.
 
         Args:
           params: their shapes.
@@ -190,7 +190,7 @@ class Saved:
 
 
 def _arguments_read(fn: Callable[[Any], Any], arguments: dict[int, Any]) -> list[int]:
-    """Returns which of its arguments a function reads."""
+    """Return the indices of the arguments that a function reads."""
     traced = jax.make_jaxpr(fn)(arguments).jaxpr
     used = {id(v) for equation in traced.eqns for v in equation.invars}
     used |= {id(v) for v in traced.outvars}
@@ -204,13 +204,13 @@ def as_stored(
     was: AbstractMesh,
     mesh: Mesh,
 ) -> tuple[PyTree, Any]:
-    """Returns shapes of what a run on another mesh has saved: its parameters and state.
+    """Return shapes of parameters and state that a run on another mesh has saved.
 
     Args:
       config: of the run.
       model: of the run.
-      params: shapes of what is trained.
-      was: the mesh that it had.
+      params: shapes of the trained parameters.
+      was: the mesh of the run.
       mesh: of devices that are there, over which each array is split anyhow.
     """
     tx = optimizers.method(
@@ -221,21 +221,21 @@ def as_stored(
 
 
 def checkpoint_folder(config: ConfigDict, workdir: Path) -> epath.Path:
-    """Where the checkpoints are: in the workdir, or where the config says."""
+    """Return the folder of the checkpoints: in the workdir, or the config's."""
     if folder := config.checkpoints:
         return epath.Path(folder).expanduser()
     return epath.Path(workdir) / "checkpoints"
 
 
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
-    """Returns the NamedShardings of PartitionSpecs."""
+    """Return the NamedShardings of PartitionSpecs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def start(
     config: ConfigDict, make: Callable[[], PyTree], model: Model, mesh: Mesh
 ) -> PyTree:
-    """Returns the parameters of init_from, of the finished run `base`, or `make`'s.
+    """Return the parameters of init_from, of the finished run `base`, or `make`'s.
 
     Args:
       config: of the experiment.
@@ -244,7 +244,7 @@ def start(
       mesh: the devices to hold them.
 
     Raises:
-      ValueError: in one line, init_from or `base` holds no such model.
+      ValueError: if init_from or `base` holds no such model.
     """
     shapes = jax.eval_shape(make)
     homes = shardings(models.specs(model, shapes, mesh), mesh)

@@ -1,4 +1,4 @@
-"""Texts that the model of a run writes at its evaluations."""
+"""Texts that a run's model writes at its evaluations."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ PyTree = Any
 
 
 def written(experiment: Experiment, params: PyTree) -> list[str]:
-    """Returns config.samples texts: the prompt, and what follows it.
+    """Return `config.samples` texts: the prompt, and its continuation.
 
-    Every process writes them, on a device of its own that holds the whole model.
+    Every process writes them, on one of its devices, which holds the whole model.
 
     Args:
       experiment: of a transformer.
-      params: of what is trained, committed.
+      params: committed, trained parameters.
     """
     e, c = experiment, experiment.config
     tokens, seed = c.sample_tokens, c.seed
     whole = jax.jit(_merged, static_argnums=0, out_shardings=NamedSharding(e.mesh, P()))
     with jax.transfer_guard("allow"):
-        # a frozen model is what its adapters' loss carries
+        # a frozen model is an argument of its adapters' loss
         adapted = e.loss_fn.args[0] if isinstance(e.loss_fn, Partial) else None
         params = whole(c.lora.scale, params, adapted)
         here = jax.tree.map(lambda x: x.addressable_data(0), params)

@@ -20,16 +20,16 @@ Sums = dict[str, dict[str, int]]
 
 
 def on_host(arrays: dict[str, jax.Array]) -> Shards:
-    """Copies to this host what this process saves: one replica of each of its shards.
+    """Copy to this host what this process saves: one replica of each of its shards.
 
-    What it returns stays as it is when the arrays are donated afterwards.
+    The copies stay valid when the arrays are donated afterwards.
     """
     saved = {
         name: [s for s in x.addressable_shards if s.replica_id == 0]
         for name, x in arrays.items()
     }
     for shards in saved.values():
-        for shard in shards:  # all copies under way before the first is waited for
+        for shard in shards:  # start all copies before waiting for the first
             shard.data.copy_to_host_async()
     return {
         name: {_place(s.index, arrays[name].shape): jax.device_get(s.data) for s in own}
@@ -38,15 +38,15 @@ def on_host(arrays: dict[str, jax.Array]) -> Shards:
 
 
 def crc(x: np.ndarray) -> int:
-    """Returns the CRC-32 of an array's bytes, in C order."""
+    """Return the CRC-32 of an array's bytes, in C order."""
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def read(checkpoint: epath.Path) -> Sums:
-    """Returns the checksums of a checkpoint, of all processes that saved it.
+    """Return the checksums of a checkpoint, of all processes that saved it.
 
     Raises:
-      ValueError: a file of them is damaged.
+      ValueError: if a file of them is damaged.
     """
     sums: Sums = {}
     for file in sorted((checkpoint / FOLDER).glob("*.json")):
@@ -58,9 +58,9 @@ def read(checkpoint: epath.Path) -> Sums:
 
 
 def problem(arrays: dict[str, jax.Array], sums: Sums) -> str | None:
-    """Returns which restored shard is not the one that was saved, or None.
+    """Return which restored shard differs from the saved one, or None.
 
-    Only those that this process holds whole are compared: shards that lie where they
+    Only shards that this process holds whole are compared: shards that lie where they
     lay when they were saved, and any part of an array that is addressable as a whole.
     """
     for name, x in arrays.items():
@@ -80,7 +80,7 @@ def _held(x: jax.Array, places: list[str]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Writes where a shard lies in the global array, as in 0:4,8:16."""
+    """Format where a shard lies in the global array, as in 0:4,8:16."""
     ranges = (i.indices(size) for i, size in zip(index, shape, strict=True))
     return ",".join(f"{start}:{stop}" for start, stop, _ in ranges)
 
@@ -91,7 +91,7 @@ def _slices(place: str) -> tuple[slice, ...]:
 
 
 class Handler(ocp.AsyncCheckpointHandler):
-    """Writes this process's checksums into a checkpoint, beside training."""
+    """Handler that writes a process's checksums into a checkpoint in background."""
 
     async def async_save(
         self, directory: epath.Path, args: "Save"
@@ -117,6 +117,6 @@ class Handler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass(repr=False)
 class Save(ocp.args.CheckpointArgs):
-    """Asks for the checksums of these shards, which are on this host."""
+    """Request to save the checksums of these shards, which are on this host."""
 
     shards: Shards

@@ -16,7 +16,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def handler(
     handle: Callable[[int, Any], None], numbers: tuple[int, ...] = STOPPING
 ) -> Iterator[None]:
-    """Handles signals; outside of the main thread there are none to handle."""
+    """Handle signals inside the context; outside of the main thread do nothing."""
     previous = {}
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in numbers:
@@ -30,12 +30,12 @@ def handler(
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Yields stopped(): whether this run has been told to stop.
+    """Yield stopped(): whether this run has been told to stop.
 
     The first signal asks for a stop with a checkpoint, a second one ends the process at
     once, as a KeyboardInterrupt. While the main thread compiles, signals are recorded.
     Several processes agree through JAX's preemption service, which sees SIGTERM: they
-    must call stopped() equally often, and the others of the signals become that one.
+    must call stopped() equally often, and the other signals are sent on as SIGTERM.
     """
     received: list[int] = []
     several, calls = jax.process_count() > 1, 0

@@ -1,4 +1,4 @@
-"""A training loss that is finite and far above what it was, over a window of calls."""
+"""Spikes of the training loss: finite, far above its past, over a window."""
 
 import collections
 import math
@@ -10,11 +10,11 @@ DIVERGES = "lower optimizer.learning_rate, or allow it with spike.policy='off'"
 
 
 class LossSpike(FloatingPointError):
-    """A loss is finite, and far above what it was."""
+    """A loss is finite, and far above earlier ones."""
 
 
 class Call(NamedTuple):
-    """What a half-round computed."""
+    """Result of a half-round."""
 
     half_round: int
     tokens: int  # of all workers
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
 
 class Spikes:
-    """Judges the training loss, a window of calls at a time.
+    """Judge of the training loss, a window of calls at a time.
 
     A window is the newest calls, at least `calls` of them with at least `tokens` tokens
     together: the batch of a single call may be tiny, or hold one odd row. A window is
@@ -38,12 +38,12 @@ class Spikes:
         tokens: int,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Begins with an empty window.
+        """Begin with an empty window.
 
         Args:
           threshold: in nats; infinity: nothing is a spike.
-          calls: at least so many in a window.
-          tokens: at least so many in a window.
+          calls: least number of calls in a window.
+          tokens: least number of tokens in a window.
           state: of a checkpoint; None: no window is known.
         """
         self._threshold, self._calls, self._tokens = threshold, calls, tokens
@@ -53,16 +53,16 @@ class Spikes:
         self._unread: list[tuple[int, int, tuple[jax.Array, jax.Array]]] = []
 
     def add(self, half_round: int, tokens: int, metrics: dict[str, Any]) -> None:
-        """Takes a call's metrics, possibly not computed yet."""
+        """Take a call's metrics, possibly not computed yet."""
         if self._threshold < math.inf:
             arrays = metrics["loss"], metrics["weight"]
             self._unread.append((half_round, tokens, arrays))
 
     def read(self, half_round: int) -> None:
-        """Judges all calls up to this one, and waits for it.
+        """Judge all calls up to this one; wait for it.
 
         Raises:
-          LossSpike: a window of them is one.
+          LossSpike: if a window of them is one.
         """
         ready = [x for x in self._unread if x[0] <= half_round]
         del self._unread[: len(ready)]
@@ -71,13 +71,13 @@ class Spikes:
             self.see(Call(number, tokens, float(loss), float(weight)))
 
     def see(self, call: Call) -> None:
-        """Judges the window that ends with a call.
+        """Judge the window that ends with a call.
 
-        A call that counted for nobody is left out; one that is not finite is another
-        matter.
+        A call that counted for nobody, or whose loss is not finite, is left out.
+        Other code handles the latter.
 
         Raises:
-          LossSpike: the window is one.
+          LossSpike: if the window is one.
         """
         if not call.weight or not math.isfinite(call.loss):
             return
@@ -97,7 +97,7 @@ class Spikes:
             self._lowest, self._at = mean, call.half_round
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, JSON-able and the same in all processes."""
+        """Return a checkpoint's state, JSON-able and equal in all processes."""
         lowest = self._lowest if math.isfinite(self._lowest) else None
         return {"lowest": [lowest, self._at]}
 

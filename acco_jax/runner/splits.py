@@ -1,4 +1,4 @@
-"""What a split of a run's own data costs what it has trained."""
+"""Loss of a run's model on a split of the run's own data."""
 
 import dataclasses
 import math
@@ -16,15 +16,15 @@ from acco_jax.runner.runs import Run, load_run
 
 
 def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
-    """Returns the figures of a split, as the run's own evaluations compute its loss.
+    """Return the figures of a split, as the run's own evaluations compute its loss.
 
     Args:
       workdir: of the run; its model may be a factory's.
       split: "train" or "validation".
 
     Raises:
-      ValueError: as `load_run`, or the data have changed since.
-      FloatingPointError: the loss is not finite.
+      ValueError: as `load_run`, or if the data have changed since.
+      FloatingPointError: if the loss is not finite.
     """
     run = load_run(workdir)
     corpus = _corpus(run)
@@ -53,7 +53,7 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
 
 
 def _corpus(run: Run) -> data.Corpus:
-    """Returns the data of a run, if they are what they were."""
+    """Return the data of a run, if they have not changed."""
     fields = pretrained.data_fields(run.config)
     corpus = data.load_corpus(fields, workdir=run.workdir)
     then = read_object(run.workdir / "config.json").get("corpus", {})
@@ -66,7 +66,7 @@ def _corpus(run: Run) -> data.Corpus:
 
 
 def _words(corpus: data.Corpus) -> int:
-    """Returns the words of a split's held-out text: of instructions, of the answers."""
+    """Return the number of words of a split's text: of instructions, the answers."""
     tokens, spans = np.asarray(corpus.validation_tokens), corpus.validation_spans
     if spans is None:
         ends = np.flatnonzero(tokens == corpus.tokenizer.end_of_text)

@@ -1,8 +1,8 @@
-"""The command of a run with several processes or with restarts.
+"""Command of a run with several processes or with restarts.
 
-It starts the process that trains and stays small and alive itself: so there is someone
-to say in one line what became of a process that C++ aborted, that a machine took with
-it, or that no longer answers; and to begin again where that was asked for.
+It starts the training process and stays small and alive itself. So it can report in one
+line what became of a process that C++ aborted, that a machine took with it, or that no
+longer answers. It also restarts the process where that was asked for.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from absl import logging
 from acco_jax.runner import exits, heartbeat, meeting, signals
 from acco_jax.runner.meeting import End, Limits, Meeting, Message, Verdict
 
-ANNOUNCE_SECONDS = 30.0  # between lines that say who is awaited
+ANNOUNCE_SECONDS = 30.0  # between lines that name the awaited processes
 STACK_SECONDS = 0.5  # for a process to write its stacks
 CONNECT_SECONDS = 3.0  # until an attempt to connect is repeated
-END_SECONDS = 10.0  # for a process to end that has said why it does
-POLL_SECONDS = 0.25  # between looks at the process that trains
+END_SECONDS = 10.0  # for a process to end that has given its reason
+POLL_SECONDS = 0.25  # between looks at the training process
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run, and which of the run's processes this one is."""
+    """Command to run, and this process's place among the run's processes."""
 
-    command: list[str]  # of the process that trains
+    command: list[str]  # of the training process
     workdir: Path
     limits: Limits
     process: int = 0
@@ -51,15 +51,15 @@ class _Ends(Exception):
 
 
 class _Child:
-    """A process that trains."""
+    """A training process."""
 
     def __init__(self, job: Job, begin: Message) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
         self.attempt = int(begin["go"])
         self.half_round: int | None = None
         self.error = self.exception = ""
-        self.code: int | None = None  # that it says it will end with
-        self._last_word = 0.0  # when it said so
+        self.code: int | None = None  # that it has announced
+        self._last_word = 0.0  # time of the announcement
         self._start = time.monotonic()
         self._heard: float | None = None
         self._pipe, write = os.pipe()
@@ -80,15 +80,15 @@ class _Child:
         os.close(write)
 
     def end(self) -> End | None:
-        """Reads what the process has said; returns how it has ended, None if not."""
-        code = self._process.poll()  # first: what it says, it says before it ends
+        """Read the process's messages; return how it has ended, None if not."""
+        code = self._process.poll()  # first: messages precede the end
         with contextlib.suppress(BlockingIOError):
             while said := os.read(self._pipe, 1 << 16):
                 *lines, self._rest = (self._rest + said).split(b"\n")
                 for line in lines:
                     self._hear(json.loads(line))
         if self.code is not None and time.monotonic() - self._last_word > END_SECONDS:
-            code = self.code  # it waits for the others, who may be gone
+            code = self.code  # it waits for the others, which may be gone
         return None if code is None else End(code, self.error, self.exception)
 
     def _hear(self, message: Message) -> None:
@@ -108,7 +108,7 @@ class _Child:
         self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """Has the process write its stacks, then kills it."""
+        """Make the process write its stacks, then kill it."""
         if self._process.poll() is None and self._heard:
             self.signal(heartbeat.STACKS)
             await asyncio.sleep(STACK_SECONDS)
@@ -116,7 +116,7 @@ class _Child:
         self._process.wait()
 
     def keep(self, folder: Path) -> None:
-        """Copies what the process has left for whoever looks into its end."""
+        """Copy the files that the process has left, for later diagnosis."""
         with contextlib.suppress(OSError):
             shutil.copytree(self._folder.name, folder, dirs_exist_ok=True)
 
@@ -128,7 +128,7 @@ class _Child:
 
 
 class _Link:
-    """The connection to the meeting."""
+    """Connection to the meeting."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -137,7 +137,7 @@ class _Link:
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._read())
         self.host, self.heard = "", time.monotonic()
-        self.lost = False  # whether nothing more is to be expected of it
+        self.lost = False  # whether nothing more will come from it
 
     async def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -156,7 +156,7 @@ class _Link:
             self._writer.write((json.dumps(message) + "\n").encode())
 
     async def next(self, seconds: float) -> Message | None:
-        """Returns a message, {} if none comes in time, None after the connection."""
+        """Return a message, {} if none comes in time, None after the connection."""
         try:
             message = await asyncio.wait_for(self._messages.get(), seconds)
         except TimeoutError:
@@ -187,7 +187,7 @@ class _Command:
         for number in signals.STOPPING:
             loop.add_signal_handler(number, stop, number)
         try:
-            while True:  # once, but where process 0's command has gone and come again
+            while True:  # once, except when process 0's command has gone and come again
                 link = await self._connect()
                 with contextlib.closing(link):
                     while await self._one_attempt(link):
@@ -204,7 +204,7 @@ class _Command:
                 self._child.close()
 
     def _stop(self, task: asyncio.Task, number: int) -> None:
-        """Passes the first signal on; a second one, or one without a child, ends."""
+        """Pass the first signal on; a second one, or one without a child, ends."""
         self._told += 1
         if self._told == 1 and self._child is not None:
             self._child.signal(number)
@@ -212,7 +212,7 @@ class _Command:
             task.cancel()
 
     async def _connect(self) -> _Link:
-        """Waits for process 0's command, and says who this is."""
+        """Wait for process 0's command, and introduce this one."""
         job, announced = self._job, _Announcement(self._job.processes)
         while True:
             try:
@@ -238,12 +238,12 @@ class _Command:
         return link
 
     async def _one_attempt(self, link: _Link) -> bool:
-        """Waits for an attempt to begin, and for its end.
+        """Wait for an attempt to begin, and for its end.
 
         Returns whether to wait for another one on this connection.
 
         Raises:
-          _Ends: the run is over.
+          _Ends: if the run is over.
         """
         begin = await self._begin(link)
         if begin is None:
@@ -259,7 +259,7 @@ class _Command:
         return not link.lost
 
     async def _begin(self, link: _Link) -> Message | None:
-        """Returns the message that begins an attempt, None if the link is lost."""
+        """Return the message that begins an attempt, None if the link is lost."""
         announced = _Announcement(self._job.processes)
         while True:
             match await link.next(self._job.limits.start_within):
@@ -286,7 +286,7 @@ class _Command:
                     return None
 
     async def _watch(self, link: _Link, child: _Child) -> Verdict:
-        """Passes on what the process says, until the attempt is over."""
+        """Pass on the process's messages until the attempt is over."""
         said, end = 0.0, None
         while True:
             if end is None and (end := child.end()):
@@ -322,10 +322,10 @@ class _Command:
         return Verdict(exits.LOST, line, 0, again)
 
     async def _carry_out(self, verdict: Verdict, child: _Child) -> None:
-        """Ends this command's process as was decided.
+        """End this command's process according to the verdict.
 
         Raises:
-          _Ends: no other attempt follows.
+          _Ends: if no other attempt follows.
         """
         job, line = self._job, verdict.line
         await child.kill()
@@ -339,7 +339,7 @@ class _Command:
                 line, child.attempt + 1, job.limits.restarts + 1,
             )  # fmt: skip
             return
-        if child.error:  # it has said so itself
+        if child.error:  # the process has printed its line itself
             raise _Ends(child.code)
         if verdict.code in (exits.LOST, exits.FAILED):
             line += "; the same command continues from the last checkpoint."
@@ -347,7 +347,7 @@ class _Command:
 
 
 class _Announcement:
-    """Says now and then who is awaited."""
+    """Log line, now and then, that names the awaited processes."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -373,10 +373,10 @@ def _say(code: int, line: str) -> int:
 
 
 def supervise(job: Job) -> int:
-    """Runs the process that trains, again where it may be; returns the exit code.
+    """Run the training process, again if restarts allow; return the exit code.
 
     Raises:
-      OSError: process 0's command cannot listen at the coordinator's address.
+      OSError: if process 0's command cannot listen at the coordinator's address.
     """
     return asyncio.run(_supervise(job))
 

@@ -1,4 +1,4 @@
-"""When a run's work ended, and what its gradients take by themselves."""
+"""Times of a run: when its work ends, compilations, and the gradients' own time."""
 
 import concurrent.futures
 import statistics
@@ -20,13 +20,13 @@ COMPILER = "/jax/core/compile/"  # its events, of which some contain others
 
 
 class Ends:
-    """Notes when arrays are computed, though nobody looks at them then."""
+    """Recorder of when arrays are computed, without waiting for them."""
 
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "ends")
 
     def of(self, arrays: PyTree) -> concurrent.futures.Future[float]:
-        """Returns the time at which arrays that may be under way are computed."""
+        """Return the time at which arrays that may be under way are computed."""
         if all(x.is_ready() for x in jax.tree.leaves(arrays)):
             done: concurrent.futures.Future[float] = concurrent.futures.Future()
             done.set_result(time.perf_counter())
@@ -43,14 +43,14 @@ def _end(arrays: PyTree) -> float:
 
 
 class Compilations:
-    """Notes when JAX traces, lowers or compiles, until it is closed."""
+    """Recorder of when JAX traces, lowers or compiles, until it is closed."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
         jax.monitoring.register_event_time_span_listener(self._notice)
 
     def seconds(self, begin: float, end: float) -> float:
-        """Returns for how much of a span JAX compiled; forgets what was before it."""
+        """Return the seconds of a span in which JAX compiled; forget earlier ones."""
         self._spans = [span for span in self._spans if span[1] > begin]
         return covered([(b, min(e, end)) for b, e in self._spans], begin)
 
@@ -66,7 +66,7 @@ class Compilations:
 
 
 def covered(spans: Sequence[Span], start: float) -> float:
-    """Returns how many seconds after `start` are in at least one span."""
+    """Return how many seconds after `start` are in at least one span."""
     total = 0.0
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, start))
@@ -85,20 +85,20 @@ def gradient_seconds(
     accumulate_dtype: Any = None,
     times: int = 5,
 ) -> float:
-    """Times the local gradients of one batch, in seconds of all workers.
+    """Time the local gradients of one batch, in seconds of all workers.
 
     It is the median of `times` on each process, after one to warm up; then the
-    slowest's. Nothing is communicated meanwhile, and no optimizer runs.
+    slowest process's. Nothing is communicated meanwhile, and no optimizer runs.
 
     Args:
       loss_fn: as for `acco_jax.local_gradients`.
       mesh: of n workers, each a device or a group of them.
-      params: as `loss_fn` takes them, the same on all workers.
+      params: as `loss_fn` takes them, equal on all workers.
       batch: leaves (n * microbatches * b, ...), split over the workers.
       counts: (n,) of the microbatches to compute, or None for all.
       microbatches: of each worker.
       accumulate_dtype: of the sums.
-      times: how many to time.
+      times: number of timed calls.
     """
     accumulator = Accumulator(
         loss_fn, mesh, data_axes(mesh), microbatches, accumulate_dtype

@@ -1,6 +1,6 @@
-"""What a trace of jax.profiler says that devices did: who communicated, who computed.
+"""Reader of jax.profiler's traces: when devices communicated and computed.
 
-A trace has planes of lines of events. Where a device's work is depends on its kind:
+A trace has planes of lines of events. The place of a device's work depends on its kind:
 
   GPU  "/device:GPU:0", lines "Stream #13...": kernels, of which NCCL's communicate, and
        copies, which are neither.
@@ -10,8 +10,8 @@ A trace has planes of lines of events. Where a device's work is depends on its k
   CPU  "/host:CPU", lines of threads: events with the statistics `hlo_op` and
        `device_ordinal`.
 
-Half-rounds are the host's annotations `ANNOTATION`, unless the device has its own. What
-is read in no such form is unknown, with a reason; it is never taken for hidden.
+Half-rounds are the host's annotations `ANNOTATION`, unless the device has its own.
+A trace in no such form is unknown, with a reason; it never counts as overlapped.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from acco_jax.runner import intervals
 
 ANNOTATION = "half_round"
 Span = tuple[int, int]  # nanoseconds
-# Names of HLO, of JAX's primitives, and of NCCL's kernels, each with what it is called.
+# Names of HLO, of JAX's primitives, and of NCCL's kernels, by kind of collective.
 _KINDS = {
     "reduce-scatter": r"(all-)?reduce[-_]scatter|psum_scatter|nccl\w*ReduceScatter",
     "all-gather": r"all[-_]gather|nccl\w*AllGather",
@@ -44,35 +44,35 @@ _COPIES = re.compile(r"mem(cpy|set)", re.I)
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What a device did."""
+    """Activity of a device."""
 
     device: str
     communication: Mapping[str, intervals.Set]  # kind of collective -> when
     computation: intervals.Set
-    steps: Mapping[int, Span]  # half-rounds by its own clock, {}: it has none
+    steps: Mapping[int, Span]  # half-rounds by its own clock; {} without one
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What is known of a trace."""
+    """Content of a trace."""
 
     half_rounds: Mapping[int, Span]  # by the host's clock
     devices: tuple[Activity, ...]
-    unknown: str  # why nothing is known of the devices; '' if something is
+    unknown: str  # why the devices are unknown; '' if they are known
 
 
 def kind_of(name: str) -> str | None:
-    """Returns which collective an operation or kernel is; None if it is none."""
+    """Return the kind of collective of an operation or kernel; None if it is none."""
     return next((kind for kind, p in _COLLECTIVES.items() if p.match(name)), None)
 
 
 def found(folder: Path) -> Path | None:
-    """Returns the newest trace that jax.profiler has written into a folder, if any."""
+    """Return the newest trace that jax.profiler has written into a folder, if any."""
     return max(folder.glob("plugins/profile/*/*.xplane.pb"), default=None)
 
 
 def read(data: ProfileData, workers: int) -> Trace:
-    """Reads a trace.
+    """Read a trace.
 
     Args:
       data: of jax.profiler.
@@ -115,7 +115,7 @@ def _unknown(planes: list[str], devices: list[Activity], workers: int) -> str:
 
 
 def _device(plane: Any) -> Activity:
-    """Reads the plane of a GPU or a TPU."""
+    """Read the plane of a GPU or a TPU."""
     work: list[tuple[str, Span]] = []
     transfers: list[tuple[str, Span]] = []
     steps: dict[int, Span] = {}
@@ -130,7 +130,7 @@ def _device(plane: Any) -> Activity:
 
 
 def _threads(plane: Any) -> Iterator[Activity]:
-    """Reads the CPU devices whose operations ran in the host's threads."""
+    """Read the CPU devices whose operations ran in the host's threads."""
     work: dict[int, list[tuple[str, Span]]] = {}
     for line in plane.lines:
         for name, span, device in _leaves_of_devices(line):
@@ -158,12 +158,12 @@ def _activity(
 
 
 def _leaves(line: Any) -> list[tuple[str, Span]]:
-    """Returns the operations of a line, but those around others."""
+    """Return the operations of a line, without those around others."""
     return [(_operation(e), _span(e)) for e in _innermost(list(line.events))]
 
 
 def _leaves_of_devices(line: Any) -> Iterator[tuple[str, Span, int]]:
-    """Yields the operations of a thread, but those around others, with their device."""
+    """Yield a thread's operations with devices, without those around others."""
     events = []
     for event in line.events:
         statistics = _statistics(event)
@@ -175,7 +175,7 @@ def _leaves_of_devices(line: Any) -> Iterator[tuple[str, Span, int]]:
 
 
 def _innermost(events: list[Any]) -> Iterator[Any]:
-    """Yields events of a line that are around no other one."""
+    """Yield the events of a line that contain no other one."""
     events = sorted(events, key=lambda e: (e.start_ns, -e.duration_ns))
     for event, after in itertools.zip_longest(events, events[1:]):
         around = (
@@ -186,7 +186,7 @@ def _innermost(events: list[Any]) -> Iterator[Any]:
 
 
 def _operation(event: Any) -> str:
-    """Returns the HLO operation of an event if that communicates, else its name."""
+    """Return an event's HLO operation if it communicates, else the event's name."""
     operation = str(_statistics(event).get("hlo_op", ""))
     return operation if kind_of(operation) else event.name
 

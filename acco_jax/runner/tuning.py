@@ -1,7 +1,7 @@
-"""Each method at its own best: a sweep over fields of the config, before a comparison.
+"""Sweep over fields of the config, for each method's best, before a comparison.
 
 Every candidate (a method and a value for each field) is a run of acco_jax.train on
-seeds that the comparison does not use. Where the budget does not allow all of them to
+seeds that the comparison does not use. If the budget does not allow all of them to
 their end, successive halving ends it in time (Jamieson and Talwalkar, arXiv
 1502.07943): all run to a first part of the steps, the better half goes on to twice that
 part, and so on. A run that goes on is continued, not begun again, and it has the
@@ -45,20 +45,20 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """How long the runs of a method are."""
+    """Length of the runs of a method."""
 
     steps: int
     tokens: int  # of the whole run
-    half_rounds: dict[int, int]  # after so many steps, where a run can be judged
+    half_rounds: dict[int, int]  # by the steps at which a run can be judged
 
     def step(self, part: float) -> int:
-        """Returns where a run is judged that comes so far."""
+        """Return the step nearest to a part of the run at which it can be judged."""
         return min(self.half_rounds, key=lambda step: abs(step - part * self.steps))
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a candidate has reached."""
+    """Losses that a candidate has reached."""
 
     steps: int
     part: float  # of its run
@@ -70,10 +70,10 @@ class Score:
 
 
 def parse(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Parses sweeps as the command line has them: 'optimizer.learning_rate=1e-3,2e-3'.
+    """Parse sweeps as the command line has them: 'optimizer.learning_rate=1e-3,2e-3'.
 
     Raises:
-      ValueError: in one line, what is wrong.
+      ValueError: if the text has another form.
     """
     sweep: list[tuple[str, tuple[str, ...]]] = []
     for text in texts:
@@ -105,7 +105,7 @@ def candidates(
     flags: tuple[str, ...],
     sweep: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> list[Candidate]:
-    """Returns every point of the sweep for a method; an option it lacks is left out.
+    """Return every point of the sweep for a method, without options that it lacks.
 
     Args:
       name: of the method, with options.
@@ -136,16 +136,16 @@ def rungs(
     seeds: int,
     budget: int | None,
 ) -> dict[str, list[float]]:
-    """Returns after which parts of their runs the candidates of a method are judged.
+    """Return the parts of their runs after which a method's candidates are judged.
 
     Args:
       groups: candidates of each method.
       lengths: of their runs.
-      seeds: that each candidate is run with.
-      budget: tokens of all runs together; None: as many as it takes.
+      seeds: number of seeds per candidate.
+      budget: tokens of all runs together; None: unlimited.
 
     Raises:
-      ValueError: the fewest tokens that would do are more.
+      ValueError: if even the smallest plan takes more.
     """
     least = math.inf
     for halvings in range(max(_halvings(len(g)) for g in groups.values()) + 1):
@@ -171,9 +171,9 @@ def _halvings(candidates: int) -> int:
 def _tokens(
     group: list[Candidate], parts: list[float], lengths: dict[Candidate, Length]
 ) -> int:
-    """Returns the most that a group takes, when half of them go on each time.
+    """Return the most tokens that a group takes, when half of them go on each time.
 
-    A run that goes on takes what lies between two rungs alone.
+    A run that goes on takes only what lies between two rungs.
     """
     total, before = 0.0, dict.fromkeys(group, 0.0)
     count = len(group)
@@ -197,23 +197,23 @@ def tune(
     workdir: Path,
     pool: Pool,
 ) -> dict[str, Candidate]:
-    """Runs a sweep and returns the best candidate of each method.
+    """Run a sweep and return the best candidate of each method.
 
-    WORKDIR/tuning gets the runs, table.md and loss.png. What was run is not run again.
+    WORKDIR/tuning gets the runs, table.md and loss.png. Finished runs are not repeated.
 
     Args:
       found: candidates of all methods.
       lengths: of their runs.
-      seeds: that the comparison does not use.
+      seeds: not used by the comparison.
       budget: as for `rungs`.
       workdir: of the comparison.
-      pool: that runs are given to.
+      pool: that runs the tasks.
 
     Raises:
-      ValueError: the budget is too small, there is nothing to tune, or no run of a
+      ValueError: if the budget is too small, there is nothing to tune, or no run of a
         method has trained.
-      RunFailed: a run has no result.
-      Stopped: told to stop.
+      RunFailed: if a run has no result.
+      Stopped: if told to stop.
     """
     every = {c.method: [d for d in found if d.method == c.method] for c in found}
     groups = {m: group for m, group in every.items() if len(group) > 1}
@@ -258,7 +258,7 @@ def _run(
     workdir: Path,
     pool: Pool,
 ) -> None:
-    """Runs candidates up to a part of their runs, where they have not come yet."""
+    """Run candidates up to a part of their runs, unless they have come so far."""
     tasks = []
     for seed in seeds:
         for c, part in due.items():
@@ -279,15 +279,14 @@ def _run(
 
 
 def folder_of(workdir: Path, c: Candidate, seed: int) -> Path:
-    """Returns the workdir of a candidate's run."""
+    """Return the workdir of a candidate's run."""
     return workdir / FOLDER / c.method / c.name / f"seed-{seed}"
 
 
 def _loss(folder: Path, steps: int, length: Length) -> float | None:
-    """Returns the held-out loss of a run at so many steps, None if it is not there.
+    """Return the held-out loss of a run at `steps` steps, None if there is none.
 
-    At the end it is of all held-out documents. A run that has diverged has an infinite
-    one.
+    At the end it is of all held-out documents. A diverged run has an infinite loss.
     """
     if (folder / DIVERGED).exists():
         return math.inf
@@ -311,7 +310,7 @@ def _best(
 
 
 def at_the_edge(group: list[Candidate], chosen: Candidate) -> list[tuple[str, str]]:
-    """Returns the numeric fields of which the best value is the lowest or highest."""
+    """Return the numeric fields whose best value is the lowest or highest."""
     edges = []
     for k, (field, value) in enumerate(chosen.point):
         numbers = [_number(c.point[k][1]) for c in group]
@@ -334,7 +333,7 @@ def table(
     scores: dict[Candidate, Score],
     chosen: dict[str, Candidate],
 ) -> str:
-    """Returns Markdown: what each candidate has reached, the best one in bold."""
+    """Return a Markdown table of the candidates' losses, the best one in bold."""
     rows = []
     for method, group in groups.items():
         for c in group:
@@ -352,9 +351,9 @@ def draw(
     chosen: dict[str, Candidate],
     path: Path,
 ) -> None:
-    """Draws the loss over the first field of the sweep, a line for each method.
+    """Draw the loss over the first field of the sweep, a line for each method.
 
-    Small hollow marks are of candidates that were not run to their end, the large one
+    Small hollow marks are candidates that were not run to their end. A large mark
     is around the best.
     """
     figure, (ax,) = subplots(6.4, 4.4, 1, 1)

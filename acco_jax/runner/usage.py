@@ -10,11 +10,11 @@ from absl import flags
 from acco_jax.runner.config import default_config
 
 WIDTH = 79
-INDENT = 20  # of what is said of a flag
+INDENT = 20  # of a flag's description
 ASKING = ("--help", "-help", "-h", "--helpshort", "-helpshort", "-?", "--?")
 FULL = ("--helpfull", "-helpfull")  # all flags of all modules
 
-# Fields that many runs change, each with what it is; config.py has all of them.
+# Fields that many runs change, each with a description; config.py has all of them.
 FIELDS = {
     "method": "acco, zero1, fused_zero1, ddp, dpu, wp, diloco, ...",
     "steps": "optimizer steps; or say `tokens` or `epochs`",
@@ -39,12 +39,12 @@ FIELDS = {
 
 
 def asked(argv: Sequence[str], words: Sequence[str] = ASKING) -> bool:
-    """Whether a command line asks for help in one of these words."""
+    """Return whether a command line asks for help in one of these words."""
     return any(word in words for word in argv[1:])
 
 
 def text(doc: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """Returns the page.
+    """Return the page of --help.
 
     Args:
       doc: of the command.
@@ -80,7 +80,7 @@ def _fields() -> Iterator[str]:
 
 
 def _entry(name: str, says: str, indent: int = INDENT) -> Iterator[str]:
-    """Yields the lines of a flag: its name, and beside or below it what it is."""
+    """Yield the lines of a flag: its name, and beside or below it its description."""
     width = WIDTH - indent
     lines = textwrap.wrap(says, width, break_on_hyphens=False)
     first = f"  {name}".ljust(indent)

@@ -1,4 +1,4 @@
-"""The one line that refuses a config which cannot run."""
+"""Validation of a config before a run, with one-line errors."""
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -9,10 +9,10 @@ from acco_jax.runner.names import named
 
 
 def validate(config: ConfigDict) -> None:
-    """Refuses a config that cannot run, before a device is touched.
+    """Raise a ValueError for a config that cannot run, before touching a device.
 
     Raises:
-      ValueError: in one line, naming the field, its value and the remedy.
+      ValueError: with the field, its value and the remedy.
     """
     checks.check(config)
     optimizers.optimizer(config)
@@ -25,7 +25,7 @@ def validate(config: ConfigDict) -> None:
 
 
 def _check_remote(folder: str) -> None:
-    """Refuses a remote folder that the packages installed here do not reach."""
+    """Raise a ValueError if the installed packages do not reach a remote folder."""
     try:
         epath.Path(folder).exists()
     except Exception as error:  # each store has its own, from several packages

@@ -1,4 +1,4 @@
-"""A workdir belongs to one run at a time, and to one experiment."""
+"""Lock and checks of a workdir: one run at a time, one experiment."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ from acco_jax.runner.files import is_remote, read_object
 
 LOCK = "lock.json"
 BEAT_SECONDS = 10.0  # between signs of life in the lock
-STALE_SECONDS = 60.0  # without one, a process on another host is taken for dead
+STALE_SECONDS = 60.0  # without one, a process on another host counts as dead
 PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 
 
 def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
-    """Returns the folders that a run locks: its workdir, and that of its checkpoints.
+    """Return the folders that a run locks: its workdir and its checkpoints' folder.
 
-    One lock serves both where the checkpoints lie in the workdir. A remote folder has
+    One lock serves both if the checkpoints lie in the workdir. A remote folder has
     none.
     """
     folder = Path(checkpoints).resolve()
@@ -39,19 +39,19 @@ def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
 
 @contextlib.contextmanager
 def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
-    """Holds a workdir, or a folder of checkpoints, for this run, through process 0.
+    """Hold a workdir, or a folder of checkpoints, for this run, through process 0.
 
-    The lock says host, process and when that process started. It is stale, and taken
+    The lock has host, process and when that process started. It is stale, and taken
     over, when that process is gone, or gives no sign of life from another host or
     container.
 
     Args:
       workdir: of the run.
-      patience: seconds to wait for that, where the lock may be this run's own of an
-        earlier attempt, whose host is lost.
+      patience: seconds to wait until the lock is stale, as it may be this run's own
+        from an earlier attempt, whose host is lost.
 
     Raises:
-      ValueError: in one line, another run holds it.
+      ValueError: if another run holds it.
     """
     path, mine, refusal = workdir / LOCK, _identity(), ""
     if jax.process_index() == 0:
@@ -88,9 +88,9 @@ def _identity() -> dict[str, Any]:
 
 
 def _numbering() -> str | None:
-    """Names what numbers this process: boot and PID namespace; None if unknown.
+    """Return what numbers this process: boot and PID namespace; None if unknown.
 
-    Containers may have one host name, and a namespace each.
+    Containers may share a host name, but each has its own namespace.
     """
     if sys.platform != "linux":
         return socket.gethostname()
@@ -102,7 +102,7 @@ def _numbering() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns when a process of this host started; None if there is no such process."""
+    """Return when a process of this host started; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[19]  # clock ticks after the boot
@@ -118,7 +118,7 @@ def _started(pid: int) -> str | None:
 
 
 def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
-    """Writes the lock, over one that is stale only; returns why not, or ''."""
+    """Write the lock, replacing only a stale one; return why not, or ''."""
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -161,7 +161,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _silent_for(path: Path, seconds: float) -> bool:
-    """Whether a file is older than that, by the clock of the file system."""
+    """Return whether a file is older than `seconds`, by the file system's clock."""
     probe = path.with_name(f"{LOCK}.{os.getpid()}.clock")
     try:
         probe.touch()
@@ -173,13 +173,13 @@ def _silent_for(path: Path, seconds: float) -> bool:
 
 
 def check_held(*folders: Path) -> None:
-    """Refuses to write into folders that another process has taken over.
+    """Raise an OSError if another process has taken over a folder.
 
     A process that was stopped for long, with its whole machine, may wake up when the
     run goes on elsewhere.
 
     Raises:
-      OSError: in one line, whose it is now.
+      OSError: with the new holder.
     """
     for folder in folders:
         try:
@@ -197,12 +197,12 @@ def _beat(path: Path, done: threading.Event) -> None:
 
 
 def check_shared(workdir: Path) -> None:
-    """Refuses a workdir that is remote, or that the processes of a run do not share.
+    """Raise a ValueError for a workdir that is remote or not shared by all processes.
 
     Process 0 writes a file, and each of the others looks for it.
 
     Raises:
-      ValueError: in one line, the same on all processes, which of them do not see it.
+      ValueError: on all processes, with the processes that do not see it.
     """
     if is_remote(workdir):
         raise ValueError(
@@ -235,10 +235,10 @@ def check_shared(workdir: Path) -> None:
 
 
 def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
-    """Refuses a workdir whose checkpoints were removed while its metrics are there.
+    """Raise a ValueError for a workdir with metrics but without its checkpoints.
 
     Raises:
-      ValueError: in one line, what is missing, or which file of rows is damaged.
+      ValueError: if the checkpoints are missing, or a file of rows is damaged.
     """
     goodput.read(workdir)
     metrics.read(workdir)

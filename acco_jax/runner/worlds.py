@@ -1,8 +1,8 @@
-"""The worlds of a run: which devices did which half-rounds, in worlds.jsonl.
+"""Worlds of a run: the devices of its half-rounds, in worlds.jsonl.
 
-A run may go on with other devices than it had. Each line of the file is a world, which
+A run may go on with other devices than it had. Each line of the file is a world. It
 goes on after `half_round` half-rounds, as far as those of the next line.
-`--replay=WORKDIR` repeats a run's worlds, and with them the run, to the bit.
+`--replay=WORKDIR` repeats a run's worlds, and with them the run, bitwise.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from acco_jax.runner.identity import differing_field
 
 FILE = "worlds.jsonl"
 AXES = ("domain", "data", ROWS, TENSOR)  # of a mesh, in this order
-MOST = 2**20  # devices: more is no world
+MOST = 2**20  # devices: more is not valid
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What computes, and how much of a half-round each worker does."""
+    """Devices that compute, and each worker's part of a half-round."""
 
     axes: dict[str, int]  # of the mesh: sizes, in its order
     processes: int
@@ -38,7 +38,7 @@ class World:
 
     @property
     def text(self) -> str:
-        """What to start, for whoever reads a line."""
+        """Description of what to start, for a person."""
         axes = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
         counts = f"microbatches {self.counts}" if self.counts else "adaptive counts"
         return (
@@ -48,12 +48,12 @@ class World:
 
 
 def workers_of(axes: dict[str, int]) -> int:
-    """Returns the number of workers on a mesh of these axes."""
+    """Return the number of workers on a mesh of these axes."""
     return math.prod(size for axis, size in axes.items() if axis in AXES[:2])
 
 
 def is_axes(axes: Any) -> TypeGuard[dict[str, int]]:
-    """Whether what a file says are the axes of a run's mesh."""
+    """Return whether a value of a file is a mesh's axes."""
     if not isinstance(axes, dict) or "data" not in axes:
         return False
     if list(axes) != [axis for axis in AXES if axis in axes]:
@@ -63,13 +63,13 @@ def is_axes(axes: Any) -> TypeGuard[dict[str, int]]:
 
 
 def dealt(microbatches: int, workers: int) -> list[int]:
-    """Deals so many microbatches out: as many to each, one more to the first ones."""
+    """Return microbatches per worker: equal shares, one more for the first ones."""
     each, more = divmod(microbatches, workers)
     return [each + (i < more) for i in range(workers)]
 
 
 def record(workdir: Path, half_round: int, world: World) -> None:
-    """Notes in the workdir that this world goes on after so many half-rounds."""
+    """Record in the workdir that a world goes on after `half_round` half-rounds."""
     worlds = [(h, w) for h, w in recorded(workdir) if h < half_round]
     if not worlds or worlds[-1][1] != world:
         worlds.append((half_round, world))
@@ -78,10 +78,10 @@ def record(workdir: Path, half_round: int, world: World) -> None:
 
 
 def recorded(workdir: Path) -> list[tuple[int, World]]:
-    """Returns the worlds of a run, each with the half-rounds done before it; or none.
+    """Return the worlds of a run, each with the half-rounds done before it; or none.
 
     Raises:
-      ValueError: in one line, the record is damaged.
+      ValueError: if the record is damaged.
     """
     path = workdir / FILE
     fields = {field.name for field in dataclasses.fields(World)}
@@ -96,20 +96,20 @@ def recorded(workdir: Path) -> list[tuple[int, World]]:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A run's record, for another run that repeats it."""
+    """Record of a run, for another run that repeats it."""
 
     folder: Path
 
     def check(self, identity: dict[str, Any], done: int, world: World) -> None:
-        """Refuses the record of another run, and another world than goes on in it.
+        """Raise a ValueError for another run's record, or another world than it has.
 
         Args:
-          identity: what makes a run another one.
+          identity: the fields that distinguish a run.
           done: half-rounds so far.
-          world: that there is.
+          world: the present one.
 
         Raises:
-          ValueError: in one line, what differs.
+          ValueError: with the difference.
         """
         old = read_object(self.folder / "config.json")
         if field := differing_field(old, old | identity):
@@ -126,5 +126,5 @@ class Replay:
             )
 
     def end(self, done: int) -> int | None:
-        """Returns after which half-round other devices went on; None: no others did."""
+        """Return the half-round after which other devices went on, None if none did."""
         return next((h for h, _ in recorded(self.folder) if h > done), None)

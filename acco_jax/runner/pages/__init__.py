@@ -1,1 +1,1 @@
-"""The page of python -m acco_jax.report: what runs left in their folders, as HTML."""
+"""Page of python -m acco_jax.report: runs' results as HTML."""

@@ -1,4 +1,4 @@
-"""The page's pictures: Bokeh figures of runs, whose data are in the page."""
+"""Pictures of the page: Bokeh figures of runs, whose data are in the page."""
 
 import itertools
 import math
@@ -24,20 +24,20 @@ from acco_jax.runner.pages.records import Row, Run
 
 COLORS = ("#3f7fd9", "#e0792b", "#2a9d7c", "#d1446c", "#8b68d4", "#a87b23", "#3d9bb5",
           "#7d9126", "#c05ab4", "#808080")  # fmt: skip
-POINTS = 400  # of a line, at most: more rows are averaged
-ROWS = 8  # of metrics.jsonl, at least, for a figure of throughput
+POINTS = 400  # most points of a line: more rows are averaged
+ROWS = 8  # least rows of metrics.jsonl for a figure of throughput
 Figures = dict[str, Any]
-Scale = tuple[str, float]  # a unit's name, and how much it is
+Scale = tuple[str, float]  # a unit's name and size
 
 
 def colors(runs: Sequence[Run]) -> dict[str, str]:
-    """Maps each group of runs to its colour."""
+    """Map each group of runs to its colour."""
     groups = dict.fromkeys(run.group for run in runs)
     return dict(zip(groups, itertools.cycle(COLORS)))
 
 
 def thinned(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
-    """Averages neighbours, so that at most `POINTS` rows are left."""
+    """Average neighbours, so that at most `POINTS` rows remain."""
     size = math.ceil(len(rows) / POINTS) or 1
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     return [
@@ -47,7 +47,7 @@ def thinned(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
 
 
 def rates(run: Run) -> list[Row]:
-    """Returns tokens per second over parts of a run, without rows that compiled.
+    """Return tokens per second over parts of a run, without rows that compiled.
 
     Parts lie between two evaluations, and are at least `ROWS` rows long if there are
     so many.
@@ -76,7 +76,7 @@ def rates(run: Run) -> list[Row]:
 
 
 def scale(largest: float, units: Sequence[Scale]) -> Scale:
-    """Returns the largest unit that the largest value has at least one of."""
+    """Return the largest unit that does not exceed the largest value."""
     return next(((u, n) for u, n in reversed(units) if largest >= n), units[0])
 
 
@@ -87,7 +87,7 @@ BYTES = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 
 
 class Axes:
-    """What lies along the horizontal axes, in units that fit all runs."""
+    """Horizontal axes, in units that fit all runs."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         def largest(value: Callable[[Run, Row], float | None]) -> float:
@@ -103,7 +103,7 @@ class Axes:
         self._units = per_token, per_time, per_byte
 
     def source(self, run: Run, rows: Sequence[Row], *names: str) -> ColumnDataSource:
-        """Returns rows as columns: x axes, and these fields of them."""
+        """Return rows as columns: x axes, and these fields of them."""
         tokens, time, size = self._units
         sent = [run.bytes_at(row["half_round"]) for row in rows]
         columns: dict[str, list[Any]] = {
@@ -126,7 +126,7 @@ class Axes:
 
 
 def loss_figures(runs: Sequence[Run], axes: Axes) -> Figures:
-    """Returns losses against tokens, time and bytes; zooming along y goes together."""
+    """Return losses against tokens, time and bytes; zooming along y goes together."""
     colour, y_range = colors(runs), _loss_range(runs)
     names = ("half_round", "tokens", "seconds", "loss")
     sources = [
@@ -161,7 +161,7 @@ def loss_figures(runs: Sequence[Run], axes: Axes) -> Figures:
 def _draw_losses(
     plot: Any, run: Run, x: str, columns: Sequence[ColumnDataSource], colour: str
 ) -> None:
-    """Draws a run's training loss, its evaluations and the final one."""
+    """Draw a run's training loss, its evaluations and the final one."""
     train, held_out, final = columns
     name = f"{run.name}, held out"
     plot.line(x, "loss", source=train, color=colour, alpha=0.45, line_width=1,
@@ -174,13 +174,13 @@ def _draw_losses(
 
 
 def _tag(plot: Any, run: Run) -> None:
-    """Marks what was drawn since the last call as a run's, for the page's boxes."""
+    """Tag what was drawn since the last call as a run's, for the page's boxes."""
     for renderer in plot.renderers:
         renderer.tags = renderer.tags or [run.group]
 
 
 def throughput_figure(runs: Sequence[Run], axes: Axes) -> Figures:
-    """Returns tokens per second of the logging intervals, against tokens."""
+    """Return tokens per second of the logging intervals, against tokens."""
     colour, plot = colors(runs), _figure(axes.tokens, "tokens per second", None)
     plot.y_range.start = 0
     for run in runs:
@@ -196,7 +196,7 @@ def throughput_figure(runs: Sequence[Run], axes: Axes) -> Figures:
 
 
 def microbatch_figure(runs: Sequence[Run]) -> Figures:
-    """Returns microbatches of workers, where they change: mean, fewest and most."""
+    """Return microbatches of workers, where they change: mean, fewest and most."""
     changing = [r for r in runs if len({tuple(m) for _, m in r.microbatches()}) > 1]
     if not changing:
         return {}
@@ -226,7 +226,7 @@ def microbatch_figure(runs: Sequence[Run]) -> Figures:
 
 
 def _figure(x: str, y: str, y_range: Range1d | None) -> Any:
-    """Returns an empty figure, as wide as its place; colours come with the theme."""
+    """Return an empty figure, as wide as its place; colours come with the theme."""
     zoom = BoxZoomTool()
     plot: Any = figure(
         height=330,
@@ -258,7 +258,7 @@ def _figure(x: str, y: str, y_range: Range1d | None) -> Any:
 
 
 def _loss_range(runs: Sequence[Run]) -> Range1d:
-    """Limits without the descent of the first fifth of each run."""
+    """Return a range without the descent of the first fifth of each run."""
     losses = []
     for run in runs:
         rows = [r for r in run.rows if r["kind"] != "train"] or run.rows

@@ -1,4 +1,4 @@
-"""The page: one HTML file that loads nothing, of what runs have left."""
+"""Page of runs: one HTML file that loads nothing."""
 
 import datetime
 import itertools
@@ -19,7 +19,7 @@ from acco_jax.runner.pages.records import Run
 from acco_jax.runner.worlds import workers_of
 
 UNKNOWN = "–"
-CAUSES = {  # of goodput.CAUSES: how the page calls them, and their colour
+CAUSES = {  # of goodput.CAUSES: their names on the page, and their colour
     "half_rounds": ("half-rounds that counted", "#2a9d7c"),
     "repeated": ("repeated after a loss", "#d1446c"),
     "start_up": ("start-up", "#8b68d4"),
@@ -33,7 +33,7 @@ CAUSES = {  # of goodput.CAUSES: how the page calls them, and their colour
 
 
 class Figure(NamedTuple):
-    """A row of a table: what it is, a remark, and each run's value."""
+    """A row of a table: its name, a remark, and each run's value."""
 
     name: str
     remark: str
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A trace: of what, why nothing is known, and a row for each half-round."""
+    """A trace: its name, why it is unknown, and a row for each half-round."""
 
     name: str
     unknown: str
@@ -53,11 +53,11 @@ class Bar(NamedTuple):
 
     run: Run
     wall: str
-    parts: list[tuple[str, str, float]]  # what it says, colour, percent
+    parts: list[tuple[str, str, float]]  # its text, colour, percent
 
 
 def written(runs: Sequence[Run], now: datetime.datetime) -> str:
-    """Returns the page of runs, in the order given."""
+    """Return the page of runs, in the order given."""
     axes = curves.Axes(runs)
     figures = {
         **curves.loss_figures(runs, axes),
@@ -95,7 +95,7 @@ def _figures(
     runs: Sequence[Run],
     rows: Sequence[tuple[str, str, Callable[[Run], Any], Callable[[Any], str]]],
 ) -> Iterator[Figure]:
-    """Yields the rows of which at least one run has a value."""
+    """Yield the rows in which at least one run has a value."""
     for name, remark, value, show in rows:
         values = [value(run) for run in runs]
         if any(v is not None for v in values):
@@ -141,7 +141,7 @@ def _overview(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _workers(run: Run) -> str | None:
-    """Workers of the newest world; where they changed, of all."""
+    """Return the workers of the newest world; if they changed, of all."""
     numbers = [workers_of(world.axes) for _, world in run.worlds]
     if not numbers:
         return None
@@ -193,7 +193,7 @@ def _communication(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _profiles(run: Run) -> Iterator[Profile]:
-    """Yields a table of each trace of a run, in milliseconds."""
+    """Yield a table of each trace of a run, in milliseconds."""
     for process, summary in run.profiles:
         name = f"{run.name}, {process}: means over {len(summary['devices'])} devices"
         rows = []
@@ -217,7 +217,7 @@ def _memory(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _microbatches(run: Run) -> str:
-    """Says in a line how many microbatches workers computed."""
+    """Return a line on how many microbatches workers computed."""
     rows = run.microbatches()
     if not rows:
         return "not recorded yet"
@@ -237,7 +237,7 @@ def _microbatches(run: Run) -> str:
 
 
 def _bar(run: Run) -> Bar | None:
-    """Returns a run's wall time; None where nothing is recorded."""
+    """Return a run's wall time; None if nothing is recorded."""
     seconds = goodput.spent(run.record)
     wall = sum(seconds.values())
     if not wall:
@@ -251,7 +251,7 @@ def _bar(run: Run) -> Bar | None:
 
 
 def _spent(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yields causes, their colours, and how long each run spent on them."""
+    """Yield causes, their colours, and how long each run spent on them."""
     seconds = [goodput.spent(run.record) for run in runs]
     walls = [sum(s.values()) for s in seconds]
     for cause, (name, colour) in CAUSES.items():
@@ -263,7 +263,7 @@ def _spent(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _faults(run: Run) -> Iterator[str]:
-    """Says in lines what went wrong, and how the run went on."""
+    """Yield lines on what went wrong, and how the run went on."""
     if run.starts > 1:
         yield f"started {run.starts} times; down in between for " + duration(
             goodput.spent(run.record)["down"]
@@ -280,7 +280,7 @@ def _faults(run: Run) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Shows seconds as a person would say them: 0.4 s, 75 s, 12 min, 3.5 h."""
+    """Format seconds as a person would say them: 0.4 s, 75 s, 12 min, 3.5 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 180:
@@ -289,7 +289,7 @@ def duration(seconds: float) -> str:
 
 
 def _value(value: Any) -> str:
-    """Shows a config's value: text as it is, the rest as JSON, at most 200 letters."""
+    """Format a config's value: text unchanged, else JSON, at most 200 letters."""
     if value is None:
         return UNKNOWN
     if isinstance(value, float) and math.isfinite(value):

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read without a device."""
+"""Records that a run has left in its folder, read without a device."""
 
 import dataclasses
 import json
@@ -24,14 +24,14 @@ FOUND = (
     "generation",
     "pretrained",
     "workers",
-)  # of config.json, and no fields
+)  # keys of config.json that are not fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run, finished or not."""
 
-    name: str  # on the page, different from that of every other run there
+    name: str  # on the page, different from the names of all other runs there
     group: str  # of runs in one colour: the seeds of a method in a comparison
     folder: Path
     config: dict[str, Any]  # dotted field -> value
@@ -54,17 +54,17 @@ class Run:
 
     @property
     def final(self) -> Row | None:
-        """The evaluation on all held-out documents."""
+        """Evaluation on all held-out documents."""
         return next((r for r in self.rows if r["kind"] == "final"), None)
 
     @property
     def starts(self) -> int:
-        """How often a process of this run began; 0 where nothing is recorded."""
+        """Number of processes that began this run; 0 if nothing is recorded."""
         return sum(row["cause"] == "down" for row in self.record)
 
     @property
     def rollbacks(self) -> list[tuple[int, int]]:
-        """(from, to): training that was lost, to a kill or to a spike of the loss."""
+        """Training that was lost, to a kill or a spike: (from, to) in half-rounds."""
         found, reached = [], 0
         for row in self.record:
             now = row.get("half_round", reached)
@@ -84,14 +84,14 @@ class Run:
         return f"unfinished, step {step}{of}{lock}"
 
     def bytes_at(self, half_round: int) -> float | None:
-        """What each worker had sent by then: half-rounds send the same, on average."""
+        """Return the bytes that a worker has sent; half-rounds count equally."""
         sent = self.summary.get("bytes_sent_per_worker")
         if sent is None or self.final is None:
             return None
         return sent * half_round / self.final["half_round"]
 
     def microbatches(self) -> list[tuple[int, list[int]]]:
-        """(half-round, microbatches of each worker), of those that are recorded."""
+        """Return (half-round, microbatches of each worker) for the recorded ones."""
         if self.counts:
             return list(enumerate(self.counts, 1))
         rows = [(r["half_round"], r.get("microbatches")) for r in self.train]
@@ -99,10 +99,10 @@ class Run:
 
 
 def read(folders: Sequence[Path]) -> list[Run]:
-    """Reads the runs in folders: workdirs, comparisons, or folders of workdirs.
+    """Read the runs in folders: workdirs, comparisons, or folders of workdirs.
 
     Raises:
-      ValueError: in one line, a folder has no run, or a file in it is damaged.
+      ValueError: if a folder has no run, or a file in it is damaged.
     """
     found = list(dict.fromkeys(run for folder in folders for run in _runs_in(folder)))
     return [
@@ -129,7 +129,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Returns paths from where the folders part; of one folder its name."""
+    """Return the folders' paths relative to their common folder; for one its name."""
     if len(folders) == 1:
         return [folders[0].name]
     top = os.path.commonpath(folders)
@@ -167,14 +167,14 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _failures(folder: Path) -> list[str]:
-    """Returns attempt-1/process-0, ...: who has left messages there."""
+    """Return attempt-1/process-0, ...: the processes that have left messages."""
     return sorted(
         str(p.relative_to(folder)) for p in folder.glob("attempt-*/process-*")
     )
 
 
 def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns dotted names and values."""
+    """Return dotted names and values."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and value:
@@ -185,17 +185,17 @@ def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Returns the fields in which runs differ, each with every run's value.
+    """Return the fields in which runs differ, each with every run's value.
 
-    A single run is compared with the defaults, whose value comes first. What a run does
-    not have is None.
+    A single run is compared with the defaults, whose value comes first. A missing value
+    is None.
     """
     configs = [run.config for run in runs]
     names = set().union(*configs)
     if len(runs) == 1:
         default = flat(json.loads(default_config().to_json_best_effort()))
         configs = [default, *configs]
-        # beside the fields it has what was found out about the data and the workers
+        # besides fields it has results about the data and the workers
         names = {n for n in names | set(default) if n.partition(".")[0] not in FOUND}
     found = [(name, [c.get(name) for c in configs]) for name in sorted(names)]
     return [(n, values) for n, values in found if any(v != values[0] for v in values)]
