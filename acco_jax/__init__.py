@@ -8,31 +8,21 @@ params, state, metrics = step(params, state, batch)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from acco_jax.compiler import compiler_options as compiler_options
-from acco_jax.groups import group_specs as group_specs
-from acco_jax.local_sums import local_gradients as local_gradients
 from acco_jax.methods import MODULES
-from acco_jax.methods.acco import acco as acco
-from acco_jax.methods.base import Method as Method
-from acco_jax.methods.base import committed_model_state as committed_model_state
-from acco_jax.methods.base import committed_params as committed_params
-from acco_jax.methods.base import start as start
-from acco_jax.methods.base import start_shardings as start_shardings
-from acco_jax.methods.base import state_shardings as state_shardings
-from acco_jax.methods.delayed import dpu as dpu
-from acco_jax.methods.delayed import wp as wp
-from acco_jax.methods.reshard import reshard as reshard
-from acco_jax.methods.reshard import saved as saved
-from acco_jax.methods.zero1 import ddp as ddp
-from acco_jax.methods.zero1 import zero1 as zero1
-from acco_jax.step import Adaptive as Adaptive
-from acco_jax.step import Balanced as Balanced
-from acco_jax.step import Halves as Halves
-from acco_jax.step import Replay as Replay
-from acco_jax.step import TrainStep as TrainStep
-from acco_jax.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
+    from acco_jax.compiler import compiler_options as compiler_options
+    from acco_jax.groups import group_specs as group_specs
+    from acco_jax.local_sums import local_gradients as local_gradients
+    from acco_jax.methods.acco import acco as acco
+    from acco_jax.methods.base import Method as Method
+    from acco_jax.methods.base import committed_model_state as committed_model_state
+    from acco_jax.methods.base import committed_params as committed_params
+    from acco_jax.methods.base import start as start
+    from acco_jax.methods.base import start_shardings as start_shardings
+    from acco_jax.methods.base import state_shardings as state_shardings
+    from acco_jax.methods.delayed import dpu as dpu
+    from acco_jax.methods.delayed import wp as wp
     from acco_jax.methods.fused_zero1 import fused_zero1 as fused_zero1
     from acco_jax.methods.local.cellm import cellm as cellm
     from acco_jax.methods.local.co2 import co2 as co2
@@ -42,17 +32,48 @@ if TYPE_CHECKING:
     from acco_jax.methods.local.slowmo import slowmo as slowmo
     from acco_jax.methods.local.streaming import streaming_diloco as streaming_diloco
     from acco_jax.methods.per_layer import per_layer as per_layer
+    from acco_jax.methods.reshard import reshard as reshard
+    from acco_jax.methods.reshard import saved as saved
+    from acco_jax.methods.zero1 import ddp as ddp
+    from acco_jax.methods.zero1 import zero1 as zero1
+    from acco_jax.step import Adaptive as Adaptive
+    from acco_jax.step import Balanced as Balanced
+    from acco_jax.step import Halves as Halves
+    from acco_jax.step import Replay as Replay
+    from acco_jax.step import TrainStep as TrainStep
+    from acco_jax.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
 
-# Imported on first access: name -> module of acco_jax.methods.
-_LAZY = MODULES | {"local_rounds": "local.rounds", "per_layer": "per_layer"}
+# Imported on first access: `acco` lists its commands without importing JAX.
+# name -> module of acco_jax.
+_LAZY = {name: f"methods.{module}" for name, module in MODULES.items()} | {
+    "compiler_options": "compiler",
+    "group_specs": "groups",
+    "local_gradients": "local_sums",
+    "Method": "methods.base",
+    "committed_model_state": "methods.base",
+    "committed_params": "methods.base",
+    "start": "methods.base",
+    "start_shardings": "methods.base",
+    "state_shardings": "methods.base",
+    "local_rounds": "methods.local.rounds",
+    "per_layer": "methods.per_layer",
+    "reshard": "methods.reshard",
+    "saved": "methods.reshard",
+    "Adaptive": "step",
+    "Balanced": "step",
+    "Halves": "step",
+    "Replay": "step",
+    "TrainStep": "step",
+    "make_train_step": "step",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"acco_jax.methods.{_LAZY[name]}")
+    module = importlib.import_module(f"acco_jax.{_LAZY[name]}")
     globals()[name] = value = getattr(module, name)
     return value
 

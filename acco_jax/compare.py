@@ -1,6 +1,6 @@
 """Compare methods: every one on the same data order, tokens and seeds.
 
-python -m acco_jax.compare --config=experiments/quickstart.py \
+python -m acco_jax.compare --config=experiments/quickstart.py \\
     --methods='acco,zero1,dpu(warmup_steps=40)' --workdir=runs/methods --seeds=3
 
 Each method and seed is a run of acco_jax.train in WORKDIR/METHOD/seed-N, with the same
@@ -29,7 +29,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, comparison, exits, tuning
+from acco_jax.runner import commands, comparison, exits, tuning, usage
 from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
@@ -98,5 +98,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "methods", "workdir"])
-    app.run(main, flags_parser=commands.parser(_CONFIG))
+    needed = {usage.NEEDED: ("config", "methods", "workdir")}
+    app.run(main, flags_parser=commands.parser(_CONFIG, groups=needed))

@@ -35,7 +35,10 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _MODEL = commands.ModelFlags()
 _SPLIT = flags.DEFINE_enum(
-    "split", None, ["train", "validation"], "Of the run's data; validation if no text."
+    "split",
+    None,
+    ["train", "validation"],
+    "train or validation, of the run's data; validation if no text.",
 )
 _FILE = flags.DEFINE_string("file", None, "A text in UTF-8.")
 _LAMBADA = flags.DEFINE_string("lambada", None, 'A file of {"text": ...} a line.')

@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, devices, exits
+from acco_jax.runner import commands, devices, exits, usage
 from acco_jax.runner.paths import expanded
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
@@ -49,5 +49,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["workdir", "out"])
-    app.run(main, flags_parser=commands.parser())
+    needed = {usage.NEEDED: ("workdir", "out")}
+    app.run(main, flags_parser=commands.parser(groups=needed))

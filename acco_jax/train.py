@@ -5,7 +5,6 @@ first, acco_jax.report makes a page of what the run has left.
 """
 
 import contextlib
-import functools
 import logging as levels
 import os
 import sys
@@ -219,7 +218,7 @@ def _train(claim: contextlib.ExitStack) -> None:
 
 
 GROUPS = {
-    "Needed": ("config", "workdir"),
+    usage.NEEDED: ("config", "workdir"),
     "One start of a run": (
         "stop_after", "time_gradients", "replay", "strict_hooks",
     ),
@@ -233,6 +232,4 @@ GROUPS = {
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
-    page = functools.partial(usage.text, __doc__, GROUPS)
-    app.run(main, flags_parser=commands.parser(_CONFIG, page=page))
+    app.run(main, flags_parser=commands.parser(_CONFIG, groups=GROUPS))

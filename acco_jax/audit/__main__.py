@@ -22,7 +22,7 @@ from absl import flags
 from acco_jax.audit import auditing, axes
 from acco_jax.plan import arguments, topologies
 from acco_jax.plan.topologies import Topology
-from acco_jax.runner import exits
+from acco_jax.runner import exits, usage
 from acco_jax.runner.names import named
 from acco_jax.runner.paths import expanded
 
@@ -156,11 +156,11 @@ def _make(topology: Topology) -> tuple[Any, ...]:
 
 def parse(argv: list[str]) -> list[str]:
     """Parse the command line; return it without flags."""
-    if {"--help", "-h", "-?", "--helpshort", "--helpfull"} & set(argv[1:]):
-        print(f"{__doc__}\n{_FLAGS.get_help()}")
+    if usage.asked(argv):
+        sys.stdout.write(usage.text(__doc__, {}, _FLAGS))
         sys.exit(exits.FINISHED)
     try:
-        return _FLAGS(argv)
+        return _FLAGS(usage.spelled(argv, _FLAGS))
     except flags.Error as error:
         exits.end(exits.REFUSED, error)
 

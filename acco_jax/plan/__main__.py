@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from acco_jax.plan import arguments, topologies
 from acco_jax.plan.machines import Change
 from acco_jax.plan.topologies import Topology
-from acco_jax.runner import commands, devices, exits
+from acco_jax.runner import commands, devices, exits, usage
 from acco_jax.runner.paths import expanded
 
 if TYPE_CHECKING:
@@ -221,5 +221,5 @@ def _write(file: Path | None, values: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config"])
-    app.run(main, flags_parser=commands.parser(_CONFIG))
+    needed = {usage.NEEDED: ("config",)}
+    app.run(main, flags_parser=commands.parser(_CONFIG, groups=needed))

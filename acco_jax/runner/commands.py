@@ -2,11 +2,11 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from acco_jax.runner import exits
 
@@ -77,23 +77,27 @@ def parser(
     config: Any = None,
     *,
     names: bool = False,
-    page: Callable[[], str] | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[list[str]], list[str]]:
     """Return the parser for absl.app; it also loads the config of a flag.
 
-    A command without that flag has no `config`. A command that takes `names` finds
-    them behind its own in the list. --help prints the `page`, if there is one.
+    Args:
+      config: The flag that `config_flag` returned, if the command has it.
+      names: Whether the command takes arguments that are not flags.
+      groups: Titles, each with names of flags, for --help. Flags of `usage.NEEDED`
+        must be given.
     """
+    groups = groups or {}
+    flags.mark_flags_as_required(groups.get(usage.NEEDED, ()))
 
     def parse(argv: list[str]) -> list[str]:
-        if usage.asked(argv) or usage.asked(argv, usage.FULL):
-            if page is not None and usage.asked(argv):
-                sys.stdout.write(page())
-            else:
-                app.usage(shorthelp=usage.asked(argv), writeto_stdout=True)
+        if usage.asked(argv):
+            sys.stdout.write(usage.text(sys.modules["__main__"].__doc__ or "", groups))
+            if usage.asked(argv, usage.FULL):
+                sys.stdout.write(f"\n{flags.FLAGS.get_help()}\n")
             sys.exit(exits.FINISHED)
         try:
-            rest = flags.FLAGS(argv)
+            rest = flags.FLAGS(usage.spelled(argv, flags.FLAGS))
             _check_numbers()
             if config is not None and not isinstance(config.value, ConfigDict):
                 # ml_collections' stand-in

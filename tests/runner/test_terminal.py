@@ -102,7 +102,8 @@ def test_help_shows_fields_that_there_are_with_their_defaults(shown_help):
         assert value is None or f"[{value}]" in text
 
 
-def test_help_is_printed_and_no_error(capsys):
+def test_help_is_printed_and_no_error(capsys, monkeypatch):
+    monkeypatch.setattr(usage, "text", lambda doc, groups: "the page")
     with pytest.raises(SystemExit) as end:
-        commands.parser(page=lambda: "the page")(["train", "--help"])
+        commands.parser()(["train", "--help"])
     assert end.value.code == 0 and capsys.readouterr().out == "the page"
