@@ -34,10 +34,9 @@ def main() -> None:
     program = "python -m acco_jax" if by_module else "acco"
     name, *arguments = sys.argv[1:] or ["help"]
     if name in ("help", "--help", "-h"):
-        print(f"Usage: {program} COMMAND [FLAGS]\n\nCommands:")
-        for command, what in COMMANDS.items():
-            print(f"  {command:<10}{what}")
-        print(f"\nFlags of a command: {program} COMMAND --help")
+        lines = [f"  {command:<10}{what}" for command, what in COMMANDS.items()]
+        print(f"Usage: {program} COMMAND [FLAGS]", "", "Commands:", *lines, "",
+              f"Flags of a command: {program} COMMAND --help", sep="\n")  # fmt: skip
         return
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -67,21 +67,18 @@ def guarded_step(
 
 
 def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
-    """Wrap fn so that the compiler places everything but the results.
+    """Wrap fn so that the compiler places its intermediate results.
 
     An optimizer written for one device runs unchanged on sharded arrays where the
-    mesh's axes are Auto; Explicit ones are made so for the region.
+    mesh's axes are Auto; Explicit ones are made so for the region, whose results get
+    `out_shardings`.
     """
     mesh = layout.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
 
     if not explicit:
-
-        def constrained(*args: Any) -> Any:
-            return jax.lax.with_sharding_constraint(fn(*args), out_shardings)
-
-        return constrained
+        return fn  # whoever keeps the results says where; a constraint is an operation
     if not jax.tree.leaves(out_shardings):  # jax takes them for none given
         return lambda *args: out_shardings
     shown = jax.tree.map(lambda s: _shown(s, explicit), out_shardings)
