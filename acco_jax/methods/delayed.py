@@ -45,7 +45,7 @@ class DelayedState(NamedTuple):
 
 
 def start(
-    layout: Layout, master: PyTree, inner: PyTree, *, feedback: float
+    layout: Layout, master: PyTree, inner: PyTree, *, feedback: float = 0.0
 ) -> DelayedState:
     counts = jnp.int32(0), jnp.int32(0)
     state = DelayedState(layout, *counts, master, inner, layout.zeros())
@@ -93,7 +93,12 @@ def advance(
     return state, Point(ahead, norm)
 
 
-def delayed(
+delayed = functools.partial(
+    sharded.sharded, state=DelayedState, start=start, delayed=True
+)
+
+
+def _late(
     inner: optax.GradientTransformation,
     mesh: Mesh,
     options: ShardedOptions,
@@ -108,16 +113,8 @@ def delayed(
             "up for the whole change of the update."
         )
     step = functools.partial(advance, predict=predict, feedback=feedback, warmup=warmup)
-    return sharded.sharded(
-        inner,
-        mesh,
-        options,
-        state=DelayedState,
-        start=functools.partial(start, feedback=feedback),
-        advance=step,
-        delayed=True,
-        warmup=warmup,
-    )
+    begin = functools.partial(start, feedback=feedback)
+    return delayed(inner, mesh, options, start=begin, advance=step, warmup=warmup)
 
 
 def dpu(
@@ -148,7 +145,7 @@ def dpu(
         raise ValueError(
             f"warmup_steps is {warmup_steps}: it must be at least 0, which is none."
         )
-    return delayed(
+    return _late(
         inner, mesh, options, predict=False, feedback=feedback, warmup=warmup_steps
     )
 
@@ -172,4 +169,4 @@ def wp(
       The weight prediction that Nabli et al. compare with
       (https://arxiv.org/abs/2406.02613, section 3)
     """
-    return delayed(inner, mesh, options, predict=True, feedback=feedback)
+    return _late(inner, mesh, options, predict=True, feedback=feedback)
