@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from acco_jax.runner import exits
 
@@ -81,7 +81,8 @@ def parser(
 ) -> Callable[[list[str]], list[str]]:
     """Return the parser for absl.app; it also loads the config of a flag.
 
-    A command without that flag has no `config`. A command that takes `names` finds
+    A command without that flag has no `config`: it reads what a run has left, and logs
+    only warnings, so that its answer stands alone. A command that takes `names` finds
     them behind its own in the list. --help prints the `page`, if there is one.
     """
 
@@ -94,6 +95,8 @@ def parser(
             sys.exit(exits.FINISHED)
         try:
             rest = flags.FLAGS(argv)
+            if config is None and not flags.FLAGS["verbosity"].present:
+                logging.set_verbosity(logging.WARNING)
             _check_numbers()
             if config is not None and not isinstance(config.value, ConfigDict):
                 # ml_collections' stand-in
