@@ -201,6 +201,17 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
     assert len(re.findall(r"I\d{4} [\d:.]+ ", text)) == len(logged), text
 
 
+@pytest.mark.slow
+def test_a_command_that_reads_a_run_prints_its_answer_only(finished, environment):
+    flags = f"--workdir={finished[2]}", "--prompt=4", "--tokens=3"
+    done = subprocess.run(
+        [sys.executable, "-m", "acco_jax.generate", *flags],
+        env=environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("4")
+
+
 # ---- what it refuses (flags: tests/runner/test_flags.py)
 
 
