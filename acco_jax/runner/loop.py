@@ -313,7 +313,8 @@ class _Run:
     @contextlib.contextmanager
     def _settled(self, what: str) -> Iterator[None]:
         """Wait for half-rounds under way; the time inside is not theirs."""
-        with self._recorder.pause(self.tokens, what):
+        step = self._experiment.tx.steps_done(self.done)
+        with self._recorder.pause(self.tokens, what, step):
             self.wait()
             self._goodput.trained(self.done)
             yield

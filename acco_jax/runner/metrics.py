@@ -162,13 +162,16 @@ class Recorder:
         return times | {"tokens_per_second": rate, "model_flops_utilization": used}
 
     @contextlib.contextmanager
-    def pause(self, tokens: int, what: str = "waiting") -> Iterator[None]:
+    def pause(
+        self, tokens: int, what: str = "waiting", step: int | None = None
+    ) -> Iterator[None]:
         """Flush, and leave the time inside out of tokens_per_second.
 
-        The progress shows `what` the run does meanwhile.
+        The progress shows `what` the run does meanwhile, after a step if it ended one.
         """
         self.flush()
-        with self._progress.doing(what) if self._progress else contextlib.nullcontext():
+        shown = self._progress and self._progress.doing(what, step)
+        with shown or contextlib.nullcontext():
             yield
         self._mark = (time.perf_counter(), tokens)
 

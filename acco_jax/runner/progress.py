@@ -34,6 +34,7 @@ class Progress:
         self._steps, self._goodput = steps, goodput
         self._last = steps - steps % log_every  # the step of the last row
         self._first: dict[str, Any] | None = None  # row
+        self._newest: dict[str, Any] | None = None  # row
         self._reached: int | None = None  # step shown last
         self._text = "compiling"
         self._terminal = sys.stderr.isatty()
@@ -64,7 +65,7 @@ class Progress:
         ends = self._reached is None or row["step"] >= self._last
         due = self.due() or (ends and not between)
         if self._terminal:
-            self._text = text(row, left)
+            self._newest, self._text = row, text(row, left)
             self._bar.set_description_str(self._text, refresh=False)
             self._bar.n = row["step"]
             self._bar.refresh()
@@ -75,8 +76,12 @@ class Progress:
             self._shown, self._reached = time.monotonic(), row["step"]
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Show what the run does instead of training."""
+    def doing(self, what: str, step: int | None = None) -> Iterator[None]:
+        """Show what the run does instead of training, after a step if it ended one."""
+        if step is not None:
+            self._bar.n = step
+        if step == self._steps and self._newest is not None:
+            self._text = text(self._newest, 0)  # nothing is left to train
         self._bar.set_description_str(what)
         yield
         self._bar.set_description_str(self._text)

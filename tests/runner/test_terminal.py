@@ -81,12 +81,14 @@ def test_the_bar_shows_what_the_run_does_instead_of_training(terminal):
     assert bar.due()  # the first call that is computed ends the compilation
     bar.show(ROW | {"step": 1}, between=True)
     assert "step 1/40" in screen.text and not bar.due()
-    for step in (20, 40):
+    for step in (20, 39):
         bar.show(ROW | {"step": step, "seconds": 10.0 + step})
-    with bar.doing("final evaluation"):
+    assert "00:01 left" in screen.text.split("\r")[-1]
+    with bar.doing("final evaluation", 40):
         shown = screen.text.split("\r")[-1]
         assert re.match(r"step 40/40 \|.*\| final evaluation", shown)
-    assert "loss" in screen.text.split("\r")[-1]
+    shown = screen.text.split("\r")[-1]
+    assert "step 40/40" in shown and "loss" in shown and "left" not in shown
     bar.close()
     assert "00:00 left" not in screen.text and "\x1b" not in screen.text
 
