@@ -14,7 +14,7 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up messages
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from acco_jax.runner import commands, devices, exits, usage
 from acco_jax.runner.paths import expanded
@@ -34,7 +34,6 @@ _HALF_ROUND = flags.DEFINE_integer(
 @exits.lines()
 def main(argv: list[str]) -> None:
     del argv
-    logging.set_verbosity(logging.WARNING)
     devices.choose_platform(None, several_processes=False)
     # slow, and only now may anything touch devices
     from acco_jax.runner import exporting

@@ -153,8 +153,11 @@ def test_prints_a_start_the_evaluations_and_a_summary(finished):
     ]
     patterns = [
         r"acco on 2 cpu devices: 7,488 parameters, 512 tokens a step; text_folder: .*",
+        r"step 1 of 6: loss \d\.\d{3}, gradient norm [\d.]+, .*\? left, "
+        r"goodput \d+\.\d%",
         r"step 2: held-out loss \d\.\d{4}, \d\.\d{4} bits per byte",
         r"step 4: held-out loss .*",
+        r"step 6 of 6: loss \d\.\d{3}, gradient norm [\d.]+, .*goodput \d+\.\d%",
         r"step 6: held-out loss \d.*",
         r"step 6: held-out loss of all documents \d\.\d{4}, \d\.\d{4} bits per byte",
         r"finished",
@@ -186,12 +189,27 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
     os.close(ours)
     assert process.wait() == exits.STOPPED, shown
     text = shown.decode()
-    assert re.search(r"9/13 .*loss \d\.\d{3}, [\d,]+ tokens/s", text), text
+    assert re.search(r"step 4/6 .*loss \d\.\d{3}, [\d,]+ tokens/s", text), text
     assert re.search(r"\d\d:\d\d left", text)
+    assert re.search(r"step 0/6 .*compiling", text), text
+    assert re.search(r"step 4/6 .*evaluating", text), text
+    assert re.search(r"step 4/6 .*saving", text), text
+    assert "\x1b[" not in text  # no colour
     # what is logged starts where a line does
     logged = re.findall(r"(?:[\r\n]|^)I\d{4} [^\r\n]*?\] (\w+)", text)
     assert logged == ["acco", "step", "step", "stopped"], text
     assert len(re.findall(r"I\d{4} [\d:.]+ ", text)) == len(logged), text
+
+
+@pytest.mark.slow
+def test_a_command_that_reads_a_run_prints_its_answer_only(finished, environment):
+    flags = f"--workdir={finished[2]}", "--prompt=4", "--tokens=3"
+    done = subprocess.run(
+        [sys.executable, "-m", "acco_jax.generate", *flags],
+        env=environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("4")
 
 
 # ---- what it refuses (flags: tests/runner/test_flags.py)

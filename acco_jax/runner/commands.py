@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 
 from acco_jax.runner import exits
 
@@ -81,6 +81,9 @@ def parser(
 ) -> Callable[[list[str]], list[str]]:
     """Return the parser for absl.app; it also loads the config of a flag.
 
+    A command without that flag has no `config`: it reads what a run has left, and logs
+    only warnings, so that its answer stands alone.
+
     Args:
       config: The flag that `config_flag` returned, if the command has it.
       names: Whether the command takes arguments that are not flags.
@@ -98,6 +101,8 @@ def parser(
             sys.exit(exits.FINISHED)
         try:
             rest = flags.FLAGS(usage.spelled(argv, flags.FLAGS))
+            if config is None and not flags.FLAGS["verbosity"].present:
+                logging.set_verbosity(logging.WARNING)
             _check_numbers()
             if config is not None and not isinstance(config.value, ConfigDict):
                 # ml_collections' stand-in

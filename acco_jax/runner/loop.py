@@ -45,6 +45,7 @@ from acco_jax.runner.preparation import (
     initial,
     to_devices,
 )
+from acco_jax.runner.progress import Progress
 
 PyTree = Any
 ROLLBACKS = 3  # of one run, after spikes of the loss
@@ -144,7 +145,6 @@ class _Run:
         )
         self._recorder = metrics.Recorder(
             e.workdir,
-            total=e.half_rounds,
             done=self.done,
             tokens=self.tokens,
             seconds=seconds,
@@ -154,6 +154,16 @@ class _Run:
             drops=self._drops,
             spikes=self._spikes,
             record=self._goodput,
+            progress=self._progress() if jax.process_index() == 0 else None,
+        )
+
+    def _progress(self) -> Progress:
+        steps = self._experiment.config.steps
+        return Progress(
+            steps,
+            step=self.done * steps // self._experiment.half_rounds,
+            log_every=self._experiment.config.log_every,
+            goodput=lambda: self.spent().get("goodput"),
         )
 
     def roll_back(self) -> None:
@@ -189,10 +199,12 @@ class _Run:
             microbatches = self._log.last
             self._batches.computed(microbatches)
         self._spikes.add(self.done, self.tokens - before, self._metrics)
-        if _crossed(e, self.done, e.config.log_every):
-            host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
-                    "microbatches": microbatches} | slow  # fmt: skip
-            device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
+        host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
+                "microbatches": microbatches} | slow  # fmt: skip
+        device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
+        if not _crossed(e, self.done, e.config.log_every):
+            self._recorder.between(host, device)
+        else:
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
 
@@ -228,7 +240,7 @@ class _Run:
     def validate(self, limit: int | None) -> dict[str, Any]:
         """Evaluate on `limit` batches of held-out documents, or all; return a row."""
         e = self._experiment
-        with self._settled():
+        with self._settled("evaluating" if limit else "final evaluation"):
             self._replicas.judge()
             point = optimizers.evaluated(self.state)
             params = acco_jax.committed_params(point, self.params)
@@ -267,7 +279,7 @@ class _Run:
         e.checkpoints.wait()
         if e.checkpoints.latest() == self.done:
             return
-        with self._settled():
+        with self._settled("saving"):
             self._spikes.read(self.done)
             self._drops.read(self.done)
             if self._drops.nobody > int(last):
@@ -294,14 +306,15 @@ class _Run:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Exclude the time inside from the half-rounds' time."""
-        with self._settled():
+        with self._settled("profiling"):
             yield
             self._goodput.mark("profiling", self.done)
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[None]:
+    def _settled(self, what: str) -> Iterator[None]:
         """Wait for half-rounds under way; the time inside is not theirs."""
-        with self._recorder.pause(self.tokens):
+        step = self._experiment.tx.steps_done(self.done)
+        with self._recorder.pause(self.tokens, what, step):
             self.wait()
             self._goodput.trained(self.done)
             yield

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, hooks, and a progress bar on a terminal."""
+"""Metrics of a run: metrics.jsonl, hooks, and its progress as people see it."""
 
 import contextlib
 import json
@@ -36,7 +36,6 @@ class Recorder:
         self,
         workdir: Path,
         *,
-        total: int,
         done: int,
         tokens: int,
         seconds: float,
@@ -46,21 +45,23 @@ class Recorder:
         drops: Drops | None = None,
         spikes: Spikes | None = None,
         record: goodput.Record | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Open the records of a run, without rows later than its half-rounds done.
 
-        It has done `done` of `total` half-rounds, with `tokens` targets, in `seconds`
-        seconds. Steps that wait for the device are not written `late`. Process 0 calls
-        the hooks with each row. With `flops`, the model's per token and the devices'
-        peak per second, rows of training have the model FLOPs utilization; with `drops`
-        how often workers were dropped since the row before, and a half-round that
-        nobody counted in has no row. `spikes` judge the fetched half-rounds, and a
-        `record` gets them.
+        It has done `done` half-rounds, with `tokens` targets, in `seconds` seconds.
+        Steps that wait for the device are not written `late`. Process 0 calls the hooks
+        with each row. With `flops`, the model's per token and the devices' peak per
+        second, rows of training have the model FLOPs utilization; with `drops` how
+        often workers were dropped since the row before, and a half-round that nobody
+        counted in has no row. `spikes` judge the fetched half-rounds, and a `record`
+        gets them. Process 0 has a `progress` that shows the rows.
         """
         self._late, self._hooks, self._flops = late, hooks or Hooks(), flops
-        self._record, self._spikes = record, spikes
+        self._record, self._spikes, self._progress = record, spikes, progress
         self._drops = drops if drops is not None and drops.dropping else None
         self._pending: tuple[dict[str, Any], dict[str, Any], Any] | None = None
+        self._between: tuple[dict[str, Any], dict[str, Any], Any] | None = None
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
@@ -74,7 +75,6 @@ class Recorder:
         self._file = path.open("a")
         self._hooks.open_board(workdir, done)
         self._ends, self._compilations = timing.Ends(), timing.Compilations()
-        self._progress = Progress(total, done)
 
     @property
     def seconds(self) -> float:
@@ -99,8 +99,25 @@ class Recorder:
         if not self._late:
             self.flush()
 
+    def between(self, host: dict[str, Any], device: dict[str, jax.Array]) -> None:
+        """Show a call between two rows if that is due, as soon as it is computed.
+
+        Arguments are as for `train`.
+        """
+        if self._progress is None or not self._progress.due():
+            return
+        if self._between is None:
+            self._between = host, device, self._ends.of(device)
+        host, device, ended = self._between
+        if ended.done():
+            self._between = None
+            values = {k: v.item() for k, v in jax.device_get(device).items()}
+            times = self._times(ended.result(), host["tokens"])
+            self._progress.show(host | values | times, between=True)
+
     def flush(self) -> None:
         """Write the pending metrics; raise as `train` does."""
+        self._between = None
         if self._pending is None:
             return
         (host, device, ended), self._pending = self._pending, None
@@ -120,31 +137,42 @@ class Recorder:
         if not self._writes:
             return
         end = ended.result()
-        times = {"seconds": end - self._start} | self._rates(end, host["tokens"])
-        row = host | values | dropped | times
+        row = host | values | dropped | self._times(end, host["tokens"])
+        self._mark = (end, host["tokens"])
         self._write(row)
-        self._progress.show(row)
+        if self._progress is not None:
+            self._progress.show(row)
 
-    def _rates(self, end: float, tokens: int) -> dict[str, float | None]:
-        """Return the speed of an interval, None where it is unknown or impossible."""
-        (begin, before), self._mark = self._mark, (end, tokens)
-        seconds = end - begin
+    def _times(self, end: float, tokens: int) -> dict[str, float | None]:
+        """Return the run's time, and its speed since the last interval.
+
+        The speed is None where it is unknown or impossible.
+        """
+        begin, before = self._mark
+        times, seconds = {"seconds": end - self._start}, end - begin
         compiling = self._compilations.seconds(begin, end)
         known = seconds > 0 and compiling <= COMPILED * seconds
         rate = (tokens - before) / seconds if known else None
         if self._flops is None:
-            return {"tokens_per_second": rate}
+            return times | {"tokens_per_second": rate}
         per_token, peak = self._flops
         used = None if rate is None else rate * per_token / peak
         if used is not None and used > 1:
             rate = used = None
-        return {"tokens_per_second": rate, "model_flops_utilization": used}
+        return times | {"tokens_per_second": rate, "model_flops_utilization": used}
 
     @contextlib.contextmanager
-    def pause(self, tokens: int) -> Iterator[None]:
-        """Flush, and leave the time inside out of tokens_per_second."""
+    def pause(
+        self, tokens: int, what: str = "waiting", step: int | None = None
+    ) -> Iterator[None]:
+        """Flush, and leave the time inside out of tokens_per_second.
+
+        The progress shows `what` the run does meanwhile, after a step if it ended one.
+        """
         self.flush()
-        yield
+        shown = self._progress and self._progress.doing(what, step)
+        with shown or contextlib.nullcontext():
+            yield
         self._mark = (time.perf_counter(), tokens)
 
     def evaluation(self, row: dict[str, Any]) -> None:
@@ -168,8 +196,9 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files; pending metrics are lost."""
-        if self._writes:
+        if self._progress is not None:
             self._progress.close()
+        if self._writes:
             self._hooks.close_board()
             self._ends.close()
             self._compilations.close()

@@ -172,7 +172,7 @@ def test_without_wandb_it_is_refused_in_one_line(tiny, tmp_path, monkeypatch):
 def test_utilization_is_model_flops_over_the_devices_peak(tmp_path):
     loss = jnp.float32(1)  # compiled before: an interval of compiling has no rate
     recorder = metrics.Recorder(
-        tmp_path, total=4, done=0, tokens=0, seconds=0.0, late=False, flops=(5.0, 2e9)
+        tmp_path, done=0, tokens=0, seconds=0.0, late=False, flops=(5.0, 2e9)
     )
     for k in (1, 2):
         row = {"kind": "train", "half_round": k, "tokens": 100 * k}

@@ -13,10 +13,10 @@ from tensorboardX.proto.event_pb2 import Event
 from acco_jax.runner import metrics, timing
 
 
-def record(workdir, start, stop, total=6, losses=None):
+def record(workdir, start, stop, losses=None):
     """A recorder that was given the half-rounds start + 1 to stop, loss 1 / h."""
     recorder = metrics.Recorder(
-        workdir, total=total, done=start, tokens=10 * start, seconds=float(start)
+        workdir, done=start, tokens=10 * start, seconds=float(start)
     )
     for h in range(start + 1, stop + 1):
         known = {"kind": "train", "half_round": h, "tokens": 10 * h}
@@ -69,7 +69,7 @@ def test_writes_an_interval_late_and_everything_in_the_end(tmp_path):
 def test_a_pause_does_not_slow_the_rate(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    recorder = metrics.Recorder(tmp_path, total=9, done=0, tokens=0, seconds=0.0)
+    recorder = metrics.Recorder(tmp_path, done=0, tokens=0, seconds=0.0)
 
     def half_round(h):
         now[0] += 2
@@ -111,7 +111,7 @@ def test_a_rate_is_of_work_that_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(metrics.jax, "device_get", lambda tree: {
         k: np.asarray(x) for k, x in jax.block_until_ready(tree).items()})  # fmt: skip
-    recorder = metrics.Recorder(tmp_path, total=9, done=0, tokens=0, seconds=0.0)
+    recorder = metrics.Recorder(tmp_path, done=0, tokens=0, seconds=0.0)
     ends = [recorder._ends.of({"loss": x}) for x in slow]
     monkeypatch.setattr(recorder._ends, "of", lambda device: ends.pop(0))
     for x, seconds, end in zip(slow, (4, 2, 2), list(ends), strict=True):
@@ -133,7 +133,7 @@ def test_figures_that_cannot_be_are_not_written(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     recorder = metrics.Recorder(
-        tmp_path, total=9, done=0, tokens=0, seconds=0.0, late=False, flops=(1.0, 8.0)
+        tmp_path, done=0, tokens=0, seconds=0.0, late=False, flops=(1.0, 8.0)
     )
     compiling = timing.COMPILER + "backend_compile_duration"
 
@@ -158,9 +158,7 @@ def test_figures_that_cannot_be_are_not_written(tmp_path, monkeypatch):
 def test_a_step_that_waits_is_written_at_once(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    recorder = metrics.Recorder(
-        tmp_path, total=9, done=0, tokens=0, seconds=0.0, late=False
-    )
+    recorder = metrics.Recorder(tmp_path, done=0, tokens=0, seconds=0.0, late=False)
     for h in range(1, 7):
         now[0] += 2
         known = {"kind": "train", "half_round": h, "tokens": 10 * h}
