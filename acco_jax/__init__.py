@@ -25,6 +25,8 @@ from acco_jax.methods.reshard import reshard as reshard
 from acco_jax.methods.reshard import saved as saved
 from acco_jax.methods.zero1 import ddp as ddp
 from acco_jax.methods.zero1 import zero1 as zero1
+from acco_jax.saving import restore as restore
+from acco_jax.saving import save as save
 from acco_jax.step import Adaptive as Adaptive
 from acco_jax.step import Balanced as Balanced
 from acco_jax.step import Halves as Halves

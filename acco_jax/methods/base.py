@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from acco_jax.half_round import Round
 from acco_jax.layout import Layout, PyTree, check_floating
@@ -78,6 +78,9 @@ class Method(Protocol):
     @property
     def changes(self) -> str:
         """The option that makes calls differ, so that steps count them; '' for none."""
+
+    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Any:
+        """Return the same method, of the same options, on another mesh's data axes."""
 
     def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
         """Return the parameters of the loop and the initial state.
