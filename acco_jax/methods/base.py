@@ -220,7 +220,9 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
     Returns:
       The master weights, gathered and rounded to each parameter's own dtype (whatever
       the communication dtype is); replicated over the data axis. For a method without a
-      common copy (gossip): the mean over the workers.
+      common copy (gossip): the mean over the workers. On a mesh with Auto axes they can
+      be used in eager code and in jax.jit; with Explicit axes some of JAX's functions
+      raise in eager code unless jax.set_mesh(mesh) is called.
 
     Raises:
       ValueError: `state` holds no sharding method's state, or `params` is of another
