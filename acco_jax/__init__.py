@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from acco_jax.methods.reshard import saved as saved
     from acco_jax.methods.zero1 import ddp as ddp
     from acco_jax.methods.zero1 import zero1 as zero1
+    from acco_jax.saving import restore as restore
+    from acco_jax.saving import save as save
     from acco_jax.step import Adaptive as Adaptive
     from acco_jax.step import Balanced as Balanced
     from acco_jax.step import Halves as Halves
@@ -60,6 +62,8 @@ _LAZY = {name: f"methods.{module}" for name, module in MODULES.items()} | {
     "local_rounds": "methods.local.rounds",
     "per_layer": "methods.per_layer",
     "reshard": "methods.reshard",
+    "restore": "saving",
+    "save": "saving",
     "saved": "methods.reshard",
     "Adaptive": "step",
     "Balanced": "step",

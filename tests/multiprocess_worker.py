@@ -6,6 +6,7 @@ import os
 import sys
 
 index, processes, devices, port = map(int, sys.argv[1:5])
+folder = sys.argv[5]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
 
@@ -49,6 +50,12 @@ for name in ("acco", "zero1"):
                 problem.loss, tx, microbatches=problem.N, form=form
             )
         for h in range(problem.HALF_ROUNDS):
+            if form == "fused" and h == 2:  # goes on from a checkpoint
+                path = f"{folder}/{name}"
+                acco_jax.save(path, state, params, {"h": h})
+                given = problem.theta()
+                params, state, extra = acco_jax.restore(path, tx, given)
+                assert extra == {"h": h}
             batch = jax.tree.map(place, problem.batch(n, h))
             counts = place(problem.counts(n, h))
             if form == "plain":

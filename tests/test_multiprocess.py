@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 240
 
 
-def run(processes, devices):
+def run(processes, devices, folder):
     """The first process's result; every process is gone when this returns."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -26,7 +26,7 @@ def run(processes, devices):
     command = [sys.executable, "-m", "tests.multiprocess_worker"]
     workers = [
         subprocess.Popen(
-            [*command, *map(str, (i, processes, devices, port))],
+            [*command, *map(str, (i, processes, devices, port, folder))],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,8 +71,8 @@ def expected(method, n):
 
 @pytest.mark.fast("2")
 @pytest.mark.parametrize("devices", [1, 2])
-def test_two_processes(devices):
-    result = run(2, devices)
+def test_two_processes(devices, tmp_path):
+    result = run(2, devices, tmp_path)
     assert result["auto"] == "split"
     for method in ("acco", "zero1"):
         points = expected(method, 2 * devices)

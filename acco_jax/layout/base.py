@@ -79,7 +79,7 @@ class Layout:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "the state of a method cannot be pickled, because its layout holds devices:"
-            " save its arrays with orbax, as acco_jax.runner.checkpoints does."
+            " save it with acco_jax.save."
         )
 
     # ---- sizes and shardings

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from acco_jax.half_round import Round
 from acco_jax.layout import Layout, PyTree, check_floating
@@ -78,6 +78,9 @@ class Method(Protocol):
     @property
     def changes(self) -> str:
         """The option that makes calls differ, so that steps count them; '' for none."""
+
+    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Any:
+        """Return the same method, of the same options, on another mesh's data axes."""
 
     def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
         """Return the parameters of the loop and the initial state.
@@ -217,7 +220,9 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
     Returns:
       The master weights, gathered and rounded to each parameter's own dtype (whatever
       the communication dtype is); replicated over the data axis. For a method without a
-      common copy (gossip): the mean over the workers.
+      common copy (gossip): the mean over the workers. On a mesh with Auto axes they can
+      be used in eager code and in jax.jit; with Explicit axes some of JAX's functions
+      raise in eager code unless jax.set_mesh(mesh) is called.
 
     Raises:
       ValueError: `state` holds no sharding method's state, or `params` is of another

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.codec import Codec, Codecs, codecs
@@ -196,6 +196,10 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return self
 
     # ---- as a `Method`
+
+    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Self:
+        attributes = {k: v for k, v in vars(self).items() if k != "_updated"}
+        return type(self)(**attributes | {"mesh": mesh, "axis": axis})
 
     def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
         state = self.init(params)

@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from acco_jax.runner import naming, processes, shards
+from acco_jax import naming
+from acco_jax.runner import processes, shards
 from acco_jax.runner.files import is_number, is_remote, read_object, write_whole
 
 PyTree = Any
@@ -276,14 +277,7 @@ class Checkpoints:
         with jax.transfer_guard_device_to_host("allow"):
             _verify(path, found, problem)
 
-        def back(x: Any, a: jax.Array) -> jax.Array:
-            return (
-                jax.random.wrap_key_data(a, impl=naming.key_impl(x))
-                if naming.is_key(x)
-                else a
-            )
-
-        return {i: back(leaves[i], found[names[i]]) for i in which}
+        return {i: naming.as_key(leaves[i], found[names[i]]) for i in which}
 
     def host(self, half_round: int) -> dict[str, Any]:
         """Return the host data of a checkpoint, without its arrays."""

@@ -406,7 +406,7 @@ def test_copies_of_a_state(name):
     restored = serialization.from_bytes(target, written)
     homes = acco_jax.state_shardings(tx, theta())
     ends = []
-    with refused("cannot be pickled, .*: save its arrays with orbax", TypeError):
+    with refused("cannot be pickled, .*: save it with acco_jax.save", TypeError):
         pickle.dumps(state)
     step = step_of(tx)
     for begin in (state, copied, jax.device_put(restored, homes)):

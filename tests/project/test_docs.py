@@ -80,8 +80,9 @@ def blocks(page, language):
 
 
 @pytest.mark.slow
-def test_the_snippets_run():
+def test_the_snippets_run(tmp_path, monkeypatch):
     """Page after page, each in names of its own beside those of the front page."""
+    monkeypatch.chdir(tmp_path)  # where they save
     front, ran = {"__name__": "docs"}, 0
     pages = sorted(PAGES, key=lambda page: page != SITE / "index.md")
     for page in pages:
@@ -119,6 +120,11 @@ def check_devices(names):
     assert names["metrics"]["weight"] == 2 * names["n"]  # the same batch
 
 
+def check_checkpoints(names):
+    assert names["extra"] == {"batches": 3}
+    assert names["metrics"]["step"] == 3  # seven half-rounds, the first primes
+
+
 def check_lora(names):
     assert names["merged"]["w"].shape == (8, 16)
     assert not np.allclose(names["merged"]["w"], names["frozen"]["w"])
@@ -148,6 +154,7 @@ CHECKS = {
     "index.md": check_index,
     "numerics.md": check_numerics,
     "microbatches.md": check_counts,
+    "howto/checkpoints.md": check_checkpoints,
     "howto/devices.md": check_devices,
     "howto/lora.md": check_lora,
     "howto/model.md": check_models,

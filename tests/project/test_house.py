@@ -12,7 +12,8 @@ TOGETHER = {"plan", "runner"}  # folders that import each other
 
 # Imported where they are used: they are optional, slow, or must follow a set-up.
 LATE = re.compile(
-    r"array_record|cloudpickle|flax|jax\.experimental|matplotlib|pyarrow|sentencepiece|"
+    r"array_record|cloudpickle|etils|flax|jax\.experimental|matplotlib|orbax|pyarrow|"
+    r"sentencepiece|"
     r"tensorboardX|tensorflow\w*|tokenizers|torch|transformers|libtpu|numpy|"
     r"acco_jax\.(plan|runner)\."
 )

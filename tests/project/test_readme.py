@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,6 +27,14 @@ def test_the_quickstart_runs():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(names["theta"]))
     assert jax.tree.map(np.shape, names["theta"]) == {"v": (16, 1), "w": (8, 16)}
     assert len(block.splitlines()) <= 27
+
+    def attend(w):  # outside jax.jit this raises on a mesh with Explicit axes
+        heads = w.reshape(1, 8, 2, 8)
+        return jax.nn.dot_product_attention(heads, heads, heads, is_causal=True)
+
+    found = [f(names["theta"]["w"]) for f in (attend, jax.jit(attend))]
+    expected = attend(jnp.asarray(np.asarray(names["theta"]["w"])))
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-5)
 
 
 def test_it_is_short():

@@ -366,6 +366,14 @@ def cellm(
         state_type=CellmState,
         make_state=init,
         round=lambda phase: SparseRound(steps, outer, k, weighted),
+        on=lambda mesh, axis: cellm(
+            inner,
+            mesh=mesh,
+            local_steps=local_steps,
+            keep=k,
+            outer=outer,
+            **options | {"axis_name": axis},
+        ),
         delayed=False,
     )
 

@@ -264,6 +264,14 @@ def gossip(
         state_type=GossipState,
         make_state=init,
         round=round_of,
+        on=lambda mesh, axis: gossip(
+            inner,
+            mesh=mesh,
+            topology=topology,
+            local_steps=local_steps,
+            seed=seed,
+            **options | {"axis_name": axis},
+        ),
         period=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
         delayed=True,
     )

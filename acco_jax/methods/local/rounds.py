@@ -202,6 +202,13 @@ def local_rounds(
         make_state=init,
         round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
         check_parts=lambda state: outer.check_state(state.outer),
+        on=lambda mesh, axis: local_rounds(
+            inner,
+            outer.on(mesh, axis),
+            local_steps=local_steps,
+            weighted=weighted,
+            accumulate_dtype=accumulate_dtype,
+        ),
         delayed=outer.delayed,
     )
 

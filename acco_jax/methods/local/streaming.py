@@ -356,6 +356,17 @@ def streaming_diloco(
         make_state=init,
         round=round_of,
         check_parts=check_parts,
+        on=lambda mesh, axis: streaming_diloco(
+            inner,
+            mesh=mesh,
+            local_steps=local_steps,
+            fragments=fragments,
+            overlap_steps=overlap_steps,
+            mixing=mixing,
+            bits=bits,
+            outer=outer,
+            **options | {"axis_name": axis},
+        ),
         period=fragments,
         delayed=overlap_steps > 0,
     )

@@ -27,6 +27,13 @@ def data(x: Any) -> Any:
     return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=x.sharding)
 
 
+def as_key(like: Any, x: jax.Array) -> jax.Array:
+    """Return x, read as `data` of `like`, as a key if `like` is one."""
+    if not is_key(like):
+        return x
+    return jax.random.wrap_key_data(x, impl=key_impl(like))
+
+
 def named(tree: PyTree) -> dict[str, Any]:
     """Return leaves by name: an index, which keeps their order, and their path."""
     return {

@@ -1,0 +1,150 @@
+"""Checkpoints of a loop of one's own: parameters and state, through orbax.
+
+A checkpoint is a folder, which orbax renames once it is whole: the arrays, and a JSON
+with the mesh's axes, the data axes, the state's type, the arrays' shapes and `extra`.
+"""
+
+import functools
+import itertools
+import json
+import os
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from acco_jax import naming
+from acco_jax.layout import PyTree
+from acco_jax.methods import base
+from acco_jax.methods.reshard import reshard, saved
+
+Path = str | os.PathLike[str]
+
+
+def save(
+    path: Path, state: Any, params: PyTree, extra: dict[str, Any] | None = None
+) -> None:
+    """Save a loop's parameters and state, also between the half-rounds of a step.
+
+    Returns once all is written. No argument is changed or donated. With several
+    processes every process calls it, with a path that all of them can read.
+
+    Args:
+      path: the checkpoint's folder, new or empty; local or a bucket's.
+      state: a method's state, as `start` and the train step return it.
+      params: the parameters beside it, not the committed ones; of a local method rows.
+      extra: JSON for `restore` to return, equal on every process, such as the step of
+        the data iterator. JSON turns tuples into lists and keys into strings.
+
+    Raises:
+      FileExistsError: `path` is a file, or a folder that is not empty.
+      TypeError: `extra` is not JSON.
+      ValueError: `state` is not a method's, or `params` is of another structure.
+
+    Example:
+      acco_jax.save("checkpoints/100", state, params, extra={"batches": 100})
+    """
+    ocp, folder = _orbax(path)
+    if not base.is_state(state) or jax.tree.structure(params) != state.layout.treedef:
+        raise ValueError(
+            "state and params are not a method's: give what its train step returned."
+        )
+    mesh, axis = list(state.layout.mesh.shape.items()), state.layout.axis
+    about = {"mesh": mesh, "axis": axis, "holds": _holds(params, state)}
+    about["extra"] = extra or {}
+    json.dumps(about)  # raises before anything is written
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists: save to a new folder, or remove it.")
+    arrays = ocp.args.PyTreeSave(naming.named((params, state)))
+    parts = ocp.args.Composite(arrays=arrays, about=ocp.args.JsonSave(about))
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder, args=parts, force=True)  # an empty folder, too
+
+
+def restore(
+    path: Path, tx: base.Method, params: PyTree, model_state: PyTree = None
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """Restore what `save` wrote onto tx's devices, as many as there are.
+
+    On a mesh of the saved axes and sizes every array is bitwise the saved one. On other
+    meshes `reshard` says what becomes of each worker's own arrays.
+
+    Args:
+      path: the checkpoint's folder.
+      tx: the method it was saved with, of the same options and inner optimizer.
+      params: arrays or ShapeDtypeStructs as for `start`, without rows; only read.
+      model_state: likewise, if `start` was given one.
+
+    Returns:
+      (params, state, extra): `make_train_step(loss_fn, tx)` goes on with the first two.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      ValueError: the folder is not a whole checkpoint of `save`, or it is of another
+        method, other parameters, another optimizer or another model state.
+
+    Example:
+      params, state, extra = acco_jax.restore("checkpoints/100", tx, params)
+    """
+    ocp, folder = _orbax(path)
+    if not isinstance(tx, base.Method):
+        raise ValueError(f"tx is a {type(tx).__name__}: give a method of acco_jax.")
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist: give a checkpoint's folder.")
+    if not (ocp.utils.is_checkpoint_finalized(folder) and (folder / "about").exists()):
+        raise ValueError(f"{folder} is not a whole checkpoint: give one of save's.")
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        parts = ocp.args.Composite(about=ocp.args.JsonRestore())
+        about = checkpointer.restore(folder, args=parts).about
+        like, same = _saved(about, tx, params, model_state)
+        both = about["holds"], _holds(*like)
+        for was, now in itertools.zip_longest(*both, fillvalue="nothing"):
+            if was != now:
+                raise ValueError(
+                    f"{folder} has {was} where tx, params and model_state have {now}: "
+                    "give the method and parameters that it was saved with."
+                )
+        named = naming.named(like)
+        how = ocp.checkpoint_utils.construct_restore_args(named)
+        arrays = ocp.args.PyTreeRestore(named, restore_args=how)
+        parts = ocp.args.Composite(arrays=arrays)
+        found = checkpointer.restore(folder, args=parts).arrays
+    leaves, treedef = jax.tree.flatten(like)
+    leaves = list(map(naming.as_key, leaves, map(found.get, named)))
+    pair = jax.tree.unflatten(treedef, leaves)
+    return *(pair if same else reshard(pair, tx)), about["extra"]
+
+
+def _saved(
+    about: dict[str, Any], tx: base.Method, params: PyTree, model_state: PyTree
+) -> tuple[PyTree, bool]:
+    """Return (params, state), abstract, as saved, and whether tx's mesh is the same."""
+    mesh, axis = tuple(map(tuple, about["mesh"])), tuple(about["axis"])
+    if (tuple(tx.mesh.shape.items()), tx.axis) == (mesh, axis):
+        like = jax.eval_shape(functools.partial(base.start, tx), params, model_state)
+        homes = base.start_shardings(tx, params, model_state)
+        return jax.tree.map(lambda x, home: x.update(sharding=home), like, homes), True
+    names, sizes = zip(*mesh, strict=True)
+    was = tx.on(AbstractMesh(sizes, names, (AxisType.Auto,) * len(names)), axis)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    params, model_state = jax.tree.map(shape, (params, model_state))
+    return saved(was, params, tx.mesh, model_state), False
+
+
+def _holds(params: PyTree, state: Any) -> list[str]:
+    """Describe what must agree: the state's type and every array, also abstract."""
+    named = naming.named({"params": params, "state": state}).items()
+    arrays = [f"{name[6:]} {x.dtype}{list(x.shape)}" for name, x in named]
+    return [f"{type(state).__name__} in {type(state.layout).__name__}", *arrays]
+
+
+def _orbax(path: Any) -> tuple[Any, Any]:
+    """Return orbax and the folder, absolute."""
+    try:
+        import orbax.checkpoint as ocp
+        from etils import epath
+    except ImportError as error:
+        why = "save and restore need orbax: pip install orbax-checkpoint"
+        raise ImportError(why) from error
+    path = os.fspath(path)
+    return ocp, epath.Path(path if "://" in path else os.path.abspath(path))
