@@ -332,7 +332,8 @@ class Layout:
         differ if each reads the buffer at a place of its own. A division by a one that
         the compiler cannot know is the cheapest operation that it does not duplicate.
         """
-        if self.mesh.devices.flat[0].platform != "cpu":
+        devices = getattr(self.mesh, "devices", None)  # an AbstractMesh has none
+        if devices is None or devices.flat[0].platform != "cpu":
             return lambda x: x
         one = jnp.where(lax.axis_index(self.axis) >= 0, 1, 2)
         return lambda x: x / one.astype(x.dtype)

@@ -24,6 +24,7 @@ MAX_ODD = 512
 WIDTHS = (1024, 768, 512, 256, 128)  # wide rows are the cheapest to pack
 WIDE = (1024, 512, 256, 128)  # where most leaves have no such rows of their own
 MAX_PADDING = 0.01  # of a buffer
+FEW = 16  # leaves, which a kernel for each may read
 
 
 Arrays = tuple[jax.Array, ...]
@@ -91,10 +92,10 @@ class Group:
     ) -> list[jax.Array]:
         """Return (n, *part) of every leaf: the inverse of `lay`.
 
-        It takes pieces of the buffer and then their leaves, with `apart` behind each
-        step. Where `apart` keeps the compiler from joining the steps, one kernel reads
-        all leaves that lie at the same place of their pieces. So k leaves need
-        2 sqrt(k) kernels, not k.
+        Of many leaves it takes pieces of the buffer and then their leaves, with `apart`
+        behind each step. Where `apart` keeps the compiler from joining the steps, one
+        kernel reads all leaves that lie at the same place of their pieces. So k leaves
+        need 2 sqrt(k) kernels, not k.
         """
         blocks = buffer.reshape(-1, self.rows, self.width)
         k, rows = self.aligned, 0
@@ -115,15 +116,19 @@ def _cut(
     apart: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
     """Return (n, *part) of each; blocks (n, ...) hold `unit` elements an index."""
+    ends = np.cumsum([0, *(math.prod(part) // unit for part in parts)])
     found: list[jax.Array] = []
-    start, step = 0, max(math.isqrt(len(parts)), 1)
+    if len(parts) <= FEW:
+        for part, a, b in zip(parts, ends, ends[1:], strict=False):
+            found.append(blocks[:, a:b].reshape(-1, *part))
+        return found
+    step = math.isqrt(len(parts))
     for i in range(0, len(parts), step):
-        sizes = [math.prod(part) // unit for part in parts[i : i + step]]
-        piece = apart(blocks[:, start : start + sum(sizes)])
-        start += sum(sizes)
-        ends = np.cumsum([0, *sizes])
-        for part, a, b in zip(parts[i : i + step], ends, ends[1:], strict=False):
-            found.append(apart(piece[:, a:b]).reshape(-1, *part))
+        piece = apart(blocks[:, ends[i] : ends[min(i + step, len(parts))]])
+        own = zip(parts[i : i + step], ends[i:], ends[i + 1 :], strict=False)
+        for part, a, b in own:
+            leaf = piece[:, a - ends[i] : b - ends[i]]
+            found.append(apart(leaf).reshape(-1, *part))
     return found
 
 
