@@ -5,7 +5,6 @@ import csv
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -13,18 +12,15 @@ import time
 import warnings
 from pathlib import Path
 
-import jax
 import pytest
 
 from acco_jax.runner import (
     commands,
     comparison,
     exits,
-    loop,
     metrics,
     network,
     pool,
-    preparation,
     results,
 )
 from tests.lines import refusal
@@ -63,18 +59,23 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(place):
-    """start(*flags): the command, started."""
+def environment():
     names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    inherited = {k: v for k, v in os.environ.items() if k not in names}
+    return inherited | {"PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def start(place, environment):
+    """start(*flags): the command, started."""
 
     def popen(*flags, methods=METHODS, seeds=2, workdir="out", **env):
         return subprocess.Popen(
             [sys.executable, "-m", "acco_jax.compare", "--config=tiny.py",
              f"--methods={methods}", f"--seeds={seeds}", f"--workdir={workdir}",
              *flags],
-            env={**environment, "PYTHONPATH": path, **env},
+            env={**environment, **env},
             cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -145,9 +146,13 @@ def test_continues_and_runs_every_method_and_seed(finished, place):
 
 
 @pytest.mark.slow
-def test_a_run_stopped_and_continued_is_that_of_train(finished, place, tmp_path):
-    config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
-    loop.run(preparation.prepare(config, tmp_path, jax.devices()[:2]))
+def test_a_run_stopped_and_continued_is_that_of_train(
+    finished, place, environment, tmp_path
+):
+    # in a process as compare's are: another compiler's bits may be others
+    command = [sys.executable, "-m", "acco_jax.train", "--config=tiny.py"]
+    flags = [*command, f"--workdir={tmp_path}"]
+    subprocess.run(flags, env=environment, cwd=place, check=True, timeout=500)
     assert rows_of(tmp_path) == rows_of(place / "out" / "acco" / "seed-0")
 
 

@@ -165,7 +165,7 @@ def metrics(case: Case) -> None:
     workdir = Path()
     workdirs.check_whole(workdir, Path("checkpoints"))
     found = rows.read(workdir)
-    rows.Recorder(workdir, total=4, done=2, tokens=16, seconds=1.0).close()
+    rows.Recorder(workdir, done=2, tokens=16, seconds=1.0).close()
     _results(workdir)
     if any("bits_per_byte" in row for row in found):
         reports.draw(found, 2.0, Path("loss.png"), "fuzzed")
