@@ -369,7 +369,7 @@ def test_two_processes_continue_bit_for_bit(two, start_two, place, tmp_path):
     assert whole == resumed and len(whole) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_zero1_in_two_processes_as_in_one(start, start_two, tmp_path):
     flags = ("--config.method=zero1", "--config.counts=(4,2)")
     finish(start(tmp_path / "one", *flags))

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "checkpoints.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick(tmp_path):
     out = tmp_path / "out.json"
     done = subprocess.run(

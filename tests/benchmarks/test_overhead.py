@@ -31,6 +31,6 @@ def test_quick(tmp_path):
         assert "GPT-2 small (bfloat16, sequence 1024)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_schedule_of_several_devices():
     assert "loop while" in run("--quick", "--schedule=2")

@@ -274,7 +274,7 @@ def test_two_data_axes(name):
 
 
 @slow
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=long), 4])
 def test_memory(microbatches):
     """Beside activations: (10 + (K + 4) / n) bytes for each of Psi parameters.
 

@@ -142,7 +142,9 @@ def own_of(name, machine="gpu:h200:1x8", slices=1):
 
 
 @slow
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("adamw", marks=pytest.mark.long), "lamb"]
+)
 def test_norms_are_a_few_bytes(name):
     own, kinds = own_of(name)
     assert kinds.keys() == {"all-reduce"}

@@ -49,7 +49,7 @@ def test_a_group_is_a_worker(run, alone, tmp_path):
     assert sent[1] < 0.7 * sent[0]  # by each device of a group, in whole tiles
 
 
-OTHERS = [(2, {}), pytest.param(4, {"mesh.fsdp": 2}, marks=pytest.mark.slow)]
+OTHERS = [(2, {}), pytest.param(4, {"mesh.fsdp": 2}, marks=pytest.mark.long)]
 
 
 @pytest.mark.slow

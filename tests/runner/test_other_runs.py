@@ -24,7 +24,13 @@ OTHERS = {
 
 
 @pytest.mark.fast("lion")
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.long) if n == "adafactor" else n
+        for n in OTHERS
+    ],
+)
 def test_trains_and_continues_with(tiny, tmp_path, name):
     """What was not stopped and what was give the same last loss, below the first."""
     changes = dict(OTHERS[name])
