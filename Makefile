@@ -39,7 +39,7 @@ LIBRARY := tests/layout tests/step tests/plan/test_footprint.py tests/project/te
            $(addprefix tests/methods/test_, acco.py contract.py zero1.py) \
            $(addprefix tests/test_, collectives.py compiler.py gradients.py multiprocess.py)
 
-test: $(VENV)/.test ## test every method and every command once, in twelve minutes
+test: $(VENV)/.test ## test every method and every command once, in thirteen minutes
 	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.test ## run what CI tests besides: whole runs, more optimizers and worlds
