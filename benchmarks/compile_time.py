@@ -6,11 +6,11 @@ python benchmarks/compile_time.py --leaves=50,100,200,400 [--methods=zero1,acco]
 With layers: the fused step of acco on two CPU devices; layers are one loop of the
 program, so that more of them should not take longer.
 
-With leaves: a chain of so many 16 x 16 products, unrolled, under adamw on four CPU
+With leaves: a chain of that many 16 x 16 products, unrolled, under adamw on four CPU
 devices, two microbatches of eight rows; beside each method `plain`, data parallel as
 jax.jit makes it of optax's own update in a scan over microbatches.
 
-Each size is traced and compiled anew, sizes and methods in turn, because machines are
+Each size is traced and compiled again, sizes and methods in turn, because machines are
 noisy: seconds are medians, ratios medians of those within a repetition.
 """
 
@@ -42,7 +42,7 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
 
 
 def scanned(family: str, layers: int) -> float:
-    """Returns how long tracing and compiling take where layers are one loop."""
+    """Return the seconds to trace and compile a model whose layers are one loop."""
     config = default_config()
     config.model.family, config.model.layers = family, layers
     config.model.width, config.model.heads, config.length = WIDTH, 4, LENGTH
@@ -65,7 +65,7 @@ def chain(params: dict[str, jax.Array], batch: jax.Array, rng: None) -> jax.Arra
 
 
 def unrolled(method: str, leaves: int) -> float:
-    """Returns how long they take where each of so many leaves has its own product."""
+    """Return the seconds where each of many leaves has its own product."""
     mesh, optimizer = mesh_of(4), optax.adamw(1e-3)
     params = {f"{i:04}": jnp.eye(SIDE) / 2 for i in range(leaves)}
     batch = jnp.ones((mesh.size * MICROBATCHES * ROWS, SIDE))

@@ -41,7 +41,7 @@ class DelayedState(NamedTuple):
     pending: Pending  # g, w of the last update: per worker, communication dtype
     residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
-    update: PyTree = None  # u(t-1): shards, with `feedback` alone
+    update: PyTree = None  # u(t-1): shards; None without `feedback`
 
 
 def start(
@@ -65,6 +65,11 @@ def advance(
     warmup: int = 0,
 ) -> tuple[DelayedState, Point]:
     """Take a step on the gradient that arrived; with `predict` a second one ahead."""
+    if (state.update is not None) != bool(feedback):
+        raise ValueError(
+            f"the state was made {'without' if feedback else 'with'} feedback, and tx "
+            f"has feedback {feedback}: give the state of tx.init for the same tx."
+        )
     # this half-round is counted already; in a warm-up no gradient is late
     late = (totals.weight != 0) & (state.half_rounds > warmup)
 
@@ -107,6 +112,7 @@ def _late(
     feedback: float,
     warmup: int = 0,
 ) -> ShardedMethod:
+    """Build a delayed method; raise a ValueError for a negative or endless feedback."""
     if not 0 <= feedback < math.inf:
         raise ValueError(
             f"feedback is {feedback}: give 0 for none, or a positive number; 1 makes "

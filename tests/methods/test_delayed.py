@@ -142,6 +142,17 @@ def test_a_feedback_that_is_none_is_refused(method, factor):
         method(optax.sgd(1.0), mesh=make_mesh(1), feedback=factor)
 
 
+@pytest.mark.parametrize(("made", "used"), [(0.0, 1.0), (1.0, 0.0)])
+def test_a_state_of_another_feedback_is_refused(made, used):
+    before, tx = (
+        acco_jax.dpu(optax.sgd(1.0), mesh=make_mesh(1), feedback=f)
+        for f in (made, used)
+    )
+    params = {"w": jnp.zeros(2)}
+    with pytest.raises(ValueError, match=f"feedback, and tx has feedback {used}: give"):
+        tx.update({"w": jnp.ones((1, 2))}, before.init(params), params)
+
+
 def test_without_weight_the_fed_back_update_stays():
     tx = acco_jax.dpu(optax.sgd(1.0), mesh=make_mesh(1), feedback=1.0)
     params = {"w": jnp.zeros(2)}
