@@ -35,9 +35,9 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 # What a newer Python and jax may break: layout, collectives, gradients, the forms of a
 # step, README's snippets. The rest runs on one interpreter.
 TESTS   ?=
-LIBRARY := tests/layout tests/step tests/plan/test_footprint.py tests/project/test_readme.py \
-           $(addprefix tests/methods/test_, acco.py contract.py zero1.py) \
-           $(addprefix tests/test_, collectives.py compiler.py gradients.py multiprocess.py)
+LIBRARY := $(addprefix tests/core/test_, layout.py collectives.py compiler.py gradients.py) \
+           $(addprefix tests/methods/test_, acco.py contract.py zero1.py) tests/step \
+           tests/schedule/test_footprint.py tests/project/test_readme.py tests/test_multiprocess.py
 
 test: $(VENV)/.test ## test every method and every command once, in thirteen minutes
 	$(PYTEST) $(TESTS)

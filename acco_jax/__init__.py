@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING, Any
 from acco_jax.methods import MODULES
 
 if TYPE_CHECKING:
-    from acco_jax.compiler import compiler_options as compiler_options
-    from acco_jax.groups import group_specs as group_specs
-    from acco_jax.local_sums import local_gradients as local_gradients
+    from acco_jax.core.compiler import compiler_options as compiler_options
+    from acco_jax.core.groups import group_specs as group_specs
+    from acco_jax.core.local_sums import local_gradients as local_gradients
     from acco_jax.methods.acco import acco as acco
-    from acco_jax.methods.base import Method as Method
-    from acco_jax.methods.base import committed_model_state as committed_model_state
-    from acco_jax.methods.base import committed_params as committed_params
-    from acco_jax.methods.base import start as start
-    from acco_jax.methods.base import start_shardings as start_shardings
-    from acco_jax.methods.base import state_shardings as state_shardings
     from acco_jax.methods.delayed import dpu as dpu
     from acco_jax.methods.delayed import wp as wp
     from acco_jax.methods.fused_zero1 import fused_zero1 as fused_zero1
@@ -31,6 +25,12 @@ if TYPE_CHECKING:
     from acco_jax.methods.local.rounds import local_rounds as local_rounds
     from acco_jax.methods.local.slowmo import slowmo as slowmo
     from acco_jax.methods.local.streaming import streaming_diloco as streaming_diloco
+    from acco_jax.methods.method import Method as Method
+    from acco_jax.methods.method import committed_model_state as committed_model_state
+    from acco_jax.methods.method import committed_params as committed_params
+    from acco_jax.methods.method import start as start
+    from acco_jax.methods.method import start_shardings as start_shardings
+    from acco_jax.methods.method import state_shardings as state_shardings
     from acco_jax.methods.per_layer import per_layer as per_layer
     from acco_jax.methods.reshard import reshard as reshard
     from acco_jax.methods.reshard import saved as saved
@@ -50,15 +50,15 @@ __version__ = "0.1.0"
 # Imported on first access: `acco` lists its commands without importing JAX.
 # name -> module of acco_jax.
 _LAZY = {name: f"methods.{module}" for name, module in MODULES.items()} | {
-    "compiler_options": "compiler",
-    "group_specs": "groups",
-    "local_gradients": "local_sums",
-    "Method": "methods.base",
-    "committed_model_state": "methods.base",
-    "committed_params": "methods.base",
-    "start": "methods.base",
-    "start_shardings": "methods.base",
-    "state_shardings": "methods.base",
+    "compiler_options": "core.compiler",
+    "group_specs": "core.groups",
+    "local_gradients": "core.local_sums",
+    "Method": "methods.method",
+    "committed_model_state": "methods.method",
+    "committed_params": "methods.method",
+    "start": "methods.method",
+    "start_shardings": "methods.method",
+    "state_shardings": "methods.method",
     "local_rounds": "methods.local.rounds",
     "per_layer": "methods.per_layer",
     "reshard": "methods.reshard",

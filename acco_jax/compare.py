@@ -29,12 +29,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.runner import commands, comparison, exits, tuning, usage
-from acco_jax.runner.paths import expanded
+from acco_jax.command import exits
+from acco_jax.command.paths import expanded
+from acco_jax.run.compare import comparison, tuning
+from acco_jax.run.config import parsing, usage
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
-_CONFIG = commands.config_flag()
+_CONFIG = parsing.config_flag()
 _METHODS = flags.DEFINE_string(
     "methods", None, "Methods, with options: 'acco,zero1,dpu(warmup_steps=40)'."
 )
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> None:
     if not _TUNE.value and (_BUDGET.value or flags.FLAGS["tune_seeds"].present):
         raise ValueError("--budget and --tune_seeds are for --tune: give it, too.")
     request = comparison.Request(
-        config=tuple(commands.config_arguments()),
+        config=tuple(parsing.config_arguments()),
         entries=comparison.parse(str(_METHODS.value)),
         workdir=expanded(str(_WORKDIR.value)),
         seeds=_SEEDS.value,
@@ -99,4 +101,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     needed = {usage.NEEDED: ("config", "methods", "workdir")}
-    app.run(main, flags_parser=commands.parser(_CONFIG, groups=needed))
+    app.run(main, flags_parser=parsing.parser(_CONFIG, groups=needed))

@@ -16,8 +16,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 import jax
 from absl import app, flags
 
-from acco_jax.runner import commands, devices, exits
-from acco_jax.runner.paths import expanded
+from acco_jax.command import devices, exits
+from acco_jax.command.paths import expanded
+from acco_jax.run.config import parsing
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     devices.choose_platform(_DEVICES.value, several_processes=several)
     devices.connect(*together)
     # slow, and only now may anything touch devices
-    from acco_jax.runner import diagnosis
+    from acco_jax.run.observe import diagnosis
 
     workdir = expanded(_WORKDIR.value).absolute()
     problems = 0
@@ -52,4 +53,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=commands.parser())
+    app.run(main, flags_parser=parsing.parser())

@@ -28,12 +28,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags
 
-from acco_jax.runner import commands, devices, exits
-from acco_jax.runner.paths import expanded
+from acco_jax.command import devices, exits
+from acco_jax.command.paths import expanded
+from acco_jax.run.config import parsing
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
-_MODEL = commands.ModelFlags()
+_MODEL = parsing.ModelFlags()
 _SPLIT = flags.DEFINE_enum(
     "split",
     None,
@@ -74,8 +75,8 @@ def _figures() -> dict[str, Any]:
     if own and workdir is None:
         raise ValueError("a folder has no data of its own: give --file or --lambada.")
     # slow, and only now may anything touch devices
-    from acco_jax.runner import language, perplexity, splits
-    from acco_jax.runner.files import read_text
+    from acco_jax.command.files import read_text
+    from acco_jax.run.trained import language, perplexity, splits
 
     if own:
         return splits.of_split(str(workdir), _SPLIT.value or "validation")
@@ -105,4 +106,4 @@ def _shown(value: float | int | None) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=commands.parser())
+    app.run(main, flags_parser=parsing.parser())

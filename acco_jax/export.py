@@ -16,8 +16,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags
 
-from acco_jax.runner import commands, devices, exits, usage
-from acco_jax.runner.paths import expanded
+from acco_jax.command import devices, exits
+from acco_jax.command.paths import expanded
+from acco_jax.run.config import parsing, usage
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)
     # slow, and only now may anything touch devices
-    from acco_jax.runner import exporting
+    from acco_jax.run.trained import exporting
 
     line = exporting.export(
         expanded(str(_WORKDIR.value)),
@@ -49,4 +50,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     needed = {usage.NEEDED: ("workdir", "out")}
-    app.run(main, flags_parser=commands.parser(groups=needed))
+    app.run(main, flags_parser=parsing.parser(groups=needed))

@@ -16,11 +16,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags
 
-from acco_jax.runner import commands, devices, exits
+from acco_jax.command import devices, exits
+from acco_jax.run.config import parsing
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
-_MODEL = commands.ModelFlags()
+_MODEL = parsing.ModelFlags()
 _PROMPT = flags.DEFINE_string(
     "prompt", "", "What the model goes on with; nothing: a text's beginning."
 )
@@ -43,8 +44,8 @@ def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)
     # slow, and only now may anything touch devices
-    from acco_jax.runner import language
-    from acco_jax.runner.language import Sampling
+    from acco_jax.run.trained import language
+    from acco_jax.run.trained.language import Sampling
 
     how = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     model = language.opened(_MODEL)
@@ -69,4 +70,4 @@ def _show(text: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=commands.parser())
+    app.run(main, flags_parser=parsing.parser())

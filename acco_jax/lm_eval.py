@@ -13,8 +13,8 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from acco_jax.runner import language
-from acco_jax.runner.language import Sampling
+from acco_jax.run.trained import language
+from acco_jax.run.trained.language import Sampling
 
 TOKENS = 256  # of an answer, where a request does not say
 CHUNK = 16  # tokens of an answer between looks for what ends it

@@ -21,9 +21,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags
 
-from acco_jax.runner import commands, exits
-from acco_jax.runner.files import write_whole
-from acco_jax.runner.paths import expanded
+from acco_jax.command import exits
+from acco_jax.command.files import write_whole
+from acco_jax.command.paths import expanded
+from acco_jax.run.config import parsing
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -43,9 +44,9 @@ def main(argv: list[str]) -> None:
             "the page's curves need Bokeh, which is not installed: pip install "
             "'acco-jax[report]'."
         )
-    from acco_jax.runner.pages import page, records  # slow, and bokeh is optional
+    from acco_jax.run.pages import page, run_records  # slow, and bokeh is optional
 
-    runs = records.read(folders)
+    runs = run_records.read(folders)
     single = folders[0] if len(folders) == 1 else Path()
     path = expanded(_OUT.value) if _OUT.value else single / FILE
     text = page.written(runs, datetime.datetime.now())
@@ -55,4 +56,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=commands.parser(names=True))
+    app.run(main, flags_parser=parsing.parser(names=True))

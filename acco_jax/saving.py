@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from acco_jax import naming
-from acco_jax.layout import PyTree
-from acco_jax.methods import base
+from acco_jax.core import leaf_names
+from acco_jax.core.leaves import PyTree
+from acco_jax.methods import method
 from acco_jax.methods.reshard import reshard, saved
 
 Path = str | os.PathLike[str]
@@ -45,7 +45,7 @@ def save(
       acco_jax.save("checkpoints/100", state, params, extra={"batches": 100})
     """
     ocp, folder = _orbax(path)
-    if not base.is_state(state) or jax.tree.structure(params) != state.layout.treedef:
+    if not method.is_state(state) or jax.tree.structure(params) != state.layout.treedef:
         raise ValueError(
             "state and params are not a method's: give what its train step returned."
         )
@@ -55,14 +55,14 @@ def save(
     json.dumps(about)  # raises before anything is written
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists: save to a new folder, or remove it.")
-    arrays = ocp.args.PyTreeSave(naming.named((params, state)))
+    arrays = ocp.args.PyTreeSave(leaf_names.named((params, state)))
     parts = ocp.args.Composite(arrays=arrays, about=ocp.args.JsonSave(about))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder, args=parts, force=True)  # an empty folder, too
 
 
 def restore(
-    path: Path, tx: base.Method, params: PyTree, model_state: PyTree = None
+    path: Path, tx: method.Method, params: PyTree, model_state: PyTree = None
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """Restore what `save` wrote onto tx's devices, as many as there are.
 
@@ -87,7 +87,7 @@ def restore(
       params, state, extra = acco_jax.restore("checkpoints/100", tx, params)
     """
     ocp, folder = _orbax(path)
-    if not isinstance(tx, base.Method):
+    if not isinstance(tx, method.Method):
         raise ValueError(f"tx is a {type(tx).__name__}: give a method of acco_jax.")
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: give a checkpoint's folder.")
@@ -104,25 +104,25 @@ def restore(
                     f"{folder} has {was} where tx, params and model_state have {now}: "
                     "give the method and parameters that it was saved with."
                 )
-        named = naming.named(like)
+        named = leaf_names.named(like)
         how = ocp.checkpoint_utils.construct_restore_args(named)
         arrays = ocp.args.PyTreeRestore(named, restore_args=how)
         parts = ocp.args.Composite(arrays=arrays)
         found = checkpointer.restore(folder, args=parts).arrays
     leaves, treedef = jax.tree.flatten(like)
-    leaves = list(map(naming.as_key, leaves, map(found.get, named)))
+    leaves = list(map(leaf_names.as_key, leaves, map(found.get, named)))
     pair = jax.tree.unflatten(treedef, leaves)
     return *(pair if same else reshard(pair, tx)), about["extra"]
 
 
 def _saved(
-    about: dict[str, Any], tx: base.Method, params: PyTree, model_state: PyTree
+    about: dict[str, Any], tx: method.Method, params: PyTree, model_state: PyTree
 ) -> tuple[PyTree, bool]:
     """Return (params, state), abstract, as saved, and whether tx's mesh is the same."""
     mesh, axis = tuple(map(tuple, about["mesh"])), tuple(about["axis"])
     if (tuple(tx.mesh.shape.items()), tx.axis) == (mesh, axis):
-        like = jax.eval_shape(functools.partial(base.start, tx), params, model_state)
-        homes = base.start_shardings(tx, params, model_state)
+        like = jax.eval_shape(functools.partial(method.start, tx), params, model_state)
+        homes = method.start_shardings(tx, params, model_state)
         return jax.tree.map(lambda x, home: x.update(sharding=home), like, homes), True
     names, sizes = zip(*mesh, strict=True)
     was = tx.on(AbstractMesh(sizes, names, (AxisType.Auto,) * len(names)), axis)
@@ -133,7 +133,7 @@ def _saved(
 
 def _holds(params: PyTree, state: Any) -> list[str]:
     """Describe what must agree: the state's type and every array, also abstract."""
-    named = naming.named({"params": params, "state": state}).items()
+    named = leaf_names.named({"params": params, "state": state}).items()
     arrays = [f"{name[6:]} {x.dtype}{list(x.shape)}" for name, x in named]
     return [f"{type(state).__name__} in {type(state.layout).__name__}", *arrays]
 

@@ -16,20 +16,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 from absl import app, flags, logging
 from jax import process_count, process_index
 
-from acco_jax.runner import (
-    commands,
-    devices,
-    exits,
-    heartbeat,
-    meeting,
-    paths,
-    supervisor,
-    usage,
-)
+from acco_jax.command import devices, exits, heartbeat, paths
+from acco_jax.run.config import parsing, usage
+from acco_jax.run.supervise import meeting, supervisor
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
-_CONFIG = commands.config_flag()
+_CONFIG = parsing.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints and metrics.")
 _STOP_AFTER = flags.DEFINE_integer(
     "stop_after", None, "Stop after so many half-rounds, with a checkpoint.", 1
@@ -54,14 +47,14 @@ _LOST_AFTER = flags.DEFINE_float(
     60.0,
     "Seconds without a sign of life until a process is lost.",
     5.0,
-    commands.DAY,
+    parsing.DAY,
 )
 _START_WITHIN = flags.DEFINE_float(
     "start_within",
     300.0,
     "Seconds until all processes must be there.",
     1.0,
-    commands.DAY,
+    parsing.DAY,
 )
 _MIN_PROCESSES = flags.DEFINE_integer(
     "min_processes", None, "With --restarts, go on with so many, if others are gone.", 1
@@ -71,7 +64,7 @@ _REGROUP_AFTER = flags.DEFINE_float(
     30.0,
     "Seconds until it goes on without those that are gone.",
     0.0,
-    commands.DAY,
+    parsing.DAY,
 )
 
 _ORDERS = heartbeat.follow()
@@ -162,21 +155,18 @@ def _train(claim: contextlib.ExitStack) -> None:
             supervised=_ORDERS is not None,
         )
         # slow, and only now may anything touch devices
-        from acco_jax.runner import (
-            checkpoints,
-            loop,
-            preparation,
-            profiling,
-            runs,
-            validation,
-        )
-        from acco_jax.runner import workdir as workdirs
+        from acco_jax.run import loop, preparation
+        from acco_jax.run.build import validation
+        from acco_jax.run.config import fields
+        from acco_jax.run.state import checkpoints
+        from acco_jax.run.state import workdir as workdirs
+        from acco_jax.run.trained import trained_runs
 
         validation.validate(config)
         workdirs.check_shared(workdir)
         again = _ORDERS is not None and _ORDERS.attempt > 1
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
-        folders = workdirs.own(workdir, runs.checkpoint_folder(config, workdir))
+        folders = workdirs.own(workdir, trained_runs.checkpoint_folder(config, workdir))
         for folder in folders:
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
@@ -185,7 +175,7 @@ def _train(claim: contextlib.ExitStack) -> None:
 
         def check(experiment: preparation.Experiment) -> None:
             nonlocal replay
-            profiling.parse(config.profile, experiment.half_rounds)
+            fields.profiled(config.profile, experiment.half_rounds)
             if _REPLAY.value is not None:
                 folder = paths.expanded(_REPLAY.value)
                 replay = preparation.repeating(experiment, folder)
@@ -232,4 +222,4 @@ GROUPS = {
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=commands.parser(_CONFIG, groups=GROUPS))
+    app.run(main, flags_parser=parsing.parser(_CONFIG, groups=GROUPS))

@@ -66,13 +66,10 @@ def arm() -> None:
     """Puts the places in."""
     import jax
 
-    from acco_jax.runner import (
-        checkpoints,
-        evaluation,
-        heartbeat,
-        metrics,
-        preparation,
-    )  # fmt: skip
+    from acco_jax.command import heartbeat
+    from acco_jax.run import evaluation, preparation
+    from acco_jax.run.observe import metrics  # fmt: skip
+    from acco_jax.run.state import checkpoints
 
     before(preparation, "prepare", "starting")
     before(heartbeat, "reached", "half-round")
@@ -129,13 +126,13 @@ def keep_programs() -> None:
 
 def main() -> None:
     if sys.argv[1] == "--supervise":
-        from acco_jax.runner import meeting, supervisor
+        from acco_jax.run.supervise import meeting, supervisor
 
         job = json.loads(sys.argv[2])
         job |= {"workdir": pathlib.Path(job["workdir"])}
         job |= {"limits": meeting.Limits(**job["limits"])}
         sys.exit(supervisor.supervise(supervisor.Job(**job)))
-    from acco_jax.runner import devices
+    from acco_jax.command import devices
 
     connect = devices.connect
 

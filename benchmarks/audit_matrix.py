@@ -38,8 +38,9 @@ from jax.sharding import Mesh  # noqa: E402
 from acco_jax import audit  # noqa: E402
 from acco_jax.methods import METHODS  # noqa: E402
 from acco_jax.models import transformer  # noqa: E402
-from acco_jax.plan import programs, schedules, topologies  # noqa: E402
-from acco_jax.plan.verdict import percent  # noqa: E402
+from acco_jax.plan import programs  # noqa: E402
+from acco_jax.schedule import schedules, topologies  # noqa: E402
+from acco_jax.schedule.verdict import percent  # noqa: E402
 from benchmarks import foreign  # noqa: E402
 
 FOREIGN = {
@@ -74,7 +75,7 @@ there is a table for each version of JAX. `MiB` are the bytes of the full buffer
 collectives of an optimizer step: acco's half-round counts twice. `bytes hidden` is READ
 from the schedule: the share with matrix products between launch and end. Milliseconds
 and `seconds hidden` are PREDICTED, at the middle of the figures' ranges
-(`acco_jax/plan/chips.py`), for the network that the table names. The lesser of both
+(`acco_jax/schedule/chips.py`), for the network that the table names. The lesser of both
 shares is the verdict of `--require-hidden`. It proves the schedule. It does not prove
 that the network keeps up beside computation.
 

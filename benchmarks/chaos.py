@@ -44,7 +44,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import exits, heartbeat, network  # noqa: E402
+from acco_jax.command import exits, heartbeat  # noqa: E402
+from acco_jax.run.compare import network  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES = 4

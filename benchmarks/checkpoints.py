@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
-from acco_jax.runner import devices, loop, preparation  # noqa: E402
+from acco_jax.command import devices  # noqa: E402
+from acco_jax.run import loop, preparation  # noqa: E402
 from experiments import quickstart  # noqa: E402
 
 WANTED = 0.97

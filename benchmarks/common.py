@@ -17,13 +17,13 @@ from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import heartbeat  # noqa: E402
+from acco_jax.command import heartbeat  # noqa: E402
 
 # What no two runs share.
 CLOCKS = ("seconds", "tokens_per_second", "goodput", "stragglers", "probes")
 
 CONFIG = """
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 def get_config():
     c = default_config()

@@ -29,8 +29,8 @@ import optax
 import acco_jax
 from acco_jax.methods import METHODS
 from acco_jax.models import transformer
-from acco_jax.runner import models
-from acco_jax.runner.config import default_config
+from acco_jax.run.build import models
+from acco_jax.run.config.fields import default_config
 
 WIDTH, LENGTH, VOCABULARY = 64, 64, 256
 ROWS, SIDE, MICROBATCHES = 8, 16, 2

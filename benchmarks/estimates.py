@@ -41,9 +41,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from acco_jax.gradients import with_arrays  # noqa: E402
+from acco_jax.core.gradients import with_arrays  # noqa: E402
 from acco_jax.methods.optimizer import choose  # noqa: E402
-from acco_jax.runner import optimizers, preparation  # noqa: E402
+from acco_jax.run import preparation  # noqa: E402
+from acco_jax.run.build import optimizers  # noqa: E402
 
 TARGETS = 400_000  # bound the evaluation
 TUNING, SEEDS = 10, 5  # the seed that chooses rates; seeds that compare

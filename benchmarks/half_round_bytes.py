@@ -4,7 +4,7 @@
         [--method=zero1] [--optimizer=muon] [--top=12] [--json=FILE] [--quick]
 
 Compiles the fused half-round of GPT-2-small's sizes in bfloat16 for every machine, as
-tests/plan/test_hidden.py does, and runs nothing: it needs the compilers, `pip
+tests/schedule/test_hidden.py does, and runs nothing: it needs the compilers, `pip
 install 'acco-jax[plan]'`, and about a minute a machine. All figures are of one device
 and one half-round:
 
@@ -41,7 +41,8 @@ import optax  # noqa: E402
 
 from acco_jax.methods import METHODS  # noqa: E402
 from acco_jax.models import transformer  # noqa: E402
-from acco_jax.plan import hlo, programs, schedules, topologies  # noqa: E402
+from acco_jax.plan import programs  # noqa: E402
+from acco_jax.schedule import hlo, schedules, topologies  # noqa: E402
 
 MACHINES = (
     "gpu:h200:2x8",

@@ -43,7 +43,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import exits  # noqa: E402
+from acco_jax.command import exits  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES, TIMES, SLOW = 4, 4, 3  # how much slower the last one is
@@ -83,7 +83,7 @@ def fields(part: str, each: int, steps: int) -> dict[str, Any]:
 
 
 CONFIG = """
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 def get_config():
     c = default_config()

@@ -57,7 +57,7 @@ def begin_llama(folder):
     """Writes a folder of a Llama with rope scaling, whose tokens are bytes."""
     from acco_jax import data
     from acco_jax.models import huggingface, transformer
-    from acco_jax.runner import folders
+    from acco_jax.run.weights import folders
 
     parts = transformer.FAMILIES["llama"] | {"width": 32, "layers": 4, "heads": 4}
     config = transformer.Config(
@@ -80,8 +80,9 @@ def make_run(folder, fields):
     import jax.numpy as jnp
 
     from acco_jax.models import transformer
-    from acco_jax.runner import config as configs
-    from acco_jax.runner import exporting, load_run, loop, preparation
+    from acco_jax.run import load_run, loop, preparation
+    from acco_jax.run.config import fields as configs
+    from acco_jax.run.trained import exporting
 
     config = configs.default_config()
     config.update_from_flattened_dict(fields)

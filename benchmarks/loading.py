@@ -37,7 +37,7 @@ def write(folder, size):
     import ml_dtypes
 
     from acco_jax.models import huggingface, transformer
-    from acco_jax.runner import folders
+    from acco_jax.run.weights import folders
 
     parts = transformer.FAMILIES["llama"]
     parts |= {"width": WIDTH, "heads": 12, "mlp_width": HIDDEN, "max_length": 1024}
@@ -74,13 +74,15 @@ def load(folder, process, processes, port):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", processes, process)
     from acco_jax.models import transformer
-    from acco_jax.runner import meshes, models, pretrained, runs
+    from acco_jax.run.build import meshes, models
+    from acco_jax.run.trained import trained_runs
+    from acco_jax.run.weights import pretrained
 
     mesh = meshes.data_mesh(jax.devices(), 1, {"fsdp": processes})
     found = pretrained.folder_of(folder)
     config = pretrained.model_config(folder, found.config_json, param_dtype="bfloat16")
     model = transformer.model(config)
-    homes = runs.shardings(models.specs(model, model.shapes(), mesh), mesh)
+    homes = trained_runs.shardings(models.specs(model, model.shapes(), mesh), mesh)
     jax.block_until_ready(jax.device_put(np.zeros(1), jax.local_devices()[0]))
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before, began = status("VmRSS"), time.perf_counter()

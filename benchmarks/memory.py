@@ -31,9 +31,9 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from acco_jax.core.workers import over_data  # noqa: E402
 from acco_jax.models import transformer  # noqa: E402
-from acco_jax.plan import topologies  # noqa: E402
-from acco_jax.workers import over_data  # noqa: E402
+from acco_jax.schedule import topologies  # noqa: E402
 
 MIB = 2**20
 

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from acco_jax.plan.footprint import bytes_held, bytes_sent
+from acco_jax.schedule.footprint import bytes_held, bytes_sent
 
 LAYERS, WIDTH = 4, 2048
 PARAMETERS = LAYERS * WIDTH**2

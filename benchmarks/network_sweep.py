@@ -16,10 +16,11 @@ from typing import Any
 
 import matplotlib as mpl
 
-from acco_jax.plan import costs, decision, planner, topologies
-from acco_jax.plan.machines import Figure, Machine
+from acco_jax.command.charts import subplots
+from acco_jax.plan import decision, planner
 from acco_jax.plan.outcomes import Outcome
-from acco_jax.runner.figures import subplots
+from acco_jax.schedule import costs, topologies
+from acco_jax.schedule.machines import Figure, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "docs" / "site" / "assets"
@@ -171,10 +172,10 @@ TEXT = """# acco's speed-up over zero1 against the network
 {model} of `experiments/{experiment}.py` on
 `{topology}`: both methods were compiled for
 these GPUs, and their schedules READ. Every time below is PREDICTED from the chips'
-figures in `acco_jax/plan/chips.py`. Nothing was run on a GPU. A step of both methods
-has the same {tokens:,} tokens. The interval is the least and the most of the speed-up
-at the ends of the figures' ranges, both methods at the same figures. The network's rate
-is that of one device; times are ms of an optimizer step.
+figures in `acco_jax/schedule/chips.py`. Nothing was run on a GPU. A step of both
+methods has the same {tokens:,} tokens. The interval is the least and the most of the
+speed-up at the ends of the figures' ranges, both methods at the same figures. The
+network's rate is that of one device; times are ms of an optimizer step.
 
 | Gbit/s | zero1 | acco | zero1 exposed | acco exposed | speed-up | interval |
 |---|---|---|---|---|---|---|

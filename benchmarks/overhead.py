@@ -18,7 +18,7 @@ of CPU seconds, all threads together, which other programs disturb less.
 On a CPU the model is a GPT-Neo of 10M parameters in float32. On an accelerator it is
 GPT-2 small in bfloat16 at sequence 1024 (float32 master copy, in `hand` as well), and
 the table adds tokens/s and model FLOPs utilization (of the peak in
-acco_jax/plan/chips.py). On a GPU, `--schedule=8` compiles the fused step for 8
+acco_jax/schedule/chips.py). On a GPU, `--schedule=8` compiles the fused step for 8
 mocked processes and shows what of its communication is hidden.
 """
 
@@ -45,9 +45,9 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import acco_jax  # noqa: E402
+from acco_jax.command import devices  # noqa: E402
 from acco_jax.models import transformer  # noqa: E402
-from acco_jax.plan import chips, schedules  # noqa: E402
-from acco_jax.runner import devices  # noqa: E402
+from acco_jax.schedule import chips, schedules  # noqa: E402
 
 PyTree = Any
 HALF_ROUNDS = 2

@@ -49,7 +49,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import network  # noqa: E402
+from acco_jax.run.compare import network  # noqa: E402
 
 SYNCHRONOUS = ("zero1", "ddp", "fused_zero1")
 HALF_ROUNDS = 2  # of a sample: an estimate and a commit

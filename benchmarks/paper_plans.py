@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from acco_jax.models import huggingface, transformer
-from acco_jax.plan.verdict import percent
+from acco_jax.schedule.verdict import percent
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "plans"

@@ -37,7 +37,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import heartbeat  # noqa: E402
+from acco_jax.command import heartbeat  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",

@@ -22,8 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 from jax.sharding import Mesh  # noqa: E402
 
-from acco_jax.plan import programs, topologies  # noqa: E402
-from acco_jax.plan.schedules import Collective  # noqa: E402
+from acco_jax.plan import programs  # noqa: E402
+from acco_jax.schedule import topologies  # noqa: E402
+from acco_jax.schedule.schedules import Collective  # noqa: E402
 
 
 def value(text: str) -> bool | int | str:

@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.runner import exits  # noqa: E402
+from acco_jax.command import exits  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES = 4

@@ -36,7 +36,7 @@ python -m acco_jax.train --config=experiments/alpaca_gptneo_2p7b.py \
     --workdir=runs/smoke
 """
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

@@ -29,7 +29,7 @@ python -m acco_jax.train --config=experiments/alpaca_llama3_8b_lora.py \
     --workdir=runs/smoke
 """
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

@@ -7,7 +7,7 @@ python -m acco_jax.compare --config=experiments/dynamics.py --seeds=3 \
 and the learning rate are zero1's best. Figures: experiments/results/dynamics.md.
 """
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

@@ -37,7 +37,7 @@ fast workers accumulate while they wait, and gives no number that could be compa
 On CPUs in a minute: add --config.scale=smoke to all four.
 """
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

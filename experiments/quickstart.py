@@ -4,7 +4,7 @@ make train
 python -m acco_jax.train --config=experiments/quickstart.py --workdir=runs/quickstart
 """
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

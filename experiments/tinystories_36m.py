@@ -26,7 +26,7 @@ python -m acco_jax.train --config=experiments/tinystories_36m.py \
     --config.scale=smoke --config.data.path=DATA --workdir=runs/smoke
 """
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import tokenizers
 
 from acco_jax.models import huggingface, transformer
-from acco_jax.runner import folders
+from acco_jax.run.weights import folders
 
 TEXT = "a little dog saw the big red ball and ran to his friend in the park"
 WORDS = TEXT.split()

@@ -13,7 +13,8 @@ import pytest
 from absl import flags
 
 from acco_jax import cli
-from acco_jax.runner import exits, usage
+from acco_jax.command import exits
+from acco_jax.run.config import usage
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,7 +103,7 @@ def test_python_m_does_the_same():
 # Forks this process, which has imported all, for each command line.
 MANY = r"""
 import json, os, sys
-import acco_jax.plan.planner, acco_jax.runner.comparison
+import acco_jax.plan.planner, acco_jax.run.compare.comparison
 from acco_jax import cli
 for i, words in enumerate(json.loads(sys.argv[1])):
     sys.stdout.flush()

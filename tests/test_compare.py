@@ -14,20 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from acco_jax.runner import (
-    commands,
-    comparison,
-    exits,
-    metrics,
-    network,
-    pool,
-    results,
-)
+from acco_jax.command import exits
+from acco_jax.run.compare import comparison, network, pool, results
+from acco_jax.run.config import parsing
+from acco_jax.run.observe import metrics
 from tests.lines import refusal
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 def get_config():
     c = default_config()
@@ -200,7 +195,7 @@ def test_an_option_may_be_a_pair():
     assert pair.name == "acco(gather_bits=(8,4),reduce_bits=8)"
     with warnings.catch_warnings():  # how ml_collections 1.1.0 loads a file
         warnings.filterwarnings("ignore", r"the load_module\(\) method")
-        config = commands.config_of([f"--config={QUICKSTART}", *pair.flags])
+        config = parsing.config_of([f"--config={QUICKSTART}", *pair.flags])
     assert config.method_options.to_dict() == {"gather_bits": (8, 4), "reduce_bits": 8}
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import acco_jax
-from acco_jax import naming
+from acco_jax.core import leaf_names
 from tests.reference import AUTO, EXPLICIT, make_mesh
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -59,7 +59,7 @@ def stepped(tx, params, state, calls, loss=loss_fn):
 
 def bits(tree):
     """A copy on the host, leaf by leaf, of types and bytes."""
-    leaves = jax.tree.leaves(jax.tree.map(naming.data, tree))
+    leaves = jax.tree.leaves(jax.tree.map(leaf_names.data, tree))
     return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in leaves]
 
 

@@ -20,12 +20,13 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.runner import exits, preparation
-from acco_jax.runner.checkpoints import Checkpoints
+from acco_jax.command import exits
+from acco_jax.run import preparation
+from acco_jax.run.state.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 def get_config():
     c = default_config()
@@ -212,7 +213,7 @@ def test_a_command_that_reads_a_run_prints_its_answer_only(finished, environment
     assert done.stdout.startswith("4")
 
 
-# ---- what it refuses (flags: tests/runner/test_flags.py)
+# ---- what it refuses (flags: tests/run/test_flags.py)
 
 
 @pytest.mark.slow

@@ -20,11 +20,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up message
 from absl import flags
 
 from acco_jax.audit import auditing, axes
-from acco_jax.plan import arguments, topologies
-from acco_jax.plan.topologies import Topology
-from acco_jax.runner import exits, usage
-from acco_jax.runner.names import named
-from acco_jax.runner.paths import expanded
+from acco_jax.command import exits
+from acco_jax.command.paths import expanded
+from acco_jax.core.names import named
+from acco_jax.run.config import usage
+from acco_jax.schedule import arguments, topologies
+from acco_jax.schedule.topologies import Topology
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 

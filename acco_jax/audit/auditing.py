@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from acco_jax.audit import axes, report
-from acco_jax.plan import costs, schedules, topologies, verdict
-from acco_jax.plan.machines import Change, Machine
-from acco_jax.plan.machines import figures as machine_figures
-from acco_jax.plan.topologies import Topology
-from acco_jax.plan.verdict import Verdict
-from acco_jax.runner.names import suggestion
+from acco_jax.audit import audit_text, axes
+from acco_jax.core.names import suggestion
+from acco_jax.schedule import costs, schedules, topologies, verdict
+from acco_jax.schedule.machines import Change, Machine
+from acco_jax.schedule.machines import figures as machine_figures
+from acco_jax.schedule.topologies import Topology
+from acco_jax.schedule.verdict import Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Audit:
 
     def to_json(self) -> str:
         """Return everything as JSON, in SI units."""
-        return json.dumps(report.as_dict(self), indent=2)
+        return json.dumps(audit_text.as_dict(self), indent=2)
 
     def picture(self, path: str | Path) -> None:
         """Draw the program's predicted timeline as a PNG; needs matplotlib."""
-        from acco_jax.plan import pictures
+        from acco_jax.schedule import pictures
 
         title = f"{self.topology}: prediction from the schedule"
         rows = [
@@ -79,7 +79,7 @@ class Audit:
         pictures.timeline(rows, Path(path), title, "one execution")
 
     def __str__(self) -> str:
-        return report.text(self)
+        return audit_text.text(self)
 
 
 def devices(topology: str | Topology) -> list[Any]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from acco_jax.plan.hlo import Groups
+from acco_jax.schedule.hlo import Groups
 
 UNKNOWN = "?"
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 
 CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL = ("bos_token", "pad_token", "unk_token")  # that CONFIG names
 
 
-def read(path: Path, limit: int = smallfiles.LARGEST) -> dict[str, Any]:
+def read(path: Path, limit: int = small_files.LARGEST) -> dict[str, Any]:
     """Return the JSON object in a file of at most `limit` bytes, {} without a file.
 
     Raises:
@@ -21,11 +21,11 @@ def read(path: Path, limit: int = smallfiles.LARGEST) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        value = json.loads(smallfiles.text(path, limit))
+        value = json.loads(small_files.text(path, limit))
         if not isinstance(value, dict):
             raise TypeError("it holds no object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        why = smallfiles.reason(error)
+        why = small_files.reason(error)
         raise ValueError(f"{path} is damaged ({why}): restore it") from error
     return value
 
@@ -42,9 +42,9 @@ def kept(path: Path) -> dict[str, Any]:
     template = path.with_name("chat_template.jinja")
     if os.path.lexists(template):
         try:
-            said["chat_template"] = smallfiles.text(template)
+            said["chat_template"] = small_files.text(template)
         except (OSError, UnicodeDecodeError) as error:
-            why = smallfiles.reason(error)
+            why = small_files.reason(error)
             raise ValueError(f"{template} is damaged ({why}): restore it") from error
     return said
 

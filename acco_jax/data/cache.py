@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 from acco_jax.data import tasks
 from acco_jax.data.corpora import Source
 from acco_jax.data.stored import Tokens, block_sums, damaged
@@ -80,7 +80,7 @@ def read_counts(folder: Path) -> dict[str, Any]:
     """
     path = folder / "counts.json"
     try:
-        found = json.loads(smallfiles.text(path))
+        found = json.loads(small_files.text(path))
         whole, found = found["sum"] == _sum(found["counts"]), found["counts"]
         sizes, counts = dict(found["sizes"]), {name: found[name] for name in _COUNTS}
         said = {name: str(found[name]) for name in ("dtype", "documents")}

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 from acco_jax.data import listing, prepared, records, tasks
 from acco_jax.data.tasks import Document
 
@@ -439,7 +439,7 @@ def _check_features(name: str, data_dir: Path) -> None:
     found = listing.folders(root) if root.is_dir() else ()
     for path in (Path(f, _FEATURES) for f, names in found if _FEATURES in names):
         try:
-            nodes = [json.loads(smallfiles.text(path))]
+            nodes = [json.loads(small_files.text(path))]
         except (OSError, ValueError, RecursionError):
             continue  # tfds says what is wrong with it
         while nodes:

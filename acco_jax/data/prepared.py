@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 
 _FILES = (
     "dataset_info.json",
@@ -44,7 +44,7 @@ def keep_sums(folder: Path) -> None:
 
 
 def _sums(folder: Path) -> dict[str, int]:
-    return {name: zlib.crc32(smallfiles.content(folder / name)) for name in _FILES}
+    return {name: zlib.crc32(small_files.content(folder / name)) for name in _FILES}
 
 
 def _written(folder: Path) -> Any:
@@ -54,7 +54,7 @@ def _written(folder: Path) -> Any:
     """
     if not (folder / _SUMS).exists():
         return _sums(folder)
-    return json.loads(smallfiles.text(folder / _SUMS))
+    return json.loads(small_files.text(folder / _SUMS))
 
 
 def _damaged(folder: Path) -> ValueError:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 from acco_jax.data import listing
 
 SUFFIXES = {
@@ -192,7 +192,7 @@ def _shards(folder: Path) -> tuple[Path, ...]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(smallfiles.text(path))
+        value = json.loads(small_files.text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON: restore it, or save the data set again"

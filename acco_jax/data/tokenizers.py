@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 from acco_jax.data import beside
 
 _BYTES = 256
@@ -279,7 +279,7 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         self._path, self._model = Path(path), sentencepiece.SentencePieceProcessor()
         try:
-            proto = smallfiles.content(path, smallfiles.TOKENIZER)
+            proto = small_files.content(path, small_files.TOKENIZER)
             self._model.LoadFromSerializedProto(proto)
             for number in range(self._model.get_piece_size()):
                 self._model.id_to_piece(number)  # is not text in a damaged file
@@ -360,17 +360,17 @@ def _read(path: Path) -> tokenizers.Tokenizer:
       ValueError: if it is not one, or is unsafe to use.
     """
     try:
-        smallfiles.check(path, smallfiles.TOKENIZER)
+        small_files.check(path, small_files.TOKENIZER)
         with _no_panic(path):
             model = tokenizers.Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # tokenizers raises Exception itself
-        why = smallfiles.reason(error).strip() or type(error).__name__
+        why = small_files.reason(error).strip() or type(error).__name__
         why = why.splitlines()[0]
         raise ValueError(
             f"{path} is no tokenizer.json ({why}): give a file that Hugging Face's "
             "tokenizers wrote"
         ) from error
-    _check_growth(path, beside.read(path, smallfiles.TOKENIZER))
+    _check_growth(path, beside.read(path, small_files.TOKENIZER))
     largest = max(model.get_vocab().values(), default=0)
     if largest > _MOST_IDS:  # tokenizers makes a list that long of them
         raise ValueError(

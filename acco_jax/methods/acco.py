@@ -28,11 +28,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.exchange import Point
-from acco_jax.layout import Layout, Pending, PyTree, Totals
+from acco_jax.core.buffers import Pending, Totals
+from acco_jax.core.exchange import Point
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.select import choose, masked
 from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
-from acco_jax.select import choose, masked
 
 
 @sharded.with_shards
@@ -47,7 +49,7 @@ class AccoState(NamedTuple):
     pending: Pending  # g, w of the last half-round: per worker, communication dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
-    residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+    residue: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 

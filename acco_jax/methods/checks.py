@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from acco_jax.layout import Layout, Leaf, path_names
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import Leaf, path_names
 
 PyTree = Any
 

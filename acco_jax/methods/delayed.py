@@ -22,11 +22,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.exchange import Point
-from acco_jax.layout import Layout, Pending, PyTree, Totals
+from acco_jax.core.buffers import Pending, Totals
+from acco_jax.core.exchange import Point
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.select import choose
 from acco_jax.methods import sharded
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
-from acco_jax.select import choose
 
 
 @sharded.with_shards
@@ -39,7 +41,7 @@ class DelayedState(NamedTuple):
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     pending: Pending  # g, w of the last update: per worker, communication dtype
-    residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+    residue: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
     update: PyTree = None  # u(t-1): shards; None without `feedback`
 

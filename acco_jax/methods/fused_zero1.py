@@ -20,15 +20,16 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.codec import Codec
-from acco_jax.exchange import Exchange
-from acco_jax.gradients import Accumulator, Sums
-from acco_jax.half_round import Inputs
-from acco_jax.layout import Arrays, Layout, Leaf, Pending, PyTree
-from acco_jax.layout.buffers import Group, make_group
-from acco_jax.layout.parts import SMALL, Parts, beyond_layers
-from acco_jax.methods.base import CommonOptions
+from acco_jax.core.buffers import Arrays, Group, Pending, make_group
+from acco_jax.core.codec import Codec
+from acco_jax.core.exchange import Exchange
+from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.half_round import Inputs
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import Leaf, PyTree
+from acco_jax.core.parts import SMALL, Parts, beyond_layers
 from acco_jax.methods.layerwise import Reduction, reduced_gradients
+from acco_jax.methods.method import CommonOptions
 from acco_jax.methods.sharded import Rest, ShardedMethod, ShardedRound
 from acco_jax.methods.zero1 import synchronous
 
@@ -99,7 +100,7 @@ def fused_zero1(
         the layer before it, not at the end of its own; None: unless the devices are
         CPUs, whose compiler overlaps nothing with a collective. A scan over L layers
         then reduces L + 1 times: the first time there is nothing yet.
-      **options: see `acco_jax.methods.base.CommonOptions`.
+      **options: see `acco_jax.methods.method.CommonOptions`.
 
     References:
       https://arxiv.org/abs/2305.06942

@@ -9,10 +9,11 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.layout import Layout, PyTree, Totals
-from acco_jax.layout.leaves import axes_in
+from acco_jax.core.buffers import Totals
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree, axes_in
+from acco_jax.core.select import choose, masked
 from acco_jax.methods.checks import checked_update
-from acco_jax.select import choose, masked
 
 
 @jax.tree_util.register_static

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from acco_jax.layout import path_names
+from acco_jax.core.leaves import path_names
 from acco_jax.methods.dependence import dependence
 
 PyTree = Any

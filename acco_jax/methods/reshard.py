@@ -24,12 +24,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.layout import Arrays, Layout, Leaf, LeftOut, Pending, PyTree, wide
-from acco_jax.layout.leaves import axes_in
-from acco_jax.methods import base
+from acco_jax.core.buffers import Arrays, LeftOut, Pending
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import Leaf, PyTree, axes_in, wide
+from acco_jax.methods import method
 
 
-def reshard(old: Any, tx: base.Method) -> Any:
+def reshard(old: Any, tx: method.Method) -> Any:
     """Return a state, and the parameters beside it, for the workers of another mesh.
 
     Args:
@@ -48,7 +49,7 @@ def reshard(old: Any, tx: base.Method) -> Any:
     """
     pair = type(old) is tuple
     state = old[1] if pair else old
-    if not base.is_state(state):
+    if not method.is_state(state):
         raise ValueError(
             f"what is resharded is a {type(state).__name__}: give a method's state, or "
             "(params, state)."
@@ -61,8 +62,8 @@ def reshard(old: Any, tx: base.Method) -> Any:
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
     carried = jax.tree.map(shape, getattr(state, "model_state", None))
     begun = state.layout.tree(shape), carried
-    like = jax.eval_shape(functools.partial(base.start, tx), *begun)
-    shardings = base.start_shardings(tx, *begun)
+    like = jax.eval_shape(functools.partial(method.start, tx), *begun)
+    shardings = method.start_shardings(tx, *begun)
     if type(like[1]) is not type(state):
         raise ValueError(
             f"the state is {type(state).__name__}, of another method than tx: give the "
@@ -75,7 +76,7 @@ def reshard(old: Any, tx: base.Method) -> Any:
 
 
 def saved(
-    tx: base.Method, params: PyTree, mesh: Mesh, model_state: PyTree = None
+    tx: method.Method, params: PyTree, mesh: Mesh, model_state: PyTree = None
 ) -> tuple[PyTree, Any]:
     """Return what a checkpoint of tx's workers is restored as, before `reshard`.
 
@@ -88,7 +89,7 @@ def saved(
     Returns:
       (params, state), abstract: shapes as they were, shardings over `mesh`.
     """
-    found = jax.eval_shape(functools.partial(base.start, tx), params, model_state)
+    found = jax.eval_shape(functools.partial(method.start, tx), params, model_state)
     return jax.tree.map(lambda x: x.update(sharding=anywhere(x.shape, mesh)), found)
 
 
@@ -118,14 +119,14 @@ def moved(old: Any, new: Any) -> Any:
     def is_unit(x: Any) -> bool:
         return (
             isinstance(x, Pending | LeftOut | Layout)
-            or base.is_state(x)
+            or method.is_state(x)
             or source.holds_shards(x)
         )
 
     def convert(a: Any, b: Any) -> Any:
         if isinstance(a, Layout):
             return b
-        if base.is_state(a):
+        if method.is_state(a):
             return moved(a, b)
         if isinstance(a, Pending):
 

@@ -16,15 +16,17 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.codec import Codec, Codecs, codecs
-from acco_jax.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
-from acco_jax.gradients import Sums
-from acco_jax.half_round import Inputs, Round, run
-from acco_jax.layout import Layout, Pending, PyTree, Totals, wide
-from acco_jax.methods import base, checks, optimizer
-from acco_jax.model_state import check_state
-from acco_jax.select import choose
-from acco_jax.workers import check_compiled, over_data, place, to_row
+from acco_jax.core.buffers import Pending, Totals
+from acco_jax.core.codec import Codec, Codecs, codecs
+from acco_jax.core.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
+from acco_jax.core.gradients import Sums
+from acco_jax.core.half_round import Inputs, Round, run
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree, wide
+from acco_jax.core.model_state import check_state
+from acco_jax.core.select import choose
+from acco_jax.core.workers import check_compiled, over_data, place, to_row
+from acco_jax.methods import checks, method, optimizer
 
 StateType = TypeVar("StateType", bound=type)
 Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]
@@ -32,7 +34,7 @@ Start = Callable[[Layout, PyTree, PyTree], Any]
 Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
 
 
-class ShardedOptions(base.CommonOptions, total=False):
+class ShardedOptions(method.CommonOptions, total=False):
     """Keyword arguments of the sharded methods, beside the common ones.
 
     Attributes:
@@ -60,8 +62,8 @@ def with_shards(state_type: StateType) -> StateType:
     """Give a NamedTuple with a sharded `master` the methods of a `State`."""
     made: Any = state_type
     made.shardings = lambda self: self.layout.state_shardings(self)
-    made.committed = lambda self, params: base.gather_exact(self.layout, self.master)
-    made.theta = lambda self, params: base.assembled(self.layout, self.master)
+    made.committed = lambda self, params: method.gather_exact(self.layout, self.master)
+    made.theta = lambda self, params: method.assembled(self.layout, self.master)
     return state_type
 
 
@@ -253,8 +255,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return None if done % self.half_rounds else done // self.half_rounds
 
     def place(self, params: PyTree, state: Any) -> PyTree:
-        if not base.is_state(state):
-            base.find_state(state)  # says what it is instead
+        if not method.is_state(state):
+            method.find_state(state)  # says what it is instead
             raise ValueError(
                 "the state is wrapped, but make_train_step runs a method's own stages: "
                 "give it the state of tx.init for the tx it was built with."
@@ -291,7 +293,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def _init(self, params: PyTree) -> Any:
         checks.refuse_wrappers()
         params = checks.as_updated(params)
-        whole = base.layout_of(params, vars(self), self.layout_type)
+        whole = method.layout_of(params, vars(self), self.layout_type)
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
         like = jax.eval_shape(self.inner.init, seen)
         layout = whole.mirroring(self.inner, like)
@@ -305,7 +307,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             state = self._start(layout, master, run(master))
             return state._replace(residue=self.codecs.start(layout, params))
 
-        return base.placed_state(make, params)
+        return method.placed_state(make, params)
 
     def advance(
         self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
@@ -402,7 +404,7 @@ def _gathered(
 def sharded(
     inner: optax.GradientTransformation,
     mesh: Mesh,
-    options: ShardedOptions | base.CommonOptions,
+    options: ShardedOptions | method.CommonOptions,
     *,
     state: type,
     start: Start,
@@ -445,7 +447,7 @@ def sharded(
     bits = choices.get("gather_bits"), choices.get("reduce_bits")
     return ShardedMethod(
         inner=inner,
-        **base.common_attributes(mesh, options, known),
+        **method.common_attributes(mesh, options, known),
         codecs=codecs(*bits, choices.get("resync_every", 0), half_rounds=half_rounds),
         state_type=state,
         layout_type=layout,

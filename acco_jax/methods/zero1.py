@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.exchange import Point
-from acco_jax.layout import Layout, Leaf, PyTree, Totals
+from acco_jax.core.buffers import Totals
+from acco_jax.core.exchange import Point
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.methods import sharded
-from acco_jax.methods.base import CommonOptions
+from acco_jax.methods.method import CommonOptions
 from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
 
@@ -30,7 +32,7 @@ class Zero1State(NamedTuple):
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    residue: Any = None  # `acco_jax.codec.Residue`, if communication is quantized
+    residue: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 

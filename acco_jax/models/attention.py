@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.groups import ROWS, TENSOR
+from acco_jax.core.groups import ROWS, TENSOR
 from acco_jax.models import flash
 from acco_jax.models.placement import automatic_axes, platform
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.groups import ROWS, TENSOR
+from acco_jax.core.groups import ROWS, TENSOR
 from acco_jax.models.placement import automatic_axes
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from acco_jax.layout import path_names
+from acco_jax.core.leaves import path_names
 from acco_jax.models.rope import RopeScaling
 from acco_jax.models.sizes import FAMILIES, Config
 from acco_jax.models.transformer import Params, shapes_of

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from acco_jax.layout import path_names
+from acco_jax.core.leaves import path_names
 
 PyTree = Any
 Adapters = dict[str, dict[str, jax.Array]]  # path of a kernel -> its a and b

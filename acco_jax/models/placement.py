@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.groups import ROWS, fitted
+from acco_jax.core.groups import ROWS, fitted
 
 PyTree = Any
 

@@ -20,14 +20,14 @@ from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.groups import TENSOR
-from acco_jax.layout import path_names
+from acco_jax.core.groups import TENSOR
+from acco_jax.core.leaves import path_names
 from acco_jax.models import rope
 from acco_jax.models.attention import attention
-from acco_jax.models.base import Batch, Model
 from acco_jax.models.embedding import lookup
 from acco_jax.models.flash import SAVED
 from acco_jax.models.head import cross_entropy
+from acco_jax.models.model import Batch, Model
 from acco_jax.models.placement import gathered, platform, split_rows
 from acco_jax.models.rope import RopeScaling as RopeScaling
 from acco_jax.models.sizes import FAMILIES as FAMILIES

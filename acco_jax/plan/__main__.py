@@ -19,18 +19,19 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up message
 
 from absl import app, flags, logging
 
-from acco_jax.plan import arguments, topologies
-from acco_jax.plan.machines import Change
-from acco_jax.plan.topologies import Topology
-from acco_jax.runner import commands, devices, exits, usage
-from acco_jax.runner.paths import expanded
+from acco_jax.command import devices, exits
+from acco_jax.command.paths import expanded
+from acco_jax.run.config import parsing, usage
+from acco_jax.schedule import arguments, topologies
+from acco_jax.schedule.machines import Change
+from acco_jax.schedule.topologies import Topology
 
 if TYPE_CHECKING:
     from acco_jax.plan.planner import Plan
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
-_CONFIG = commands.config_flag()
+_CONFIG = parsing.config_flag()
 _TOPOLOGY = flags.DEFINE_multi_string(
     "topology", [], "gpu:CHIP:HOSTSxGPUS (gpu:h200:4x8) or tpu:CHIP:SHAPE; repeatable."
 )
@@ -128,12 +129,12 @@ def _run() -> "Sequence[Plan]":
             "one --topology and one --network."
         )
     # slow: after the flags' check
-    from acco_jax.plan import decision, exports, planner, report
+    from acco_jax.plan import decision, exports, plan_text, planner
 
     request = planner.Request(tuple(_METHODS.value), sizes, changes, _FIT.value)
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
-        print(report.text(plan))
+        print(plan_text.text(plan))
         for line in exports.write(plan, folder, json_file, programs):
             print(line)
         return [plan]
@@ -150,13 +151,13 @@ def _calibrate(json_file: Path | None) -> "Sequence[Plan]":
             "--calibration."
         )
     from acco_jax.plan import calibration  # slow, and touches devices
-    from acco_jax.runner.validation import validate
+    from acco_jax.run.build.validation import validate
 
     validate(_CONFIG.value)
-    report = calibration.calibrate(_CONFIG.value)
-    print(calibration.text(report))
+    plan_text = calibration.calibrate(_CONFIG.value)
+    print(calibration.text(plan_text))
     if json_file:
-        calibration.save(report, json_file)
+        calibration.save(plan_text, json_file)
         print(f"JSON     {json_file}")
     return []
 
@@ -222,4 +223,4 @@ def _write(file: Path | None, values: Callable[[], Any]) -> None:
 
 if __name__ == "__main__":
     needed = {usage.NEEDED: ("config",)}
-    app.run(main, flags_parser=commands.parser(_CONFIG, groups=needed))
+    app.run(main, flags_parser=parsing.parser(_CONFIG, groups=needed))

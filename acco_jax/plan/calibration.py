@@ -22,14 +22,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from acco_jax.plan import costs, programs
-from acco_jax.plan.chips import Chip, of_kind
-from acco_jax.plan.machines import Change, Figure, Machine, figures
+from acco_jax.plan import programs
 from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
-from acco_jax.plan.schedules import Schedule
-from acco_jax.plan.tables import aligned, quantity, seconds
-from acco_jax.plan.topologies import Topology
+from acco_jax.schedule import costs
+from acco_jax.schedule.chips import Chip, of_kind
+from acco_jax.schedule.machines import Change, Figure, Machine, figures
+from acco_jax.schedule.schedules import Schedule
+from acco_jax.schedule.tables import aligned, quantity, seconds
+from acco_jax.schedule.topologies import Topology
 
 WIDTH = 1.18  # of the interval to each side of the measured value: 1.4 in all
 # Most times that collectives are slower or faster than their kernels. On CPUs 1:

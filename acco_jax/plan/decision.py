@@ -12,13 +12,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from acco_jax.plan import costs, planner
-from acco_jax.plan.machines import Figure, Machine
+from acco_jax.plan import planner
 from acco_jax.plan.outcomes import Outcome
 from acco_jax.plan.planner import Plan, Request
-from acco_jax.plan.tables import aligned, paragraph, seconds
-from acco_jax.plan.topologies import Topology
-from acco_jax.plan.verdict import milliseconds
+from acco_jax.schedule import costs
+from acco_jax.schedule.machines import Figure, Machine
+from acco_jax.schedule.tables import aligned, paragraph, seconds
+from acco_jax.schedule.topologies import Topology
+from acco_jax.schedule.verdict import milliseconds
 
 WINS = 1.02  # times as fast, at least, to count as faster
 _SLOWEST, _FASTEST = 1e7, 1e12  # bytes/s of a network: where the search goes

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from acco_jax.plan import pictures
 from acco_jax.plan.outcomes import Outcome, Part
 from acco_jax.plan.planner import Plan
-from acco_jax.plan.schedules import Collective
-from acco_jax.plan.verdict import Reading
+from acco_jax.schedule import pictures
+from acco_jax.schedule.schedules import Collective
+from acco_jax.schedule.verdict import Reading
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

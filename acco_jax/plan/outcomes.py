@@ -3,12 +3,12 @@
 import dataclasses
 from typing import NamedTuple
 
-from acco_jax.plan import costs, verdict
-from acco_jax.plan.compiled import Compiled
 from acco_jax.plan.fitting import Fit
 from acco_jax.plan.programs import Program
-from acco_jax.plan.schedules import Collective, Schedule
-from acco_jax.plan.verdict import Verdict
+from acco_jax.schedule import costs, verdict
+from acco_jax.schedule.compiled import Compiled
+from acco_jax.schedule.schedules import Collective, Schedule
+from acco_jax.schedule.verdict import Verdict
 
 
 class Part(NamedTuple):

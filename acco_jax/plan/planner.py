@@ -13,20 +13,21 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from acco_jax.core.names import check_name
 from acco_jax.methods import METHODS
-from acco_jax.models.base import Model
-from acco_jax.plan import costs, fitting, optimizers, programs, verdict
-from acco_jax.plan.compiled import Compiled, DoesNotFit
+from acco_jax.models.model import Model
+from acco_jax.plan import fitting, programs
 from acco_jax.plan.fitting import Fit, Shape, Tried
-from acco_jax.plan.machines import Change, Machine, figures
 from acco_jax.plan.outcomes import Outcome, Part
 from acco_jax.plan.programs import Program
-from acco_jax.plan.schedules import Collective, hidden_share
-from acco_jax.plan.topologies import Topology
-from acco_jax.runner import models
-from acco_jax.runner.names import check_name
-from acco_jax.runner.optimizers import method as of_config
-from acco_jax.runner.validation import validate
+from acco_jax.run.build import models
+from acco_jax.run.build.optimizers import method as of_config
+from acco_jax.run.build.validation import validate
+from acco_jax.schedule import costs, optimizer_collectives, verdict
+from acco_jax.schedule.compiled import Compiled, DoesNotFit
+from acco_jax.schedule.machines import Change, Machine, figures
+from acco_jax.schedule.schedules import Collective, hidden_share
+from acco_jax.schedule.topologies import Topology
 
 BASELINE = "zero1"
 COMPILES = 3  # at most, beside the experiment's own program, to find what fits
@@ -289,7 +290,7 @@ def optimizers_own(
     if compiled.source_collectives is None or split:
         return None
     collectives = compiled.schedule.select(1, groups=program.groups)
-    return optimizers.own(collectives, compiled.source_collectives)
+    return optimizer_collectives.own(collectives, compiled.source_collectives)
 
 
 def _settled(

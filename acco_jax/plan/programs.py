@@ -22,16 +22,16 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import acco_jax
-from acco_jax.groups import data_axes, members
-from acco_jax.loss import with_arrays
-from acco_jax.microbatches import piece
-from acco_jax.plan import cache, footprint, hlo, schedules, topologies
-from acco_jax.plan.compiled import Compiled, DoesNotFit, Memory, what_it_needs
-from acco_jax.plan.footprint import bytes_held
-from acco_jax.plan.machines import Machine
-from acco_jax.plan.topologies import Topology
-from acco_jax.runner import config as configs
-from acco_jax.runner import models, optimizers
+from acco_jax.core.groups import data_axes, members
+from acco_jax.core.loss import with_arrays
+from acco_jax.core.microbatches import piece
+from acco_jax.run.build import models, optimizers
+from acco_jax.run.config import fields as configs
+from acco_jax.schedule import footprint, hlo, program_cache, schedules, topologies
+from acco_jax.schedule.compiled import Compiled, DoesNotFit, Memory, what_it_needs
+from acco_jax.schedule.footprint import bytes_held
+from acco_jax.schedule.machines import Machine
+from acco_jax.schedule.topologies import Topology
 
 PyTree = Any
 
@@ -157,8 +157,8 @@ class Program:
         # acco's odd half-rounds are estimates, which a step's first half is
         number = None if self.half is None else 1 - self.half
         lowered = self.step.lower(*self.arguments, half_round=number)
-        name = cache.key(lowered, self.step.compiler_options, self.mesh.devices)
-        found = cache.load(name)
+        name = program_cache.key(lowered, self.step.compiler_options, self.mesh.devices)
+        found = program_cache.load(name)
         if found is None:
             logging.info(
                 "compiling %s for %s, microbatches of %d",
@@ -167,7 +167,7 @@ class Program:
         entry = found or _compiled(lowered, self.mesh)
         if found is None:
             entry["seconds"] = time.perf_counter() - start
-            cache.keep(name, entry)
+            program_cache.keep(name, entry)
         if reason := entry.get("does_not_fit"):
             raise DoesNotFit(reason)
         text, source = entry["text"], entry["source_collectives"]

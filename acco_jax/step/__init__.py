@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from acco_jax.compiler import compiler_options as default_options
-from acco_jax.gradients import Accumulator
-from acco_jax.methods.base import Method, check_method
+from acco_jax.core.compiler import compiler_options as default_options
+from acco_jax.core.gradients import Accumulator
+from acco_jax.methods.method import Method, check_method
 from acco_jax.step.adaptive import Adaptive, AdaptiveStep
 from acco_jax.step.balance import Balanced
 from acco_jax.step.balanced import BalancedStep

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator, Sums
-from acco_jax.half_round import Inputs
-from acco_jax.layout import PyTree
-from acco_jax.methods.base import Method
+from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.half_round import Inputs
+from acco_jax.core.leaves import PyTree
+from acco_jax.methods.method import Method
 from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 from acco_jax.step.replay import Replay

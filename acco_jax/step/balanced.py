@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from acco_jax.gradients import Accumulator
-from acco_jax.layout import PyTree
-from acco_jax.methods.base import Method
+from acco_jax.core.gradients import Accumulator
+from acco_jax.core.leaves import PyTree
+from acco_jax.methods.method import Method
 from acco_jax.step.balance import Balanced, Balancer
 from acco_jax.step.fused import Arguments, model_state
 from acco_jax.step.halves import Halves, Turns

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from acco_jax.collectives import Alone
-from acco_jax.compiler import naming_unknown_options
-from acco_jax.gradients import Accumulator
-from acco_jax.half_round import Inputs, half_round
-from acco_jax.layout import PyTree
-from acco_jax.methods.base import Method
-from acco_jax.microbatches import differ
-from acco_jax.workers import check_compiled, place
+from acco_jax.core.collectives import Alone
+from acco_jax.core.compiler import naming_unknown_options
+from acco_jax.core.gradients import Accumulator
+from acco_jax.core.half_round import Inputs, half_round
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.microbatches import differ
+from acco_jax.core.workers import check_compiled, place
+from acco_jax.methods.method import Method
 
 
 class Arguments(NamedTuple):

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from acco_jax.gradients import Accumulator
-from acco_jax.methods.base import Method
-from acco_jax.microbatches import differ
+from acco_jax.core.gradients import Accumulator
+from acco_jax.core.microbatches import differ
+from acco_jax.methods.method import Method
 from acco_jax.step.fused import TrainStep
 from acco_jax.step.halves import Halves, Turns
 from acco_jax.step.replay import Lines, Replay

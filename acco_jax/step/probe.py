@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator
-from acco_jax.half_round import Inputs
-from acco_jax.layout import PyTree
-from acco_jax.workers import from_row, to_row
+from acco_jax.core.gradients import Accumulator
+from acco_jax.core.half_round import Inputs
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.workers import from_row, to_row
 
 WORKER = "worker"
 

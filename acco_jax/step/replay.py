@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from acco_jax import smallfiles
+from acco_jax.core import small_files
 
 LARGEST = 2**30  # bytes of a log
 
@@ -79,7 +79,7 @@ def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
     if first == 0:
         return []
     try:
-        lines = smallfiles.text(log, LARGEST).splitlines()[:first]
+        lines = small_files.text(log, LARGEST).splitlines()[:first]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"no log of counts at {log}: give the file that the run wrote."

@@ -12,10 +12,10 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.gradients import Accumulator
-from acco_jax.half_round import Inputs, Round, computed, exchanged, metrics
-from acco_jax.layout import PyTree
-from acco_jax.methods.base import Method
+from acco_jax.core.gradients import Accumulator
+from acco_jax.core.half_round import Inputs, Round, computed, exchanged, metrics
+from acco_jax.core.leaves import PyTree
+from acco_jax.methods.method import Method
 from acco_jax.step.fused import Arguments, TrainStep
 
 

@@ -23,16 +23,19 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax import data
 from acco_jax.data import cache, stored
-from acco_jax.runner import checkpoints as saves
-from acco_jax.runner import commands, comparison, preparation, reports, results
-from acco_jax.runner import config as configs
-from acco_jax.runner import counts as logs
-from acco_jax.runner import goodput as record
-from acco_jax.runner import metrics as rows
-from acco_jax.runner import workdir as workdirs
-from acco_jax.runner import worlds as record_of_worlds
-from acco_jax.runner.drops import Drops
-from acco_jax.runner.validation import validate
+from acco_jax.run import preparation
+from acco_jax.run.build.validation import validate
+from acco_jax.run.compare import comparison, results
+from acco_jax.run.config import fields as configs
+from acco_jax.run.config import parsing
+from acco_jax.run.observe import goodput as record
+from acco_jax.run.observe import metrics as rows
+from acco_jax.run.observe import run_summary
+from acco_jax.run.state import checkpoints as saves
+from acco_jax.run.state import counts as logs
+from acco_jax.run.state import workdir as workdirs
+from acco_jax.run.state import worlds as record_of_worlds
+from acco_jax.run.state.drops import Drops
 from acco_jax.step.replay import read_counts
 
 Case = dict[str, Any]
@@ -78,7 +81,7 @@ def command(name: str, argv: list[str]) -> None:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), _no_work(name, loaded):
-            loaded.main(commands.parser(loaded._CONFIG)(sys.argv))
+            loaded.main(parsing.parser(loaded._CONFIG)(sys.argv))
     except SystemExit as end:
         lines = said.getvalue().splitlines()
         if end.code == 2 and len(lines) == 1 and lines[0].startswith("error: "):
@@ -138,10 +141,10 @@ def config(case: Case) -> None:
     changes = case["changes"]
     if case["how"] == "flags":
         given = [f"--config.{f}={v}".replace("\0", "") for f, v in changes.items()]
-        validate(commands.config_of(["--config=config.py", *given]))
+        validate(parsing.config_of(["--config=config.py", *given]))
         return
     changed = ConfigDict(
-        commands.config_of(["--config=config.py"]).to_dict(), type_safe=False
+        parsing.config_of(["--config=config.py"]).to_dict(), type_safe=False
     )
     for field, text in changes.items():
         *path, last = field.split(".")
@@ -168,7 +171,7 @@ def metrics(case: Case) -> None:
     rows.Recorder(workdir, done=2, tokens=16, seconds=1.0).close()
     _results(workdir)
     if any("bits_per_byte" in row for row in found):
-        reports.draw(found, 2.0, Path("loss.png"), "fuzzed")
+        run_summary.draw(found, 2.0, Path("loss.png"), "fuzzed")
 
 
 def goodput(case: Case) -> None:
@@ -242,7 +245,7 @@ def _experiment() -> preparation.Experiment:
     with contextlib.chdir(folder):
         for name in ("config.py", "records.jsonl"):
             shutil.copy(SEEDS / name, name)
-        made = commands.config_of(["--config=config.py"])
+        made = parsing.config_of(["--config=config.py"])
         return preparation.prepare(made, Path("work"), jax.devices()[:1])
 
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from acco_jax import audit as package
 from acco_jax.audit import assert_hidden, audit
 from acco_jax.audit.axes import axes_of, label, parse_mesh
-from acco_jax.plan import costs, hlo, machines, schedules, topologies, verdict
-from acco_jax.plan.sources import Sources
+from acco_jax.schedule import costs, hlo, machines, schedules, topologies, verdict
+from acco_jax.schedule.sources import Sources
 
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
 PLACE = "gpu:h100:4x8"

@@ -11,8 +11,8 @@ import pytest
 
 from acco_jax.audit import __main__ as command
 from acco_jax.audit import auditing
-from acco_jax.plan import topologies
-from acco_jax.runner import exits
+from acco_jax.command import exits
+from acco_jax.schedule import topologies
 
 FOREIGN = pathlib.Path(__file__).parents[1] / "recorded" / "foreign"
 PLACE, MESH = "--topology=gpu:h100:4x8", "--mesh=data:4,fsdp:8"

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from acco_jax import data
 from acco_jax.data import cache, stored
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from acco_jax.data import corpora
-from acco_jax.runner import config as configs
+from acco_jax.run.config import fields as configs
 
 
 def source_config(**changes):

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from acco_jax.data import corpora, records
-from acco_jax.runner import config as configs
+from acco_jax.run.config import fields as configs
 
 SAVED = Path(__file__).parent.parent / "recorded" / "huggingface"
 HELD_OUT = "held out by hash"

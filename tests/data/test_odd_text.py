@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from acco_jax import data
 from acco_jax.data import corpora, records, tasks
-from acco_jax.runner import config as configs
+from acco_jax.run.config import fields as configs
 from tests.data import test_sources
 
 files = test_sources.files  # a fixture

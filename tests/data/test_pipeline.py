@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from acco_jax import data
 from acco_jax.data import cache
-from acco_jax.runner import config as configs
+from acco_jax.run.config import fields as configs
 from tests.data.test_batches import END, iterate, take
 from tests.examples import examples
 

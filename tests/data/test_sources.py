@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from acco_jax import data
 from acco_jax.data import corpora, tasks
-from acco_jax.runner import config as configs
+from acco_jax.run.config import fields as configs
 
 SAVED = Path(__file__).parent.parent / "recorded" / "huggingface"
 RECORDS = [

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.models import transformer
-from acco_jax.plan import schedules
+from acco_jax.schedule import schedules
 from tests.reference import AUTO, EXPLICIT, Unsharded, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64", "compiled_here")

@@ -16,8 +16,8 @@ from jax import lax
 import acco_jax
 from acco_jax.methods.dependence import dependence
 from acco_jax.models import lora, transformer
-from acco_jax.runner import config as configs
-from acco_jax.runner import optimizers
+from acco_jax.run.build import optimizers
+from acco_jax.run.config import fields as configs
 from tests.examples import examples
 from tests.reference import Unsharded, draw, make_mesh, parameters
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import acco_jax
-from acco_jax.plan.footprint import NEGLIGIBLE, collectives
+from acco_jax.schedule.footprint import NEGLIGIBLE, collectives
 from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from acco_jax.core.workers import over_data
 from acco_jax.models import attention, flash, placement
-from acco_jax.plan import topologies
-from acco_jax.workers import over_data
+from acco_jax.schedule import topologies
 
 
 def _arrays(B, T, N, K, H, dtype=jnp.bfloat16, documents=0):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from acco_jax.models import head
 from acco_jax.models.head import cross_entropy
-from acco_jax.plan import hlo
+from acco_jax.schedule import hlo
 from tests.examples import examples
 
 

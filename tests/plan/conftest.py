@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from acco_jax.command import exits
 from acco_jax.plan import programs
-from acco_jax.runner import exits
-from tests.plan.recordings import SCHEDULES, recorded, run, text_of
+from tests.schedule.recordings import SCHEDULES, recorded, run, text_of
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from acco_jax.plan import calibration, costs, machines, schedules, topologies
-from acco_jax.runner.config import default_config
-from tests.plan.recordings import run
+from acco_jax.plan import calibration
+from acco_jax.run.config.fields import default_config
+from acco_jax.schedule import costs, machines, schedules, topologies
+from tests.schedule.recordings import run
 
 long = pytest.mark.long  # what is measured: three programs, and kernels
 

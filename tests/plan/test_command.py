@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from acco_jax.plan import planner, programs, topologies
-from tests.plan.recordings import run, text_of
+from acco_jax.plan import planner, programs
+from acco_jax.schedule import topologies
+from tests.schedule.recordings import run, text_of
 
 MIB = 2**20
 

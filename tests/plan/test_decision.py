@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from acco_jax.plan import decision, planner, topologies
+from acco_jax.plan import decision, planner
 from acco_jax.plan.decision import Terms
-from acco_jax.runner.config import default_config
-from tests.plan.recordings import SCHEDULES, run
+from acco_jax.run.config.fields import default_config
+from acco_jax.schedule import topologies
+from tests.schedule.recordings import SCHEDULES, run
 
 PLACES = "--topology=gpu:h200:1x8", "--topology=gpu:a100:1x8"
 # dpu's half-round is a step: of the recordings both compute the same microbatches

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from acco_jax.plan import costs, footprint, planner, programs
-from acco_jax.runner import exits
-from tests.plan.recordings import BUFFER, SCHEDULES, machine, recorded, run
+from acco_jax.command import exits
+from acco_jax.plan import planner, programs
+from acco_jax.schedule import costs, footprint
+from tests.schedule.recordings import BUFFER, SCHEDULES, machine, recorded, run
 
 
 def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from acco_jax.plan import programs, topologies
-from acco_jax.runner import models
-from acco_jax.runner.config import default_config
-from tests.plan.recordings import text_of
+from acco_jax.plan import programs
+from acco_jax.run.build import models
+from acco_jax.run.config.fields import default_config
+from acco_jax.schedule import topologies
+from tests.schedule.recordings import text_of
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from acco_jax.runner import commands, exits
-from acco_jax.runner.validation import validate
+from acco_jax.command import exits
+from acco_jax.run.build.validation import validate
+from acco_jax.run.config import parsing
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "experiments" / "clusters"
@@ -54,7 +55,7 @@ LOG = """#!/bin/bash
 echo "$(basename "$0") $*" >>"$STUBS/log"
 """
 CONFIG = """
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 def get_config():
     c = default_config()
@@ -232,7 +233,7 @@ def test_the_parts_of_a_manifest_fit_together(path, monkeypatch):
     *head, config = (x for x in container["command"] if "--workdir" not in x)
     assert head[:3] == ["python", "-m", "acco_jax.train"] and config
     flags = [x for x in container["command"] if x.startswith("--config")]
-    validate(commands.config_of(flags))
+    validate(parsing.config_of(flags))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
+from acco_jax.command.exits import TABLE
 from acco_jax.methods import METHODS, options
-from acco_jax.runner.config import default_config
-from acco_jax.runner.exits import TABLE
+from acco_jax.run.config.fields import default_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
@@ -31,7 +31,10 @@ COMMANDS = (
     "export",
 )
 CONFIGURED = ("train", "compare", "plan")  # which take --config
-OF_MODELS = ("generate", "evaluate")  # which take acco_jax.runner.commands.ModelFlags
+OF_MODELS = (
+    "generate",
+    "evaluate",
+)  # which take acco_jax.run.config.parsing.ModelFlags
 TITLED = re.compile(r"^#{1,6} (.+)$", re.M)
 
 
@@ -63,7 +66,7 @@ def is_text(node):
 def flags_of(command):
     files = [source_of(command)]
     if command in OF_MODELS:
-        files.append(ROOT / "acco_jax" / "runner" / "commands.py")
+        files.append(ROOT / "acco_jax" / "run" / "config" / "parsing.py")
     found = defined(*files)
     if command in CONFIGURED:
         found["config"] = "A file whose get_config() returns the experiment."

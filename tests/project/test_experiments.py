@@ -14,8 +14,10 @@ import jax
 import pytest
 
 from acco_jax.models import transformer
-from acco_jax.runner import commands, comparison, models
-from acco_jax.runner.validation import validate
+from acco_jax.run.build import models
+from acco_jax.run.build.validation import validate
+from acco_jax.run.compare import comparison
+from acco_jax.run.config import parsing
 from tests import stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +89,7 @@ def with_places(arguments, places):
 
 def config_of(arguments):
     """The config of a command, from its flags."""
-    return commands.config_of([a for a in arguments if a.startswith("--config")])
+    return parsing.config_of([a for a in arguments if a.startswith("--config")])
 
 
 def whole(name, tmp_path):
@@ -97,7 +99,7 @@ def whole(name, tmp_path):
         size = transformer.size(PUBLISHED[name])
         folder = stand_ins.described(tmp_path / "model", size)
         flags.append(f"--config.init_from={folder}")
-    return commands.config_of(flags)
+    return parsing.config_of(flags)
 
 
 def number(text):
@@ -141,10 +143,10 @@ def test_the_commands_can_be_given(name, places, monkeypatch):
 def test_flags_win_over_a_scale():
     config = [f"--config={ROOT / 'experiments' / 'tinystories_36m.py'}"]
     config += ["--config.scale=smoke", "--config.steps=7", "--config.model.layers=4"]
-    small = commands.config_of(config)
+    small = parsing.config_of(config)
     assert (small.steps, small.model.layers, small.model.width) == (7, 4, 32)
     with pytest.raises(ValueError, match=r"scale is 'smoky': did you mean 'smoke'\?"):
-        commands.config_of([*config, "--config.scale=smoky"])
+        parsing.config_of([*config, "--config.scale=smoky"])
 
 
 def test_the_batch_of_tinystories_is_the_releases(tmp_path):

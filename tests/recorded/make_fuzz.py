@@ -19,8 +19,11 @@ from pyarrow import parquet
 
 from acco_jax import data
 from acco_jax.data import corpora
-from acco_jax.runner import commands, goodput, preparation, worlds
-from acco_jax.runner import config as configs
+from acco_jax.run import preparation
+from acco_jax.run.config import fields as configs
+from acco_jax.run.config import parsing
+from acco_jax.run.observe import goodput
+from acco_jax.run.state import worlds
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).parent / "fuzz" / "seeds"
@@ -35,7 +38,7 @@ RECORDS = [
 ]
 CONFIG = '''"""A run small enough to be prepared hundreds of times."""
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():
@@ -139,7 +142,7 @@ def run():
     shutil.copy(OUT / "jsonl" / "validation.jsonl", OUT / "records.jsonl")
     os.chdir(OUT)
     workdir = OUT / "workdir"
-    config = commands.config_of(["--config=config.py"])
+    config = parsing.config_of(["--config=config.py"])
     experiment = preparation.prepare(config, workdir, jax.devices()[:1])
     host = {
         "batches": preparation.batches(experiment).get_state(),

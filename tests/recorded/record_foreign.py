@@ -23,7 +23,7 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from acco_jax import audit
-from acco_jax.plan import topologies
+from acco_jax.schedule import topologies
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MACHINE, VERSION = "gpu:h100:4x8", "0.10.2"

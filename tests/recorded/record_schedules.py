@@ -1,4 +1,4 @@
-"""Records the compiled schedules that tests/plan/test_schedules.py reads.
+"""Records the compiled schedules that tests/schedule/test_schedules.py reads.
 
     export JAX_PLATFORMS=cpu
     python tests/recorded/record_schedules.py  # lists the names
@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
-from acco_jax.plan import topologies
+from acco_jax.schedule import topologies
 
 D, F, L, V, T, B, N = 512, 2048, 4, 4096, 256, 2, 4
 LANES, TILE = 1024, 16  # the packed buffer is [rows, 1024], 16 x k rows per worker

@@ -33,16 +33,22 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.half_round import Hop
-from acco_jax.layout import Layout, PyTree
-from acco_jax.methods.base import common_attributes, layout_of, placed_state
+from acco_jax.core.half_round import Hop
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.select import choose
+from acco_jax.core.workers import over_data
 from acco_jax.methods.checks import checked_update
-from acco_jax.methods.local import base
-from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
+from acco_jax.methods.local import local_method
+from acco_jax.methods.local.local_method import (
+    InnerSteps,
+    LocalMethod,
+    LocalRound,
+    Work,
+)
 from acco_jax.methods.local.rounds import RoundOptions, counted
+from acco_jax.methods.method import common_attributes, layout_of, placed_state
 from acco_jax.methods.optimizer import pinned
-from acco_jax.select import choose
-from acco_jax.workers import over_data
 
 ROW = 256  # entries; a place in it fits 8 bits
 
@@ -59,7 +65,7 @@ class CellmState(NamedTuple):
     error: PyTree  # rows: e_i(t), float32 or wider
 
     def shardings(self) -> Self:
-        homes = base.shardings(self, rows=("inner", "error"))
+        homes = local_method.shardings(self, rows=("inner", "error"))
         return homes._replace(master=self.layout.params_shardings)
 
     def committed(self, params: PyTree) -> PyTree:
@@ -68,13 +74,13 @@ class CellmState(NamedTuple):
 
     def theta(self, params: PyTree) -> PyTree:
         del params
-        return base.narrowed(self.layout, self.master)
+        return local_method.narrowed(self.layout, self.master)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _committed(layout: Layout, master: PyTree) -> PyTree:
     # copies, because a train step is given the state to keep
-    rounded = jax.tree.map(jnp.copy, base.narrowed(layout, master))
+    rounded = jax.tree.map(jnp.copy, local_method.narrowed(layout, master))
     return pinned(rounded, layout.params_shardings)
 
 
@@ -196,7 +202,7 @@ class SparseRound(LocalRound):
         return None, (), state
 
     def theta(self, rows: PyTree, rest: CellmState) -> PyTree:
-        return base.to_rows(rest.layout, rest.master)
+        return local_method.to_rows(rest.layout, rest.master)
 
     def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """The parcel: the layout, every worker's words, e_i(t+1), and sum_i w_i."""
@@ -292,7 +298,9 @@ class SparseRound(LocalRound):
         run = over_data(self._advance, layout.mesh, layout.axis, P(), P())
         master, outer = run(total, sums, rest.master, rest.outer)
         state = rest._replace(master=master, outer=outer, inner=work.inner, error=error)
-        return base.to_rows(layout, base.narrowed(layout, master)), state
+        return local_method.to_rows(
+            layout, local_method.narrowed(layout, master)
+        ), state
 
 
 def cellm(
@@ -337,10 +345,12 @@ def cellm(
       (https://arxiv.org/abs/1602.05629); Stich et al., Sparsified SGD with Memory
       (https://arxiv.org/abs/1809.07599)
     """
-    base.check_steps("local_steps", local_steps)
+    local_method.check_steps("local_steps", local_steps)
     k = _entries(keep)
-    outer = outer or base.nesterov(outer_learning_rate, outer_momentum)
-    base.check_optimizer("outer", outer, "every worker takes the outer step itself")
+    outer = outer or local_method.nesterov(outer_learning_rate, outer_momentum)
+    local_method.check_optimizer(
+        "outer", outer, "every worker takes the outer step itself"
+    )
     common = common_attributes(mesh, options, RoundOptions)
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, local_steps)
@@ -350,16 +360,16 @@ def cellm(
 
         def make(params: PyTree) -> CellmState:
             # a copy: a train step is given the parameters and the state to keep
-            master = jax.tree.map(jnp.copy, base.widened(layout, params))
-            error = base.to_rows(layout, jax.tree.map(jnp.zeros_like, master))
-            rows = base.init_rows(layout, inner, params)
+            master = jax.tree.map(jnp.copy, local_method.widened(layout, params))
+            error = local_method.to_rows(layout, jax.tree.map(jnp.zeros_like, master))
+            rows = local_method.init_rows(layout, inner, params)
             counts = jnp.int32(0), jnp.int32(0)
             return CellmState(layout, *counts, master, outer.init(master), rows, error)
 
-        base.check_wire(layout, weighted)
+        local_method.check_wire(layout, weighted)
         return placed_state(make, params)
 
-    return base.local_method(
+    return local_method.local_method(
         inner,
         common,
         steps_per_call=local_steps,

@@ -13,7 +13,7 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.methods.local.base import LocalMethod, nesterov
+from acco_jax.methods.local.local_method import LocalMethod, nesterov
 from acco_jax.methods.local.rounds import RoundOptions, rounds_with
 from acco_jax.methods.zero1 import zero1
 

@@ -38,16 +38,22 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from acco_jax.half_round import Hop
-from acco_jax.layout import Layout, PyTree, wide
-from acco_jax.methods.base import (
+from acco_jax.core.half_round import Hop
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree, wide
+from acco_jax.methods.local import local_method
+from acco_jax.methods.local.local_method import (
+    InnerSteps,
+    LocalMethod,
+    LocalRound,
+    Work,
+)
+from acco_jax.methods.method import (
     CommonOptions,
     common_attributes,
     layout_of,
     placed_state,
 )
-from acco_jax.methods.local import base
-from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.optimizer import pinned
 
 TOPOLOGIES = ("ring", "exponential", "random", "complete")
@@ -63,7 +69,7 @@ class GossipState(NamedTuple):
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
 
     def shardings(self) -> Self:
-        return base.shardings(self, rows=("inner", "master"))
+        return local_method.shardings(self, rows=("inner", "master"))
 
     def committed(self, params: PyTree) -> PyTree:
         """The mean over the workers, replicated."""
@@ -71,8 +77,10 @@ class GossipState(NamedTuple):
 
     def theta(self, params: PyTree) -> PyTree:
         rows = params if self.master is None else self.master
-        mean = jax.tree.map(lambda x: x.mean(0), base.widened(self.layout, rows))
-        return base.narrowed(self.layout, mean)
+        mean = jax.tree.map(
+            lambda x: x.mean(0), local_method.widened(self.layout, rows)
+        )
+        return local_method.narrowed(self.layout, mean)
 
 
 @jax.jit
@@ -167,7 +175,7 @@ class GossipRound(LocalRound):
         """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = outbox
         sent = layout.map(lambda leaf, x: x.astype(leaf.wire), theta)
-        change = jax.tree.map(jnp.negative, base.widened(layout, sent))
+        change = jax.tree.map(jnp.negative, local_method.widened(layout, sent))
         return layout, call, sent, change
 
     def _exchange(self, term: Term, parcel: Any) -> Any:
@@ -197,7 +205,7 @@ class GossipRound(LocalRound):
         theta = jax.tree.map(jnp.add, work.theta, delivery[-1])
         master = None if rest.master is None else theta
         state = rest._replace(inner=work.inner, master=master)
-        return base.narrowed(rest.layout, theta), state
+        return local_method.narrowed(rest.layout, theta), state
 
 
 def gossip(
@@ -222,7 +230,7 @@ def gossip(
       topology: 'ring', 'exponential', 'random' or 'complete'.
       local_steps: H, inner steps from one exchange to the next.
       seed: of the random pairs; the same on every worker.
-      **options: see `acco_jax.methods.base.CommonOptions`.
+      **options: see `acco_jax.methods.method.CommonOptions`.
 
     Returns:
       A `LocalMethod`. A worker whose count is 0 takes no step, but exchanges.
@@ -235,7 +243,7 @@ def gossip(
       (https://arxiv.org/abs/1710.06952); Assran et al., Stochastic Gradient Push for
       Distributed Deep Learning (https://arxiv.org/abs/1811.10792)
     """
-    base.check_steps("local_steps", local_steps)
+    local_method.check_steps("local_steps", local_steps)
     if topology not in TOPOLOGIES:
         raise ValueError(
             f"topology is {topology!r}: choose one of {', '.join(TOPOLOGIES)}."
@@ -248,8 +256,8 @@ def gossip(
         layout = layout_of(params, common)
 
         def make(params: PyTree) -> GossipState:
-            rows = base.init_rows(layout, inner, params)
-            master = base.master_rows(layout, params)
+            rows = local_method.init_rows(layout, inner, params)
+            master = local_method.master_rows(layout, params)
             return GossipState(layout, jnp.int32(0), jnp.int32(0), rows, master)
 
         return placed_state(make, params)
@@ -257,7 +265,7 @@ def gossip(
     def round_of(phase: int) -> GossipRound:
         return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))
 
-    return base.local_method(
+    return local_method.local_method(
         inner,
         common,
         steps_per_call=local_steps,

@@ -22,19 +22,26 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.exchange import Delivery, Exchange, ExchangeRound
-from acco_jax.layout import Layout, Pending, PyTree
-from acco_jax.methods.base import (
+from acco_jax.core.buffers import Pending
+from acco_jax.core.exchange import Delivery, Exchange, ExchangeRound
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.workers import over_data, to_row
+from acco_jax.methods.local import local_method
+from acco_jax.methods.local.local_method import (
+    InnerSteps,
+    LocalMethod,
+    LocalRound,
+    Work,
+)
+from acco_jax.methods.method import (
     CommonOptions,
     assembled,
     common_attributes,
     gather_exact,
     placed_state,
 )
-from acco_jax.methods.local import base
-from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
 from acco_jax.methods.sharded import ShardedMethod, ShardedRound
-from acco_jax.workers import over_data, to_row
 
 OF_ROUNDS = ("weighted", "accumulate_dtype")  # the rest is the exchange's
 
@@ -49,7 +56,7 @@ class RoundState(NamedTuple):
     inner: PyTree  # rows: each worker's own optimizer state
 
     def shardings(self) -> Self:
-        return base.shardings(self, rows=("inner",))
+        return local_method.shardings(self, rows=("inner",))
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # the point they started from, rounded to the wire's dtype
@@ -115,7 +122,7 @@ class OuterRound(ExchangeRound, LocalRound):
         if self.overlaps:
             outer = outer._replace(pending=self.outgoing(rows, rest, work))
         state = rest._replace(outer=outer, inner=work.inner)
-        return base.to_rows(rest.layout, delivery.params), state
+        return local_method.to_rows(rest.layout, delivery.params), state
 
 
 class RoundOptions(CommonOptions, total=False):
@@ -158,7 +165,7 @@ def local_rounds(
     Raises:
       ValueError: in one line, before any device work, what does not fit.
     """
-    base.check_steps("local_steps", local_steps)
+    local_method.check_steps("local_steps", local_steps)
     if not isinstance(outer, ShardedMethod):
         raise ValueError(
             f"outer is a {type(outer).__name__}: give a sharding method, e.g. "
@@ -184,17 +191,17 @@ def local_rounds(
     def init(params: PyTree) -> RoundState:
         state = outer.init(params)
         layout = state.layout
-        base.check_wire(layout, weighted)
+        local_method.check_wire(layout, weighted)
 
         def make(params: PyTree) -> RoundState:
-            rows = base.init_rows(layout, inner, params)
+            rows = local_method.init_rows(layout, inner, params)
             return RoundState(layout, jnp.int32(0), jnp.int32(0), None, rows)
 
         return placed_state(make, params)._replace(outer=state)
 
     exchange = outer.exchange(outer.codecs.all[0])
     options = CommonOptions(axis_name=outer.axis, accumulate_dtype=accumulate_dtype)
-    return base.local_method(
+    return local_method.local_method(
         inner,
         common_attributes(outer.mesh, options, CommonOptions),
         steps_per_call=local_steps,

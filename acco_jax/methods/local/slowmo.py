@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.layout import PyTree
-from acco_jax.methods.local.base import LocalMethod
+from acco_jax.core.leaves import PyTree
+from acco_jax.methods.local.local_method import LocalMethod
 from acco_jax.methods.local.rounds import RoundOptions, rounds_with
 from acco_jax.methods.zero1 import zero1
 

@@ -28,24 +28,31 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.codec import Codec
-from acco_jax.exchange import Delivery, Exchange, ExchangeRound
-from acco_jax.layout import Layout, Leaf, Pending, PyTree
-from acco_jax.methods.base import (
+from acco_jax.core.buffers import Pending
+from acco_jax.core.codec import Codec
+from acco_jax.core.exchange import Delivery, Exchange, ExchangeRound
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import Leaf, PyTree
+from acco_jax.core.select import choose
+from acco_jax.core.workers import over_data
+from acco_jax.methods.delayed import dpu
+from acco_jax.methods.local import local_method
+from acco_jax.methods.local.local_method import (
+    InnerSteps,
+    LocalMethod,
+    LocalRound,
+    Work,
+)
+from acco_jax.methods.local.rounds import RoundOptions, counted, differences
+from acco_jax.methods.method import (
     assembled,
     common_attributes,
     gather_exact,
     layout_of,
     placed_state,
 )
-from acco_jax.methods.delayed import dpu
-from acco_jax.methods.local import base
-from acco_jax.methods.local.base import InnerSteps, LocalMethod, LocalRound, Work
-from acco_jax.methods.local.rounds import RoundOptions, counted, differences
 from acco_jax.methods.sharded import ShardedMethod
 from acco_jax.methods.zero1 import zero1
-from acco_jax.select import choose
-from acco_jax.workers import over_data
 
 Fragment = dict[str, Any]  # leaves by name
 
@@ -66,7 +73,7 @@ class StreamingState(NamedTuple):
         layout = self.layout
         homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
         anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
-        state = base.shardings(self, rows=("weights", "inner", "master"))
+        state = local_method.shardings(self, rows=("weights", "inner", "master"))
         return state._replace(anchor=anchor)
 
     def committed(self, params: PyTree) -> PyTree:
@@ -237,7 +244,7 @@ class StreamingRound(ExchangeRound, LocalRound):
             inner=work.inner,
             master=None if rest.master is None else work.theta,
         )
-        return base.narrowed(layout, work.theta), state
+        return local_method.narrowed(layout, work.theta), state
 
 
 def streaming_diloco(
@@ -292,7 +299,7 @@ def streaming_diloco(
         raise ValueError(f"mixing is {mixing}: it must lie from 0 to below 1.")
     if bits not in (None, 8, 4):
         raise ValueError(f"bits is {bits!r}: choose 8, 4 or None.")
-    outer = outer or base.nesterov(outer_learning_rate, outer_momentum)
+    outer = outer or local_method.nesterov(outer_learning_rate, outer_momentum)
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, interval)
 
@@ -308,7 +315,7 @@ def streaming_diloco(
 
     def init(params: PyTree) -> StreamingState:
         whole = layout_of(params, common)
-        base.check_wire(whole, weighted and not bits)
+        local_method.check_wire(whole, weighted and not bits)
         params = jax.device_put(params, whole.params_shardings)
         members = fragments_of(whole.leaves, fragments)
         specs = {leaf.name: leaf.spec for leaf in whole.leaves}
@@ -327,8 +334,8 @@ def streaming_diloco(
                 outer=(),
                 anchor=tuple(take(whole, numbers, params) for numbers in members),
                 weights=jnp.zeros((whole.workers, fragments), whole.scalar),
-                inner=base.init_rows(whole, inner, params),
-                master=base.master_rows(whole, params),
+                inner=local_method.init_rows(whole, inner, params),
+                master=local_method.master_rows(whole, params),
             )
 
         return placed_state(make, params)._replace(outer=states)
@@ -348,7 +355,7 @@ def streaming_diloco(
         for part in state.outer:
             of_any.check_state(part)
 
-    return base.local_method(
+    return local_method.local_method(
         inner,
         common,
         steps_per_call=interval,
@@ -374,8 +381,8 @@ def streaming_diloco(
 
 def _interval(local_steps: int, fragments: int, overlap_steps: int) -> int:
     """H / P, checked."""
-    base.check_steps("local_steps", local_steps)
-    base.check_steps("fragments", fragments)
+    local_method.check_steps("local_steps", local_steps)
+    local_method.check_steps("fragments", fragments)
     if not isinstance(overlap_steps, int):
         raise ValueError(f"overlap_steps is {overlap_steps!r}: give an integer.")
     if local_steps % fragments:

@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from acco_jax.gradients import Sums
-from acco_jax.methods.local.base import Work
+from acco_jax.core.gradients import Sums
 from acco_jax.methods.local.cellm import _entries
+from acco_jax.methods.local.local_method import Work
 from acco_jax.models import lora, transformer
-from acco_jax.plan import footprint
+from acco_jax.schedule import footprint
 from tests.methods.local import problem
 from tests.methods.local.test_rounds import HELD, run
 from tests.reference import make_mesh

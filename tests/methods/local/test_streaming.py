@@ -7,9 +7,10 @@ import optax
 import pytest
 
 import acco_jax
-from acco_jax.layout import Leaf, Outgoing
+from acco_jax.core.buffers import Outgoing
+from acco_jax.core.leaves import Leaf
+from acco_jax.core.quantize import dequantize, quantize
 from acco_jax.methods.local import streaming
-from acco_jax.quantize import dequantize, quantize
 from tests.methods.local import problem
 from tests.methods.local.test_rounds import HELD, run
 from tests.reference import make_mesh

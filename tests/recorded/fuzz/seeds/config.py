@@ -1,6 +1,6 @@
 """A run small enough to be prepared hundreds of times."""
 
-from acco_jax.runner.config import default_config
+from acco_jax.run.config.fields import default_config
 
 
 def get_config():

@@ -1,0 +1,1 @@
+"""What the commands share: devices, exit codes, files, signals."""

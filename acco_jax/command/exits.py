@@ -1,0 +1,122 @@
+"""Exit codes of all commands, for schedulers and people."""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from acco_jax.command import heartbeat
+
+FINISHED = 0
+FAILED = 1
+REFUSED = 2
+EXPOSED = 3
+DIVERGED = 4
+LOST = 5
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+TABLE = f"""
+Exit codes:
+  {FINISHED:2}  finished
+  {FAILED:2}  something else went wrong
+  {REFUSED:2}  refused: a flag, the config, a file or the machine
+  {EXPOSED:2}  plan, audit --require-hidden: communication is not hidden
+  {DIVERGED:2}  diverged: the loss or a parameter is not finite
+  {LOST:2}  lost a process of the run, or one never came
+  {STOPPED:2}  stopped and saved: the same command continues
+"""
+
+
+MEMORY = "lower microbatch_size, or use more devices."
+_PACKAGE = Path(__file__).parent.parent
+
+
+class Stopped(Exception):
+    """A run was told to stop, and has saved its state."""
+
+
+class Failed(Exception):
+    """A command could not do its work, for a reason that its message names."""
+
+
+@contextlib.contextmanager
+def lines() -> Iterator[None]:
+    """End a command whose body raises with one line on stderr and a code.
+
+    An unforeseen error prints its traceback before that line. In a process that a
+    supervisor started such an error is raised again: the supervisor receives it, and
+    decides whether a lost peer caused it.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        code, line = ended(error)
+        told = isinstance(error, KeyboardInterrupt)  # by a signal, as the supervisor
+        if heartbeat.supervised() and (code is None or told):
+            raise
+        if code is None:
+            traceback.print_exception(error)
+        end(FAILED if code is None else code, line)
+
+
+def ended(error: BaseException) -> tuple[int | None, str]:
+    """Return the code and the line that a command ends with.
+
+    The code is None for an unforeseen error.
+    """
+    text = str(error)
+    match error:
+        case Stopped():
+            return STOPPED, text
+        case Failed():
+            return FAILED, text
+        case KeyboardInterrupt():
+            return FAILED, text or "interrupted"
+        case FloatingPointError():
+            return DIVERGED, text
+        case MemoryError():
+            return FAILED, f"out of memory: {MEMORY}"
+        case RuntimeError() if text.startswith("RESOURCE_EXHAUSTED"):
+            return FAILED, f"out of memory ({text:.200}): {MEMORY}"
+        case OSError():
+            return REFUSED, text
+        case ValueError():
+            ours, where = _place(error)
+            return REFUSED, text if ours else f"{text} ({where})"
+    return None, f"{type(error).__name__}: {text} ({_place(error)[1]})"
+
+
+def _place(error: BaseException) -> tuple[bool, str]:
+    """Return whether this package raised an error, and the file and line that did.
+
+    For an error in an installed library it is the line that called the library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = not frames or Path(frames[-1].filename).is_relative_to(_PACKAGE)
+    installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent))
+    own = [
+        f for f in frames
+        if Path(f.filename).is_relative_to(_PACKAGE)
+        or not any(part in f.filename for part in installed)
+    ]  # fmt: skip
+    if not (own or frames):
+        return ours, "nowhere"
+    frame = (own or frames)[-1]
+    return ours, f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def end(code: int, message: object) -> NoReturn:
+    """End the process with one line on stderr.
+
+    Args:
+      code: one of this module's.
+      message: its lines become one.
+    """
+    line = " ".join(str(message).split())
+    sys.stderr.write(f"error: {line}\n")
+    heartbeat.ends_with(code, line)
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""Gradients, their layout over the workers, and their exchange."""

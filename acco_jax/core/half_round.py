@@ -1,0 +1,202 @@
+"""A half-round: its communication, hop by hop, and the computation beside it.
+
+    outbox --send--> parcel --(encode, collective) of each hop--> parcel --decode--> new
+                                    beside: compute, a piece for each hop
+
+`Round` is what a method does in one call of the train step, and two functions run it:
+`run` takes a parcel over the hops, `half_round` is a whole call as one program. The
+forms of a train step differ only in what runs beside the hops: nothing in a plain
+`update`, pieces of the computation in a single program, another thread in two-thread
+execution.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from acco_jax.core.dtypes import promoted
+from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.leaves import PyTree
+
+barrier = lax.optimization_barrier
+
+
+class Hop(NamedTuple):
+    """One collective of an exchange; both functions turn a parcel into a parcel."""
+
+    # decodes what the hop before brought, lets its owner act on it, and encodes what
+    # is sent next; no large collective
+    encode: Callable[[Any], Any]
+    collective: Callable[[Any], Any]  # only the collective
+
+
+class Inputs(NamedTuple):
+    """The inputs of a call of the train step, beside the parameters."""
+
+    gradients: Accumulator
+    batch: PyTree  # leaves (n * microbatches * b, ...), row after row of each worker
+    counts: jax.Array | None  # (n,) int32: microbatches of each worker; None: all
+    rng: Any
+
+
+class Round(abc.ABC):
+    """One call of a method: a computation, and an exchange in several hops.
+
+    With `overlaps`, the exchange sends what the call before left in the state, and the
+    computation runs beside it. Without, it sends what this call has computed.
+    """
+
+    overlaps: bool  # whether the exchange runs beside the computation
+    hops: tuple[Hop, ...]  # of the exchange, in their order
+    late: bool = False  # whether `finish` computes, not only puts things in place
+    drops: bool = True  # whether it has each worker's gradients before they are reduced
+
+    @abc.abstractmethod
+    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Any]:
+        """Take a state apart.
+
+        Returns:
+          (outbox, owner, rest): what the call before left to be sent, or None if the
+          round does not overlap; what the owners of shards advance; everything else.
+        """
+
+    @abc.abstractmethod
+    def compute(
+        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+    ) -> Any:
+        """Compute the k-th piece of the computation, one for each hop.
+
+        `work` is what the piece before returned; None for the first, piece 0.
+        """
+
+    def close(self, work: Any, rest: Any, inputs: Inputs) -> Any:
+        """Return the work of all pieces as it is kept. No collective."""
+        return work
+
+    def outgoing(self, params: PyTree, rest: Any, work: Any) -> Any:
+        """Return the outbox that a closed computation leaves. No collective.
+
+        Called only where the round does not overlap.
+        """
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
+        """Return the parcel before the first hop; sum what is small."""
+
+    def decode(self, parcel: Any, params: PyTree) -> Any:
+        """Return what the last hop brought, as `finish` needs it. No collective."""
+        return parcel
+
+    def homes(self, owner: Any) -> Any:
+        """Return the shardings of what `decode` returns; None: the compiler chooses."""
+        return None
+
+    @abc.abstractmethod
+    def finish(
+        self, params: PyTree, rest: Any, inputs: Inputs, work: Any, delivery: Any
+    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        """End the call with closed work and a decoded delivery; no large collective.
+
+        Returns:
+          The new parameters and state, the sums of this call without gradients, and the
+          norm [] of the mean gradient.
+        """
+
+
+def run(
+    hops: tuple[Hop, ...],
+    parcel: Any,
+    params: PyTree = None,
+    compute: Callable[[int, Any, PyTree], Any] = lambda k, work, params: work,
+    work: Any = None,
+) -> tuple[Any, Any, PyTree]:
+    """Take a parcel over the hops, a piece of computation beside each.
+
+    Barriers pin the order: without them a compiler overlaps at most one collective. The
+    last one is pinned too, or the computation would wait for it.
+
+    `compute` is (k, work, params) -> work, the k-th piece. Returns the parcel after the
+    last hop, the work, and params.
+    """
+    for k, hop in enumerate(hops):
+        parcel, work, params = barrier((hop.encode(parcel), work, params))
+        parcel, work = hop.collective(parcel), compute(k, work, params)
+        parcel, work, params = barrier((parcel, work, params))
+    return parcel, work, params
+
+
+def half_round(
+    round: Round, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
+) -> tuple[PyTree, Any, dict[str, Any]]:
+    """Run a call of the train step as one program; see `acco_jax.make_train_step`."""
+    outbox, owner, rest = round.open(params, state)
+
+    def compute(k: int, work: Any, params: PyTree) -> Any:
+        return round.compute(k, work, params, rest, inputs)
+
+    if round.overlaps:
+        parcel = round.send(outbox, owner, extra)
+        parcel, params, rest = barrier((parcel, params, rest))
+        parcel, work, params = run(round.hops, parcel, params, compute)
+        delivery = round.decode(parcel, params)
+        work = round.close(work, rest, inputs)
+    else:
+        work = computed(round, params, rest, inputs)
+        outbox = round.outgoing(params, rest, work)
+        delivery = exchanged(round, outbox, owner, params, extra)
+    params, state, sums, norm = round.finish(params, rest, inputs, work, delivery)
+    return params, state, metrics(sums, inputs.counts, norm, state.steps)
+
+
+def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
+    """Run the whole computation of a call, with nothing beside it.
+
+    The pieces are those beside an exchange, so that sums are bitwise identical.
+    """
+    work = None
+    for k in range(len(round.hops)):
+        work = round.compute(k, work, params, rest, inputs)
+    return barrier(round.close(work, rest, inputs))
+
+
+def exchanged(
+    round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
+) -> Any:
+    """Run a whole exchange, with nothing beside it, and return its delivery."""
+    parcel = barrier(round.send(outbox, owner, extra))
+    return round.decode(run(round.hops, parcel)[0], params)
+
+
+def metrics(
+    sums: Sums, counts: jax.Array | None, norm: jax.Array, steps: jax.Array
+) -> dict[str, Any]:
+    """Return means over the call's microbatches; see `acco_jax.make_train_step`."""
+    loss, weight, dropped = _totals(sums)
+    means = {
+        "loss": loss / jnp.where(weight != 0, weight, 1),
+        "weight": weight,
+        "grad_norm": norm,
+        "step": steps,
+        "aux": jax.tree.map(lambda x: x.sum(0), sums.aux),
+    }
+    return means | dropped | ({} if counts is None else {"counts": counts})
+
+
+def _totals(sums: Sums) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Return the loss and the weight of all workers, and how often each was dropped.
+
+    All are in one sum over the workers, so that none needs a collective of its own.
+    """
+    if sums.dropped is None:
+        weight = sums.weight.sum()
+        return sums.loss.sum(), weight, {}
+    dtype = promoted(sums.loss.dtype, sums.weight.dtype)
+    columns = (sums.loss[:, None], sums.weight[:, None], sums.dropped)
+    rows = jnp.concatenate([x.astype(dtype) for x in columns], axis=1)
+    loss, weight, *dropped = jnp.split(rows.sum(0), (1, 2))
+    return loss[0], weight[0], {"dropped": dropped[0].astype(sums.dropped.dtype)}

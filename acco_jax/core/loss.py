@@ -1,0 +1,167 @@
+"""The results of a loss function, and their sums over microbatches."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from acco_jax.core.dtypes import promoted
+from acco_jax.core.model_state import check_call, check_same
+from acco_jax.core.select import choose, masked
+
+PyTree = Any
+
+
+class Sums(NamedTuple):
+    """The sums of each worker over its microbatches; row i is worker i's."""
+
+    grads: PyTree  # (n, *param.shape), the accumulator's dtype
+    loss: jax.Array  # (n,)
+    weight: jax.Array  # (n,)
+    aux: PyTree  # (n, ...)
+    # (n, n) int32, row i zero except at place i: how often worker i was dropped; None
+    # where numbers are not checked to be finite
+    dropped: jax.Array | None = None
+    # (n, ...) each worker's own after its last microbatch; None: the model has none
+    model_state: PyTree = None
+
+
+def with_arrays(fn: Callable[..., Any]) -> Partial:
+    """Return a function as a pytree of the arrays that it carries, a Partial as is."""
+    return fn if isinstance(fn, Partial) else Partial(fn)
+
+
+def with_state(
+    loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Any
+) -> Any:
+    """Return (loss, weight, aux), where the new model state is not needed."""
+    return loss_fn(params, batch, rng, state)[:3]
+
+
+def _check_numbers(out: PyTree) -> None:
+    """Raise a ValueError unless a loss function returned numbers, which are summed."""
+    for path, x in jax.tree_util.tree_leaves_with_path(out):
+        dtype = getattr(x, "dtype", None)
+        if dtype is None and isinstance(x, int | float | complex):
+            continue
+        kinds = np.number, np.bool_
+        if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"loss_fn returned {repr(x) if dtype is None else dtype}"
+                f"{place and ' at ' + place}: return numbers alone, because they are "
+                "summed over the microbatches."
+            )
+
+
+def evaluate(
+    loss_fn: Callable[..., Any],
+    microbatch: PyTree,
+    rng: Any,
+    model_state: PyTree,
+    params: PyTree,
+) -> tuple[jax.Array, tuple[jax.Array, PyTree, PyTree]]:
+    """Return (loss [], (weight [], aux, model_state)), with None for absent parts.
+
+    Raises:
+      ValueError: the loss function takes or returns something else.
+    """
+    check_call(loss_fn, model_state)
+    carried = () if model_state is None else (model_state,)
+    out = loss_fn(params, microbatch, rng, *carried)
+    _check_numbers(out)
+    if carried:
+        if not isinstance(out, tuple) or len(out) != 4:
+            raise ValueError(
+                "loss_fn is given a model state and must return its successor: return "
+                "(loss, weight, aux, model_state)."
+            )
+        *rest, model_state = out
+        out = tuple(rest)
+        check_same(*carried, model_state)
+    forms = "return loss, (loss, aux) or (loss, weight, aux)."
+    if not isinstance(out, tuple):
+        out = out, 1.0, None
+    elif len(out) == 2:
+        out = out[0], 1.0, out[1]
+    if len(out) != 3:
+        raise ValueError(f"loss_fn returned a tuple of {len(out)}: {forms}")
+    if out[0] is None:
+        raise ValueError(f"loss_fn returned None for a loss: {forms}")
+    loss, weight = jnp.asarray(out[0]), jnp.asarray(out[1])
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}:"
+            " return a floating-point scalar, the mean or the sum over the rows."
+        )
+    if weight.shape:
+        raise ValueError(
+            f"loss_fn returned a weight of shape {weight.shape}: return a scalar, "
+            "the number of targets."
+        )
+    aux, model_state = jax.tree.map(jnp.asarray, (out[2], model_state))
+    return loss, (weight, aux, model_state)
+
+
+def counted(sums: Sums) -> Sums:
+    """Return the sums; without weight they count for nothing, not even a NaN."""
+    grads, loss = masked(sums.weight != 0, (sums.grads, sums.loss))
+    return sums._replace(grads=grads, loss=loss)
+
+
+def keep(sums: Sums, before: PyTree) -> Sums:
+    """Return one worker's sums; without weight the model state is `before`."""
+    if before is None:
+        return sums
+    valid = sums.weight != 0
+    return sums._replace(model_state=choose(valid, sums.model_state, before))
+
+
+def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> Sums:
+    """Return one worker's sums, or zeros unless they and its gradients are finite.
+
+    A worker without weight counts for nothing, whatever its sums, and is not dropped.
+
+    Args:
+      sums: of this worker, without a leading axis.
+      grads: of this worker, as they are sent.
+      me: (n,) true only in this worker's place.
+      before: its model state before these microbatches.
+    """
+    numbers = jax.tree.leaves((sums.loss, sums.weight, sums.model_state, grads))
+    # not of the largest: where devices share a leaf, a maximum may lose a NaN
+    each = [jnp.isfinite(x).all() for x in numbers]
+    bad = (sums.weight != 0) & ~functools.reduce(jnp.logical_and, each)
+    good = masked(~bad, sums._replace(model_state=None))
+    dropped, state = (me & bad).astype(jnp.int32), sums.model_state
+    return keep(good._replace(dropped=dropped, model_state=state), before)
+
+
+def add(sums: Sums, more: Sums) -> Sums:
+    """Return the sum of both, in the first one's dtypes, with the later model state."""
+    state = keep(more, sums.model_state).model_state
+    a, b = (x._replace(model_state=None) for x in (sums, counted(more)))
+    added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
+    return added._replace(model_state=state)
+
+
+def widened(sums: Sums) -> Sums:
+    """Return the sums in at least 32 bits, gradients as they are.
+
+    This lets booleans be summed and keeps small increments.
+    """
+
+    def wide(x: jax.Array, least: Any = jnp.float32) -> jax.Array:
+        return x.astype(promoted(x.dtype, least))
+
+    def number(x: jax.Array) -> jax.Array:
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return wide(x, jnp.float32 if inexact else jnp.int32)
+
+    loss, weight = wide(sums.loss), wide(sums.weight)
+    aux = jax.tree.map(number, sums.aux)
+    return sums._replace(loss=loss, weight=weight, aux=aux)

@@ -1,0 +1,394 @@
+"""What every method is made of whose workers keep parameters of their own.
+
+Between two exchanges every worker takes steps of an inner optimizer on its own copy of
+the parameters, so the parameters of the loop are rows: each leaf (n, *param.shape), row
+i on worker i. One call of the train step is so many inner steps of every worker and one
+exchange, with the inner steps beside its hops if it overlaps.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.half_round import Inputs, Round
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree, wide
+from acco_jax.core.select import choose, masked
+from acco_jax.core.workers import from_row, over_data, place, to_row
+from acco_jax.methods import checks
+from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
+from acco_jax.methods.method import find_state, is_state
+from acco_jax.methods.sharded import ShardedMethod
+
+
+class Work(NamedTuple):
+    """What inner steps change; every leaf is a row per worker."""
+
+    theta: PyTree  # (n, *param.shape): the parameters, float32 or wider
+    inner: PyTree  # (n, ...): the inner optimizers' states
+    sums: Sums  # of this call's microbatches so far, without gradients
+    norm: jax.Array  # (n,) the mean gradients' norms, summed over the steps
+    steps: jax.Array  # (n,) float: steps taken; one without weight is none
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerSteps:
+    """The inner steps of one call."""
+
+    inner: optax.GradientTransformation  # sees one worker's leaves, master dtype
+    steps: int  # of a call
+
+    def begin(
+        self, theta: PyTree, inner: PyTree, layout: Layout, inputs: Inputs
+    ) -> Work:
+        """No step taken: zero sums, beside the workers' parameters and states."""
+
+        def local(
+            gradients: Accumulator, theta: PyTree, batch: PyTree, rng: Any
+        ) -> tuple[Sums, jax.Array]:
+            total = self.steps * gradients.microbatches
+            params = narrowed(layout, from_row(theta))
+            sums = gradients.zeros_here(params, batch, rng, total)._replace(grads=None)
+            sums = gradients.checked_here(sums, None)  # as steps return them
+            return to_row((sums, jnp.zeros(())))
+
+        gradients, batch, _, rng = inputs
+        in_specs = (P(), gradients.rows, gradients.rows, P())
+        run = gradients.over_data(local, in_specs, gradients.rows)
+        sums, zero = run(gradients, theta, batch, rng)
+        return Work(theta, inner, sums, zero, zero)
+
+    def run(
+        self, span: tuple[int, int], work: Work, layout: Layout, inputs: Inputs
+    ) -> Work:
+        """Every worker's steps span[0] to span[1] of this call, a static range.
+
+        Batch leaves are (n * steps * microbatches * b, ...), counts are of every step.
+        """
+        if span[0] == span[1]:
+            return work
+
+        def local(
+            gradients: Accumulator, work: Work, batch: PyTree, rng: Any, counts: Any
+        ) -> Work:
+            one_step = functools.partial(self._step, gradients, layout)
+            count: Any = gradients.microbatches
+            if counts is not None:
+                count = jnp.clip(counts[0], 0, gradients.microbatches)
+            body = functools.partial(one_step, batch, rng, count)
+            start, end = span
+            if end - start == 1:
+                end = gradients.opaque(end)
+            return to_row(lax.fori_loop(start, end, body, from_row(work)))
+
+        gradients, batch, counts, rng = inputs
+        rows = gradients.rows
+        run = gradients.over_data(local, (P(), rows, rows, P(), rows), rows)
+        return run(gradients, work, batch, rng, counts)
+
+    def _step(
+        self,
+        gradients: Accumulator,
+        layout: Layout,
+        batch: PyTree,
+        rng: Any,
+        count: Any,
+        h: Any,
+        work: Work,
+    ) -> Work:
+        """One worker's step h on its own mean gradient; without weight, none."""
+        microbatches = gradients.microbatches
+        total, start = self.steps * microbatches, h * microbatches
+        params = narrowed(layout, work.theta)
+        sums = gradients.zeros_here(params, batch, rng, total)
+        sums = gradients.sum_here(sums, params, batch, rng, total, start, start + count)
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), sums.grads, work.theta)
+        sums = gradients.checked_here(sums._replace(grads=None), grads)
+        valid = sums.weight != 0
+        weight = jnp.where(valid, sums.weight, 1)
+        mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
+        updates, inner = checked_update(
+            self.inner, mean, work.inner, work.theta, {}, in_loop=True
+        )
+        theta = optax.apply_updates(work.theta, updates)
+        return Work(
+            choose(valid, theta, work.theta),
+            choose(valid, inner, work.inner),
+            jax.tree.map(jnp.add, work.sums, sums),
+            work.norm + optax.tree.norm(mean).astype(work.norm.dtype),
+            work.steps + valid.astype(work.steps.dtype),
+        )
+
+
+def widened(layout: Layout, tree: PyTree) -> PyTree:
+    """Parameters, or rows of them, in the dtypes of the master copy."""
+    return layout.map(lambda leaf, x: x.astype(leaf.master), tree)
+
+
+def narrowed(layout: Layout, tree: PyTree) -> PyTree:
+    """Parameters, or rows of them, in their own dtypes."""
+    return layout.map(lambda leaf, x: x.astype(leaf.dtype), tree)
+
+
+def to_rows(layout: Layout, tree: PyTree) -> PyTree:
+    """What is replicated -> rows: every worker's own copy. No communication."""
+    return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
+
+
+def init_rows(
+    layout: Layout, inner: optax.GradientTransformation, params: PyTree
+) -> PyTree:
+    """The state of `inner` on every worker, rows."""
+
+    def local(params: PyTree) -> PyTree:
+        return to_row(jax.tree.map(jnp.asarray, inner.init(widened(layout, params))))
+
+    return over_data(local, layout.mesh, layout.axis, P(), P(layout.axis))(params)
+
+
+def master_rows(layout: Layout, params: PyTree) -> PyTree | None:
+    """Rows of the parameters in the master dtype; None if that is their own."""
+    if all(leaf.dtype == leaf.master for leaf in layout.leaves):
+        return None
+    return to_rows(layout, widened(layout, params))
+
+
+def shardings(state: Any, rows: tuple[str, ...]) -> Any:
+    """A NamedSharding for every array of a local method's state, possibly abstract.
+
+    The fields `rows` hold a row per worker; states of sharding methods lie where their
+    own layouts say, the rest everywhere.
+    """
+    layout = state.layout
+
+    def of(field: str, value: Any) -> Any:
+        if field in rows:
+            return layout.row_shardings(value)
+        home = layout.sharding()
+        return jax.tree.map(
+            lambda x: x.shardings() if is_state(x) else home, value, is_leaf=is_state
+        )
+
+    fields = zip(state._fields, state, strict=True)
+    return type(state)(*(v if f == "layout" else of(f, v) for f, v in fields))
+
+
+class LocalRound(Round):
+    """One call of a local method: inner steps, and an exchange."""
+
+    steps: InnerSteps
+    late = True
+
+    @property
+    def beside(self) -> int:
+        """How many of the steps run beside the hops; the rest after they are done."""
+        return self.steps.steps
+
+    def theta(self, rows: PyTree, rest: Any) -> PyTree:
+        """Where the workers start, rows in the master dtype."""
+        master = getattr(rest, "master", None)
+        return widened(rest.layout, rows) if master is None else master
+
+    def compute(
+        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+    ) -> Work:
+        """The k-th piece of the steps beside the hops; after the last, the others."""
+        parts, layout = len(self.hops), rest.layout
+        if work is None:
+            theta = self.theta(params, rest)
+            work = self.steps.begin(theta, rest.inner, layout, inputs)
+        span = (self.beside * k // parts, self.beside * (k + 1) // parts)
+        if k == parts:
+            span = (self.beside, self.steps.steps)
+        return self.steps.run(span, work, layout, inputs)
+
+    def merge(self, rest: Any, work: Work, delivery: Any) -> Work:
+        """Lets a delivery into the workers' parameters, before the last steps."""
+        return work
+
+    @abc.abstractmethod
+    def conclude(
+        self, rows: PyTree, rest: Any, work: Work, delivery: Any
+    ) -> tuple[PyTree, Any]:
+        """The rows and the state that the call returns, but for its counters."""
+
+    def finish(
+        self, params: PyTree, rest: Any, inputs: Inputs, work: Work, delivery: Any
+    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        work = self.merge(rest, work, delivery)
+        work = self.compute(len(self.hops), work, params, rest, inputs)
+        rows, state = self.conclude(params, rest, work, delivery)
+        state = state._replace(
+            half_rounds=state.half_rounds + 1, steps=state.steps + self.steps.steps
+        )
+        norm = work.norm.sum() / jnp.maximum(work.steps.sum(), 1)
+        return rows, state, work.sums, norm
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalMethod:
+    """A `Method` whose workers take steps of their own; it has no `update`."""
+
+    mesh: Mesh
+    axis: tuple[str, ...]
+    accumulate_dtype: Any
+    inner: optax.GradientTransformation  # each worker's
+    steps_per_call: int
+    state_type: type  # the NamedTuple that is the method's state
+    make_state: Callable[[PyTree], Any]  # parameters -> initial state
+    round: Callable[[int], Round]
+    on: Callable[[Any, tuple[str, ...]], Any]  # see `Method`
+    delayed: bool
+    period: int = 1
+    # raises a ValueError for a state whose parts are another method's
+    check_parts: Callable[[Any], None] = lambda state: None
+
+    local = True
+    half_rounds = 1
+    warmup = 0
+
+    def __getattr__(self, name: str) -> Any:
+        why = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in ("init", "update"):
+            why = (
+                f"a local method has no {name}, because its workers take several steps "
+                "on gradients of their own between two exchanges: use acco_jax.start "
+                "and make_train_step."
+            )
+        raise AttributeError(why)
+
+    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+        _refuse(model_state)
+        state = self.make_state(params)
+        layout = state.layout
+        params = jax.device_put(params, layout.params_shardings)
+        make = jax.jit(
+            functools.partial(to_rows, layout), out_shardings=layout.grads_shardings
+        )
+        return make(params), state
+
+    def start_shardings(
+        self, params: PyTree, model_state: PyTree = None
+    ) -> tuple[PyTree, Any]:
+        _refuse(model_state)
+        state = jax.eval_shape(self.make_state, params)
+        return state.layout.grads_shardings, state.shardings()
+
+    @property
+    def changes(self) -> str:
+        return "fragments or an exponential graph" * (self.period > 1)
+
+    def phase(self, call: int) -> int:
+        return call % self.period
+
+    def calls(self, steps: int) -> int:
+        if steps % self.steps_per_call:
+            raise ValueError(
+                f"steps is {steps}, no multiple of the {self.steps_per_call} inner "
+                "steps between two exchanges: use a multiple."
+            )
+        return steps // self.steps_per_call
+
+    def steps_done(self, calls: int) -> int:
+        return calls * self.steps_per_call
+
+    def place(self, params: PyTree, state: Any) -> PyTree:
+        if type(state) is not self.state_type:
+            raise ValueError(
+                f"the state is {type(find_state(state)).__name__}, wrapped or of "
+                "another method than tx: give the state of acco_jax.start(tx, params) "
+                "for the tx the step was built with."
+            )
+        self.check_parts(state)
+        layout: Layout = state.layout  # type: ignore[attr-defined]
+        try:
+            check_grads(layout, params)
+        except ValueError:
+            raise ValueError(
+                "params are not the rows of this method, a copy for every worker: "
+                "give those of acco_jax.start(tx, params)."
+            ) from None
+        check_dtypes(layout, params)
+        return place(params, layout.grads_shardings)
+
+    def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
+        if extra:
+            raise ValueError(
+                f"extra holds {', '.join(sorted(extra))}, but optimizers of a local "
+                "method are given gradients alone: leave it out."
+            )
+        return extra
+
+    def check(self, params: PyTree) -> None:
+        def step(params: PyTree) -> PyTree:
+            theta = jax.tree.map(wide, params)
+            state = self.inner.init(theta)
+            return checked_update(self.inner, theta, state, theta, {}, in_loop=True)
+
+        jax.eval_shape(self.make_state, params)
+        jax.eval_shape(step, params)
+
+
+def _refuse(model_state: PyTree) -> None:
+    if model_state is not None:
+        raise ValueError(
+            "model_state is given, but the workers of a local method have models of "
+            "their own, of which a mean of statistics fits none: use acco, dpu, wp, "
+            "zero1, fused_zero1 or ddp, or norms without state."
+        )
+
+
+def check_optimizer(name: str, optimizer: Any, why: str) -> None:
+    """Raises a ValueError unless an argument is a plain optax transformation."""
+    give = f"a plain optax optimizer, because {why}"
+    checks.check_optimizer(name, optimizer, give)
+    if isinstance(optimizer, ShardedMethod):
+        raise ValueError(f"{name} is a {type(optimizer).__name__}: give {give}.")
+
+
+def local_method(
+    inner: optax.GradientTransformation, common: Mapping[str, Any], **attributes: Any
+) -> LocalMethod:
+    """A `LocalMethod` of these attributes and those of `common_attributes`.
+
+    Raises:
+      ValueError: `inner` is no optax transformation, or is itself sharded.
+    """
+    check_optimizer(
+        "inner", inner, "workers that go their own ways cannot share shards of a state"
+    )
+    names = ("mesh", "axis", "accumulate_dtype")
+    return LocalMethod(inner=inner, **{k: common[k] for k in names}, **attributes)
+
+
+def nesterov(learning_rate: float, momentum: float) -> optax.GradientTransformation:
+    """The outer optimizer of the papers: eta (Delta + mu m), m = mu m + Delta."""
+    # with mu = 0 no m is kept
+    return optax.sgd(learning_rate, momentum or None, nesterov=bool(momentum))
+
+
+def check_wire(layout: Layout, weighted: bool) -> None:
+    """Raises a ValueError where weighted differences would not fit into the wire.
+
+    A weight is a number of targets: times a difference it passes float16's 65,504.
+    """
+    if weighted and any(leaf.wire == jnp.float16 for leaf in layout.leaves):
+        raise ValueError(
+            "what is sent is float16, in which weighted differences overflow: use "
+            "comm_dtype='bfloat16' or weighted=False."
+        )
+
+
+def check_steps(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1.")

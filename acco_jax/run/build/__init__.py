@@ -1,0 +1,1 @@
+"""The mesh, model and optimizer that a config describes."""

@@ -1,0 +1,1 @@
+"""Comparison of methods: runs side by side, tuning, results."""

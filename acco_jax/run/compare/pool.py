@@ -1,0 +1,224 @@
+"""Runs of `acco_jax.train`, each in its own processes, several at once."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from acco_jax.command import exits, heartbeat, signals
+from acco_jax.run.compare import network
+
+RUN_BYTES = 2 << 30  # host memory per run when several run at once
+POLL_SECONDS = 0.05
+
+
+class RunFailed(exits.Failed):
+    """Some runs have no result; the results of the others are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A run, or a part of one."""
+
+    name: str  # in messages
+    folder: Path  # its workdir
+    flags: tuple[str, ...]  # of the command, beside --workdir
+
+
+class Slot(NamedTuple):
+    """Part of the machine for one run."""
+
+    environment: Mapping[str, str] = {}
+    cores: frozenset[int] | None = None  # None: all
+
+
+Start = Callable[[Task, Slot], list[subprocess.Popen]]
+
+
+def slots(at_once: int) -> list[Slot]:
+    """Divide this machine into slots of one run, as many as fit if `at_once` is 0.
+
+    That is one per NVIDIA GPU; without a GPU one per core, each with `RUN_BYTES`
+    of the free memory.
+
+    Raises:
+      ValueError: if there are fewer GPUs or cores, or this is not Linux.
+    """
+    if at_once == 1:
+        return [Slot()]
+    if sys.platform != "linux":
+        raise ValueError(
+            f"--at_once={at_once} divides cores or GPUs as Linux does: leave it out."
+        )
+    gpus, cores = _gpus(), sorted(os.sched_getaffinity(0))
+    fit = len(gpus) or max(min(len(cores), _free_bytes() // RUN_BYTES), 1)
+    most, what = (len(gpus), "GPUs") if gpus else (len(cores), "cores")
+    if at_once > most:
+        raise ValueError(
+            f"--at_once is {at_once}, and this machine has {most} {what}: give at most "
+            "that, or 0, as many as fit."
+        )
+    count = at_once or fit
+    if gpus:
+        return [Slot({"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:count]]
+    return [Slot(cores=frozenset(cores[i::count])) for i in range(count)]
+
+
+def _gpus() -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES' names of this process's NVIDIA GPUs."""
+    there = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not there or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    return there if visible is None else [x for x in visible.split(",") if x]
+
+
+def _free_bytes() -> int:
+    """Return the memory that can be taken without swapping, in bytes."""
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+class Pool:
+    """Runner of tasks, one in each slot at a time."""
+
+    def __init__(self, start: Start, slots: Sequence[Slot]) -> None:
+        self._start, self._slots = start, slots
+        self._running: dict[int, tuple[Task, list[subprocess.Popen]]] = {}
+        self._received: list[int] = []
+
+    def run(self, tasks: Sequence[Task]) -> dict[Task, int]:
+        """Run all tasks, in this order.
+
+        Returns:
+          The exit code of each task. For several processes it is that of the first that
+          failed by itself, else the first that is not 0.
+
+        Raises:
+          Stopped: if a signal came; the runs under way have saved their state.
+        """
+        queue, codes = list(tasks), dict[Task, int]()
+        while (queue and not self._received) or self._running:
+            for k, slot in enumerate(self._slots):
+                if queue and not self._received and k not in self._running:
+                    task = queue.pop(0)
+                    self._running[k] = task, self._start(task, slot)
+            for k, (task, processes) in list(self._running.items()):
+                if (code := _ended(processes)) is not None:
+                    codes[task] = code
+                    del self._running[k]
+            time.sleep(POLL_SECONDS)
+        if self._received:
+            raise exits.Stopped("stopped: the same command continues.")
+        return codes
+
+    def signal(self, number: int, frame: Any) -> None:
+        """Pass on a signal: the first as SIGTERM, later ones unchanged."""
+        self._received.append(number)
+        for _, processes in self._running.values():
+            for process in processes:
+                if process.poll() is None:
+                    first = len(self._received) == 1
+                    process.send_signal(signal.SIGTERM if first else number)
+
+
+def _ended(processes: list[subprocess.Popen]) -> int | None:
+    """Return the exit code of processes that belong together, None while one runs.
+
+    If one fails, the others would wait in vain: they are told to stop, and its code
+    counts.
+    """
+    codes = [p.poll() for p in processes]
+    if any(c not in (None, exits.FINISHED, exits.STOPPED) for c in codes):
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+    if None in codes:
+        return None
+    found = [c for c in codes if c]
+    own = [c for c in found if c not in (exits.STOPPED, -signal.SIGTERM)]
+    return next(iter(own + found), exits.FINISHED)
+
+
+def raise_failed(codes: Mapping[Task, int]) -> None:
+    """Raise a RunFailed that names the tasks that neither ended nor diverged."""
+    good = exits.FINISHED, exits.STOPPED, exits.DIVERGED
+    if failed := [task.name for task, code in codes.items() if code not in good]:
+        raise RunFailed(
+            f"no result of {'; '.join(failed)} (see the errors above): repeat the "
+            "command to try again."
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    slots: Sequence[Slot], rate: str | None = None, processes: int = 1
+) -> Iterator[Pool]:
+    """Yield a pool; signals to this process reach its runs as SIGTERM.
+
+    Args:
+      slots: of the machine.
+      rate: of the link between a run's processes, for `network.parse`; None: each run
+        is one process.
+      processes: of each run, with a rate.
+    """
+    with _starting(rate, processes) as start:
+        pool = Pool(start, slots)
+        with signals.handler(pool.signal):
+            yield pool
+
+
+@contextlib.contextmanager
+def _starting(rate: str | None, processes: int) -> Iterator[Start]:
+    """Yield a function that starts a run's processes, shaping a network if asked."""
+
+    def command(task: Task) -> list[str]:
+        train = [sys.executable, "-m", "acco_jax.train"]
+        return [*train, *task.flags, f"--workdir={task.folder}"]
+
+    if rate is None:
+        yield lambda task, slot: [_popen(command(task), slot, os.environ)]
+        return
+    with network.joined(processes, network.parse(rate)) as net:
+        meet = [f"--coordinator={net.address(0)}:9911", f"--processes={processes}"]
+
+        def start(task: Task, slot: Slot) -> list[subprocess.Popen]:
+            together = [*command(task), *meet]
+            return [
+                _popen(
+                    net.command(i, [*together, f"--process={i}"]),
+                    slot,
+                    network.environment(),
+                )
+                for i in range(processes)
+            ]
+
+        yield start
+
+
+def _popen(
+    command: list[str], slot: Slot, environment: Mapping[str, str]
+) -> subprocess.Popen:
+    """Start a process that stops when this one dies, and not by the terminal."""
+    return subprocess.Popen(
+        command,
+        stdout=sys.stderr,  # gloo prints: only the table is on stdout
+        preexec_fn=functools.partial(_confine, slot),
+        start_new_session=True,
+        env={**environment, **slot.environment},
+    )
+
+
+def _confine(slot: Slot) -> None:
+    """Set up a new process: its parent's death ends it, and it keeps to its cores."""
+    heartbeat.die_with_parent(signal.SIGTERM)
+    if slot.cores is not None:
+        os.sched_setaffinity(0, slot.cores)

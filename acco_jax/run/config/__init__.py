@@ -1,0 +1,1 @@
+"""The config of an experiment: fields, checks, command line, identity."""

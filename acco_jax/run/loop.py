@@ -1,0 +1,483 @@
+"""Training loop of every method: half-round after half-round."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import multihost
+
+import acco_jax
+from acco_jax import data
+from acco_jax.command import exits, heartbeat, signals
+from acco_jax.core.gradients import with_arrays
+from acco_jax.run import measures, samples
+from acco_jax.run.build import optimizers
+from acco_jax.run.config.fields import profiled
+from acco_jax.run.evaluation import Evaluator
+from acco_jax.run.observe import goodput, hooks, metrics, profiling, run_summary, spikes
+from acco_jax.run.observe.progress import Progress
+from acco_jax.run.preparation import (
+    Experiment,
+    as_saved,
+    batches,
+    counts_of,
+    here,
+    initial,
+    to_devices,
+)
+from acco_jax.run.state import replicas, worlds
+from acco_jax.run.state.counts import CountsLog, Watch
+from acco_jax.run.state.drops import Drops
+from acco_jax.schedule import chips
+
+PyTree = Any
+ROLLBACKS = 3  # of one run, after spikes of the loss
+COMPILE_SECONDS = 1800  # a process may compile this much longer than another
+
+
+class _Run:
+    """Run under way: the state that half-rounds change, and the work between them."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        stopped: Callable[[], bool] = lambda: False,
+        strict_hooks: bool = False,
+    ) -> None:
+        e = self._experiment = experiment
+        over = e.checkpoints.latest() == e.half_rounds
+        self._goodput = goodput.Record(e.workdir, e.began, over=over)
+        self._batches = batches(e)
+        self._evaluate = Evaluator(e, stopped)
+        self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
+        self._key = jax.jit(
+            lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
+            out_shardings=NamedSharding(e.mesh, P()),
+        )
+        self._finite = jax.jit(
+            lambda tree: jax.tree.reduce(
+                jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
+            )
+        )
+        self._counts = counts_of(e)
+        self._metrics: dict[str, Any] = {}
+        self._held_out: float | None = None  # the last held-out loss
+        self._dropped: dict[str, Any] | None = None  # drops up to a checkpoint
+        self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
+        self._log: CountsLog | None = None
+        self._watch = Watch(e.step)
+        self.done, seconds = 0, 0.0  # half-rounds so far, and their time
+        if (host := self._restore()) is None:
+            self.params, self.state = initial(e)
+        else:
+            self._batches.set_state(host["batches"])
+            seconds = host["seconds"]
+            where = f"half-round {self.done} of {e.half_rounds}"
+            logging.info("continuing after %s", where)
+        if jax.process_index() == 0:
+            worlds.record(e.workdir, self.done, e.world)
+        heartbeat.reached(self.done)
+        self._hooks = hooks.of(e.config, e.workdir, strict=strict_hooks)
+        self._open_records(seconds)
+        self._goodput.mark("start_up", self.done)
+        if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
+            for batch in self._batches.shapes():
+                rows = to_devices(batch, e.mesh)
+                e.step.compile(self.params, self.state, rows, self._counts, self._rng())
+            self._goodput.mark("compiling", self.done)
+            everyone = set(range(jax.process_count()))
+            multihost.sync_global_processes(
+                "ready to train", timeout=COMPILE_SECONDS, processes=everyone
+            )
+        enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
+        self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
+        self._goodput.mark("waiting", self.done)
+        asked = profiled(e.config.profile)
+        self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
+
+    def _restore(self) -> dict[str, Any] | None:
+        """Take parameters and state of the newest checkpoint; return its host data.
+
+        Returns None without a checkpoint.
+        """
+        e = self._experiment
+        like = functools.partial(as_saved, e)
+        if (found := e.checkpoints.restore_newest(like)) is None:
+            return None
+        self.done, arrays, host = found
+        self.params, self.state = here(e, arrays)
+        self._held_out = host["held_out_loss"]
+        self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
+        return host
+
+    def _open_records(self, seconds: float) -> None:
+        """Open logs and metrics, after `seconds` so far, cut at `done`."""
+        e = self._experiment
+        if e.config.microbatches != "fixed":
+            self._log = CountsLog(e.workdir, self.done)
+            e.step.half_round = self.done  # type: ignore[attr-defined]
+        c = e.config.spike
+        threshold = math.inf if c.policy == "off" else c.threshold
+        self._spikes = spikes.Spikes(threshold, c.calls, c.tokens, self._lowest)
+        self._drops = Drops(
+            optimizers.drops_nonfinite(e.config, e.tx),
+            e.mesh,
+            e.config.most_dropped_in_a_row,
+            self._batches.first_row,
+            self._dropped,
+        )
+        self._recorder = metrics.Recorder(
+            e.workdir,
+            done=self.done,
+            tokens=self.tokens,
+            seconds=seconds,
+            late=e.step.form != "split",  # split form waits for its communication
+            hooks=self._hooks,
+            flops=_flops_rate(e),
+            drops=self._drops,
+            spikes=self._spikes,
+            record=self._goodput,
+            progress=self._progress() if jax.process_index() == 0 else None,
+        )
+
+    def _progress(self) -> Progress:
+        steps = self._experiment.config.steps
+        return Progress(
+            steps,
+            step=self.done * steps // self._experiment.half_rounds,
+            log_every=self._experiment.config.log_every,
+            goodput=lambda: self.spent().get("goodput"),
+        )
+
+    def roll_back(self) -> None:
+        """Continue from the newest checkpoint, with rows that were not read before."""
+        self._replicas.judge()
+        seconds = self._recorder.seconds
+        self._close_records()
+        self._restore()
+        self._open_records(seconds)
+        self._goodput.mark("start_up", self.done)
+
+    @property
+    def tokens(self) -> int:
+        return self._batches.targets
+
+    def half_round(self) -> None:
+        """Dispatch a half-round; block only on a previous logging interval."""
+        e = self._experiment
+        start, before = self._batches.position, self.tokens
+        with self._goodput.waiting():
+            rows = next(self._batches)
+        batch = to_devices(rows, e.mesh)
+        self.params, self.state, self._metrics = e.step(
+            self.params, self.state, batch, self._counts, self._rng()
+        )
+        self.done += 1
+        self._drops.add(self.done, start, self._metrics)
+        heartbeat.reached(self.done)
+        slow = self._watch.row(self.done)
+        microbatches = list(e.config.counts) or [e.microbatches] * e.workers
+        if self._log is not None:
+            self._log.add(self._watch.counts(self._metrics))
+            microbatches = self._log.last
+            self._batches.computed(microbatches)
+        self._spikes.add(self.done, self.tokens - before, self._metrics)
+        host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
+                "microbatches": microbatches} | slow  # fmt: skip
+        device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
+        if not _crossed(e, self.done, e.config.log_every):
+            self._recorder.between(host, device)
+        else:
+            rate = self._rate(device["step"])
+            self._recorder.train(host, device | {"learning_rate": rate})
+
+    def compare_replicas(self) -> None:
+        """Dispatch a comparison of the workers' copies."""
+        self._replicas.send(self.done, self._arrays())
+
+    def _arrays(self) -> dict[str, PyTree]:
+        """Return all arrays that half-rounds use, by kind."""
+        model = with_arrays(self._experiment.loss_fn)
+        return {"params": self.params, "state": self.state, "model": model}
+
+    def _rng(self) -> jax.Array | None:
+        """Return the key of the next half-round; None for a loss that samples nothing.
+
+        It follows only from the seed and the half-round, so that a run resumes bitwise
+        identical.
+        """
+        return (
+            self._key(self.state.half_rounds) if self._experiment.model.draws else None
+        )
+
+    def owes_evaluation(self) -> bool:
+        """Return whether the run was stopped in its last half-round's evaluation."""
+        e = self._experiment
+        if not self.done or not _crossed(e, self.done, e.config.eval_every):
+            return False
+        rows = metrics.read(e.workdir)
+        return not any(
+            r["half_round"] == self.done and r["kind"] == "validation" for r in rows
+        )
+
+    def validate(self, limit: int | None) -> dict[str, Any]:
+        """Evaluate on `limit` batches of held-out documents, or all; return a row."""
+        e = self._experiment
+        with self._settled("evaluating" if limit else "final evaluation"):
+            self._replicas.judge()
+            point = optimizers.evaluated(self.state)
+            params = acco_jax.committed_params(point, self.params)
+            loss, bits = self._evaluate(params, limit)
+            row: dict[str, Any] = {
+                "kind": "validation" if limit else "final",
+                "half_round": self.done,
+                "step": e.tx.steps_done(self.done),
+                "tokens": self.tokens,
+                "seconds": self._recorder.seconds,
+                "loss": loss,
+                "bits_per_byte": bits,
+            }
+            if e.config.samples:
+                at = f"the {row['kind']} row of half-round {self.done}"
+                written = self._hooks.call("samples", at, samples.written, e, params)
+                row |= {} if written is None else {"samples": written}
+            if decay := e.config.optimizer.ema:
+                average = optimizers.averaged(self.state, decay)
+                params = acco_jax.committed_params(average, self.params)
+                loss, bits = self._evaluate(params, limit)
+                row |= {"ema_loss": loss, "ema_bits_per_byte": bits}
+            self._goodput.mark("evaluation", self.done, over=limit is None)
+            row |= {"goodput": self.spent().get("goodput")}
+            self._recorder.evaluation(row)
+        self._held_out = row["loss"]
+        return row
+
+    def save(self, *, last: bool = False) -> None:
+        """Start to write a checkpoint, once and only if finite.
+
+        It writes none if the newest half-round, or at the `last` chance the newest
+        two, counted for nobody: these parameters may be the cause.
+        """
+        e = self._experiment
+        e.checkpoints.wait()
+        if e.checkpoints.latest() == self.done:
+            return
+        with self._settled("saving"):
+            self._spikes.read(self.done)
+            self._drops.read(self.done)
+            if self._drops.nobody > int(last):
+                logging.warning("no checkpoint of half-round %d: nothing of it was "
+                                "finite", self.done)  # fmt: skip
+                return
+            now = (self.params, self._metrics)
+            if not jax.device_get(self._finite(now)):
+                metrics.check(math.nan, "the loss or a parameter", self.done)
+            self._replicas.check(self.done, self._arrays())
+            seconds, position = self._recorder.seconds, self._batches.get_state()
+            host = {"batches": position, "seconds": seconds, "identity": e.identity,
+                    "axes": dict(e.mesh.shape),
+                    "held_out_loss": self._held_out,
+                    "dropped": self._drops.state(),
+                    "spikes": self._spikes.state()}  # fmt: skip
+            e.checkpoints.save(self.done, (self.params, self.state), host)
+            self._goodput.mark("checkpoints", self.done)
+
+    def wait(self) -> None:
+        """Wait until the devices have done all half-rounds so far."""
+        jax.block_until_ready((self.params, self.state, self._metrics))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Exclude the time inside from the half-rounds' time."""
+        with self._settled("profiling"):
+            yield
+            self._goodput.mark("profiling", self.done)
+
+    @contextlib.contextmanager
+    def _settled(self, what: str) -> Iterator[None]:
+        """Wait for half-rounds under way; the time inside is not theirs."""
+        step = self._experiment.tx.steps_done(self.done)
+        with self._recorder.pause(self.tokens, what, step):
+            self.wait()
+            self._goodput.trained(self.done)
+            yield
+
+    def spent(self) -> dict[str, Any]:
+        """Return the goodput so far, on process 0."""
+        return self._goodput.summary()
+
+    def close(self) -> None:
+        self._close_records()
+        self._goodput.close()
+
+    def _close_records(self) -> None:
+        self._recorder.close()
+        if self._log is not None:
+            self._log.close()
+
+
+def run(
+    experiment: Experiment,
+    *,
+    stop_after: int | None = None,
+    time_gradients: bool = False,
+    replay: worlds.Replay | None = None,
+    strict_hooks: bool = False,
+) -> dict[str, Any] | None:
+    """Train, or continue a run, to its end.
+
+    Args:
+      experiment: from `prepare`.
+      stop_after: stop after this many half-rounds in all, with a checkpoint, as an
+        interrupted run does.
+      time_gradients: at the end also time the gradients by themselves.
+      replay: record of the run that this run repeats: it stops, with a checkpoint,
+        where the recorded run went on with other devices.
+      strict_hooks: a hook that raises ends the run.
+
+    Returns:
+      The summary, None if the run was stopped before its end.
+
+    Raises:
+      FloatingPointError: if the loss is not finite, or a `LossSpike`; the last
+        checkpoint remains.
+      exits.Failed: if a hook raised, and hooks are strict.
+      ReplicasDiffer: if a worker's parameters differ from the others'; likewise.
+    """
+    config, total = experiment.config, experiment.half_rounds
+    last = min(total, stop_after or total)
+    if replay is not None:
+        done = experiment.checkpoints.latest() or 0
+        last = min(last, replay.end(done) or last)
+    _announce(experiment)
+    row = None
+    with (
+        signals.stopping() as stopped,
+        experiment.checkpoints as checkpoints,
+        contextlib.closing(_Run(experiment, stopped, strict_hooks)) as runner,
+        jax.transfer_guard("disallow"),
+    ):
+        rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
+        while True:
+            try:
+                row = _train(runner, experiment, last, stopped)
+                break
+            except exits.Stopped:  # in an evaluation, which the continued run owes
+                runner.save(last=True)
+                break
+            except spikes.LossSpike as spike:
+                checkpoints.wait()
+                if not rollbacks or checkpoints.latest() is None:
+                    raise
+                rollbacks -= 1
+                with jax.transfer_guard("allow"):
+                    runner.roll_back()
+                logging.warning("%s", spike)
+                logging.warning("rolled back to half-round %d", runner.done)
+    if row is not None:
+        measured = runner.spent()
+        measured |= measures.footprint(experiment, runner.params, runner.state)
+        if time_gradients:
+            params = acco_jax.committed_params(runner.state, runner.params)
+            seconds = measures.gradient_seconds(experiment, params)
+            measured["gradient_seconds_per_token"] = seconds
+        return _finish(experiment, row, measured)
+    stopped_at = f"stopped after half-round {runner.done} of {total}"
+    logging.info("%s: the same command continues", stopped_at)
+    return None
+
+
+def _train(
+    runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
+) -> dict[str, Any] | None:
+    """Train up to a half-round; return the row of the final evaluation at the end."""
+    config, total = experiment.config, experiment.half_rounds
+    if runner.owes_evaluation():
+        runner.validate(config.eval_batches)
+    while runner.done < last and not stopped():
+        with runner.profile.half_round(runner.done + 1):
+            runner.half_round()
+        crossed = functools.partial(_crossed, experiment, runner.done)
+        if (every := config.compare_replicas_every) and crossed(every):
+            runner.compare_replicas()
+        if crossed(config.eval_every) or runner.done == total:
+            runner.validate(config.eval_batches)
+        if crossed(config.checkpoint_every) and runner.done < total:
+            runner.save()
+    runner.profile.close()
+    runner.save(last=True)
+    return runner.validate(None) if runner.done == total else None
+
+
+def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
+    """Return whether this half-round ended a step that passes a multiple of `every`.
+
+    A call of several steps may pass it; a step may end with a later half-round.
+    """
+    steps_done, length = experiment.tx.steps_done, experiment.tx.half_rounds
+    now, before = steps_done(half_rounds), steps_done(half_rounds - length)
+    return now is not None and now // every > max(before or 0, 0) // every
+
+
+def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
+    """Return model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
+    e = experiment
+    chip = chips.of_kind(e.mesh.devices.flat[0].device_kind)
+    if chip is None or e.model.flops_per_token is None:
+        return None
+    return e.model.flops_per_token(e.config.length), e.mesh.size * chip.flops
+
+
+def _devices(experiment: Experiment) -> str:
+    """Return the number of devices, and of groups of them, as text."""
+    devices, workers = experiment.mesh.devices, experiment.workers
+    text = f"{devices.size} {devices.flat[0].platform} devices"
+    return text if devices.size == workers else f"{text} in {workers} groups"
+
+
+def _announce(experiment: Experiment) -> None:
+    e, documents = experiment, experiment.corpus.train_documents
+    per_step = e.tokens * e.tx.half_rounds // e.tx.steps_per_call
+    logging.info(
+        "%s on %s: %s parameters, %s tokens a step; %s: %s documents, %s "
+        "bytes to train on",
+        e.config.method, _devices(e),
+        f"{e.model.parameters():,}", f"{per_step:,}",
+        e.config.data.name, f"{documents:,}", f"{e.corpus.train_bytes:,}",
+    )  # fmt: skip
+    for line in data.cuts(e.corpus, max(e.config.data.lengths or [e.config.length])):
+        logging.info("%s", line)
+
+
+def _finish(
+    experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a run's summary; process 0 also writes, draws and logs it."""
+    config, workdir = experiment.config, experiment.workdir
+    summary = {
+        "method": config.method,
+        "devices": experiment.mesh.size,
+        "workers": experiment.workers,
+        "parameters": experiment.model.parameters(),
+        "steps": config.steps,
+        **{
+            k: v
+            for k, v in row.items()
+            if k not in ("kind", "half_round", "step", "samples")
+        },
+        **measured,
+    }
+    if jax.process_index() == 0:
+        bigram = data.bigram_bits_per_byte(experiment.corpus)
+        summary["bigram_bits_per_byte"] = bigram
+        title = f"{config.method}, {config.data.name}, {_devices(experiment)}"
+        run_summary.draw(metrics.read(workdir), bigram, workdir / "loss.png", title)
+        logging.info("finished\n%s", run_summary.summarize(summary, workdir))
+    return summary

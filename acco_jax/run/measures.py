@@ -1,0 +1,50 @@
+"""Measurements of a run at its end: bytes sent and held, the gradients' time."""
+
+from typing import Any
+
+from absl import logging
+
+from acco_jax.run.config import fields as configs
+from acco_jax.run.observe import timing
+from acco_jax.run.preparation import Experiment, batches, counts_of, to_devices
+from acco_jax.schedule import footprint as footprints
+
+PyTree = Any
+
+
+def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
+    """Return a worker's bytes sent in the whole run, and a device's bytes held."""
+    e = experiment
+    arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
+    turns, sent = e.step.turns(), None
+    try:
+        period_bytes = sum(
+            times * footprints.bytes_sent(*programs, mesh=e.mesh)
+            for k, times in turns.items()
+            for programs in [e.step.lowered(*arrays, half_round=k)]
+        )
+        sent = round(e.half_rounds * period_bytes / sum(turns.values()))
+    except ValueError as error:  # a finished run must not fail for it
+        logging.warning("bytes_sent_per_worker is not known: %s", error)
+    return {
+        "bytes_sent_per_worker": sent,
+        "state_bytes_per_device": footprints.bytes_held((params, state)),
+    }
+
+
+def gradient_seconds(experiment: Experiment, params: PyTree) -> float:
+    """Time local gradients by themselves: seconds of all workers per token."""
+    e, counts = experiment, counts_of(experiment)
+    steps, found = e.tx.steps_per_call, batches(e)
+    batch = to_devices(next(found), e.mesh)
+    found.computed([e.capacity] * e.workers)
+    seconds = timing.gradient_seconds(
+        e.loss_fn,
+        e.mesh,
+        params,
+        batch,
+        None if counts is None else counts * steps,
+        microbatches=e.capacity * steps,
+        accumulate_dtype=configs.dtype("accumulate_dtype", e.config.accumulate_dtype),
+    )
+    return seconds / found.targets

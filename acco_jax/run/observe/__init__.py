@@ -1,0 +1,1 @@
+"""Metrics, progress, goodput and profiles of a run."""

@@ -1,0 +1,513 @@
+"""Preparation of a run: all checks, before anything is compiled."""
+
+import dataclasses
+import functools
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from etils import epath
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+from ml_collections import ConfigDict
+
+import acco_jax
+from acco_jax import data
+from acco_jax.command.files import is_number, read_object, write_whole
+from acco_jax.core.gradients import with_arrays
+from acco_jax.core.groups import data_axes, members
+from acco_jax.methods.reshard import moved
+from acco_jax.models.model import Model
+from acco_jax.run.build import meshes, models, optimizers
+from acco_jax.run.build.validation import validate
+from acco_jax.run.config import fields as configs
+from acco_jax.run.config.identity import differing_field
+from acco_jax.run.observe import goodput, hooks, metrics
+from acco_jax.run.state import counts, processes, worlds
+from acco_jax.run.state.checkpoints import Checkpoints
+from acco_jax.run.state.workdir import check_held, own
+from acco_jax.run.trained import trained_runs  # fmt: skip
+from acco_jax.run.weights import pretrained
+from acco_jax.step.adaptive import AdaptiveStep
+from acco_jax.step.balanced import BalancedStep
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Checked parts of a run, before any training."""
+
+    config: ConfigDict
+    workdir: Path
+    mesh: Mesh
+    corpus: data.Corpus
+    model: Model
+    tx: acco_jax.Method
+    step: acco_jax.TrainStep
+    schedule: optax.Schedule
+    microbatches: int  # of each worker in a half-round, or in an inner step of one
+    capacity: int  # microbatches that a batch has room for; more where counts adapt
+    identity: dict[str, Any]  # fields that distinguish it from other runs
+    repairs: bool  # whether remains of killed processes in the workdir are removed
+    loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
+    init: Callable[[], PyTree]  # makes the trained parameters; jit-compatible
+    start: Callable[[], PyTree]  # makes the first parameters, on their devices
+    specs: PyTree  # how a group of devices splits the parameters
+    began: float  # when its process or its preparation began, in seconds since 1970
+
+    @functools.cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Checkpoints, opened on first access: a rejected run leaves no folder."""
+        folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
+        fence = functools.partial(check_held, *own(self.workdir, folder))
+        return Checkpoints(folder, keep, repair=self.repairs, fence=fence)
+
+    @property
+    def checkpoint_folder(self) -> epath.Path:
+        """Folder of the checkpoints: in the workdir, or the config's."""
+        return trained_runs.checkpoint_folder(self.config, self.workdir)
+
+    @property
+    def workers(self) -> int:
+        return len(members(self.mesh))
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Index of this process among those with their own workers, and their number.
+
+        Processes that share a worker, a group of their devices, share an index.
+        """
+        number = min(self.workers, jax.process_count())
+        return jax.process_index() * number // jax.process_count(), number
+
+    @property
+    def world(self) -> worlds.World:
+        """The devices that compute here, as the run's record has them."""
+        counts = self.config.counts or [self.microbatches] * self.workers
+        adaptive = self.config.microbatches != "fixed"
+        return worlds.World.of(self.mesh, () if adaptive else counts, self.step.form)
+
+    @property
+    def half_rounds(self) -> int:
+        """Calls of the train step in the whole run."""
+        return self.tx.calls(self.config.steps)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a half-round's global batch."""
+        microbatches = self.workers * self.capacity * self.tx.steps_per_call
+        return microbatches * self.config.microbatch_size
+
+    @property
+    def tokens(self) -> int:
+        """Targets of a half-round of full rows, where their number is constant."""
+        same = self.config.microbatches in ("balanced", "halves")
+        kept = same and self.config.batch == "kept"
+        workers = self.identity["workers"] if kept else self.workers
+        computed = self.config.counts or [self.microbatches] * workers
+        rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
+        return rows * self.config.length
+
+
+def prepare(
+    config: ConfigDict,
+    workdir: Path,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    repair: bool = True,
+    began: float | None = None,
+    check: Callable[[Experiment], None] = lambda experiment: None,
+) -> Experiment:
+    """Build an experiment.
+
+    Args:
+      config: of `acco_jax.run.config.fields.default_config`'s form.
+      workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
+      devices: to train on; None: all.
+      repair: False to leave the workdir unchanged, as it may be another run's.
+      began: when the process started, in seconds since 1970; None: now.
+      check: raises a ValueError to reject the experiment, before config.json is
+        written.
+
+    Raises:
+      ValueError: if something cannot work.
+    """
+    began = time.time() if began is None else began
+    validate(config)
+    hooks.check(config)
+    devices = jax.devices() if devices is None else list(devices)
+    mesh = meshes.data_mesh(devices, config.domains, config.mesh)
+    workers = len(members(mesh))
+    began_with = _first_workers(config, workdir, workers)
+    identity = json.loads(config.to_json_best_effort()) | {"workers": began_with}
+    if config.init_from is not None:
+        identity["pretrained"] = pretrained.identity(
+            config.init_from, config.ignore_weights
+        )
+    identity["generation"] = pretrained.kept_generation(config)
+    _check_workdir(workdir, identity)
+    _check_processes(workers)
+    # Raises before there is a corpus, which gives the length and the model.
+    tx = optimizers.method(config, config.method, mesh, data_axes(mesh))
+    half_rounds = tx.calls(config.steps)
+    microbatches = configs.half_round_microbatches(config, tx.half_rounds, began_with)
+    rows_per_step = sum(config.counts or [microbatches] * began_with)
+    rows_per_step *= tx.half_rounds * config.microbatch_size
+    if workers != began_with:
+        config, microbatches = _dealt(config, microbatches, began_with, workers)
+    counted = counts.counted(config, microbatches, half_rounds, began_with, workers)
+    capacity = counted.most if counted else microbatches
+    corpus = data.load_corpus(pretrained.data_fields(config), workdir=workdir)
+    pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
+    if jax.process_count() > 1:
+        _check_same_text(corpus.checksum)
+        _check_same_weights(identity)
+    identity["corpus"] = {
+        "documents": corpus.documents,
+        "tokenizer": corpus.tokenizer.fingerprint,
+        "tokens": corpus.checksum,
+    }
+    _check_workdir(workdir, identity)
+    lengths = tuple(config.data.lengths)
+    rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
+    most = workers * capacity * tx.steps_per_call * config.microbatch_size
+    data.check_rows(corpus, rows_per_epoch, config.length, most, lengths)
+    config = configs.with_steps(
+        config, rows_per_step, rows_per_epoch, tx.steps_per_call
+    )
+    model = models.model(config, corpus.tokenizer.vocab_size)
+    models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
+    loss_fn, init = models.trained(
+        config, model, lambda make: trained_runs.start(config, make, model, mesh)
+    )
+    specs = models.specs(model, jax.eval_shape(init), mesh)
+    tx = optimizers.method(
+        config, config.method, mesh, data_axes(mesh), model.stacked, specs
+    )
+    adapts = config.lora.rank or config.lora.ranks
+    if config.base and not adapts:
+        init = Partial(_identity, trained_runs.start(config, init, model, mesh))
+    start = functools.partial(
+        _made, with_arrays(init), trained_runs.shardings(specs, mesh)
+    )
+    if config.init_from and not adapts:  # read when needed, and not held
+        start = functools.partial(trained_runs.start, config, init, model, mesh)
+    step = acco_jax.make_train_step(
+        loss_fn, tx, microbatches=counted or microbatches, form=config.form,
+        drop_nonfinite=optimizers.drops_nonfinite(config, tx),
+    )  # fmt: skip
+    schedule = optimizers.checked_rate(config)
+    experiment = Experiment(
+        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
+        capacity, identity, repair, loss_fn, init, start, specs, began,
+    )  # fmt: skip
+    first = batches(experiment)  # raises if a worker's documents are too few
+    held_out_batches(experiment, None)
+    try:
+        tx.check(abstract_params(experiment))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {config.optimizer.name} with the options given does not work "
+            f"here: {error}"
+        ) from error
+    check_whole(workdir, experiment.checkpoint_folder)
+    _check_checkpoint(experiment, first)
+    check(experiment)
+    if repair and jax.process_index() == 0:
+        write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
+    return experiment
+
+
+def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
+    """Return how many workers a run began with; `workers` if none has begun.
+
+    Their microbatches are the batch, whichever workers compute them later.
+    """
+    begun = (workdir / "config.json").exists() and any(
+        path.name.isdigit()
+        for path in trained_runs.checkpoint_folder(config, workdir).glob("*")
+    )
+    first = read_object(workdir / "config.json").get("workers") if begun else workers
+    return first if type(first) is int and 0 < first <= worlds.MOST else workers
+
+
+def _dealt(
+    config: ConfigDict, microbatches: int, first: int, workers: int
+) -> tuple[ConfigDict, int]:
+    """Return config and capacity (microbatches) for another number of workers.
+
+    Raises:
+      ValueError: if they cannot go on with these data, or these counts.
+    """
+    if config.data.skew:
+        raise ValueError(
+            f"data.skew is {config.data.skew}, so each of the {first} workers has rows "
+            f"of its own, but now there are {workers}: start as many."
+        )
+    if config.microbatches != "fixed":
+        return config, microbatches
+    counts = list(config.counts) or [microbatches] * first
+    if config.batch == "per_worker":
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"batch is 'per_worker', but counts is {tuple(counts)}, of {first} "
+                f"workers, and now there are {workers}: set batch='kept'."
+            )
+        return config, microbatches
+    counts = worlds.dealt(sum(counts), workers)
+    config = config.copy_and_resolve_references()
+    config.counts = tuple(counts) if len(set(counts)) > 1 else ()
+    return config, max(counts)
+
+
+def _check_processes(workers: int) -> None:
+    """Raise a ValueError if groups of devices cross the processes' boundaries."""
+    count = jax.process_count()
+    if workers % count and count % workers:
+        raise ValueError(
+            f"there are {workers} workers for {count} processes: use sizes of mesh "
+            "with which either number divides the other."
+        )
+
+
+def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
+    """Raise a ValueError for a checkpoint of another run or with invalid host data."""
+    checkpoints, identity = experiment.checkpoints, experiment.identity
+    if (latest := checkpoints.latest()) is None:
+        return
+    path = experiment.checkpoint_folder / str(latest)
+    old = checkpoints.host(latest).get("identity")
+    if not isinstance(old, dict):
+        raise ValueError(
+            f"{path} does not say which run it is of: use another workdir."
+        )
+    if field := differing_field(old, old | identity):
+        raise ValueError(
+            f"{path} is of a run with {field}: use another workdir, or the same config."
+        )
+    if experiment.config.microbatches != "fixed":
+        counts.kept(experiment.workdir, latest)
+    if not _continues(checkpoints.host(latest), first):
+        raise ValueError(
+            f"{path / 'host'} is damaged, or of another version: restore it, or use "
+            "another workdir."
+        )
+
+
+def _continues(host: dict[str, Any], first: data.Batches) -> bool:
+    """Return whether a run of these batches can continue from such host data."""
+    loss = host.get("held_out_loss", "")
+    if not worlds.is_axes(axes := host.get("axes")):
+        return False
+    workers = worlds.workers_of(axes)
+    dropped = host.get("dropped") or {
+        "in_a_row": [0] * workers,
+        "nobody": 0,
+        "since": 0,
+    }
+    try:
+        first.set_state(host["batches"])
+        numbers = [dropped["nobody"], dropped["since"], *dropped["in_a_row"]]
+    except (KeyError, TypeError, ValueError):
+        return False
+    numbers += [host.get("seconds"), 0 if loss is None else loss]
+    return all(map(is_number, numbers)) and len(numbers) == workers + 4
+
+
+def repeating(experiment: Experiment, folder: Path) -> worlds.Replay:
+    """Return the record that an experiment repeats; give its step the counts.
+
+    Args:
+      experiment: from `prepare`.
+      folder: the workdir of the run to repeat.
+
+    Raises:
+      ValueError: if this experiment cannot go on with that record.
+    """
+    replay, done = worlds.Replay(folder), experiment.checkpoints.latest() or 0
+    replay.check(experiment.identity, done, experiment.world)
+    if isinstance(experiment.step, AdaptiveStep | BalancedStep):
+        log, last = folder / counts.FILE, replay.end(done)
+        experiment.step.repeat(acco_jax.Replay(log, experiment.capacity, done, last))
+    return replay
+
+
+def _made(init: Partial, shardings: PyTree) -> PyTree:
+    return jax.jit(lambda init: init(), out_shardings=shardings)(init)
+
+
+def _identity(params: PyTree) -> PyTree:
+    return params
+
+
+def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
+    """Raise a ValueError if the workdir's run has another config, workers or corpus."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    old = read_object(path)
+    field = differing_field(old, old | identity)
+    if field.startswith("corpus.documents"):
+        fields = identity["data"]
+        raise ValueError(
+            f"the documents of data.name={fields['name']!r}, data.path="
+            f"{fields['path']!r} are not those of the run in workdir {workdir} "
+            f"({field}): restore them, or use another workdir."
+        )
+    if field:
+        raise ValueError(
+            f"workdir {workdir} belongs to a run with {field}: use another workdir, "
+            "or the same config."
+        )
+
+
+def _check_same_text(checksum: int) -> None:
+    """Raise a ValueError, on every process, if processes read different text."""
+    checksums = processes.gathered(np.uint32(checksum)).tolist()
+    other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"process {other} has other text than process 0 (data set and tokenizer "
+            "make other tokens): give all of them the same files and versions."
+        )
+
+
+def _check_same_weights(identity: dict[str, Any]) -> None:
+    """Raise a ValueError, on every process, if init_from's models differ."""
+    said = json.dumps(identity.get("pretrained"), sort_keys=True)
+    if len(set(processes.gathered(np.uint32(zlib.crc32(said.encode()))).tolist())) > 1:
+        raise ValueError(
+            f"init_from={identity['init_from']!r} is not the same model for all "
+            "processes: give all of them the same files."
+        )
+
+
+def batches(experiment: Experiment) -> data.Batches:
+    """Return this process's part of the training batches, from the first one on."""
+    e, c = experiment, experiment.config.data
+    adaptive = e.config.microbatches != "fixed"
+    return data.train_iterator(
+        e.corpus,
+        length=e.config.length,
+        batch_size=e.rows,
+        seed=e.config.seed,
+        process_index=e.places[0],
+        process_count=e.places[1],
+        workers=e.workers,
+        steps=e.tx.steps_per_call,
+        microbatches=e.capacity,
+        counts=() if adaptive else tuple(e.config.counts) or None,
+        skew=c.skew,
+        lengths=c.lengths,
+        document_mask=c.document_mask,
+    )
+
+
+def held_out_batches(
+    experiment: Experiment, limit: int | None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Return this process's part of `limit` validation batches, or of all."""
+    e, c = experiment, experiment.config.data
+    return data.validation_batches(
+        e.corpus,
+        length=e.config.length,
+        batch_size=e.workers * e.config.microbatch_size,
+        process_index=e.places[0],
+        process_count=e.places[1],
+        limit=limit,  # of the batches when the run began
+        block=e.identity["workers"] * e.config.microbatch_size,
+        lengths=c.lengths,
+        document_mask=c.document_mask,
+    )
+
+
+def counts_of(experiment: Experiment) -> jax.Array | None:
+    """Return how many microbatches each worker computes; None: all."""
+    if not experiment.config.counts:
+        return None
+    counts = np.asarray(experiment.config.counts, np.int32)
+    place, places = experiment.places
+    return to_devices(np.split(counts, places)[place], experiment.mesh)
+
+
+def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Return global arrays, split over the data axes, from this process's rows."""
+    sharding = NamedSharding(mesh, P(data_axes(mesh)))
+    with jax.transfer_guard_host_to_device("allow"):  # intended here
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
+        )
+
+
+def initial(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Return parameters as the train step takes them, and sharded optimizer state."""
+    return acco_jax.start(experiment.tx, experiment.start())
+
+
+def abstract_params(experiment: Experiment) -> PyTree:
+    """Return shapes, dtypes and shardings of the trained parameters."""
+    shardings = trained_runs.shardings(experiment.specs, experiment.mesh)
+    return jax.tree.map(
+        lambda x, sharding: x.update(sharding=sharding),
+        jax.eval_shape(experiment.init),
+        shardings,
+    )
+
+
+def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
+    """Return shapes, dtypes and shardings of the result of `initial`."""
+    params, tx = abstract_params(experiment), experiment.tx
+    return jax.tree.map(
+        lambda x, sharding: x.update(sharding=sharding),
+        jax.eval_shape(functools.partial(acco_jax.start, tx), params),
+        acco_jax.start_shardings(tx, params),
+    )
+
+
+def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
+    """Return the result of `abstract`, for a checkpoint and the world that saved it.
+
+    For another world than today's, arrays have the shapes that they had then, and
+    lie on the devices that there are now.
+    """
+    e, axes = experiment, experiment.checkpoints.host(half_round)["axes"]
+    if axes == dict(e.mesh.shape):
+        return abstract(e)
+    was = meshes.described(axes)
+    return trained_runs.as_stored(
+        e.config, e.model, jax.eval_shape(e.init), was, e.mesh
+    )
+
+
+def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
+    """Return what was restored `as_saved` as today's workers hold it."""
+    like = abstract(experiment)
+    same: bool = jax.tree.structure(arrays) == jax.tree.structure(like)  # type: ignore[operator]
+    if same:
+        return arrays
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(functools.partial(moved, new=like), out_shardings=shardings)(arrays)
+
+
+def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
+    """Raise a ValueError for a workdir with metrics but without its checkpoints.
+
+    Raises:
+      ValueError: if the checkpoints are missing, or a file of rows is damaged.
+    """
+    goodput.read(workdir)
+    metrics.read(workdir)
+    worlds.recorded(workdir)
+    if (workdir / metrics.FILE).exists() and not checkpoints.exists():
+        raise ValueError(
+            f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "
+            "restore it, or use another workdir."
+        )

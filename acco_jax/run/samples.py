@@ -1,0 +1,45 @@
+"""Texts that a run's model writes at its evaluations."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+
+from acco_jax.models import lora
+from acco_jax.models.sampling import Sampling
+from acco_jax.run.build import models
+from acco_jax.run.preparation import Experiment
+from acco_jax.run.trained.language import Language, keys_of
+
+PyTree = Any
+
+
+def written(experiment: Experiment, params: PyTree) -> list[str]:
+    """Return `config.samples` texts: the prompt, and its continuation.
+
+    Every process writes them, on one of its devices, which holds the whole model.
+
+    Args:
+      experiment: of a transformer.
+      params: committed, trained parameters.
+    """
+    e, c = experiment, experiment.config
+    tokens, seed = c.sample_tokens, c.seed
+    whole = jax.jit(_merged, static_argnums=0, out_shardings=NamedSharding(e.mesh, P()))
+    with jax.transfer_guard("allow"):
+        # a frozen model is an argument of its adapters' loss
+        adapted = e.loss_fn.args[0] if isinstance(e.loss_fn, Partial) else None
+        params = whole(c.lora.scale, params, adapted)
+        here = jax.tree.map(lambda x: x.addressable_data(0), params)
+        config = models.transformer_config(c, e.corpus.tokenizer.vocab_size)
+        model = Language(config, here, e.corpus.tokenizer)
+        prompt = model.tokens(c.sample_prompt, config.max_length - tokens)
+        prompts, how = [prompt] * c.samples, Sampling(temperature=1.0)
+        (texts,) = model.write(prompts, tokens, how, keys_of(seed, c.samples), tokens)
+    return [c.sample_prompt + text for text in texts]
+
+
+def _merged(scale: float, params: PyTree, adapted: PyTree | None) -> PyTree:
+    return params if adapted is None else lora.merge(adapted, params, scale)

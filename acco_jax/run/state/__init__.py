@@ -1,0 +1,1 @@
+"""The state of a run on disk and across processes."""

@@ -1,0 +1,234 @@
+"""Lock and checks of a workdir: one run at a time, one experiment."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from acco_jax.command.files import is_remote, read_object
+from acco_jax.run.state import processes
+
+LOCK = "lock.json"
+BEAT_SECONDS = 10.0  # between signs of life in the lock
+STALE_SECONDS = 60.0  # without one, a process on another host counts as dead
+PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
+
+
+def own(workdir: Path, checkpoints: Path | epath.Path) -> list[Path]:
+    """Return the folders that a run locks: its workdir and its checkpoints' folder.
+
+    One lock serves both if the checkpoints lie in the workdir. A remote folder has
+    none.
+    """
+    folder = Path(checkpoints).resolve()
+    inside = workdir.resolve() in (folder, *folder.parents)
+    return [workdir] if inside or is_remote(checkpoints) else [workdir, folder]
+
+
+@contextlib.contextmanager
+def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold a workdir, or a folder of checkpoints, for this run, through process 0.
+
+    The lock has host, process and when that process started. It is stale, and taken
+    over, when that process is gone, or gives no sign of life from another host or
+    container.
+
+    Args:
+      workdir: of the run.
+      patience: seconds to wait until the lock is stale, as it may be this run's own
+        from an earlier attempt, whose host is lost.
+
+    Raises:
+      ValueError: if another run holds it.
+    """
+    path, mine, refusal = workdir / LOCK, _identity(), ""
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        refusal = _take(path, mine, time.monotonic() + patience)
+    if processes.from_process_0(np.bool_(refusal)) and jax.process_index():
+        refusal = f"process 0 refuses workdir {workdir}: see its line."
+    if refusal:
+        raise ValueError(refusal)
+    if jax.process_index():
+        yield
+        return
+    done = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, done), daemon=True)
+    beat.start()
+    try:
+        yield
+    finally:
+        done.set()
+        beat.join()
+        with contextlib.suppress(ValueError):
+            if read_object(path) == mine:
+                path.unlink()
+
+
+def _identity() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "started": _started(pid),
+        "processes": _numbering(),
+    }
+
+
+def _numbering() -> str | None:
+    """Return what numbers this process: boot and PID namespace; None if unknown.
+
+    Containers may share a host name, but each has its own namespace.
+    """
+    if sys.platform != "linux":
+        return socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process of this host started; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[19]  # clock ticks after the boot
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        pass
+    return "unknown"
+
+
+def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
+    """Write the lock, replacing only a stale one; return why not, or ''."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            if not _is_stale(path):
+                if time.monotonic() < deadline:
+                    time.sleep(1.0)
+                    continue
+                held = " ".join(path.read_text(errors="replace").split())[:200]
+                return (
+                    f"another run works in {path.parent} ({held}): use another workdir "
+                    f"or, if that run is dead, remove {path}."
+                )
+            logging.info("%s is of a run that is gone: taken over", path)
+            path.unlink(missing_ok=True)
+            continue
+        with open(descriptor, "w") as file:
+            json.dump(mine, file)
+        return ""
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        other = read_object(path)
+        numbering, pid, started = (
+            other.get("processes"),
+            int(other["pid"]),
+            other["started"],
+        )
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ):  # a killed process left it cut
+        return _silent_for(path, 1.0)
+    if numbering is not None and numbering == _numbering():
+        return _started(pid) != started
+    return _silent_for(path, STALE_SECONDS)
+
+
+def _silent_for(path: Path, seconds: float) -> bool:
+    """Return whether a file is older than `seconds`, by the file system's clock."""
+    probe = path.with_name(f"{LOCK}.{os.getpid()}.clock")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - path.stat().st_mtime > seconds
+    except FileNotFoundError:
+        return True
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def check_held(*folders: Path) -> None:
+    """Raise an OSError if another process has taken over a folder.
+
+    A process that was stopped for long, with its whole machine, may wake up when the
+    run goes on elsewhere.
+
+    Raises:
+      OSError: with the new holder.
+    """
+    for folder in folders:
+        try:
+            holder = read_object(folder / LOCK)
+        except ValueError:  # it is not held, or just being taken
+            continue
+        if holder != _identity():
+            raise OSError(f"another run has taken over {folder} ({json.dumps(holder)})")
+
+
+def _beat(path: Path, done: threading.Event) -> None:
+    while not done.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def check_shared(workdir: Path) -> None:
+    """Raise a ValueError for a workdir that is remote or not shared by all processes.
+
+    Process 0 writes a file, and each of the others looks for it.
+
+    Raises:
+      ValueError: on all processes, with the processes that do not see it.
+    """
+    if is_remote(workdir):
+        raise ValueError(
+            f"--workdir={workdir} is remote, and its lock and metrics need a file "
+            "system: name a folder here, and the remote one in --config.checkpoints."
+        )
+    if jax.process_count() == 1:
+        return
+    name = processes.from_process_0(np.uint32(secrets.randbits(32)))
+    path = workdir / f"probe-{int(name):08x}"
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    processes.meet("probe written")
+    limit = time.monotonic() + PROBE_SECONDS
+    while not (seen := path.exists()) and time.monotonic() < limit:
+        with contextlib.suppress(OSError):  # makes network file systems look again
+            os.listdir(workdir)
+        time.sleep(0.5)
+    everyone = processes.gathered(np.bool_(seen)).tolist()
+    if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
+    blind = [i for i, found in enumerate(everyone) if not found]
+    if blind:
+        raise ValueError(
+            f"workdir {workdir} is not one folder for all processes: process "
+            f"{', '.join(map(str, blind))} does not see what process 0 writes there; "
+            "give a folder on a file system that all hosts share."
+        )

@@ -1,0 +1,1 @@
+"""The command that starts, watches and restarts training processes."""

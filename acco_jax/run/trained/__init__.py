@@ -1,0 +1,1 @@
+"""Trained runs: loaded, read as language models, exported."""

@@ -1,0 +1,76 @@
+"""Loss of a run's model on a split of the run's own data."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from acco_jax import data
+from acco_jax.command.files import read_object
+from acco_jax.run.trained import perplexity
+from acco_jax.run.trained.trained_runs import Run, load_run
+from acco_jax.run.weights import pretrained
+
+
+def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
+    """Return the figures of a split, as the run's own evaluations compute its loss.
+
+    Args:
+      workdir: of the run; its model may be a factory's.
+      split: "train" or "validation".
+
+    Raises:
+      ValueError: as `load_run`, or if the data have changed since.
+      FloatingPointError: if the loss is not finite.
+    """
+    run = load_run(workdir)
+    corpus = _corpus(run)
+    if split == "train":
+        names = [f.name for f in dataclasses.fields(corpus)]
+        own = {n: n.replace("validation", "train") for n in names if "validation" in n}
+        corpus = dataclasses.replace(
+            corpus, **{to: getattr(corpus, of) for to, of in own.items()}
+        )
+    add = jax.jit(
+        lambda params, batch: jnp.stack(run.model.loss(params, batch, None)[:2])
+    )
+    c, sums = run.config, []
+    for batch in data.validation_batches(
+        corpus,
+        length=c.length,
+        batch_size=c.microbatch_size,
+        process_index=0,
+        process_count=1,
+        lengths=c.data.lengths,
+        document_mask=c.data.document_mask,
+    ):
+        sums.append(jax.device_get(add(run.params, batch)))
+    nats, tokens = (math.fsum(column) for column in zip(*sums, strict=True))
+    return perplexity.figures(nats, tokens, _words(corpus), corpus.validation_bytes)
+
+
+def _corpus(run: Run) -> data.Corpus:
+    """Return the data of a run, if they have not changed."""
+    fields = pretrained.data_fields(run.config)
+    corpus = data.load_corpus(fields, workdir=run.workdir)
+    then = read_object(run.workdir / "config.json").get("corpus", {})
+    if then.get("documents") != corpus.documents:
+        raise ValueError(
+            f"{run.workdir} was trained on other data than data.name="
+            f"{run.config.data.name!r} gives now: restore them, or give --file."
+        )
+    return corpus
+
+
+def _words(corpus: data.Corpus) -> int:
+    """Return the number of words of a split's text: of instructions, the answers."""
+    tokens, spans = np.asarray(corpus.validation_tokens), corpus.validation_spans
+    if spans is None:
+        ends = np.flatnonzero(tokens == corpus.tokenizer.end_of_text)
+        spans = np.stack([ends[:-1], ends[:-1] + 1, ends[1:]], axis=1)
+    decode = corpus.tokenizer.decode
+    return sum(len(decode(tokens[a:b]).split()) for _, a, b in spans)

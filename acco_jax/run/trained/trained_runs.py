@@ -1,0 +1,270 @@
+"""Trained runs: their parameters, loaded onto the available devices.
+
+    run = load_run("runs/quickstart")
+    logits = transformer.apply(run.architecture, run.params, tokens)
+
+Nothing of the workdir changes, and the data are not needed.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from etils import epath
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from ml_collections import ConfigDict
+
+import acco_jax
+from acco_jax import data
+from acco_jax.command.files import read_object
+from acco_jax.command.paths import expanded
+from acco_jax.core.groups import data_axes
+from acco_jax.models import lora, transformer
+from acco_jax.models.model import Model
+from acco_jax.run.build import meshes, models, optimizers
+from acco_jax.run.config import field_checks
+from acco_jax.run.config import fields as configs
+from acco_jax.run.state import worlds
+from acco_jax.run.state.checkpoints import Checkpoints
+from acco_jax.run.weights import pretrained
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's trained model, as of one of its checkpoints."""
+
+    workdir: Path
+    config: ConfigDict
+    model: Model
+    params: PyTree  # committed, to evaluate; adapters are merged into their model
+    tokenizer: data.Tokenizer
+    half_round: int  # of the checkpoint
+    architecture: transformer.Config | None  # of the model; None: a factory's
+    mesh: Mesh  # that holds params, split by `models.specs`
+
+
+def load_run(
+    workdir: str | Path,
+    devices: Sequence[jax.Device] | None = None,
+    group: Mapping[str, int] | None = None,
+    half_round: int | None = None,
+) -> Run:
+    """Load the model that a run has trained, on any devices.
+
+    Args:
+      workdir: of the run, finished or not.
+      devices: to hold the parameters; None: all.
+      group: sizes of the axes "fsdp" and "tensor", over which each group of them splits
+        the parameters, as config.mesh. None: the run's sizes; if these do not
+        divide the devices, all of these over "fsdp".
+      half_round: of the checkpoint; None: the newest.
+
+    Raises:
+      ValueError: if there is no such run or checkpoint, it is damaged, or the
+        model that it adapts is gone.
+    """
+    saved = Saved(expanded(workdir), half_round)
+    devices = jax.devices() if devices is None else list(devices)
+    if group is None:
+        group = saved.config.mesh.to_dict()
+        if len(devices) % math.prod(group.values()):
+            group = {"fsdp": len(devices)}
+    mesh = meshes.data_mesh(devices, 1, group)
+    return Run(
+        saved.workdir, saved.config, saved.model, saved.params(mesh), saved.tokenizer,
+        saved.half_round, saved.architecture, mesh,
+    )  # fmt: skip
+
+
+class Saved:
+    """Folder of a run, of which no array has been read yet."""
+
+    def __init__(self, workdir: Path, half_round: int | None = None) -> None:
+        """Open a workdir; arguments and errors are `load_run`'s."""
+        self.workdir = workdir
+        identity = read_object(workdir / "config.json")
+        try:
+            self.config = configs.from_json(identity)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"{workdir / 'config.json'} is no run's ({error}): restore it."
+            ) from error
+        self.config.metrics_hook = None  # need not be importable here
+        field_checks.check(self.config)
+        self._pretrained = identity.get("pretrained") or {}
+        self.tokenizer = data.kept_tokenizer(self.config.data, workdir)
+        arguments = self.config, self.tokenizer.vocab_size
+        described = self._pretrained.get("model")
+        self.model = models.model(*arguments, described)
+        self.architecture = None
+        if self.config.model.factory is None:
+            self.architecture = models.transformer_config(*arguments, described)
+        folder = checkpoint_folder(self.config, workdir)
+        self._checkpoints = Checkpoints(folder, keep=1, repair=False)
+        self.half_round = self._chosen(half_round)
+
+    def _chosen(self, half_round: int | None) -> int:
+        """Return a checkpoint that exists and is sound, by default the newest."""
+        known = self._checkpoints.half_rounds
+        if not known:
+            raise ValueError(f"{self.workdir} has no checkpoint: train it.")
+        half_round = known[-1] if half_round is None else half_round
+        if half_round not in known:
+            raise ValueError(
+                f"{self.workdir} has no checkpoint of half-round {half_round}: choose "
+                f"one of {', '.join(map(str, known))}."
+            )
+        if problem := self._checkpoints.problem(half_round):
+            raise ValueError(
+                f"{self.workdir} has a damaged checkpoint {half_round} ({problem}): "
+                "restore it, or choose another one."
+            )
+        return half_round
+
+    def params(self, mesh: Mesh) -> PyTree:
+        """Read the model's committed parameters; adapters are merged into it.
+
+        Args:
+          mesh: the devices to hold them, of `meshes.data_mesh`'s form.
+
+        Raises:
+          ValueError: as `load_run`.
+        """
+        config, c = self.config, self.config.lora
+        base: list[Callable[[], PyTree]] = []
+
+        def freeze(make: Callable[[], PyTree]) -> PyTree:
+            base.append(make)
+            return jax.eval_shape(make)
+
+        _, init = models.trained(config, self.model, freeze)
+        trained = self._theta(jax.eval_shape(init), mesh)
+        if not base:
+            return trained
+        self._check_adapted()
+        adapted = start(config, base[0], self.model, mesh)
+        merge = functools.partial(lora.merge, scale=c.scale)
+        shardings = jax.tree.map(lambda x: x.sharding, adapted)
+        return jax.jit(merge, out_shardings=shardings)(adapted, trained)
+
+    def _check_adapted(self) -> None:
+        """Raise a ValueError if adapters' folder holds another model by now."""
+        path = self.config.init_from
+        if path is None:
+            return
+        if pretrained.identity(path, self.config.ignore_weights) != self._pretrained:
+            raise ValueError(
+                f"init_from is {path}, which is not the model that {self.workdir} has "
+                "adapted: restore it."
+            )
+
+    def _theta(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Read only the parameters to evaluate, of the trained parameters and state.
+
+        Args:
+          params: their shapes.
+          mesh: the devices to hold them.
+        """
+        axes = self._checkpoints.host(self.half_round).get("axes")
+        if not worlds.is_axes(axes):
+            raise ValueError(
+                f"{self.workdir} has a checkpoint {self.half_round} that does not say "
+                "of which devices it is: choose another one."
+            )
+        was = meshes.described(axes)
+        like = as_stored(self.config, self.model, params, was, mesh)
+        leaves, treedef = jax.tree.flatten(like)
+
+        def theta(arrays: dict[int, Any]) -> PyTree:
+            every = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            loop_params, state = jax.tree.unflatten(treedef, every)
+            return optimizers.evaluated(state).theta(loop_params)
+
+        read = _arguments_read(theta, dict(enumerate(leaves)))
+        found = self._checkpoints.restore_some(self.half_round, like, read)
+        specs = models.specs(self.model, params, mesh)
+        return jax.jit(theta, out_shardings=shardings(specs, mesh))(found)
+
+
+def _arguments_read(fn: Callable[[Any], Any], arguments: dict[int, Any]) -> list[int]:
+    """Return the indices of the arguments that a function reads."""
+    traced = jax.make_jaxpr(fn)(arguments).jaxpr
+    used = {id(v) for equation in traced.eqns for v in equation.invars}
+    used |= {id(v) for v in traced.outvars}
+    return [i for i, v in zip(arguments, traced.invars, strict=True) if id(v) in used]
+
+
+def as_stored(
+    config: ConfigDict,
+    model: Model,
+    params: PyTree,
+    was: AbstractMesh,
+    mesh: Mesh,
+) -> tuple[PyTree, Any]:
+    """Return shapes of parameters and state that a run on another mesh has saved.
+
+    Args:
+      config: of the run.
+      model: of the run.
+      params: shapes of the trained parameters.
+      was: the mesh of the run.
+      mesh: of devices that are there, over which each array is split anyhow.
+    """
+    tx = optimizers.method(
+        config, config.method, was, data_axes(was), model.stacked,
+        models.specs(model, params, was),
+    )  # fmt: skip
+    return acco_jax.saved(tx, params, mesh)
+
+
+def checkpoint_folder(config: ConfigDict, workdir: Path) -> epath.Path:
+    """Return the folder of the checkpoints: in the workdir, or the config's."""
+    if folder := config.checkpoints:
+        return epath.Path(folder).expanduser()
+    return epath.Path(workdir) / "checkpoints"
+
+
+def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+    """Return the NamedShardings of PartitionSpecs."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def start(
+    config: ConfigDict, make: Callable[[], PyTree], model: Model, mesh: Mesh
+) -> PyTree:
+    """Return the parameters of init_from, of the finished run `base`, or `make`'s.
+
+    Args:
+      config: of the experiment.
+      make: the initialization of its model.
+      model: of the experiment.
+      mesh: the devices to hold them.
+
+    Raises:
+      ValueError: if init_from or `base` holds no such model.
+    """
+    shapes = jax.eval_shape(make)
+    homes = shardings(models.specs(model, shapes, mesh), mesh)
+    if config.init_from is not None:
+        architecture = models.transformer_config(config, vocab_size=1)
+        files = pretrained.folder_of(config.init_from)
+        return pretrained.load(architecture, files, homes)
+    if config.base is None:
+        return jax.jit(make, out_shardings=homes)()
+    folder = expanded(config.base)
+    try:
+        base = Saved(folder)
+        if base.model.shapes() == shapes:
+            return base.params(mesh)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"base is {folder}, which holds no run: {error}") from error
+    raise ValueError(
+        f"base is {folder}, which holds another model: set the same model.*, length "
+        "and tokenizer."
+    )

@@ -1,0 +1,1 @@
+"""Weights of Hugging Face folders as the start of a run."""

@@ -1,0 +1,1 @@
+"""Schedules that a compiler made: what overlaps communication, and what it costs."""

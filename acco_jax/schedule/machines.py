@@ -1,0 +1,215 @@
+"""Figures of a machine that predictions rest on, and the time of one collective.
+
+Sources of the formulas: rings as in NCCL's src/graph/tuning.cc (n - 1 steps, of which
+hosts - 1 cross the network; every GPU of a host drives its own adapter), and its trees
+for what is small; an all-to-all through each device's own links, without the ring's
+advantage that only hosts - 1 steps cross the network; on TPU along all links of a torus
+at once, between slices a second stage over the data-centre network
+(jax-ml.github.io/scaling-book, "Sharded matrices").
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from acco_jax.core.names import check_name
+from acco_jax.schedule.chips import LARGEST_SLICE, Chip
+from acco_jax.schedule.schedules import Collective
+from acco_jax.schedule.topologies import Topology
+
+# Below this size NCCL takes a tree and the protocol of low latency: seconds per
+# step over NVLink and over the network.
+SMALL_BYTES = 1 << 16
+SMALL_HOP_SECONDS, SMALL_NETWORK_SECONDS = 0.6e-6, 5e-6
+# The share of a GPU's memory that JAX takes when it starts, by default.
+PREALLOCATED = 0.75
+
+
+class Range(NamedTuple):
+    """Share of a peak that programs reach: least, likely and most."""
+
+    low: float
+    likely: float
+    high: float
+
+
+# Assumed, if nothing was measured: large matmuls of cuBLAS and of a TPU's matrix
+# unit, streaming copies and NCCL's benchmarks reach the most of each; a model's own
+# matmuls are smaller, and chips lower their clocks under load.
+EFFICIENCIES = {
+    "compute": Range(0.5, 0.7, 0.9),
+    "memory": Range(0.6, 0.8, 0.95),
+    "network": Range(0.6, 0.8, 0.95),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number that predictions rest on, and its source."""
+
+    value: float
+    unit: str
+    source: str
+    range: tuple[float, float] | None = None  # least and most; None: it is known
+
+
+Change = float | tuple[float, float]  # a value to use instead, or its least and most
+
+
+def figures(
+    chip: Chip, changes: Mapping[str, Change] | None = None
+) -> dict[str, Figure]:
+    """Return all figures that predictions rest on, by name.
+
+    Args:
+      chip: the device.
+      changes: values or ranges to use instead, by name, in SI units.
+
+    Raises:
+      ValueError: if a name does not exist, or a value is not allowed for it.
+    """
+    gpu = chip.platform == "gpu"
+    sheet = chip.source
+    nccl = "NCCL's tuning.cc"
+    fast = f"{sheet}: {chip.link}, one way, all links"
+    slow = f"{sheet}: data-centre network"
+    slow = "the vendor's servers: a network adapter per GPU" if gpu else slow
+    sources = {
+        "flops": ("FLOP/s", f"{sheet}: bf16, dense"),
+        "memory_bytes": ("B", sheet),
+        "memory_bandwidth": ("B/s", sheet),
+        "fast_bandwidth": ("B/s", fast),
+        "slow_bandwidth": ("B/s", slow),
+        "fast_latency": ("s", nccl if gpu else "JAX's scaling book, per hop"),
+        "slow_latency": ("s", nccl),
+    }
+    table = {k: Figure(getattr(chip, k), *source) for k, source in sources.items()}
+    for part, share in EFFICIENCIES.items():
+        assumed = "assumed: share of the peak that is reached"
+        ends = share.low, share.high
+        table[f"{part}_efficiency"] = Figure(share.likely, "", assumed, ends)
+    room = "XLA_PYTHON_CLIENT_MEM_FRACTION's default" if gpu else "the compiler's limit"
+    table["memory_fraction"] = Figure(
+        PREALLOCATED if gpu else 1.0, "", f"of the memory for JAX: {room}"
+    )
+    table["call_seconds"] = Figure(
+        0.0, "s", "of a call beside its schedule: none, unless --calibrate measures it"
+    )
+    for name, change in (changes or {}).items():
+        check_name("the name of a figure", name, table)
+        ends = change if isinstance(change, tuple) else (change, change)
+        for value in ends:
+            _check_value(name, value)
+        if ends[0] > ends[1]:
+            raise ValueError(
+                f"the figure {name} is {ends[0]:g}:{ends[1]:g}: give the least first."
+            )
+        table[name] = Figure(
+            (ends[0] + ends[1]) / 2,
+            table[name].unit,
+            "given on the command line",
+            ends if ends[0] < ends[1] else None,
+        )
+    return table
+
+
+def _check_value(name: str, value: float) -> None:
+    none = value == 0 and name == "call_seconds"
+    if not none and not 0 < value < math.inf:
+        raise ValueError(f"the figure {name} is {value:g}: it must be positive.")
+    if name.endswith(("_efficiency", "_fraction")) and value > 1:
+        raise ValueError(
+            f"the figure {name} is {value:g}: it is a share of the peak, at most 1 "
+            "(0.4 for 40 %)."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices joined fast in domains (hosts, slices), and a network between these."""
+
+    topology: Topology
+    figures: Mapping[str, Figure]
+
+    def value(self, name: str) -> float:
+        return self.figures[name].value
+
+    @property
+    def network(self) -> str:
+        """Link that joins the devices: "network of 400 Gbit/s", or a host's link."""
+        if self.topology.devices <= self.topology.fast_domain:
+            return self.topology.chip.link
+        return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device's memory that programs may take."""
+        return self.value("memory_bytes") * self.value("memory_fraction")
+
+    def corners(self) -> Iterator["Machine"]:
+        """Yield the machine with each combination of its ranges' ends."""
+        ranges = {n: f.range for n, f in self.figures.items() if f.range is not None}
+        for ends in itertools.product(*ranges.values()):
+            chosen = zip(ranges, ends, strict=True)
+            values = {
+                name: dataclasses.replace(self.figures[name], value=value, range=None)
+                for name, value in chosen
+            }
+            yield Machine(self.topology, {**self.figures, **values})
+
+    def domain(self, devices: int) -> int:
+        """Return how many of `devices` one domain holds."""
+        largest = self.topology.fast_domain
+        if self.topology.platform == "tpu" and self.topology.slices == 1:
+            largest = LARGEST_SLICE[self.topology.chip.name]
+        return min(devices, largest)
+
+    def domains(self, c: Collective) -> int:
+        """Count the topology's domains that a collective's first group spans."""
+        if c.kind == "send-recv" or not c.groups:
+            return self.topology.devices // self.topology.fast_domain
+        return len({device // self.topology.fast_domain for device in c.groups[0]})
+
+    def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
+        """Predict the seconds of one collective.
+
+        Args:
+          kind: as in `Collective`.
+          size: bytes of the full buffer.
+          devices: number of devices that take part.
+          domain: how many of them are in one host or slice.
+        """
+        if devices < 2:
+            return 0.0
+        efficiency = self.value("network_efficiency")
+        fast = self.value("fast_bandwidth") * efficiency
+        slow = self.value("slow_bandwidth") * efficiency
+        hop, far = self.value("fast_latency"), self.value("slow_latency")
+        if kind == "send-recv":  # between slices
+            return size / slow + far
+        rounds = 2 if kind == "all-reduce" else 1
+        domains = -(-devices // domain)
+        outside = (devices - domain) / devices  # of a device's blocks, for all-to-all
+        if self.topology.platform != "tpu" and size < SMALL_BYTES:
+            within = (domain - 1) * SMALL_HOP_SECONDS
+            return 2 * (within + math.log2(domains) * SMALL_NETWORK_SECONDS)
+        if kind == "collective-permute":  # to one neighbour
+            return size / fast + hop if domains == 1 else size / slow + far
+        if self.topology.platform != "tpu":
+            latency = (devices - domains) * hop + (domains - 1) * far
+            if kind == "all-to-all":  # through a device's own links, both at once
+                inside = (domain - 1) / devices
+                return size * max(inside / fast, outside / slow) + latency
+            link = fast if domains == 1 else min(fast, domain * slow)
+            return rounds * (size * (devices - 1) / devices / link + latency)
+        sides = self.topology.chip.dimensions
+        side = domain ** (1 / sides)
+        latency = sides * (side - 1) * hop + (domains - 1) * far
+        if kind == "all-to-all":  # a block crosses side / 4 links of each dimension
+            within = size * (1 - outside) * sides * side / 4 / fast
+            return within + size * outside / slow + latency
+        within = size * (domain - 1) / domain / fast
+        between = size / domain * (domains - 1) / domains / slow
+        return rounds * (within + between + latency)

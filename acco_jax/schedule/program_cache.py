@@ -1,0 +1,86 @@
+"""Cache of compiled programs on disk: repeated plans skip the compiler.
+
+JAX's own cache keeps executables, which a compiler without its devices cannot load
+again; a plan needs only the text and the memory. An entry belongs to the program's
+StableHLO, the compiler's options and version, and the devices that it is compiled for.
+$ACCO_PLAN_CACHE names the folder; 'off' keeps nothing.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from acco_jax.schedule.chips import of_kind
+
+ENTRIES = 200  # the newest are kept
+_FORM = 1  # of an entry: raise it when the content changes
+
+
+def folder() -> Path | None:
+    """Return the folder of entries, None if the cache is off."""
+    said = os.environ.get("ACCO_PLAN_CACHE")
+    if said == "off":
+        return None
+    if said:
+        return Path(said).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "acco_jax" / "plan"
+
+
+def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
+    """Return the name of an entry.
+
+    Args:
+      lowered: what `jax.jit(f).lower(...)` returns.
+      options: of the compiler.
+      devices: of the mesh, in its shape; described ones.
+    """
+    first = devices.flat[0]
+    parts = (
+        *(_FORM, jax.__version__, first.client.platform_version, first.device_kind),
+        repr(of_kind(first.device_kind)),
+        (devices.shape, [str(d) for d in devices.flat]),
+        sorted(options.items()),
+        lowered.as_text(),
+    )
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """Return the entry of a name, None if there is none or it cannot be read."""
+    place = folder()
+    if place is None:
+        return None
+    file = place / f"{name}.json.gz"
+    try:
+        found = json.loads(gzip.decompress(file.read_bytes()))
+        file.touch()
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def keep(name: str, entry: Mapping[str, Any]) -> None:
+    """Write an entry and keep only the newest ENTRIES; ignore errors of the disk."""
+    place = folder()
+    if place is None:
+        return
+    file = place / f"{name}.json.gz"
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(gzip.compress(json.dumps(entry).encode(), 5))
+        part.replace(file)
+        entries = sorted(place.glob("*.json.gz"), key=lambda f: f.stat().st_mtime)
+        for old in entries[:-ENTRIES]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        part.unlink(missing_ok=True)

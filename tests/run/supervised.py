@@ -1,0 +1,78 @@
+"""Commands whose processes train nothing: what each does at a half-round is planned."""
+
+import dataclasses
+import socket
+import sys
+
+from acco_jax.command import heartbeat
+from acco_jax.run.supervise import supervisor
+from acco_jax.run.supervise.meeting import Limits
+
+# heartbeat.py alone: the package around it would import jax, which takes seconds.
+PROCESS = f"""
+import importlib.util, os, signal, sys, time
+spec = importlib.util.spec_from_file_location("heartbeat", {heartbeat.__file__!r})
+heartbeat = sys.modules["heartbeat"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(heartbeat)
+orders = heartbeat.follow()
+fault, at, faulty_attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+place = "/".join(map(str, (orders.process, orders.processes)))
+print(orders.attempt, orders.coordinator, os.getpid(), place, flush=True)
+os.write(2, b"a message of a library in C++\\n")
+for half_round in range(1, 6):
+    if half_round == at and orders.attempt <= faulty_attempts:
+        if fault == "raise":
+            raise RuntimeError("nobody expected this\\nand more")
+        if fault == "refuse":
+            print("error: no such file", file=sys.stderr)
+            heartbeat.ends_with(2, "no such file")
+            sys.exit(2)
+        if fault == "wait":  # as in a collective whose peer is gone
+            while not told:
+                time.sleep(0.05)
+        if fault == "save":  # once it is told to
+            while not told:
+                time.sleep(0.05)
+        if fault == "slow":  # and alive
+            time.sleep(6)
+        if fault == "stay":
+            while True:
+                time.sleep(1)
+        if fault.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, fault))
+    heartbeat.reached(half_round)
+    time.sleep(0.02)
+    if told:
+        sys.exit(75)
+"""
+LIMITS = Limits(lost_after=4.0, start_within=30.0)
+
+
+def commands(folder):
+    """jobs(*plans, **limits): one for each (fault, half-round[, attempts])."""
+    script, workdir = folder / "process.py", folder / "work"
+    script.write_text(PROCESS)
+    workdir.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def make(*plans, **limits):
+        return [
+            supervisor.Job(
+                command=[sys.executable, str(script), *map(str, (*plan, 1)[:3])],
+                workdir=workdir,
+                limits=dataclasses.replace(LIMITS, **limits),
+                process=i,
+                processes=len(plans),
+                coordinator=f"127.0.0.1:{port}" if len(plans) > 1 else None,
+            )
+            for i, plan in enumerate(plans)
+        ]
+
+    return make
+
+
+GOOD, WAIT = ("none", 0), ("wait", 4)

@@ -1,0 +1,153 @@
+"""Runs on instructions, on masked documents and with adaptive counts: their rows."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from acco_jax.run import loop, preparation
+from acco_jax.run.config import identity
+from acco_jax.run.observe import metrics
+from tests.run.test_loop import arrays_of, compilations, rows_of
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory):
+    """A file of 60 instructions, whose answers are 1 to 24 bytes long."""
+    path = tmp_path_factory.mktemp("instructions") / "all.jsonl"
+    rows = [
+        {"instruction": f"Count {i % 5}.", "input": "", "output": "ab" * (1 + i % 12)}
+        for i in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "data.name": "jsonl",
+        "data.path": str(path),
+        "data.task": "instruct",
+        "data.lengths": (165, 171, 200),
+        "length": 200,
+        "method": "zero1",
+        "steps": 4,
+        "eval_every": 100,
+        "checkpoint_every": 100,
+    }
+
+
+@pytest.mark.slow
+def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
+    with compilations() as names:
+        whole, summary = train(tmp_path / "whole", **instructions)
+    # a program for each length that occurs, and no more
+    assert 1 < names.count("jit(half_round)") <= 3
+    rows = [r for r in metrics.read(tmp_path / "whole") if r["kind"] == "train"]
+    batches = preparation.batches(whole)
+    targets = [next(batches)["mask"].sum() for _ in range(whole.half_rounds)]
+    assert summary["tokens"] == sum(targets)
+    assert rows[-1]["tokens"] == np.cumsum(targets)[rows[-1]["half_round"] - 1]
+    train(tmp_path / "parts", stop_after=3, **instructions)
+    again, _ = train(tmp_path / "parts", **instructions)
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    assert arrays_of(again) == arrays_of(whole)
+
+
+def test_documents_are_masked_in_training_and_evaluation(train, tmp_path):
+    masked, summary = train(
+        tmp_path / "a", stop_after=1, **{"data.document_mask": True}
+    )
+    assert summary is None and set(next(preparation.batches(masked))) == {
+        "tokens", "segments"}  # fmt: skip
+    plain = preparation.prepare(
+        masked.config.copy_and_resolve_references(), tmp_path / "b", jax.devices()[:2]
+    )
+    params = masked.init()
+    both = [loop.Evaluator(masked)(params, None)]
+    plain.config.data.document_mask = False
+    both.append(loop.Evaluator(plain)(params, None))
+    assert both[0] != both[1] and both[0][0] == pytest.approx(both[1][0], rel=0.2)
+
+
+@pytest.mark.slow
+def test_adaptive_runs_compute_every_row_once(train, tmp_path, monkeypatch):
+    """Rows of the checkpoint's position, but those left, are those computed."""
+    handed, counted = [], []
+    half_round = loop._Run.half_round
+
+    def spy(run):
+        source, half = run._batches, run._batches.computed
+
+        def computed(counts):
+            handed.append(source._open.copy())
+            counted.append(source._slots.computed(counts))
+            half(counts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "computed", computed)
+            half_round(run)
+
+    monkeypatch.setattr(loop._Run, "half_round", spy)
+    changes = {"microbatches": "adaptive", "most_microbatches": 3}
+    train(tmp_path, stop_after=5, **changes)
+    experiment, summary = train(tmp_path, **changes)
+    assert len(handed) == experiment.half_rounds
+    done = np.concatenate([a[b] for a, b in zip(handed, counted, strict=True)])
+    assert len(np.unique(done)) == len(done)
+    assert summary["tokens"] == len(done) * experiment.config.length
+    latest = experiment.checkpoints.latest()
+    _, host = experiment.checkpoints.restore(latest, preparation.abstract(experiment))
+    state = host["batches"]
+    everything = sorted([*done.tolist(), *state["left"]])
+    assert everything == list(range(state["row"]))
+
+
+def test_data_may_move_but_not_change(instructions, tiny, tmp_path):
+    def prepared(**changes):
+        config = tiny(**{**instructions, **changes})
+        return preparation.prepare(config, tmp_path / "run", jax.devices()[:2])
+
+    before = prepared().corpus
+    moved = {"data.path": str(tmp_path / "scratch" / "*.jsonl")}
+    moved["data.data_dir"] = str(tmp_path / "other")
+    (tmp_path / "scratch").mkdir()
+    path = tmp_path / "scratch" / "a name.jsonl"
+    shutil.copy(instructions["data.path"], path)
+    after = prepared(**moved).corpus
+    assert after.documents == before.documents and after.checksum == before.checksum
+    rows = path.read_text().splitlines(keepends=True)
+    (tmp_path / "scratch" / "b.jsonl").write_text("".join(rows[40:]))  # in two files
+    path.write_text("".join(rows[:40]))
+    prepared(**moved)
+    for changed in (rows[1:40], rows[39::-1], [rows[0].replace("Count", "count")]):
+        path.write_text("".join(changed) * (40 // len(changed)))
+        with pytest.raises(
+            ValueError, match=r"run in workdir .*: restore them"
+        ) as error:
+            prepared(**moved)
+        line = str(error.value)
+        assert line.startswith(
+            f"the documents of data.name='jsonl', data.path='{tmp_path}"
+        )
+        assert before.documents in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differ"),
+    [
+        ({"data": {"data_dir": None}}, {"data": {"data_dir": "/x"}}, False),
+        ({"data": {"path": "/y"}}, {"data": {"path": "/x"}}, False),
+        ({"data": {"path": "/y", "name": "jsonl"}}, {"data": {"name": "stdlib"}}, True),
+        ({"data": {"tokenizer": "/y.json"}}, {"data": {"tokenizer": "/x.json"}}, False),
+        ({"data": {"tokenizer": "bytes"}}, {"data": {"tokenizer": "/x.json"}}, True),
+        ({"data": {"tokenizer": "bytes"}}, {"data": {"tokenizer": "bpe"}}, True),
+        ({"init_from": "/y"}, {"init_from": "/x"}, False),
+        ({"init_from": "/y"}, {"init_from": None}, True),
+        ({"init_from": ["/y"]}, {"init_from": "/x"}, True),
+        ({"corpus": {"documents": "a"}}, {"corpus": {"documents": "b"}}, True),
+        ({"corpus": {"tokenizer": "a"}}, {"corpus": {"tokenizer": "b"}}, True),
+        ({"corpus": {"documents": "a"}}, {}, True),
+    ],
+)
+def test_what_makes_another_run(a, b, differ):
+    for old, new in ((a, b), (b, a)):
+        assert bool(identity.differing_field(old, new)) == differ

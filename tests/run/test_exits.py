@@ -1,0 +1,96 @@
+"""How a command ends: one line and one code, whatever was raised."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import acco_jax
+from acco_jax.command import exits, heartbeat
+from acco_jax.run.compare import pool
+from acco_jax.run.observe import spikes
+from acco_jax.run.state import replicas
+from acco_jax.run.state.checkpoints import Damaged
+
+PACKAGE = Path(acco_jax.__file__).parent
+COMMANDS = ("train", "compare", "evaluate", "generate", "export", "report", "doctor")
+
+
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (Damaged("every one"), exits.REFUSED, r"every one \(test_exits.py, line .*"),
+        (OSError(28, "No space left"), exits.REFUSED, r"\[Errno 28\] No space left"),
+        (spikes.LossSpike("the loss"), exits.DIVERGED, "the loss"),
+        (FloatingPointError("nan"), exits.DIVERGED, "nan"),
+        (KeyboardInterrupt(), exits.FAILED, "interrupted"),
+        (pool.RunFailed("no result"), exits.FAILED, "no result"),
+        (replicas.ReplicasDiffer("worker 1"), exits.REFUSED, "worker 1"),
+        (exits.Stopped("told to"), exits.STOPPED, "told to"),
+        (MemoryError(), exits.FAILED, "out of memory: lower microbatch_size, .*"),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: 4 GiB"),
+            exits.FAILED,
+            r"out of memory \(RESOURCE_EXHAUSTED: 4 GiB\): lower microbatch_size, .*",
+        ),
+        (ValueError("two\nlines"), exits.REFUSED, r"two lines \(test_exits.py, .*"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else "",
+)
+def test_what_is_foreseen_is_one_line(capsys, error, code, line):
+    with pytest.raises(SystemExit) as end, exits.lines():
+        raise error
+    out, err = capsys.readouterr()
+    assert end.value.code == code and out == ""
+    assert re.fullmatch(f"error: {line}\n", err), err
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("an int"), RuntimeError("INTERNAL"), Panic("stack")]
+)
+def test_other_errors_end_with_a_line_after_their_traceback(capsys, error):
+    @exits.lines()
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == exits.FAILED and lines[0].startswith("Traceback")
+    name = type(error).__name__
+    last = rf"error: {name}: {error} \(test_exits.py, line \d+\)"
+    assert re.fullmatch(last, lines[-1])
+
+
+def test_a_library_is_said_to_fail_where_it_was_called(capsys):
+    with pytest.raises(SystemExit), exits.lines():
+        json.loads("{")
+    assert re.search(r"\(test_exits.py, line \d+\)\n", capsys.readouterr().err)
+
+
+def test_a_supervisor_judges_what_nothing_has_foreseen(monkeypatch, capsys):
+    """The error may come of a peer that is gone: the process must not blame itself."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(heartbeat, "_pipe", writer)
+    with pytest.raises(RuntimeError, match="Gloo"), exits.lines():
+        raise RuntimeError("Gloo AllGather failed")
+    with pytest.raises(KeyboardInterrupt), exits.lines():
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit), exits.lines():
+        raise exits.Failed("a full disk")
+    told = json.loads(os.read(reader, 4096))
+    assert told == {"code": exits.FAILED, "error": "a full disk"}
+    for end in (reader, writer):
+        os.close(end)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "plan/__main__", "audit/__main__"])
+def test_every_command_ends_so(name):
+    text = (PACKAGE / f"{name}.py").read_text()
+    assert "@exits.lines()\ndef main(" in text

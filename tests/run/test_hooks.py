@@ -1,0 +1,212 @@
+"""Where else rows go, and what a known accelerator adds to them."""
+
+import sys
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from acco_jax.command import exits
+from acco_jax.run import loop, preparation, samples
+from acco_jax.run.observe import hooks, metrics
+from acco_jax.schedule import chips
+
+SEEN = []
+
+
+def collect(row):
+    SEEN.append(dict(row))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the module: its runs, by id, and what was logged to each."""
+    runs = {}
+
+    def init(**settings):
+        logged = runs.setdefault(settings["id"], [])
+        runs[settings["id"], "settings"] = settings
+        return types.SimpleNamespace(log=lambda v, step: logged.append((step, v)))
+
+    made = types.ModuleType("wandb")
+    made.init = init
+    made.util = types.SimpleNamespace(generate_id=lambda: "an-id")
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    return runs
+
+
+def test_every_row_goes_to_the_hook_and_to_wandb(train, tmp_path, wandb):
+    """A continued run goes on in the same run of W&B."""
+    SEEN.clear()
+    changes = {"metrics_hook": f"{__name__}:collect", "wandb_project": "tests"}
+    sys.modules.setdefault(__name__, sys.modules[collect.__module__])
+    train(tmp_path, stop_after=5, **changes)
+    train(tmp_path, **changes)
+    rows = metrics.read(tmp_path)
+    assert rows == SEEN and {r["kind"] for r in rows} == {
+        "train", "validation", "final"
+    }  # fmt: skip
+    logged = wandb["an-id"]
+    assert [step for step, _ in logged] == [row["half_round"] for row in rows]
+    assert logged[0][1]["train/loss"] == rows[0]["loss"]
+    settings = wandb["an-id", "settings"]
+    assert settings["project"] == "tests" and settings["resume"] == "allow"
+    assert settings["config"]["method"] == "acco"
+
+
+ROWS = [{"kind": "train", "half_round": h, "loss": 1.0 / h} for h in (1, 2, 3)]
+
+
+def breaks(at):
+    """A hook that raises at one half-round, and what it was given."""
+    seen = []
+
+    def hook(row):
+        row["loss"] = 9.0  # of its own copy
+        seen.append(row["half_round"])
+        if row["half_round"] == at:
+            raise RuntimeError("the server\nis gone")
+
+    return hook, seen
+
+
+def test_a_hook_that_raises_is_named_once_and_left_out(caplog):
+    given = [dict(row) for row in ROWS]
+    broken, seen = breaks(at=2)
+    other, seen_by_other = breaks(at=None)
+    found = hooks.Hooks()
+    found.add("metrics_hook my:hook", lambda: broken)
+    found.add("other", lambda: other)
+    for row in given:
+        found.row(row)
+    assert seen == [1, 2] and seen_by_other == [1, 2, 3] and given == ROWS
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "metrics_hook my:hook raised at the train row of half-round 2: RuntimeError: "
+        "the server is gone: training goes on without it"
+    )
+
+
+def test_strict_hooks_end_the_run():
+    found = hooks.Hooks(strict=True)
+    hook, _ = breaks(at=2)
+    found.add("metrics_hook my:hook", lambda: hook)
+    found.row(ROWS[0])
+    with pytest.raises(exits.Failed, match=r"my:hook .* half-round 2: .*the server is"):
+        found.row(ROWS[1])
+
+
+def test_wandb_that_does_not_start_or_raises_is_left_out(
+    tiny, tmp_path, wandb, caplog, monkeypatch
+):
+    config = tiny(wandb_project="tests")
+    found = hooks.of(config, tmp_path)
+    runs = wandb["an-id"]
+    found.row(ROWS[0])
+    assert len(runs) == 1
+
+    def gone(**settings):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", gone)
+    hooks.of(config, tmp_path).row(ROWS[0])
+    assert "wandb (wandb_project=tests) raised at its start: Conn" in caplog.text
+    with pytest.raises(exits.Failed, match=r"wandb .* its start: ConnectionError"):
+        hooks.of(config, tmp_path, strict=True)
+
+
+def test_tensorboard_that_cannot_write_is_left_out(tmp_path, caplog, monkeypatch):
+    """Its file is a full disk's from the second row on, and cannot be made later."""
+    (tmp_path / "a").mkdir()
+    found = hooks.Hooks()
+    found.open_board(tmp_path / "a", 0)
+    found.row(ROWS[0])
+
+    def full(event):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(found._board._file, "write_event", full)
+    for row in ROWS[1:] * 20:
+        found.row(row)
+    found.close_board()
+    (warning,) = caplog.messages
+    assert warning.startswith("TensorBoard's writer raised at the train row of half-ro")
+    (tmp_path / "tensorboard").touch()  # no folder
+    again = hooks.Hooks()
+    again.open_board(tmp_path, 0)
+    again.row(ROWS[0])
+    assert "TensorBoard's writer raised at its start: FileExists" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_hooks(train, tmp_path, monkeypatch, caplog):
+    """The user's function, the samples: all rows are written, and summary.json."""
+
+    def raises(*_):
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(hooks, "named", lambda *_: raises)
+    monkeypatch.setattr(samples, "written", raises)
+    changes = {"metrics_hook": f"{__name__}:collect", "samples": 1}
+    changes |= {"sample_tokens": 4, "steps": 2}
+    sys.modules.setdefault(__name__, sys.modules[collect.__module__])
+    _, summary = train(tmp_path, **changes)
+    rows = metrics.read(tmp_path)
+    assert summary["loss"] == rows[-1]["loss"] and "samples" not in rows[-1]
+    messages = [m for m in caplog.messages if "raised at" in m]
+    assert len(messages) == 2
+    assert "samples raised at the validation row of half-round 5: Run" in caplog.text
+    assert f"metrics_hook {__name__}:collect raised at the train row" in caplog.text
+    with pytest.raises(
+        exits.Failed, match=r"raised at .*: RuntimeError: gone: mend it"
+    ):
+        train(tmp_path / "strict", strict_hooks=True, **changes)
+
+
+def test_without_wandb_it_is_refused_in_one_line(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb is not installed: pip install wandb"):
+        hooks.of(tiny(wandb_project="tests"), tmp_path)
+
+
+def test_utilization_is_model_flops_over_the_devices_peak(tmp_path):
+    loss = jnp.float32(1)  # compiled before: an interval of compiling has no rate
+    recorder = metrics.Recorder(
+        tmp_path, done=0, tokens=0, seconds=0.0, late=False, flops=(5.0, 2e9)
+    )
+    for k in (1, 2):
+        row = {"kind": "train", "half_round": k, "tokens": 100 * k}
+        time.sleep(0.01)  # nor has one too short
+        recorder.train(row, {"loss": loss})
+    recorder.close()
+    for row in metrics.read(tmp_path):
+        expected = row["tokens_per_second"] * 5 / 2e9
+        assert row["model_flops_utilization"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v6 lite", "v6e"),
+        ("cpu", None),
+        ("NVIDIA GeForce RTX 2070", None),
+    ],
+)
+def test_chips_by_their_device_kind(kind, chip):
+    found = chips.of_kind(kind)
+    assert (found and found.name) == chip
+
+
+def test_a_cpu_has_no_utilization_and_a_chip_has(tiny, tmp_path, monkeypatch):
+    experiment = preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+    assert loop._flops_rate(experiment) is None
+    monkeypatch.setattr(chips, "of_kind", lambda kind: chips.CHIPS["h200"])
+    per_token, peak = loop._flops_rate(experiment)
+    assert peak == 2 * 989.4e12
+    assert per_token == experiment.model.flops_per_token(32) > 0

@@ -1,0 +1,83 @@
+"""What prepare refuses, in one line and before anything is written."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from acco_jax.run import preparation
+from acco_jax.run.state import processes
+
+REFUSED = [
+    (
+        {"microbatches_per_step": 3},
+        "is 3, which does not divide into the 2 half-rounds",
+    ),
+    ({"counts": (1, 1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
+    ({"counts": (3, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
+    ({"counts": (-1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
+    ({"data.path": "/nowhere"}, "no folder /nowhere"),
+    (
+        {"data.name": "text_foldr"},
+        "no data set 'text_foldr'.*did you mean 'text_folder'",
+    ),
+    ({"data.tokenizer": "bpe"}, "needs data.vocab_size"),
+    ({"model.vocab_size": 200}, "is 200, but the tokenizer has 257 tokens"),
+    ({"model.heads": 3}, "heads"),
+    ({"model.size": "gpt-neo-9b"}, "'gpt-neo-9b' is unknown"),
+    ({"microbatch_size": 4096}, "less than a batch of"),
+    ({"length": 30000}, "less than a batch of"),
+    ({"optimizer.name": "lbfgs"}, "optimizer lbfgs .* does not work here: .*value"),
+    ({"optimizer.options": {"b1": "much"}}, "optimizer"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_prepare_refuses_in_one_line(tiny, tmp_path, changes, message):
+    config = tiny()
+    options = changes.pop("optimizer.options", None)
+    config.update_from_flattened_dict(changes)
+    config.optimizer.options.update(options or {})
+    with pytest.raises(ValueError, match=message):
+        preparation.prepare(config, tmp_path, jax.devices()[:2])
+    # what was refused leaves the workdir to whatever comes next
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_text_folder_without_text(tiny, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "zeros.bin").write_bytes(b"\0" * 100)
+    config = tiny(**{"data.path": str(tmp_path / "empty")})
+    with pytest.raises(ValueError, match=r"zeros\.bin is no UTF-8 text: move it out"):
+        preparation.prepare(config, tmp_path / "work", jax.devices()[:2])
+
+
+def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
+    moved = shutil.copytree(texts, tmp_path / "texts")
+    first = tmp_path / "work"
+    config = tiny(**{"data.path": str(moved)})
+    preparation.prepare(config, first, jax.devices()[:2])
+    for path in moved.iterdir():
+        path.write_text(path.read_text() + "more")
+    with pytest.raises(ValueError, match=r"not those of the run.*corpus\.documents"):
+        preparation.prepare(config, first, jax.devices()[:2])
+
+
+def test_processes_with_other_text_are_refused(monkeypatch):
+    gathered = lambda x: np.uint32([7, 7, 9, 7])  # noqa: E731
+    monkeypatch.setattr(processes, "gathered", gathered)
+    with pytest.raises(ValueError, match="process 2 has other text than process 0"):
+        preparation._check_same_text(7)
+
+
+def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
+    (tmp_path / "config.json").write_text('{"steps":')
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+
+
+def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
+    config = tiny(method="diloco", method_options={"local_steps": 4})
+    with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
+        preparation.prepare(config, tmp_path, jax.devices()[:2])

@@ -1,0 +1,119 @@
+"""A trained run, read on the devices that there are."""
+
+import contextlib
+import json
+
+import chex
+import jax
+import pytest
+from optax.contrib import ScheduleFreeState, schedule_free_eval_params
+
+import acco_jax
+from acco_jax.models import lora
+from acco_jax.run import load_run, loop, preparation
+from acco_jax.run.observe import metrics
+
+METHODS = {
+    "acco": {"model.param_dtype": "bfloat16"},
+    "fused_zero1": {},
+    "gossip": {"model.param_dtype": "bfloat16"},
+    "diloco": {"method_options.local_steps": 2},
+    "streaming_diloco": {
+        "method_options.local_steps": 2,
+        "method_options.fragments": 2,
+        "method_options.overlap_steps": 1,
+    },
+    "cellm": {"method_options.local_steps": 2},
+}
+
+
+SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in ("fused_zero1", "diloco")]
+FAST = [method for method in METHODS if method not in ("fused_zero1", "diloco")]
+
+
+@pytest.mark.fast("acco", "streaming_diloco")
+@pytest.mark.parametrize("method", FAST + SLOW)
+def test_theta_is_what_was_committed(saved, tmp_path, method):
+    _, theta = saved(tmp_path, 2, method=method, **METHODS[method])
+    run = load_run(tmp_path, jax.devices()[:1])
+    chex.assert_trees_all_equal(jax.device_get(run.params), theta)
+    assert run.half_round == 9
+    assert run.config.method == method
+    assert run.tokenizer.fingerprint == "bytes"
+    assert run.architecture.width == 16
+
+
+@pytest.mark.slow
+def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
+    name = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
+    e, summary = train(tmp_path, **name, **{"optimizer.learning_rate": 0.02})
+    with contextlib.closing(loop._Run(e)) as trained:
+        y = acco_jax.committed_params(trained.state, trained.params)
+        is_free = lambda s: isinstance(s, ScheduleFreeState)  # noqa: E731
+        leaves = jax.tree.leaves(trained.state.inner, is_leaf=is_free)
+        (free,) = filter(is_free, leaves)
+        x_state = trained.state._replace(
+            master=schedule_free_eval_params(free, trained.state.master)
+        )
+        x = acco_jax.committed_params(x_state, trained.params)
+        at_x, _ = trained._evaluate(x, None)
+        at_y, _ = trained._evaluate(y, None)
+    assert summary["loss"] == pytest.approx(at_x, rel=1e-6)
+    assert abs(at_x - at_y) > 0.01
+    run = load_run(tmp_path, jax.devices()[:1])
+    chex.assert_trees_all_close(run.params, jax.device_get(x), rtol=1e-5, atol=1e-6)
+    rows = [r for r in metrics.read(tmp_path) if r["kind"] == "validation"]
+    host = e.checkpoints.host(e.half_rounds)
+    assert host["held_out_loss"] == rows[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_groups_are_left_and_formed(saved, tmp_path):
+    group = {"mesh.fsdp": 2, "mesh.tensor": 2}
+    _, theta = saved(tmp_path, 8, **group)
+    for devices, split in ((3, None), (8, None), (2, {"tensor": 2})):
+        run = load_run(tmp_path, jax.devices()[:devices], split)
+        chex.assert_trees_all_equal(jax.device_get(run.params), theta)
+    kernel = run.params["h"]["0_global"]["attn"]["q_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 2
+
+
+def test_adapters_are_merged(saved, tmp_path):
+    changes = {"lora.rank": 2, "lora.scale": 2.0, "data.tokenizer": "bpe"}
+    changes |= {"data.vocab_size": 300}
+    e, adapters = saved(tmp_path, 2, **changes)
+    run = load_run(str(tmp_path))
+    assert run.tokenizer.fingerprint == e.corpus.tokenizer.fingerprint
+    base = jax.jit(e.model.init)(jax.random.key(0))
+    merged = lora.merge(base, adapters, 2.0)
+    chex.assert_trees_all_close(run.params, jax.device_get(merged), rtol=1e-6)
+
+
+def test_a_base_may_have_had_other_devices(saved, tiny, tmp_path):
+    _, theta = saved(tmp_path / "base", 3)
+    config = tiny(base=str(tmp_path / "base"))
+    e = preparation.prepare(config, tmp_path / "run", jax.devices()[:2])
+    chex.assert_trees_all_equal(jax.device_get(e.start()), theta)
+
+
+def test_what_is_not_there_is_refused(saved, tmp_path):
+    def refused(match, *arguments):
+        with pytest.raises(ValueError, match=match) as error:
+            load_run(*arguments)
+        assert "\n" not in str(error.value)
+
+    refused(r"config\.json cannot be read", tmp_path / "nowhere")
+    workdir = tmp_path / "run"
+    saved(workdir, 1, (2, 4), method="zero1")
+    refused(
+        r"no checkpoint of half-round 3: choose one of 2, 4\.", workdir, None, None, 3
+    )
+    assert load_run(workdir, half_round=2).half_round == 2
+    newest = workdir / "checkpoints" / "4" / "arrays" / "manifest.ocdbt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    refused(r"a damaged checkpoint 4 \(.* differs\): restore it", workdir)
+    said = json.loads((workdir / "config.json").read_text())
+    (workdir / "config.json").write_text(json.dumps(said | {"steps": "many"}))
+    refused(r"config\.json is no run's", workdir)
+    (workdir / "config.json").write_text(json.dumps(said | {"checkpoints": "/nowhere"}))
+    refused("has no checkpoint: train it", workdir)

@@ -1,0 +1,236 @@
+"""Commands and the processes they start: who is lost, who says so, and what follows.
+
+The processes here train nothing (supervised.py); tests/test_train.py and
+benchmarks/chaos.py have real ones.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from acco_jax.command import exits
+from acco_jax.run.supervise import supervisor
+from tests.run.supervised import GOOD, WAIT
+
+
+def run(*jobs):
+    """The exit codes of all commands; here each is a task instead of a process."""
+
+    async def together():
+        return await asyncio.gather(*map(supervisor._supervise, jobs))
+
+    return asyncio.run(asyncio.wait_for(together(), 60))
+
+
+def errors(capfd):
+    return [x for x in capfd.readouterr().err.splitlines() if x.startswith("error: ")]
+
+
+HOST = re.escape(socket.gethostname())
+
+
+def test_all_good(jobs, capfd):
+    assert run(*jobs(GOOD, GOOD, GOOD)) == [exits.FINISHED] * 3
+    out, err = capfd.readouterr()
+    attempts, coordinators, pids, places = zip(
+        *(x.split() for x in out.splitlines()), strict=True
+    )
+    assert sorted(places) == ["0/3", "1/3", "2/3"]
+    assert attempts == ("1",) * 3 and len(set(pids)) == 3
+    (coordinator,) = set(coordinators)  # the same for all, and not the meeting's own
+    assert coordinator != jobs(GOOD, GOOD)[0].coordinator
+    assert err == ""  # C++ speaks to a file
+
+
+@pytest.mark.fast("SIGKILL-*", "raise-*")
+@pytest.mark.parametrize(
+    ("fault", "code", "why"),
+    [
+        ("SIGKILL", exits.LOST, "killed by SIGKILL"),
+        ("SIGSEGV", exits.LOST, "killed by SIGSEGV"),
+        ("SIGSTOP", exits.LOST, r"no sign of life for [45] s"),
+        ("raise", exits.LOST, "RuntimeError: nobody expected this"),
+    ],
+)
+def test_a_lost_process_is_one_line_on_every_host(jobs, capfd, fault, code, why):
+    start = time.monotonic()
+    todo = jobs(WAIT, (fault, 3), WAIT)
+    assert run(*todo) == [code] * 3
+    assert time.monotonic() - start < 15
+    lines = errors(capfd)
+    assert len(lines) == 3 and len(set(lines)) == 1
+    folder = todo[0].workdir / "failures" / "attempt-1"
+    assert re.fullmatch(
+        rf"error: process 1 on {HOST} was lost after half-round 2 \({why}\): messages "
+        rf"and stacks are in {re.escape(str(folder))}; the same command continues from "
+        r"the last checkpoint\.",
+        lines[0],
+    )
+    for waiting in ("process-0", "process-2"):
+        assert "process.py" in (folder / waiting / "stacks.txt").read_text()
+    messages = (folder / "process-1" / "messages.txt").read_text()
+    assert "a message of a library in C++" in messages
+    assert ("nobody expected this" in messages) == (fault == "raise")
+
+
+def test_a_process_that_says_why_it_ends_is_believed(jobs, capfd):
+    # what the others die of when it is gone is not held against them
+    todo = jobs(("SIGABRT", 3), ("refuse", 2), ("raise", 3))
+    assert run(*todo) == [exits.REFUSED] * 3
+    own, *others = errors(capfd)
+    assert own == "error: no such file"
+    assert set(others) == {f"error: process 1 on {socket.gethostname()}: no such file"}
+
+
+def test_a_process_killed_comes_before_those_that_abort(jobs, capfd):
+    run(*jobs(("SIGABRT", 2), ("SIGKILL", 3), ("raise", 2)))
+    assert {"process 1 on" in line for line in errors(capfd)} == {True}
+
+
+@pytest.mark.slow
+def test_slow_is_not_lost(jobs):
+    assert run(*jobs(("slow", 2), GOOD)) == [exits.FINISHED] * 2
+
+
+def test_begins_again(jobs, capfd, caplog):
+    todo = jobs(("wait", 4, 2), ("SIGKILL", 3, 2), ("SIGSTOP", 3, 1), restarts=2)
+    assert run(*todo) == [exits.FINISHED] * 3
+    out = capfd.readouterr().out.split("\n")[:-1]
+    assert sorted(x[0] for x in out) == ["1"] * 3 + ["2"] * 3 + ["3"] * 3
+    assert len({x.split()[1] for x in out}) == 3  # each attempt has its own port
+    assert "attempt 2 of 3 begins" in caplog.text
+    assert "attempt 3 of 3 begins" in caplog.text
+
+
+@pytest.mark.slow
+def test_not_more_often_than_it_may(jobs, capfd):
+    assert run(*jobs(("wait", 4, 9), ("SIGKILL", 3, 9), restarts=1)) == [exits.LOST] * 2
+    assert "failures/attempt-2" in errors(capfd)[0]
+
+
+@pytest.mark.fast("SIGKILL")
+@pytest.mark.parametrize("fault", ["SIGKILL", "raise", "SIGSTOP"])
+def test_one_process_begins_again(jobs, fault):
+    assert run(*jobs((fault, 3), restarts=1)) == [exits.FINISHED]
+
+
+def test_a_refusal_is_not_repeated(jobs, capfd):
+    assert run(*jobs(("refuse", 3), restarts=5)) == [exits.REFUSED]
+    assert errors(capfd) == ["error: no such file"]
+
+
+async def said(capfd, text, seen):
+    """Waits until a process has said this on stdout; the words before the text."""
+    while text not in seen[0]:
+        await asyncio.sleep(0.1)
+        seen[0] += capfd.readouterr().out
+    return seen[0][: seen[0].index(text)].split()
+
+
+def begun(jobs):
+    return [asyncio.create_task(supervisor._supervise(job)) for job in jobs]
+
+
+@pytest.mark.slow
+def test_too_few_wait_for_the_others(jobs, capfd):
+    limits = {"restarts": 9, "min_processes": 2, "regroup_after": 0.5}
+    todo, seen = jobs(("save", 5, 9), ("save", 5, 9), start_within=5.0, **limits), [""]
+
+    async def both():
+        tasks = begun(todo)
+        await said(capfd, "1/2", seen)
+        tasks[1].cancel()  # its machine is gone
+        return await tasks[0]
+
+    assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.LOST
+    assert "error: process 1 of 2 did not come within 5 s." in errors(capfd)
+
+
+@pytest.mark.slow
+def test_who_comes_to_the_last_attempt_ends_with_it(jobs, capfd, caplog):
+    limits = {"restarts": 1, "min_processes": 1, "regroup_after": 0.5}
+    todo, seen = jobs(("save", 5, 9), ("stay", 3, 9), **limits), [""]
+    caplog.set_level("INFO", logger="absl")
+
+    async def both():
+        tasks = begun(todo)
+        await said(capfd, "1/2", seen)
+        tasks[1].cancel()
+        *_, child = await said(capfd, "0/1", seen)
+        again = begun(todo[1:])
+        while "1 others train: waiting until they save" not in caplog.text:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1)  # and is not taken in
+        os.kill(int(child), signal.SIGTERM)
+        return [await tasks[0], await again[0]]
+
+    codes = asyncio.run(asyncio.wait_for(both(), 60))
+    assert codes == [exits.STOPPED] * 2
+    assert "going on with 1 of 2 processes: without process 1" in caplog.text
+
+
+def test_processes_that_never_come_are_named(jobs, capfd, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "ANNOUNCE_SECONDS", 0.5)
+    todo = jobs(GOOD, GOOD, GOOD, GOOD, start_within=2.0)
+    assert run(todo[0], todo[2]) == [exits.LOST] * 2
+    assert "waiting for process 1, 3 of 4" in caplog.text
+    assert set(errors(capfd)) == {"error: process 1, 3 of 4 did not come within 2 s."}
+
+
+def test_without_process_0(jobs, capfd, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "ANNOUNCE_SECONDS", 0.5)
+    todo = jobs(GOOD, GOOD, start_within=2.0)
+    assert run(todo[1]) == [exits.LOST]
+    assert "waiting for process 0 of 2" in caplog.text
+    (line,) = errors(capfd)
+    assert re.fullmatch(
+        r"error: process 0 of 2 did not answer at 127\.0\.0\.1:\d+ within 2 s\.", line
+    )
+
+
+def test_commands_that_do_not_fit(jobs, capfd):
+    two, three = jobs(GOOD, GOOD, start_within=3.0), jobs(GOOD, GOOD, GOOD)
+    assert run(two[0], three[2])[1] == exits.REFUSED
+    assert any("--processes is 3 here and 2 on" in line for line in errors(capfd))
+    assert run(two[0], dataclasses.replace(two[0], process=1), two[1]).count(2) == 1
+    assert any("is there already" in line for line in errors(capfd))
+
+
+@pytest.mark.slow
+def test_a_connection_that_falls_silent_is_left(jobs):
+    """A cut link ends no connection: when it is whole again, old words arrive."""
+    (_, job), connections = jobs(GOOD, ("stay", 3), restarts=1), []
+    host, port = job.coordinator.split(":")
+
+    def say(writer, **message):
+        writer.write((json.dumps(message) + "\n").encode())
+
+    async def meet(reader, writer):
+        connections.append(json.loads(await reader.readline()))
+        go = {"process": 1, "processes": 2, "absent": []}
+        say(writer, go=len(connections), coordinator="b:1", **go)
+        if len(connections) == 1:
+            await asyncio.sleep(5)  # until nobody listens any more
+            old = {"code": 5, "line": "old", "process": 1, "again": False}
+            say(writer, verdict=old)
+        else:
+            while line := await reader.readline():
+                if "end" in json.loads(line):
+                    say(writer, over=True)
+        writer.transport.abort()
+
+    async def both():
+        async with await asyncio.start_server(meet, host, int(port)):
+            code = await supervisor._supervise(job)
+            await asyncio.sleep(1)  # until both connections are closed
+            return code
+
+    assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.FINISHED
+    assert [hello["attempt"] for hello in connections] == [0, 1]

@@ -1,0 +1,159 @@
+"""Commands as processes of their own: killed, frozen, told to stop, and taken in again.
+
+Their own processes train nothing (supervised.py).
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from acco_jax.command import exits
+from tests.run.supervised import GOOD
+
+
+@pytest.fixture
+def start():
+    """start(job): its command, a process of its own."""
+    code = (
+        "import json, sys; from pathlib import Path\n"
+        "from acco_jax.run import supervisor, meeting\n"
+        "job = json.loads(sys.argv[1]); job['workdir'] = Path(job['workdir'])\n"
+        "job['limits'] = meeting.Limits(**job['limits'])\n"
+        "sys.exit(supervisor.supervise(supervisor.Job(**job)))"
+    )
+    with contextlib.ExitStack() as stack:
+
+        def popen(job):
+            text = json.dumps(dataclasses.asdict(job), default=str)
+            started = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code, text],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(started.kill)
+            return started
+
+        yield popen
+
+
+def child_of(started):
+    """The number of the process that a command has started, from its first line."""
+    return int(started.stdout.readline().split()[2])
+
+
+def place_of(started):
+    """(attempt, "number/how many") of the process that a command has started."""
+    attempt, _, _, place = started.stdout.readline().split()
+    return int(attempt), place
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.fast("0")
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_command_that_is_killed_takes_its_process_along(jobs, start, killed):
+    todo = jobs(("stay", 3), ("stay", 3), restarts=1)
+    started = [start(job) for job in todo]
+    children = [child_of(one) for one in started]
+    started[killed].kill()
+    again = start(todo[killed])  # and takes part in the second attempt
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert out.startswith("2 ")
+    left = started[1 - killed]
+    _, err = left.communicate(timeout=60)
+    assert left.returncode == 0, err
+    assert f"process {killed} on" in err and "its command is gone" in err
+    assert not any(map(alive, children))
+
+
+@pytest.mark.slow
+def test_fewer_go_on_and_whoever_comes_again_is_taken_in(jobs, start):
+    """Four commands, of which the second and then the last are gone for a while."""
+    limits = {"restarts": 9, "min_processes": 2, "regroup_after": 1.0}
+    todo = jobs(*[("save", 5, 9)] * 4, **limits)
+    started = [start(job) for job in todo]
+    assert [place_of(one) for one in started] == [(1, f"{i}/4") for i in range(4)]
+    started[1].kill()
+    left = [started[i] for i in (0, 2, 3)]
+    assert [place_of(one) for one in left] == [(2, f"{i}/3") for i in range(3)]
+    started[3].kill()
+    assert [place_of(started[i]) for i in (0, 2)] == [(3, "0/2"), (3, "1/2")]
+    started[1] = start(todo[1])
+    assert [place_of(started[i]) for i in (0, 1, 2)] == [
+        (4, f"{i}/3") for i in range(3)
+    ]
+    for i in (0, 1, 2):
+        started[i].send_signal(signal.SIGTERM)
+    said = [started[i].communicate(timeout=30)[1] for i in (0, 1, 2)]
+    assert [started[i].returncode for i in (0, 1, 2)] == [exits.STOPPED] * 3, said
+    assert "going on with 3 of 4 processes: without process 1" in said[0]
+    assert "going on with 2 of 4 processes: without process 1, 3" in said[0]
+    assert "process 1 on" in said[0] and "came, for whom the others have sav" in said[0]
+
+
+@pytest.mark.slow
+def test_a_machine_that_wakes_up_late(jobs, start):
+    started = [start(job) for job in jobs(("stay", 3), ("stay", 3))]
+    children = [child_of(one) for one in started]
+    time.sleep(3)  # until process 0's command has heard of its half-rounds
+    for frozen in (started[1].pid, children[1]):
+        os.kill(frozen, signal.SIGSTOP)
+    _, err = started[0].communicate(timeout=30)
+    assert started[0].returncode == exits.LOST
+    assert re.search(r"process 1 on .* after half-round 2 \(no sign of life for", err)
+    for frozen in (started[1].pid, children[1]):
+        os.kill(frozen, signal.SIGCONT)
+    _, err = started[1].communicate(timeout=30)
+    assert started[1].returncode == exits.LOST
+    assert "error: process " in err
+    assert not any(map(alive, children))
+
+
+@pytest.mark.parametrize("waits", ["wait", "stay"])
+def test_signals_are_passed_on_and_a_second_one_is_obeyed_at_once(jobs, start, waits):
+    (job,) = jobs((waits, 3), restarts=1)
+    started = start(job)
+    child = child_of(started)
+    time.sleep(0.5)
+    started.send_signal(signal.SIGTERM)
+    if waits == "stay":
+        time.sleep(0.5)
+        assert started.poll() is None
+        started.send_signal(signal.SIGTERM)
+    _, err = started.communicate(timeout=20)
+    assert started.returncode == (exits.STOPPED if waits == "wait" else exits.FAILED)
+    assert err.startswith("error: interrupted") == (waits == "stay"), err
+    assert not alive(child)
+
+
+def test_told_to_stop_while_it_waits(jobs, start):
+    job = jobs(GOOD, GOOD)[0]
+    started, address = start(job), job.coordinator.split(":")
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(address):
+            break
+        time.sleep(0.1)
+    time.sleep(0.5)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=20)
+    assert started.returncode == exits.STOPPED
+    assert err == "error: stopped while waiting for other processes.\n"

@@ -1,0 +1,265 @@
+"""One run at a time in a workdir, and no other run's files in it."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from acco_jax.command.files import read_object, read_text, write_whole
+from acco_jax.run import preparation
+from acco_jax.run.observe import metrics
+from acco_jax.run.preparation import check_whole
+from acco_jax.run.state import workdir, worlds
+from acco_jax.run.state.workdir import LOCK, check_held, claimed, own
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+
+
+def test_two_runs_in_one_workdir_are_refused(tmp_path):
+    with claimed(tmp_path):
+        held = read_object(tmp_path / LOCK)
+        assert held["pid"] == os.getpid() and held["host"] == socket.gethostname()
+        refused = pytest.raises(ValueError, match=r"another run works in .*remove")
+        with refused as error, claimed(tmp_path):
+            pass
+        one_line(error)
+        assert read_object(tmp_path / LOCK) == held
+    assert not (tmp_path / LOCK).exists()
+    with claimed(tmp_path):
+        pass
+
+
+KILLED = """
+import os, pathlib, sys
+from acco_jax.run.preparation import check_whole
+from acco_jax.run.state.workdir import claimed
+with claimed(pathlib.Path(sys.argv[1])):
+    os._exit(9)
+"""
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert killed.returncode == 9
+    assert (tmp_path / LOCK).exists()
+    with claimed(tmp_path):
+        assert read_object(tmp_path / LOCK)["pid"] == os.getpid()
+
+
+def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
+    lock = workdir._identity() | {"started": "0"}
+    (tmp_path / LOCK).write_text(json.dumps(lock))
+    with claimed(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("age", [5.0, 300.0])
+def test_the_lock_of_another_host_is_believed_while_it_shows_life(tmp_path, age):
+    path = tmp_path / LOCK
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "7"}))
+    os.utime(path, (time.time() - age,) * 2)
+    if age < workdir.STALE_SECONDS:
+        with pytest.raises(ValueError, match="elsewhere"), claimed(tmp_path):
+            pass
+    else:
+        with claimed(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("other", ["4026532999", None])
+def test_a_container_with_this_host_name_is_another_machine(tmp_path, other):
+    """Its processes have numbers of their own, which may be nobody's here."""
+    numbering = other and workdir._numbering().split()[0] + f" pid:[{other}]"
+    lock = {"pid": 2**22 + 1, "started": "7", "processes": numbering}
+    path = tmp_path / LOCK
+    path.write_text(json.dumps({"host": socket.gethostname()} | lock))
+    with pytest.raises(ValueError, match="another run works in"), claimed(tmp_path):
+        pass
+    os.utime(path, (time.time() - 300,) * 2)
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_file_is_written_through_no_symbolic_link(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "config.json"
+    target.write_text("mine")
+    for name in ("config.partial", "config.json.partial", "config.json"):
+        (tmp_path / name).symlink_to(target)
+    write_whole(path, "{}")
+    assert target.read_text() == "mine"
+    assert path.read_text() == "{}" and not path.is_symlink()
+
+
+def test_a_failed_write_leaves_no_partial_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        write_whole(tmp_path / "folder", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_refusal_after_the_preparation_leaves_no_config(tiny, tmp_path):
+    """As of --replay=/nowhere: the workdir stays free for another seed."""
+
+    def check(experiment):
+        preparation.repeating(experiment, tmp_path / "nowhere")
+
+    with pytest.raises(ValueError, match=r"nowhere/config\.json cannot be read"):
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2], check=check)
+    assert not (tmp_path / "config.json").exists()
+    preparation.prepare(tiny(seed=5), tmp_path, jax.devices()[:2])
+
+
+@pytest.mark.parametrize("line", ['{"half_round": 0-', "[]", "\0"])
+def test_a_damaged_record_of_worlds_is_refused_in_one_line(tmp_path, line):
+    (tmp_path / "worlds.jsonl").write_text(f"{line}\n{{}}\n")
+    with pytest.raises(ValueError, match=r"worlds\.jsonl is damaged in line 1") as e:
+        check_whole(tmp_path, tmp_path / "checkpoints")
+    one_line(e)
+
+
+def test_a_later_attempt_waits_for_a_lost_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir, "STALE_SECONDS", 1.5)
+    lock = {"host": "elsewhere", "pid": 1, "started": "1"}
+    (tmp_path / LOCK).write_text(json.dumps(lock))
+    with pytest.raises(ValueError, match="elsewhere"), claimed(tmp_path):
+        pass
+    with claimed(tmp_path, patience=10):
+        assert json.loads((tmp_path / LOCK).read_text())["host"] != "elsewhere"
+
+
+def test_a_process_that_wakes_up_late_writes_nothing(tmp_path):
+    with claimed(tmp_path):
+        workdir.check_held(tmp_path)
+        (tmp_path / LOCK).write_text('{"host": "elsewhere", "pid": 1, "started": "1"}')
+        with pytest.raises(OSError, match=r"another run has taken over .*elsewhere"):
+            workdir.check_held(tmp_path)
+    workdir.check_held(tmp_path / "nobody's")
+
+
+def test_a_lock_shows_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir, "BEAT_SECONDS", 0.05)
+    with claimed(tmp_path):
+        os.utime(tmp_path / LOCK, (0, 0))
+        limit = time.monotonic() + 30
+        while (tmp_path / LOCK).stat().st_mtime == 0:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+
+
+def test_metrics_without_checkpoints_are_refused(tmp_path):
+    folder = tmp_path / "checkpoints"
+    check_whole(tmp_path, folder)
+    (tmp_path / metrics.FILE).touch()
+    with pytest.raises(ValueError, match=r"its folder .*checkpoints is gone") as error:
+        check_whole(tmp_path, folder)
+    one_line(error)
+    folder.mkdir()
+    check_whole(tmp_path, folder)
+
+
+@pytest.mark.fast("None")
+@pytest.mark.parametrize("change", [{"seed": 5}, {"model.width": 32}, None])
+def test_a_checkpoint_says_which_run_it_is_of(train, tiny, tmp_path, change):
+    """Without config.json beside it, another run cannot continue it."""
+    train(tmp_path, stop_after=2)
+    (tmp_path / "config.json").unlink()
+    if change is None:
+        preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+        return
+    (field,) = change
+    with pytest.raises(ValueError, match=f"checkpoints/2 is of a run with {field}="):
+        preparation.prepare(tiny(**change), tmp_path, jax.devices()[:2])
+
+
+def test_a_refused_run_leaves_no_checkpoints(tiny, tmp_path):
+    with pytest.raises(ValueError, match="less than a batch"):
+        preparation.prepare(tiny(length=9999), tmp_path, jax.devices()[:2])
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def folder_in_place(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe{"),
+    "a list": lambda path: path.write_text("[1]\n[2]"),
+    "cut": lambda path: path.write_text('{"seed": \n{}'),
+    "a folder": folder_in_place,
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    train(folder, stop_after=3)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", metrics.FILE])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_in_one_line(stopped, train, tmp_path, name, damage):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    DAMAGES[damage](tmp_path / name)
+    with pytest.raises(ValueError, match=name) as error:
+        train(tmp_path, stop_after=3)
+    one_line(error)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="nothing cannot be read: No such file"):
+        read_text(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="cannot be read: it is a folder"):
+        read_object(tmp_path)
+
+
+def test_a_folder_of_checkpoints_is_one_run_s(tmp_path):
+    run = tmp_path / "run"
+    (tmp_path / "link").symlink_to(run)
+    for inside in (run / "checkpoints", run / "a" / "b", run, tmp_path / "link"):
+        assert own(run, inside) == [run]  # one lock, not twice the same
+    assert own(tmp_path / "run", "gs://bucket/run") == [tmp_path / "run"]
+    apart = tmp_path / "kept"
+    held = own(tmp_path / "run", apart)
+    assert held == [tmp_path / "run", apart]
+    with claimed(apart):
+        check_held(*held)
+        _, folder = own(tmp_path / "other", apart)
+        refused = pytest.raises(ValueError, match="another run works in")
+        with refused, claimed(folder):
+            pass
+    (apart / LOCK).write_text('{"host": "elsewhere", "pid": 1, "started": "1"}')
+    with pytest.raises(OSError, match=r"taken over .*kept"):
+        check_held(*held)
+
+
+@pytest.mark.parametrize("damage", ["number", "cut", "first", "pipe"])
+def test_damage_to_the_record_of_worlds_is_found(tmp_path, damage):
+    one, two = (worlds.World({"data": n}, 1, [1] * n, "fused") for n in (2, 4))
+    worlds.record(tmp_path, 0, one)
+    worlds.record(tmp_path, 7, two)
+    assert worlds.recorded(tmp_path) == [(0, one), (7, two)]
+    file = tmp_path / worlds.FILE
+    text = file.read_text()
+    if damage == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        changed = {
+            "number": text.replace('"half_round": 7', '"half_round": 8'),
+            "cut": text[:-20],
+            "first": text.replace("{", "[", 1),
+        }[damage]
+        assert changed != text
+        file.write_text(changed)
+    with pytest.raises(ValueError, match=worlds.FILE):
+        worlds.recorded(tmp_path)

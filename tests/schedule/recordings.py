@@ -1,0 +1,48 @@
+"""Recorded schedules, machines by their names, and the command that plans for them."""
+
+import functools
+import gzip
+import pathlib
+import sys
+import warnings
+from unittest import mock
+
+from absl import flags
+from absl.testing import flagsaver
+
+from acco_jax.plan import __main__ as command
+from acco_jax.schedule import machines, schedules, topologies
+
+ROOT = pathlib.Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "recorded" / "schedules"
+QUICKSTART = ROOT / "experiments" / "quickstart.py"
+BUFFER = 14592 * 1024 * 2  # bytes of the recordings' packed buffer
+SCHEDULES = {"acco": "gpu_hidden", "zero1": "gpu_synchronous"}  # of the stand-in
+
+
+@functools.cache
+def text_of(name):
+    return gzip.decompress((RECORDED / f"{name}.txt.gz").read_bytes()).decode()
+
+
+@functools.cache
+def recorded(name, trips=2):
+    return schedules.read(text_of(name), trip_counts=trips)
+
+
+def machine(name, slices=1, **changes):
+    topology = topologies.parse(name, slices)
+    return machines.Machine(topology, machines.figures(topology.chip, changes))
+
+
+def run(*arguments, config=QUICKSTART, topology="gpu:h200:1x8"):
+    """Runs the command in this process."""
+    with flagsaver.flagsaver():
+        line = ["plan", f"--config={config}", *arguments]
+        if not any(x.startswith("--topology") for x in arguments):
+            line.append(f"--topology={topology}")
+        with warnings.catch_warnings(), mock.patch.object(sys, "argv", line):
+            # how ml_collections 1.1.0 loads a file
+            warnings.filterwarnings("ignore", r"the load_module\(\) method")
+            flags.FLAGS(line)
+        command.main(["plan"])

@@ -1,0 +1,85 @@
+"""A machine's figures, as given or replaced, and the time of one collective."""
+
+import re
+
+import pytest
+
+from acco_jax.schedule import machines
+from acco_jax.schedule.chips import CHIPS
+from tests.schedule.recordings import machine
+
+MIB = 2**20
+
+
+def test_figures_can_be_replaced():
+    found = machines.figures(CHIPS["h200"], {"flops": 5e14})
+    assert (found["flops"].value, found["flops"].unit) == (5e14, "FLOP/s")
+    assert found["flops"].source == "given on the command line"
+    assert (
+        found["memory_bandwidth"] == machines.figures(CHIPS["h200"])["memory_bandwidth"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flop": 1.0}, "figure is 'flop': did you mean 'flops'? Known: flops,"),
+        ({"flops": 0.0}, "the figure flops is 0: it must be positive."),
+        ({"flops": float("nan")}, "the figure flops is nan: it must be positive."),
+    ],
+)
+def test_figures_refuse(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        machines.figures(CHIPS["h200"], changes)
+
+
+def test_seconds_of_a_ring_on_gpus():
+    e = machines.EFFICIENCIES["network"].likely
+    one = machine("gpu:h200:1x8")
+    gather = one.seconds("all-gather", 800 * MIB, 8, 8)
+    assert gather == pytest.approx(700 * MIB / (450e9 * e) + 7 * 3.4e-6)
+    twice = one.seconds("all-reduce", 800 * MIB, 8, 8)
+    assert twice == pytest.approx(2 * gather)
+    # 4 hosts: 8 adapters of 50 GB/s each are slower than NVLink
+    far = machine("gpu:h200:4x8").seconds("reduce-scatter", 320 * MIB, 32, 8)
+    latency = 28 * 3.4e-6 + 3 * 14e-6
+    assert far == pytest.approx(310 * MIB / (400e9 * e) + latency)
+    # 16 hosts of one GPU: every step crosses the network
+    lone = machine("gpu:h200:16x1").seconds("all-gather", 160 * MIB, 16, 1)
+    assert lone == pytest.approx(150 * MIB / (50e9 * e) + 15 * 14e-6)
+
+
+def test_small_collectives_cost_latency_alone():
+    m = machine("gpu:h200:2x8")
+    assert m.seconds("all-reduce", 4, 16, 8) == pytest.approx(2 * (7 * 0.6e-6 + 5e-6))
+    assert m.seconds("all-reduce", 4, 1, 1) == 0
+
+
+def test_seconds_on_a_torus_and_between_slices():
+    e = machines.EFFICIENCIES["network"].likely
+    m = machine("tpu:v6e:4x4")
+    gather = m.seconds("all-gather", 160 * MIB, 16, 16)
+    assert gather == pytest.approx(150 * MIB / (400e9 * e) + 6e-6)
+    both = m.seconds("all-gather", 160 * MIB, 32, 16)
+    between = 10 * MIB * 0.5 / (12.5e9 * e) + 14e-6
+    assert both == pytest.approx(gather + between)
+    sent = m.seconds("send-recv", 10 * MIB, 32, 1)
+    assert sent == pytest.approx(10 * MIB / (12.5e9 * e) + 14e-6)
+
+
+def test_an_all_to_all_and_a_neighbour():
+    e = machines.EFFICIENCIES["network"].likely
+    m = machine("gpu:h200:4x8")
+    sent = m.seconds("all-to-all", 320 * MIB, 32, 8)  # 24 of 32 blocks leave the host
+    latency = 28 * 3.4e-6 + 3 * 14e-6
+    assert sent == pytest.approx(240 * MIB / (50e9 * e) + latency)
+    inside = machine("gpu:h200:1x8").seconds("all-to-all", 800 * MIB, 8, 8)
+    assert inside == pytest.approx(700 * MIB / (450e9 * e) + 7 * 3.4e-6)
+    lone = m.seconds("collective-permute", 320 * MIB, 32, 8)
+    assert lone == pytest.approx(320 * MIB / (50e9 * e) + 14e-6)
+    # a ring of k: k / 4 hops on average; a torus of 4 x 4 one hop in each dimension
+    torus = machine("tpu:v6e:4x4").seconds("all-to-all", 160 * MIB, 16, 16)
+    assert torus == pytest.approx(2 * 160 * MIB / (400e9 * e) + 6e-6)
+    slices = machine("tpu:v6e:4x4", 2).seconds("all-to-all", 160 * MIB, 32, 16)
+    out = 80 * MIB / (12.5e9 * e) + 14e-6
+    assert slices == pytest.approx(160 * MIB / (400e9 * e) + 6e-6 + out)
