@@ -175,7 +175,7 @@ def _train(claim: contextlib.ExitStack) -> None:
 
         def check(experiment: preparation.Experiment) -> None:
             nonlocal replay
-            fields.profiled(config.profile, experiment.half_rounds)
+            fields.profiled(config.profile, experiment.total_calls)
             if _REPLAY.value is not None:
                 folder = paths.expanded(_REPLAY.value)
                 replay = preparation.repeating(experiment, folder)

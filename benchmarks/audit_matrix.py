@@ -110,7 +110,7 @@ def own(method: str, devices: Sequence[Any]) -> programs.Program:
         tx,
         transformer.loss_fn(MODEL),
         jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0))),
-        microbatches=foreign.MICROBATCHES // tx.half_rounds,
+        microbatches=foreign.MICROBATCHES // tx.calls_per_step,
         microbatch=(foreign.ROWS, foreign.LENGTH + 1),
     )
 
@@ -135,21 +135,21 @@ def known(file: pathlib.Path) -> bool:
 def compile_cell(program: str, machine: str, file: pathlib.Path) -> None:
     """Compiles a program and writes its text, its mesh and its loops' trips."""
     devices = audit.devices(machine)
-    start, trips = time.perf_counter(), {}
+    start, iterations = time.perf_counter(), {}
     if program in OWN:
         described = own(program, devices)
         compiled = described.compile()
         text, mesh = compiled.text, described.mesh
-        known = {x.name: x.trips for x in compiled.schedule.loops}
-        open_ends = (x for x in schedules.read(text).loops if x.trips is None)
-        trips = {x.name: known[x.name] for x in open_ends}
+        known = {x.name: x.iterations for x in compiled.schedule.loops}
+        open_ends = (x for x in schedules.read(text).loops if x.iterations is None)
+        iterations = {x.name: known[x.name] for x in open_ends}
     else:
         module = importlib.import_module(FOREIGN[program])
         step, arguments = getattr(module, program)(devices)
         text = step.lower(*arguments).compile().as_text()
         mesh = audit.axes.mesh_of(arguments)
     seconds = time.perf_counter() - start
-    facts = {"mesh": dict(mesh.shape), "trips": trips, "seconds": seconds}
+    facts = {"mesh": dict(mesh.shape), "iterations": iterations, "seconds": seconds}
     file.with_suffix(".json").write_text(json.dumps(facts))
     file.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
 
@@ -158,7 +158,10 @@ def read_cell(machine: str, file: pathlib.Path) -> tuple[audit.Audit, float]:
     facts = json.loads(file.with_suffix(".json").read_text())
     text = gzip.decompress(file.read_bytes()).decode()
     found = audit.audit(
-        text, topology=machine, mesh=facts["mesh"], trip_counts=facts["trips"] or None
+        text,
+        topology=machine,
+        mesh=facts["mesh"],
+        trip_counts=facts["iterations"] or None,
     )
     return found, facts["seconds"]
 

@@ -61,8 +61,8 @@ def _make_tiny(config: ConfigDict, texts: pathlib.Path) -> None:
 class Turns:
     """Half-rounds of one run, timed with a checkpoint at their start and without."""
 
-    def __init__(self, e: preparation.Experiment, half_rounds: int) -> None:
-        self._e, self.half_rounds, self._start = e, half_rounds, 0.0
+    def __init__(self, e: preparation.Experiment, calls: int) -> None:
+        self._e, self.calls, self._start = e, calls, 0.0
         self._run, self._finish = loop._Run(e), e.checkpoints._finish
         e.checkpoints._finish = self._timed  # type: ignore[method-assign]
         self.saves: list[float] = []  # seconds for which one keeps the run waiting
@@ -80,7 +80,7 @@ class Turns:
         if saves:
             run.save()
             self.saves.append(time.perf_counter() - self._start)
-        for _ in range(self.half_rounds):
+        for _ in range(self.calls):
             run.half_round()
         jax.block_until_ready((run.params, run.state))
         self._e.checkpoints.wait()  # what took longer than the turn counts too
@@ -94,9 +94,9 @@ class Turns:
 
 
 def measure(turns: Turns, pairs: int) -> list[tuple[float, float]]:
-    half_rounds, turns.half_rounds = turns.half_rounds, 2
+    calls, turns.calls = turns.calls, 2
     turns.pair(0)  # compiles
-    turns.half_rounds = half_rounds
+    turns.calls = calls
     turns.saves.clear()
     turns.writes.clear()
     ratios = []
@@ -123,25 +123,25 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures here")
     args = parser.parse_args()
     devices.choose_platform(2 if args.quick else 4, several_processes=False)
-    half_rounds = args.half_rounds or (4 if args.quick else 100)
+    calls = args.calls or (4 if args.quick else 100)
     with tempfile.TemporaryDirectory() as folder:
         e = experiment(args.quick, pathlib.Path(folder))
-        turns = Turns(e, half_rounds)
+        turns = Turns(e, calls)
         pairs = args.pairs or (3 if args.quick else 8)
         ratios = measure(turns, pairs)
-        report(turns, ratios, half_rounds, e, args.json)
+        report(turns, ratios, calls, e, args.json)
 
 
 def report(
     turns: Turns,
     ratios: list[tuple[float, float]],
-    half_rounds: int,
+    calls: int,
     e: preparation.Experiment,
     path: pathlib.Path | None,
 ) -> None:
     clock, cpu = (list(values) for values in zip(*ratios, strict=True))
     figures = {
-        "half_rounds": half_rounds,
+        "training": calls,
         "parameters": e.model.parameters(),
         "ratios": clock,
         "cpu_ratios": cpu,
@@ -150,7 +150,7 @@ def report(
     }
     print(
         f"{e.model.parameters():,} parameters, {e.workers} devices: throughput with a "
-        f"checkpoint every {half_rounds} half-rounds / without: {spread(clock)}, by "
+        f"checkpoint every {calls} half-rounds / without: {spread(clock)}, by "
         f"CPU seconds {spread(cpu)}; {len(ratios)} pairs, at least {WANTED} is wanted"
     )
     print(

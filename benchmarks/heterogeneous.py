@@ -195,7 +195,7 @@ class Trial:
 
         self._run.until(there, f"half-round {half_round}", 1800.0)
 
-    def rate(self, half_rounds: int) -> float:
+    def rate(self, calls: int) -> float:
         """Waits; returns tokens a second of so many half-rounds from the next on.
 
         Those in which an evaluation falls are left out.
@@ -214,9 +214,9 @@ class Trial:
 
         def there() -> bool:
             done = sum(b["half_round"] - a["half_round"] for a, b in measured())
-            return done >= half_rounds
+            return done >= calls
 
-        self._run.until(there, f"{half_rounds} half-rounds after {first}", 1800.0)
+        self._run.until(there, f"{calls} half-rounds after {first}", 1800.0)
         pairs = measured()
         seconds = sum(b["seconds"] - a["seconds"] for a, b in pairs)
         return sum(b["tokens"] - a["tokens"] for a, b in pairs) / seconds
@@ -243,16 +243,16 @@ def followed(counts: list[list[int]], start: int, slow: int) -> int | None:
     return None
 
 
-def follow(trial: Trial, half_rounds: int) -> dict[str, Any]:
+def follow(trial: Trial, calls: int) -> dict[str, Any]:
     """Has the last worker become slow, then fast again, while it trains."""
     trial.bound(FAST)
-    trial.wait(trial.half_round() + half_rounds)
+    trial.wait(trial.half_round() + calls)
     changes = []
     for slow in (TIMES, 1):
         trial.bound(FAST, FAST / slow)
         # metrics are written a half-round or two late: those done already do not count
         at = len(trial.counts())
-        trial.wait(at + half_rounds)
+        trial.wait(at + calls)
         found = followed(trial.counts(), at, slow)
         changes.append({"half_round": at, "times": slow, "followed": found})
         print(f"| {at} | {slow} | {found} | {trial.counts()[-1]} |", flush=True)
@@ -260,14 +260,14 @@ def follow(trial: Trial, half_rounds: int) -> dict[str, Any]:
 
 
 def alone(
-    place: pathlib.Path, limit: Quotas, half_rounds: int, config: dict[str, Any]
+    place: pathlib.Path, limit: Quotas, calls: int, config: dict[str, Any]
 ) -> dict[str, float]:
     """Returns tokens a second of a fast machine and of a slow one, by themselves."""
     found = {}
     with Trial(place, limit, "alone", config, processes=1) as trial:
         for name, cores in (("fast", FAST), ("slow", FAST / TIMES)):
             trial.bound(cores)
-            found[name] = trial.rate(half_rounds // 2)
+            found[name] = trial.rate(calls // 2)
             print(f"| one {name} machine | {found[name]:.0f} | | |", flush=True)
     return found
 
@@ -298,21 +298,19 @@ def main() -> int:
 def experiment(
     place: pathlib.Path, limit: Quotas, parts: list[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    steps, half_rounds = QUICK if args.quick else STEPS
+    steps, calls = QUICK if args.quick else STEPS
     each = args.each
     report: dict[str, Any] = {"rates": {}, "losses": {}, "tokens": {}, "shown": {}}
     print("| | tokens a second | held-out loss | after tokens |\n|---|---|---|---|")
     for part in (p for p in PARTS if p in parts and p != "follows"):
         if part == "alone":
-            report["alone"] = alone(
-                place, limit, half_rounds, fields("alone", each, MANY)
-            )
+            report["alone"] = alone(place, limit, calls, fields("alone", each, MANY))
             continue
         with Trial(place, limit, part, fields(part, each, steps)) as trial:
             trial.bound(FAST, FAST / TIMES)
             if part == "balanced":  # until it knows
                 trial.wait(trial.half_round() + 2 * FOLLOWED)
-            rate = trial.rate(half_rounds // 2 if part == "zero1" else half_rounds)
+            rate = trial.rate(calls // 2 if part == "zero1" else calls)
             if part in ("adaptive", "balanced"):  # whose counts depend on speed
                 trial.wait(2 * (steps - 1))
             if part == "adaptive":

@@ -75,11 +75,10 @@ def row(name, options, workers):
     batch = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows)
     turns = step.turns()
     sent = {
-        k: bytes_sent(*step.lowered(*state, batch, half_round=k)) / PARAMETERS
-        for k in turns
+        k: bytes_sent(*step.lowered(*state, batch, call=k)) / PARAMETERS for k in turns
     }
     mean = sum(sent[k] * times for k, times in turns.items()) / sum(turns.values())
-    calls = tx.half_rounds / tx.steps_per_call
+    calls = tx.calls_per_step / tx.steps_per_call
     label = ", ".join(f"{k}={v}" for k, v in options.items())
     many = f"{calls:.0f}" if calls >= 1 else f"1 in {1 / calls:.0f}"
     return (

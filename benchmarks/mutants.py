@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "acco commits in the other half",
         "methods",
-        "commit = state.half_rounds & 1 == 1",
-        "commit = state.half_rounds & 1 == 0",
+        "commit = state.calls_done & 1 == 1",
+        "commit = state.calls_done & 1 == 0",
     ),
     Mutant(
         "acco takes the carried gradient off",
@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "the number of the next call stands still",
         "step",
-        "self._counted = state.half_rounds, call + 1",
-        "self._counted = state.half_rounds, call",
+        "self._counted = state.calls_done, call + 1",
+        "self._counted = state.calls_done, call",
     ),
     Mutant(
         "each kind of half-round comes once in a period",

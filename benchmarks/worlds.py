@@ -135,7 +135,7 @@ def experiment(place: pathlib.Path, args: argparse.Namespace) -> dict[str, Any]:
     report = {
         "changes": done,
         "worlds": record,
-        "half_rounds": last,
+        "training": last,
         "bits": common.bits(again) == bits,
         "rows": common.unclocked(again) == common.unclocked(original),
     }

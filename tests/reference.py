@@ -83,7 +83,7 @@ class Unsharded:
         return points
 
 
-def draw(shapes, n, half_rounds, seed, dtypes=None, scale=8):
+def draw(shapes, n, calls, seed, dtypes=None, scale=8):
     """Gradients whose sums are exact in any order: small integers over powers of 2."""
     rng = np.random.default_rng(seed)
 
@@ -95,9 +95,7 @@ def draw(shapes, n, half_rounds, seed, dtypes=None, scale=8):
         lambda _: np.float64, shapes, is_leaf=lambda s: isinstance(s, tuple)
     )
     is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
-    return [
-        jax.tree.map(one, shapes, dtypes, is_leaf=is_shape) for _ in range(half_rounds)
-    ]
+    return [jax.tree.map(one, shapes, dtypes, is_leaf=is_shape) for _ in range(calls)]
 
 
 def parameters(shapes, seed=0, dtypes=None):

@@ -44,7 +44,7 @@ def text(audit: Audit) -> str:
     for form in audit.schedule.unknown:
         lines.append(f"unknown: {form} seems to communicate, in a form not known here")
     for loop in audit.schedule.loops:
-        if loop.trips is None:
+        if loop.iterations is None:
             lines.append(
                 f"note: how often {loop.name} in {loop.where} runs is not in the text: "
                 "counted once, unless trip_counts says"

@@ -30,7 +30,7 @@ FEW = 16  # leaves, which a kernel for each may read
 Arrays = tuple[jax.Array, ...]
 
 
-class Pending(NamedTuple):
+class InFlight(NamedTuple):
     """In-flight gradients: local, not reduced yet, every worker's own."""
 
     buffers: Arrays  # sums over microbatches, packed in the communication dtypes
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     loss: jax.Array  # []
 
 
-class LeftOut(NamedTuple):
+class RoundingError(NamedTuple):
     """Error feedback: the rounding error of sent gradients (`core/codec.py`)."""
 
     buffers: Arrays  # every worker's own, in the communication dtype

@@ -31,17 +31,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from acco_jax.core.buffers import Arrays, LeftOut, Outgoing
+from acco_jax.core.buffers import Arrays, Outgoing, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, wide
 from acco_jax.core.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
-class Residue(NamedTuple):
+class Residual(NamedTuple):
     """The memory of quantized communication; a part of a method's state."""
 
     replica: PyTree  # r: shards of the parameters as all hold them; None: exact
-    error: LeftOut | None  # e: each worker's, of what it sends; None: exact
+    error: RoundingError | None  # e: each worker's, of what it sends; None: exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Codec:
     feedback: bool = True  # add a gradient's rounding error to the next one
 
     def encode(
-        self, layout: Layout, residue: Any, buffers: Any, axis: str, weight: jax.Array
+        self, layout: Layout, residual: Any, buffers: Any, axis: str, weight: jax.Array
     ) -> tuple[Any, Any]:
         """Return (residue, what `reduce` takes), to reduce gradients over a data axis.
 
@@ -65,20 +65,22 @@ class Codec:
         `weight` [] is the total weight.
         """
         if (bits := self._bits(layout, axis)) is None:
-            return residue, buffers
+            return residual, buffers
         if not self.feedback:
-            return residue, quantized(layout, buffers, bits)
-        before = residue.error.buffers
+            return residual, quantized(layout, buffers, bits)
+        before = residual.error.buffers
         own = tuple(wide(g) + wide(e) for g, e in zip(buffers, before, strict=True))
         words = quantized(layout, own, bits)
         arrives = layout.on_buffers(_values(bits))(words)
 
-        def left_out(own: jax.Array, sent: jax.Array, before: jax.Array) -> jax.Array:
+        def rounding_error(
+            own: jax.Array, sent: jax.Array, before: jax.Array
+        ) -> jax.Array:
             left = jnp.where(jnp.isfinite(sent), own - sent, 0).astype(before.dtype)
             return jnp.where(weight != 0, left, before)  # without weight nothing counts
 
-        error = LeftOut(tuple(map(left_out, own, arrives, before)))
-        return residue._replace(error=error), words
+        error = RoundingError(tuple(map(rounding_error, own, arrives, before)))
+        return residual._replace(error=error), words
 
     def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
         """Run the collective over one data axis."""
@@ -100,35 +102,35 @@ class Codec:
         return layout.split(reduced, whole)
 
     def encode_params(
-        self, layout: Layout, residue: Any, point: PyTree
+        self, layout: Layout, residual: Any, point: PyTree
     ) -> tuple[Any, Outgoing]:
         """Return (residue, what `gather` takes) of the shards of a new point."""
         whole = layout.whole(point)
-        if residue is None:
-            return residue, Outgoing(layout.join(point), whole)
+        if residual is None:
+            return residual, Outgoing(layout.join(point), whole)
         if self.gather_bits is None:
-            if residue.replica is not None:
+            if residual.replica is not None:
                 new = layout.map(lambda f, x: x if f.whole else f.on_wire(x), point)
-                replica = layout.map(_moved, residue.replica, new)
-                residue = residue._replace(replica=replica)
-            return residue, Outgoing(layout.join(point), whole)
-        away = layout.map(lambda f, x, r: x - f.on_wire(r), point, residue.replica)
+                replica = layout.map(_moved, residual.replica, new)
+                residual = residual._replace(replica=replica)
+            return residual, Outgoing(layout.join(point), whole)
+        away = layout.map(lambda f, x, r: x - f.on_wire(r), point, residual.replica)
         buffers = quantized(layout, layout.join(away, jnp.float32), self.gather_bits)
         step = layout.split(layout.on_buffers(_values(self.gather_bits))(buffers))
-        replica = layout.map(_arrived, residue.replica, step, point)
-        return residue._replace(replica=replica), Outgoing(buffers, whole)
+        replica = layout.map(_arrived, residual.replica, step, point)
+        return residual._replace(replica=replica), Outgoing(buffers, whole)
 
     def gather(self, layout: Layout, outgoing: Outgoing, axis: str) -> Outgoing:
         """Run the collective over one data axis."""
         return layout.all_gather(outgoing, axis)
 
     def decode_params(
-        self, layout: Layout, residue: Any, gathered: Outgoing, params: PyTree
+        self, layout: Layout, residual: Any, gathered: Outgoing, params: PyTree
     ) -> PyTree:
         """Return the new parameters, from what was gathered and the old parameters."""
         if self.gather_bits is None:
             new = layout.unpack(gathered)
-            if residue is None or residue.replica is None:
+            if residual is None or residual.replica is None:
                 return new
             return layout.map(_moved, params, new)
         values = layout.on_buffers(_values(self.gather_bits), gathered=True)
@@ -213,34 +215,32 @@ class Codecs:
         """Return whether a gradient's rounding error is added to the next one."""
         return self.phases[0].reduce_bits is not None and self.phases[0].feedback
 
-    def turn(self, half_round: Any) -> Any:
+    def turn(self, call: Any) -> Any:
         """Return the number of a half-round's codec, for an int or an array."""
-        number = half_round % len(self.phases)
+        number = call % len(self.phases)
         if self.resync_every:
             # 1 or 0, without a bool, which strict promotion does not take for a number
-            full = (self.resync_every - half_round % self.resync_every) // (
-                self.resync_every
-            )
+            full = (self.resync_every - call % self.resync_every) // (self.resync_every)
             number = number * (1 - full) + len(self.phases) * full
         return number
 
-    def at(self, half_round: int) -> Codec:
-        return self.all[self.turn(half_round)]
+    def at(self, call: int) -> Codec:
+        return self.all[self.turn(call)]
 
     def start(self, layout: Layout, params: PyTree) -> Any:
-        """Return the `Residue` before the first half-round; None if none is needed."""
+        """Return the `Residual` before the first half-round; None if none is needed."""
         if not (self.gather_quantized or self.feedback):
             return None
         cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
         replica = layout.map(cast, layout.shard(params))
-        return Residue(
+        return Residual(
             replica if self.gather_quantized else None,
-            LeftOut(_crossing(layout)) if self.feedback else None,
+            RoundingError(_crossing(layout)) if self.feedback else None,
         )
 
-    def check(self, residue: Residue | None) -> None:
+    def check(self, residual: Residual | None) -> None:
         """Raise a ValueError unless a state's residue fits these codecs."""
-        replica, error = residue or (None, None)
+        replica, error = residual or (None, None)
         has = replica is not None, error is not None
         if has != (self.gather_quantized, self.feedback):
             raise ValueError(
@@ -251,7 +251,7 @@ class Codecs:
 
 
 def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
-    """Return zeros like `Residue.error`: what crosses the slowest data axis."""
+    """Return zeros like `Residual.error`: what crosses the slowest data axis."""
     before = layout.workers // layout.mesh.shape[layout.reduce_order[-1]]
     part = lambda xs: tuple(x[: x.shape[0] // before] for x in xs)  # noqa: E731
     return layout.on_buffers(part)(layout.zeros().buffers)
@@ -262,7 +262,7 @@ def codecs(
     reduce_bits: int | None,
     resync_every: int,
     *,
-    half_rounds: int,
+    calls_per_step: int,
 ) -> Codecs:
     """Return the codecs for a method's arguments; see `acco_jax.acco`.
 
@@ -271,7 +271,7 @@ def codecs(
     """
     bits = gather_bits
     if isinstance(bits, tuple | list):
-        if len(bits) != half_rounds or half_rounds != 2:
+        if len(bits) != calls_per_step or calls_per_step != 2:
             raise ValueError(
                 f"gather_bits is {bits!r}: a pair (estimate, commit) is for acco, "
                 "others take one number."

@@ -104,9 +104,14 @@ class Alone:
         gradients = gradients.frozen(model_state)
 
         def local(gradients, params, batch, rng):  # type: ignore[no-untyped-def]
-            params, held = from_row(params) if self._own else params, gradients.held
-            sums = gradients.zeros_here(params, batch, rng, held)
-            return to_row(gradients.sum_here(sums, params, batch, rng, held, 0, 1).loss)
+            params, capacity = (
+                from_row(params) if self._own else params,
+                gradients.capacity,
+            )
+            sums = gradients.zeros_here(params, batch, rng, capacity)
+            return to_row(
+                gradients.sum_here(sums, params, batch, rng, capacity, 0, 1).loss
+            )
 
         specs = (P(), gradients.rows if self._own else P(), gradients.rows, P())
         run = gradients.over_data(local, specs, gradients.rows)

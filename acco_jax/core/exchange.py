@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from acco_jax.core.buffers import Arrays, Outgoing, Pending, Totals
+from acco_jax.core.buffers import Arrays, InFlight, Outgoing, Totals
 from acco_jax.core.codec import Codec
 from acco_jax.core.half_round import Hop, Round
 from acco_jax.core.leaves import PyTree
@@ -56,7 +56,7 @@ class Gathering(NamedTuple):
     outgoing: Outgoing
 
 
-class Delivery(NamedTuple):
+class Received(NamedTuple):
     """The result of an exchange."""
 
     params: PyTree  # of their own dtypes, on every worker
@@ -75,13 +75,13 @@ class Exchange:
     advance: Callable[[Any, PyTree, Totals, dict[str, Any]], tuple[Any, Point]]
     codec: Codec  # how this half-round communicates
 
-    def send(self, pending: Pending, state: Any, extra: dict[str, Any]) -> Reducing:
+    def send(self, in_flight: InFlight, state: Any, extra: dict[str, Any]) -> Reducing:
         """Sum what is small: an all-reduce later would take the asynchronous slot."""
-        totals, whole, sums = state.layout.sum_small(pending)
+        totals, whole, sums = state.layout.sum_small(in_flight)
         if sums:
             new = averaged(state.model_state, sums[0], totals.weight)
             state = state._replace(model_state=new)
-        return Reducing(state, extra, totals, whole, pending.buffers)
+        return Reducing(state, extra, totals, whole, in_flight.buffers)
 
     @functools.cached_property
     def hops(self) -> tuple[Hop, ...]:
@@ -108,10 +108,10 @@ class Exchange:
         return (first._replace(encode=self._encode_params), *others)
 
     def _encode(self, axis: str, x: Reducing) -> Reducing:
-        residue, buffers = self.codec.encode(
-            x.state.layout, x.state.residue, x.buffers, axis, x.totals.weight
+        residual, buffers = self.codec.encode(
+            x.state.layout, x.state.residual, x.buffers, axis, x.totals.weight
         )
-        return x._replace(state=x.state._replace(residue=residue), buffers=buffers)
+        return x._replace(state=x.state._replace(residual=residual), buffers=buffers)
 
     def _reduce(self, axis: str, x: Reducing) -> Reducing:
         return x._replace(buffers=self.codec.reduce(x.state.layout, x.buffers, axis))
@@ -124,25 +124,25 @@ class Exchange:
 
     def _encode_params(self, x: Advanced) -> Gathering:
         state, totals, (shards, norm) = x
-        residue, outgoing = self.codec.encode_params(
-            state.layout, state.residue, shards
+        residual, outgoing = self.codec.encode_params(
+            state.layout, state.residual, shards
         )
-        return Gathering(state._replace(residue=residue), totals, norm, outgoing)
+        return Gathering(state._replace(residual=residual), totals, norm, outgoing)
 
     def _gather(self, axis: str, x: Gathering) -> Gathering:
         return x._replace(outgoing=self.codec.gather(x.state.layout, x.outgoing, axis))
 
-    def decode(self, x: Gathering, params: PyTree) -> Delivery:
+    def decode(self, x: Gathering, params: PyTree) -> Received:
         state = x.state
-        new = self.codec.decode_params(state.layout, state.residue, x.outgoing, params)
-        return Delivery(new, state, x.totals, x.grad_norm)
+        new = self.codec.decode_params(state.layout, state.residual, x.outgoing, params)
+        return Received(new, state, x.totals, x.grad_norm)
 
-    def homes(self, state: Any) -> Delivery:
+    def out_shardings(self, state: Any) -> Received:
         """Return the shardings of what `decode` returns."""
         layout = state.layout
         everywhere = layout.sharding()
         totals = Totals(everywhere, everywhere)
-        return Delivery(layout.params_shardings, state.shardings(), totals, everywhere)
+        return Received(layout.params_shardings, state.shardings(), totals, everywhere)
 
 
 class ExchangeRound(Round):
@@ -154,11 +154,11 @@ class ExchangeRound(Round):
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
         return self.exchange.hops
 
-    def send(self, outbox: Pending, owner: Any, extra: dict[str, Any]) -> Reducing:
-        return self.exchange.send(outbox, owner, extra)
+    def send(self, in_flight: InFlight, owner: Any, extra: dict[str, Any]) -> Reducing:
+        return self.exchange.send(in_flight, owner, extra)
 
-    def decode(self, parcel: Gathering, params: PyTree) -> Delivery:
-        return self.exchange.decode(parcel, params)
+    def decode(self, message: Gathering, params: PyTree) -> Received:
+        return self.exchange.decode(message, params)
 
-    def homes(self, owner: Any) -> Delivery:
-        return self.exchange.homes(owner)
+    def out_shardings(self, owner: Any) -> Received:
+        return self.exchange.out_shardings(owner)

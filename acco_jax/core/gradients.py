@@ -45,7 +45,14 @@ class _Pullback:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["loss_fn"],
-    meta_fields=["mesh", "axis", "microbatches", "dtype", "drop_nonfinite", "room"],
+    meta_fields=[
+        "mesh",
+        "axis",
+        "microbatches",
+        "dtype",
+        "drop_nonfinite",
+        "batch_holds",
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
@@ -62,7 +69,9 @@ class Accumulator:
     microbatches: int  # how many each worker computes, or where counts vary the most
     dtype: Any = None  # of the sums; None: each parameter's own
     drop_nonfinite: bool = False  # see `acco_jax.make_train_step`
-    room: int | None = None  # how many its part of the batch holds; None: as many
+    batch_holds: int | None = (
+        None  # how many its part of the batch holds; None: as many
+    )
 
     def __post_init__(self) -> None:
         if callable(self.loss_fn):  # while a tree is built it may be a placeholder
@@ -91,9 +100,9 @@ class Accumulator:
         return math.prod(self.mesh.shape[a] for a in self.axis)
 
     @property
-    def held(self) -> int:
+    def capacity(self) -> int:
         """The number of microbatches that each worker's part of the batch holds."""
-        return self.room or self.microbatches
+        return self.batch_holds or self.microbatches
 
     @property
     def rows(self) -> P:
@@ -131,14 +140,14 @@ class Accumulator:
           ValueError: axis 0 does not divide by n * microbatches, or leaves differ in
             its length.
         """
-        parts = self.workers * self.held
+        parts = self.workers * self.capacity
         first: tuple[str, int] | None = None
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             shape, name = np.shape(x), jax.tree_util.keystr(path) or "batch"
             if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
                     f"batch leaf {name} of shape {shape} does not divide into "
-                    f"{self.workers} workers x {self.held} microbatches: its "
+                    f"{self.workers} workers x {self.capacity} microbatches: its "
                     f"axis 0 must be a multiple of {parts}."
                 )
             first = first or (name, shape[0])
@@ -185,7 +194,7 @@ class Accumulator:
 
         def local(self, params, batch, rng, state):  # type: ignore[no-untyped-def]
             state = from_row(state)
-            return to_row(self.zeros_here(params, batch, rng, self.held, state))
+            return to_row(self.zeros_here(params, batch, rng, self.capacity, state))
 
         return self._on_workers(local, self.rows, params, batch, rng, model_state)
 
@@ -208,13 +217,13 @@ class Accumulator:
         def local(self, params, batch, rng, before, counts):  # type: ignore[no-untyped-def]
             (sums, state), count = from_row(before), self.microbatches
             if sums is None:
-                sums = self.zeros_here(params, batch, rng, self.held, state)
+                sums = self.zeros_here(params, batch, rng, self.capacity, state)
             if counts is not None:
                 count = jnp.clip(counts[0], 0, count)
             first, end = span(count)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
-            total = self.held
+            total = self.capacity
             return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
         before = sums, model_state
@@ -224,7 +233,7 @@ class Accumulator:
         self,
         k: int,
         parts: int,
-        work: PyTree,
+        progress: PyTree,
         params: PyTree,
         batch: PyTree,
         rng: Any,
@@ -236,18 +245,18 @@ class Accumulator:
         Each worker's microbatches are in equal parts, with the remainder beside the
         slowest network's collectives, in the middle. A single microbatch has its
         forward pass and its backward pass there. Pieces count from 0, and there are at
-        least 2: the first takes None for `work`, each other one the result of the piece
-        before, and the last returns the `Sums`.
+        least 2: the first takes None for `progress`, each other one the result of the
+        piece before, and the last returns the `Sums`.
         """
         middle = parts // 2
         if self.microbatches == 1:
             if k == middle - 1:
                 return self._forward(params, batch, rng, model_state)
             if k == middle:
-                return self._backward(work, params, counts, model_state)
-            return work
+                return self._backward(progress, params, counts, model_state)
+            return progress
         share = functools.partial(piece, k=k, parts=parts)
-        return self.add(work, params, batch, rng, counts, share, model_state)
+        return self.add(progress, params, batch, rng, counts, share, model_state)
 
     def _forward(
         self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree
@@ -258,8 +267,8 @@ class Accumulator:
         def local(self, params, batch, rng, state):  # type: ignore[no-untyped-def]
             key = rng
             if rng is not None:
-                key = jax.random.fold_in(rng, lax.axis_index(self.axis) * self.held)
-            loss_of = self._loss_of(batch, key, from_row(state), self.held, 0)
+                key = jax.random.fold_in(rng, lax.axis_index(self.axis) * self.capacity)
+            loss_of = self._loss_of(batch, key, from_row(state), self.capacity, 0)
             self._checked(loss_of, params)
             loss, pullback, rest = jax.vjp(loss_of, params, has_aux=True)
             leaves, treedef = jax.tree.flatten(pullback)
@@ -275,12 +284,12 @@ class Accumulator:
 
     def _backward(
         self,
-        work: PyTree,
+        progress: PyTree,
         params: PyTree,
         counts: jax.Array | None,
         model_state: PyTree,
     ) -> Sums:
-        arrays, pullback = work
+        arrays, pullback = progress
 
         def local(self, params, arrays, counts, before):  # type: ignore[no-untyped-def]
             loss, (weight, aux, state), residuals = from_row(arrays)
@@ -360,7 +369,7 @@ class Accumulator:
         """
 
         def local(self, params, batch, rng, before, counts):  # type: ignore[no-untyped-def]
-            total, i, valid, key = self.held, self.microbatches - 1, None, rng
+            total, i, valid, key = self.capacity, self.microbatches - 1, None, rng
             if counts is not None:
                 valid = counts[0] > 0
                 i = jnp.clip(counts[0] - 1, 0, i)

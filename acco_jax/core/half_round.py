@@ -4,7 +4,7 @@
                                     beside: compute, a piece for each hop
 
 `Round` is what a method does in one call of the train step, and two functions run it:
-`run` takes a parcel over the hops, `half_round` is a whole call as one program. The
+`run` takes a parcel over the hops, `run_call` is a whole call as one program. The
 forms of a train step differ only in what runs beside the hops: nothing in a plain
 `update`, pieces of the computation in a single program, another thread in two-thread
 execution.
@@ -66,18 +66,18 @@ class Round(abc.ABC):
 
     @abc.abstractmethod
     def compute(
-        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
+        self, k: int, progress: Any, params: PyTree, rest: Any, inputs: Inputs
     ) -> Any:
         """Compute the k-th piece of the computation, one for each hop.
 
-        `work` is what the piece before returned; None for the first, piece 0.
+        `progress` is what the piece before returned; None for the first, piece 0.
         """
 
-    def close(self, work: Any, rest: Any, inputs: Inputs) -> Any:
+    def close(self, progress: Any, rest: Any, inputs: Inputs) -> Any:
         """Return the work of all pieces as it is kept. No collective."""
-        return work
+        return progress
 
-    def outgoing(self, params: PyTree, rest: Any, work: Any) -> Any:
+    def outgoing(self, params: PyTree, rest: Any, progress: Any) -> Any:
         """Return the outbox that a closed computation leaves. No collective.
 
         Called only where the round does not overlap.
@@ -85,20 +85,20 @@ class Round(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
+    def send(self, in_flight: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """Return the parcel before the first hop; sum what is small."""
 
-    def decode(self, parcel: Any, params: PyTree) -> Any:
+    def decode(self, message: Any, params: PyTree) -> Any:
         """Return what the last hop brought, as `finish` needs it. No collective."""
-        return parcel
+        return message
 
-    def homes(self, owner: Any) -> Any:
+    def out_shardings(self, owner: Any) -> Any:
         """Return the shardings of what `decode` returns; None: the compiler chooses."""
         return None
 
     @abc.abstractmethod
     def finish(
-        self, params: PyTree, rest: Any, inputs: Inputs, work: Any, delivery: Any
+        self, params: PyTree, rest: Any, inputs: Inputs, progress: Any, received: Any
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
         """End the call with closed work and a decoded delivery; no large collective.
 
@@ -110,10 +110,10 @@ class Round(abc.ABC):
 
 def run(
     hops: tuple[Hop, ...],
-    parcel: Any,
+    message: Any,
     params: PyTree = None,
-    compute: Callable[[int, Any, PyTree], Any] = lambda k, work, params: work,
-    work: Any = None,
+    compute: Callable[[int, Any, PyTree], Any] = lambda k, progress, params: progress,
+    progress: Any = None,
 ) -> tuple[Any, Any, PyTree]:
     """Take a parcel over the hops, a piece of computation beside each.
 
@@ -124,32 +124,32 @@ def run(
     last hop, the work, and params.
     """
     for k, hop in enumerate(hops):
-        parcel, work, params = barrier((hop.encode(parcel), work, params))
-        parcel, work = hop.collective(parcel), compute(k, work, params)
-        parcel, work, params = barrier((parcel, work, params))
-    return parcel, work, params
+        message, progress, params = barrier((hop.encode(message), progress, params))
+        message, progress = hop.collective(message), compute(k, progress, params)
+        message, progress, params = barrier((message, progress, params))
+    return message, progress, params
 
 
-def half_round(
+def run_call(
     round: Round, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """Run a call of the train step as one program; see `acco_jax.make_train_step`."""
-    outbox, owner, rest = round.open(params, state)
+    in_flight, owner, rest = round.open(params, state)
 
-    def compute(k: int, work: Any, params: PyTree) -> Any:
-        return round.compute(k, work, params, rest, inputs)
+    def compute(k: int, progress: Any, params: PyTree) -> Any:
+        return round.compute(k, progress, params, rest, inputs)
 
     if round.overlaps:
-        parcel = round.send(outbox, owner, extra)
-        parcel, params, rest = barrier((parcel, params, rest))
-        parcel, work, params = run(round.hops, parcel, params, compute)
-        delivery = round.decode(parcel, params)
-        work = round.close(work, rest, inputs)
+        message = round.send(in_flight, owner, extra)
+        message, params, rest = barrier((message, params, rest))
+        message, progress, params = run(round.hops, message, params, compute)
+        received = round.decode(message, params)
+        progress = round.close(progress, rest, inputs)
     else:
-        work = computed(round, params, rest, inputs)
-        outbox = round.outgoing(params, rest, work)
-        delivery = exchanged(round, outbox, owner, params, extra)
-    params, state, sums, norm = round.finish(params, rest, inputs, work, delivery)
+        progress = computed(round, params, rest, inputs)
+        in_flight = round.outgoing(params, rest, progress)
+        received = exchanged(round, in_flight, owner, params, extra)
+    params, state, sums, norm = round.finish(params, rest, inputs, progress, received)
     return params, state, metrics(sums, inputs.counts, norm, state.steps)
 
 
@@ -158,18 +158,18 @@ def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
 
     The pieces are those beside an exchange, so that sums are bitwise identical.
     """
-    work = None
+    progress = None
     for k in range(len(round.hops)):
-        work = round.compute(k, work, params, rest, inputs)
-    return barrier(round.close(work, rest, inputs))
+        progress = round.compute(k, progress, params, rest, inputs)
+    return barrier(round.close(progress, rest, inputs))
 
 
 def exchanged(
-    round: Round, outbox: Any, owner: Any, params: PyTree, extra: dict[str, Any]
+    round: Round, in_flight: Any, owner: Any, params: PyTree, extra: dict[str, Any]
 ) -> Any:
     """Run a whole exchange, with nothing beside it, and return its delivery."""
-    parcel = barrier(round.send(outbox, owner, extra))
-    return round.decode(run(round.hops, parcel)[0], params)
+    message = barrier(round.send(in_flight, owner, extra))
+    return round.decode(run(round.hops, message)[0], params)
 
 
 def metrics(

@@ -32,7 +32,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.core import buffers
-from acco_jax.core.buffers import Arrays, Group, LeftOut, Outgoing, Pending, Totals
+from acco_jax.core.buffers import (
+    Arrays,
+    Group,
+    InFlight,
+    Outgoing,
+    RoundingError,
+    Totals,
+)
 from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
@@ -239,21 +246,23 @@ class Layout:
         whole: Any = tuple(self.sharding(self.axis, *s) for s in self._whole_specs)
 
         def home(x: Any) -> Any:
-            if isinstance(x, Pending):
+            if isinstance(x, InFlight):
                 states = jax.tree.map(lambda _: rows, x.model_state)
-                return Pending((own,) * len(x.buffers), whole, rows, rows, states)
-            if isinstance(x, LeftOut):
-                return LeftOut((own,) * len(x.buffers))
+                return InFlight((own,) * len(x.buffers), whole, rows, rows, states)
+            if isinstance(x, RoundingError):
+                return RoundingError((own,) * len(x.buffers))
             return self.tree(self._home) if self.holds_shards(x) else self.sharding()
 
-        homes = jax.tree.map(
+        out_shardings = jax.tree.map(
             home,
             state._replace(inner=None, model_state=None),
-            is_leaf=lambda x: isinstance(x, Pending | LeftOut) or self.holds_shards(x),
+            is_leaf=lambda x: (
+                isinstance(x, InFlight | RoundingError) or self.holds_shards(x)
+            ),
         )
         carried = jax.tree.map(lambda _: self.sharding(), state.model_state)
         inner = self.inner_shardings(state.inner)
-        return homes._replace(inner=inner, model_state=carried)
+        return out_shardings._replace(inner=inner, model_state=carried)
 
     def holds_shards(self, x: Any) -> bool:
         """Return whether x is a tree of stored shards."""
@@ -281,7 +290,7 @@ class Layout:
         by_dtype: dict[np.dtype, dict[int, tuple[int, ...]]] = {}
         for i, leaf in enumerate(self.leaves):
             if not leaf.whole:
-                by_dtype.setdefault(leaf.wire, {})[i] = leaf.part
+                by_dtype.setdefault(leaf.comm_dtype, {})[i] = leaf.part
         return tuple(
             buffers.make_group(dtype, parts) for dtype, parts in by_dtype.items()
         )
@@ -358,7 +367,7 @@ class Layout:
 
     def pack(
         self, grads: PyTree, weight: jax.Array, loss: Any = None, *, check: bool = False
-    ) -> Pending:
+    ) -> InFlight:
         """Pack local gradients for the network, without communication.
 
         Args:
@@ -370,7 +379,7 @@ class Layout:
         """
 
         def local(grads: PyTree, weight: jax.Array) -> tuple[Arrays, Arrays]:
-            rows = self.map(lambda leaf, g: g.astype(leaf.wire), grads)
+            rows = self.map(lambda leaf, g: g.astype(leaf.comm_dtype), grads)
             cut = lambda leaf, g: g if leaf.whole else leaf.cut(g[0])  # noqa: E731
             blocks = self.map(cut, rows)
             packed = self._lay(blocks), self.whole(blocks)
@@ -386,19 +395,19 @@ class Layout:
         # from weight, which has its sharding: zeros_like may not
         loss = jnp.where(weight != 0, 0, 0 * weight) if loss is None else loss
         buffers, whole = run(grads, weight)
-        return Pending(buffers, whole, weight, loss.astype(self.scalar))
+        return InFlight(buffers, whole, weight, loss.astype(self.scalar))
 
-    def zeros(self) -> Pending:
+    def zeros(self) -> InFlight:
         """Return zeros: the in-flight gradients before the first gradients."""
 
         def local() -> tuple[PyTree, jax.Array]:
-            grads = self.tree(lambda leaf: jnp.zeros((1, *leaf.local), leaf.wire))
+            grads = self.tree(lambda leaf: jnp.zeros((1, *leaf.local), leaf.comm_dtype))
             return grads, jnp.zeros(1, self.scalar)
 
         run = self.everywhere(local, (), (self._row_specs, P(self.axis)))
         return self.pack(*run())
 
-    def sum_small(self, pending: Pending) -> tuple[Totals, Arrays, Arrays]:
+    def sum_small(self, in_flight: InFlight) -> tuple[Totals, Arrays, Arrays]:
         """Sum what is not packed over the workers, in one all-reduce if it is small.
 
         Returns the totals, the reduced gradients of the leaves that stay whole, and
@@ -419,13 +428,13 @@ class Layout:
             sums = jnp.split(lax.psum(flat, self.axis), ends[:-1])
             return tuple(s.reshape(x.shape) for s, x in zip(sums, own, strict=True))
 
-        specs = (P(), P(), *(self._whole_specs if pending.whole else ()))
-        rows = (pending.weight, pending.loss, *pending.whole)
-        states = tuple(jax.tree.leaves(pending.model_state))
+        specs = (P(), P(), *(self._whole_specs if in_flight.whole else ()))
+        rows = (in_flight.weight, in_flight.loss, *in_flight.whole)
+        states = tuple(jax.tree.leaves(in_flight.model_state))
         in_specs = tuple(P(self.axis, *spec) for spec in specs), P(self.axis)
         out_specs = (*specs, P()) if states else specs
         weight, loss, *sums = self.everywhere(local, in_specs, out_specs)(rows, states)
-        k = len(pending.whole)
+        k = len(in_flight.whole)
         return Totals(weight, loss), tuple(sums[:k]), tuple(sums[k:])
 
     def reduce_scatter(self, buffers: Arrays, axis: str) -> Arrays:
@@ -453,7 +462,7 @@ class Layout:
         """
         if whole is None:
             leaves = (leaf for leaf in self.leaves if leaf.whole)
-            whole = tuple(jnp.zeros(leaf.shape, leaf.wire) for leaf in leaves)
+            whole = tuple(jnp.zeros(leaf.shape, leaf.comm_dtype) for leaf in leaves)
 
         def shard(leaf: Leaf, x: jax.Array) -> jax.Array:
             return (x if leaf.whole or leaf.in_blocks else x[0]).astype(leaf.master)

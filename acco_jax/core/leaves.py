@@ -24,7 +24,7 @@ class Leaf:
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: np.dtype  # the parameter's
-    wire: np.dtype  # what communication carries
+    comm_dtype: np.dtype  # what communication carries
     spec: P  # over the mesh's other axes; the data axes never appear
     local: tuple[int, ...]  # shape on one device, split over only the other axes
     # The number of parts into which the workers cut each dimension of `local`, n in
@@ -113,7 +113,7 @@ class Leaf:
         A cast there and back would not do: compilers remove the pair.
         """
         x = x.astype(self.master)
-        for dtype in (self.wire, self.dtype):
+        for dtype in (self.comm_dtype, self.dtype):
             info = jnp.finfo(dtype)
             if info.nmant < jnp.finfo(self.master).nmant:
                 x = lax.reduce_precision(x, info.nexp, info.nmant)
@@ -281,8 +281,8 @@ def describe(
         _check_trainable(name, x)
         shape, dtype = tuple(x.shape), np.dtype(x.dtype)
         spec, local = _split_by_spec(name, shape, spec, mesh, axis)
-        wire = dtype if comm_dtype is None else np.dtype(comm_dtype)
-        leaves.append(Leaf(names, shape, dtype, wire, spec, local))
+        sent = dtype if comm_dtype is None else np.dtype(comm_dtype)
+        leaves.append(Leaf(names, shape, dtype, sent, spec, local))
     return treedef, tuple(leaves)
 
 

@@ -12,10 +12,10 @@ optimizer from its committed state:
 With `extrapolation` r the estimate goes r times as far, which looks ahead as Nesterov's
 momentum does: theta~(t+1) = theta(t) + r (Opt(theta(t), G(t-1) / W(t-1)) - theta(t)).
 
-In each half-round the exchange sends `pending`, the in-flight gradients that the
+In each half-round the exchange sends `in_flight`, the in-flight gradients that the
 half-round before has left. The owners of shards run `advance` between its reduction and
 its gather. Meanwhile the next gradients are computed, at the parameters that the
-previous exchange gathered. They are the next half-round's `pending`. The first
+previous exchange gathered. They are the next half-round's `in_flight`. The first
 half-round (the pipeline fill) has nothing to communicate: it is a commit of weight 0.
 """
 
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.core.buffers import Pending, Totals
+from acco_jax.core.buffers import InFlight, Totals
 from acco_jax.core.exchange import Point
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
@@ -42,25 +42,25 @@ class AccoState(NamedTuple):
     """State of `acco`; shards hold 1/n of every parameter on each worker."""
 
     layout: Layout  # static
-    half_rounds: jax.Array  # int32 []: so far; the next one commits if they are even
+    calls_done: jax.Array  # int32 []: so far; the next one commits if they are even
     steps: jax.Array  # int32 []: commits so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last half-round: per worker, communication dtype
+    in_flight: InFlight  # g, w of the last half-round: per worker, communication dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
-    residue: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
+    residual: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 
 def start(layout: Layout, master: PyTree, inner: PyTree) -> AccoState:
     return AccoState(
         layout=layout,
-        half_rounds=jnp.int32(0),
+        calls_done=jnp.int32(0),
         steps=jnp.int32(0),
         master=master,
         inner=inner,
-        pending=layout.zeros(),
+        in_flight=layout.zeros(),
         carry=jax.tree.map(jnp.zeros_like, master),
         carried=Totals(*2 * (jnp.zeros((), layout.scalar),)),
     )
@@ -75,7 +75,7 @@ def advance(
     extrapolation: float,
 ) -> tuple[AccoState, Point]:
     """Advance the shards by one half-round of the recurrence."""
-    commit = state.half_rounds & 1 == 1  # this half-round is counted already
+    commit = state.calls_done & 1 == 1  # this half-round is counted already
     # without weight nothing counts, not even the error feedback of quantization
     gradient = masked(totals.weight != 0, gradient)
     before = masked(commit, (state.carry, state.carried))
@@ -148,5 +148,5 @@ def acco(
         start=start,
         advance=functools.partial(advance, extrapolation=extrapolation),
         delayed=True,
-        half_rounds=2,
+        calls_per_step=2,
     )

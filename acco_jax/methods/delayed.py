@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.core.buffers import Pending, Totals
+from acco_jax.core.buffers import InFlight, Totals
 from acco_jax.core.exchange import Point
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
@@ -36,12 +36,12 @@ class DelayedState(NamedTuple):
     """State of `dpu` and `wp`; shards hold 1/n of every parameter on each worker."""
 
     layout: Layout  # static
-    half_rounds: jax.Array  # int32 []: so far
+    calls_done: jax.Array  # int32 []: so far
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    pending: Pending  # g, w of the last update: per worker, communication dtype
-    residue: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
+    in_flight: InFlight  # g, w of the last update: per worker, communication dtype
+    residual: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
     update: PyTree = None  # u(t-1): shards; None without `feedback`
 
@@ -73,7 +73,7 @@ def advance(
             f"has feedback {feedback}: give the state of tx.init for the same tx."
         )
     # this half-round is counted already; in a warm-up no gradient is late
-    late = (totals.weight != 0) & (state.half_rounds > warmup)
+    late = (totals.weight != 0) & (state.calls_done > warmup)
 
     def fed_back(point: PyTree, at: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
         """Return where a step to `point` ends, and its update."""

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.buffers import Arrays, Group, Pending, make_group
+from acco_jax.core.buffers import Arrays, Group, InFlight, make_group
 from acco_jax.core.codec import Codec
 from acco_jax.core.exchange import Exchange
 from acco_jax.core.gradients import Accumulator, Sums
@@ -59,12 +59,12 @@ class FusedRound(ShardedRound):
     drops = False
 
     def compute(
-        self, k: int, work: Any, params: PyTree, rest: Rest, inputs: Inputs
-    ) -> tuple[Pending, Sums]:
-        return work if k else _accumulate(self.pipelined, rest, params, inputs)
+        self, k: int, progress: Any, params: PyTree, rest: Rest, inputs: Inputs
+    ) -> tuple[InFlight, Sums]:
+        return progress if k else _accumulate(self.pipelined, rest, params, inputs)
 
-    def close(self, work: Any, rest: Rest, inputs: Inputs) -> tuple[Pending, Sums]:
-        return work
+    def close(self, progress: Any, rest: Rest, inputs: Inputs) -> tuple[InFlight, Sums]:
+        return progress
 
 
 class _Reduced(Codec):
@@ -121,7 +121,7 @@ def fused_zero1(
 
 def _accumulate(
     pipelined: bool, rest: Rest, params: PyTree, inputs: Inputs
-) -> tuple[Pending, Sums]:
+) -> tuple[InFlight, Sums]:
     """Return the gradients of all microbatches, reduced in the last backward pass."""
     gradients, batch, counts, rng = inputs
     (layout, states), sums = rest, None
@@ -136,8 +136,8 @@ def _accumulate(
     args = sums, params, batch, rng, counts, take, specs, states
     shards, sums = gradients.last(*args)
     weight, loss = (x.astype(layout.scalar) for x in (sums.weight, sums.loss))
-    pending = Pending(shards, (), weight, loss, sums.model_state)
-    return pending, sums._replace(model_state=None)
+    in_flight = InFlight(shards, (), weight, loss, sums.model_state)
+    return in_flight, sums._replace(model_state=None)
 
 
 def _dim(leaf: Leaf) -> int | None:
@@ -165,7 +165,7 @@ def _reduced(
         d = _dim(leaf)
         if d is not None:  # keeps how other axes split the parameter
             p = lax.slice_in_dim(_padded(leaf, p), 0, leaf.part[d], axis=d)
-        return jnp.zeros_like(p, leaf.wire)
+        return jnp.zeros_like(p, leaf.comm_dtype)
 
     network = _Scatter(layout, gradients.dtype)
     dims = list(map(_dim, layout.leaves))
@@ -206,7 +206,7 @@ class _Scatter(NamedTuple):
             g = g.astype(leaf.dtype).astype(self.dtype or leaf.dtype)
             if valid is not None:
                 g = jnp.where(valid, g, jnp.zeros_like(g))
-            g = (g if e is None else e + g).astype(leaf.wire)
+            g = (g if e is None else e + g).astype(leaf.comm_dtype)
             blocks[i] = _padded(leaf, g)
         sliced = any(blocks[i].ndim < len(self.layout.leaves[i].local) for i in leaves)
         groups, alone = self._groups(leaves, sliced)
@@ -271,5 +271,5 @@ class _Scatter(NamedTuple):
             if self.layout.model_axes or _dim(leaf) is None:
                 alone.append(i)
             else:
-                parts.setdefault(leaf.wire, {})[i] = leaf.part[sliced:]
+                parts.setdefault(leaf.comm_dtype, {})[i] = leaf.part[sliced:]
         return [make_group(dtype, part) for dtype, part in parts.items()], alone

@@ -41,7 +41,7 @@ class State(Protocol):
     """The state of a method: a NamedTuple with these and other fields."""
 
     layout: Layout  # static
-    half_rounds: jax.Array  # int32 []: calls so far
+    calls_done: jax.Array  # int32 []: calls so far
     steps: jax.Array  # int32 []: steps of the inner optimizer so far
 
     def shardings(self) -> Any:
@@ -68,7 +68,9 @@ class Method(Protocol):
     accumulate_dtype: Any  # of the gradient accumulator; None: each parameter's own
     delayed: bool  # communication overlaps the computation of later gradients
     local: bool  # each worker takes optimizer steps of its own, on its own row
-    half_rounds: int  # calls of the train step that share the microbatches of one step
+    calls_per_step: (
+        int  # calls of the train step that share the microbatches of one step
+    )
     steps_per_call: int  # steps whose microbatches one call computes
     warmup: int  # how many first calls differ from all later ones
 

@@ -123,10 +123,10 @@ def in_place(layout: Layout, state: Any) -> Any:
     kinds = set(layout.mesh.axis_types)
     if kinds == {AxisType.Explicit}:
         return state  # as its types say
-    homes = layout.state_shardings(state)
+    out_shardings = layout.state_shardings(state)
     if AxisType.Explicit in kinds:
-        return pinned(state, homes)
-    return jax.lax.with_sharding_constraint(state, homes)
+        return pinned(state, out_shardings)
+    return jax.lax.with_sharding_constraint(state, out_shardings)
 
 
 def pinned(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.buffers import Arrays, LeftOut, Pending
+from acco_jax.core.buffers import Arrays, InFlight, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, axes_in, wide
 from acco_jax.methods import method
@@ -118,7 +118,7 @@ def moved(old: Any, new: Any) -> Any:
 
     def is_unit(x: Any) -> bool:
         return (
-            isinstance(x, Pending | LeftOut | Layout)
+            isinstance(x, InFlight | RoundingError | Layout)
             or method.is_state(x)
             or source.holds_shards(x)
         )
@@ -128,9 +128,9 @@ def moved(old: Any, new: Any) -> Any:
             return b
         if method.is_state(a):
             return moved(a, b)
-        if isinstance(a, Pending):
+        if isinstance(a, InFlight):
 
-            def own(a: Pending) -> PyTree:
+            def own(a: InFlight) -> PyTree:
                 rows = _rows(source, a.buffers, a.whole)
                 return _summed((rows, a.weight, a.loss), target)
 
@@ -138,13 +138,13 @@ def moved(old: Any, new: Any) -> Any:
             states = _placed(target, lambda x: _states(target, *x), rows)
             packed = target.pack(*_placed(target, own, a))
             return packed._replace(model_state=states)
-        if isinstance(a, LeftOut):
-            return LeftOut(_left_out(source, target, a.buffers))
+        if isinstance(a, RoundingError):
+            return RoundingError(_left_out(source, target, a.buffers))
         if source.holds_shards(a) and target.holds_shards(b):
             return target.store(source.view(a))
         return jax.tree.map(functools.partial(_as, source, target), a, b)
 
-    fields, over_shards = {}, "residue" in old._fields  # of sharding methods' states
+    fields, over_shards = {}, "residual" in old._fields  # of sharding methods' states
     for name, a, b in zip(old._fields, old, new, strict=True):
         if name == "inner" and over_shards:
             fields[name] = target.store_state(source.view_state(a))
@@ -263,7 +263,7 @@ def _rows(
         if not leaf.whole:
             return found[i]
         if whole is None:
-            return jnp.zeros((n, *leaf.shape), leaf.wire)
+            return jnp.zeros((n, *leaf.shape), leaf.comm_dtype)
         return next(rest)
 
     rows = [row(i, leaf) for i, leaf in enumerate(layout.leaves)]

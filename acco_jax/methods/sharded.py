@@ -16,9 +16,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.buffers import Pending, Totals
+from acco_jax.core.buffers import InFlight, Totals
 from acco_jax.core.codec import Codec, Codecs, codecs
-from acco_jax.core.exchange import Advanced, Delivery, Exchange, ExchangeRound, Point
+from acco_jax.core.exchange import Advanced, Exchange, ExchangeRound, Point, Received
 from acco_jax.core.gradients import Sums
 from acco_jax.core.half_round import Inputs, Round, run
 from acco_jax.core.layout import Layout
@@ -88,46 +88,50 @@ class ShardedRound(ExchangeRound):
         rest = Rest(state.layout, _own_states(state))
         if not self.overlaps:
             return None, state, rest
-        return state.pending, state._replace(pending=None), rest
+        return state.in_flight, state._replace(in_flight=None), rest
 
     def compute(
-        self, k: int, work: Any, params: PyTree, rest: Rest, inputs: Inputs
+        self, k: int, progress: Any, params: PyTree, rest: Rest, inputs: Inputs
     ) -> Any:
         gradients, batch, counts, rng = inputs
         args = params, batch, rng, counts, rest.model_state
-        return gradients.part(k, len(self.hops), work, *args)
+        return gradients.part(k, len(self.hops), progress, *args)
 
-    def close(self, work: Sums, rest: Rest, inputs: Inputs) -> tuple[Pending, Sums]:
+    def close(
+        self, progress: Sums, rest: Rest, inputs: Inputs
+    ) -> tuple[InFlight, Sums]:
         # several microbatches were added up without those of weight 0; a single
         # microbatch's gradients are as they came (`Accumulator.part`), and so are the
         # gradients of a worker that is dropped
         gradients, layout = inputs.gradients, rest.layout
         check = gradients.microbatches == 1 or gradients.drop_nonfinite
-        dtypes = layout.tree(lambda leaf: leaf.wire)
-        work = gradients.checked(work, dtypes, rest.model_state)
-        pending = layout.pack(work.grads, work.weight, work.loss, check=check)
-        pending = pending._replace(model_state=work.model_state)
-        return pending, work._replace(grads=None, model_state=None)
+        dtypes = layout.tree(lambda leaf: leaf.comm_dtype)
+        progress = gradients.checked(progress, dtypes, rest.model_state)
+        in_flight = layout.pack(
+            progress.grads, progress.weight, progress.loss, check=check
+        )
+        in_flight = in_flight._replace(model_state=progress.model_state)
+        return in_flight, progress._replace(grads=None, model_state=None)
 
-    def outgoing(self, params: PyTree, rest: Rest, work: Any) -> Pending:
-        return work[0]
+    def outgoing(self, params: PyTree, rest: Rest, progress: Any) -> InFlight:
+        return progress[0]
 
     def finish(
         self,
         params: PyTree,
         rest: Rest,
         inputs: Inputs,
-        work: Any,
-        delivery: Delivery,
+        progress: Any,
+        received: Received,
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
-        pending, sums = work
-        state = delivery.state
+        in_flight, sums = progress
+        state = received.state
         if self.overlaps:
-            state = state._replace(pending=pending)
-        elif "pending" in state._fields:  # warming up: nothing is left to be sent
-            own = state.pending._replace(model_state=pending.model_state)
-            state = state._replace(pending=own)
-        return delivery.params, state, sums, delivery.grad_norm
+            state = state._replace(in_flight=in_flight)
+        elif "in_flight" in state._fields:  # warming up: nothing is left to be sent
+            own = state.in_flight._replace(model_state=in_flight.model_state)
+            state = state._replace(in_flight=own)
+        return received.params, state, sums, received.grad_norm
 
 
 def _own_states(state: Any) -> PyTree:
@@ -136,8 +140,8 @@ def _own_states(state: Any) -> PyTree:
     A delayed method goes on from each worker's own state of the last half-round, whose
     mean is not communicated yet. Other methods go on from the mean.
     """
-    if "pending" in state._fields:
-        return state.pending.model_state
+    if "in_flight" in state._fields:
+        return state.in_flight.model_state
     return _rows(state.layout, state.model_state)
 
 
@@ -171,7 +175,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     layout_type: type[Layout]
     round_type: Callable[[Exchange, bool], Round]
     delayed: bool
-    half_rounds: int
+    calls_per_step: int
     warmup: int
     _start: Start
     _advance: Advance
@@ -212,12 +216,12 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         copies = jax.tree.map(lambda x: jnp.array(x, copy=True), model_state)
         model_state = jax.device_put(copies, layout.sharding())
         state = state._replace(model_state=model_state)
-        if "pending" in state._fields:
+        if "in_flight" in state._fields:
             rows = jax.jit(
                 functools.partial(_rows, layout),
                 out_shardings=layout.sharding(layout.axis),
             )(model_state)
-            state = state._replace(pending=state.pending._replace(model_state=rows))
+            state = state._replace(in_flight=state.in_flight._replace(model_state=rows))
         return params, state
 
     def start_shardings(
@@ -248,11 +252,11 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     def calls(self, steps: int) -> int:
         """Return the half-rounds of `steps` steps, pipeline fill included."""
-        return int(self.delayed and steps > self.warmup) + steps * self.half_rounds
+        return int(self.delayed and steps > self.warmup) + steps * self.calls_per_step
 
     def steps_done(self, calls: int) -> int | None:
         done = calls - int(self.delayed and calls > self.warmup)
-        return None if done % self.half_rounds else done // self.half_rounds
+        return None if done % self.calls_per_step else done // self.calls_per_step
 
     def place(self, params: PyTree, state: Any) -> PyTree:
         if not method.is_state(state):
@@ -274,7 +278,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
                 f"the state is {type(state).__name__} in {layout.__name__}, of another "
                 "method than tx: give the state of tx.init for the same tx."
             )
-        self.codecs.check(ours.residue)
+        self.codecs.check(ours.residual)
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
         checks.check_extra(self.inner, extra)
@@ -305,7 +309,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             master = layout.shard(params)
             run = optimizer.in_auto(begin, layout, layout.inner_shardings(like))
             state = self._start(layout, master, run(master))
-            return state._replace(residue=self.codecs.start(layout, params))
+            return state._replace(residual=self.codecs.start(layout, params))
 
         return method.placed_state(make, params)
 
@@ -319,7 +323,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         """
         layout = state.layout
         # the optimizer's region need not carry through what it does not read
-        fields = {"pending", "residue", "model_state"} & set(state._fields)
+        fields = {"in_flight", "residual", "model_state"} & set(state._fields)
         aside = {field: getattr(state, field) for field in fields}
 
         def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
@@ -329,10 +333,10 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         point = Point(
             jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
         )
-        number = state.half_rounds + 1
-        state = state._replace(half_rounds=number, **dict.fromkeys(aside))
-        homes = (layout.state_shardings(state), point)
-        run = optimizer.in_auto(step, layout, homes)
+        number = state.calls_done + 1
+        state = state._replace(calls_done=number, **dict.fromkeys(aside))
+        out_shardings = (layout.state_shardings(state), point)
+        run = optimizer.in_auto(step, layout, out_shardings)
         state, point = run(state, gradient, totals, extra)
         return state._replace(**aside), point
 
@@ -369,34 +373,34 @@ def _plain_update(
     extra: dict[str, Any],
 ) -> tuple[PyTree, Any]:
     """Run a half-round on given gradients, with nothing beside the exchange."""
-    layout, half_round = state.layout, state.half_rounds
+    layout, call = state.layout, state.calls_done
     sent = computed = layout.pack(grads, weight, check=True)
     if tx.delayed:
-        warming = half_round < tx.warmup
-        sent, pending = state.pending, computed
+        warming = call < tx.warmup
+        sent, in_flight = state.in_flight, computed
         if tx.warmup:
             sent = choose(warming, computed, sent)
-            pending = choose(warming, state.pending, pending)
-        state = state._replace(pending=None)
+            in_flight = choose(warming, state.in_flight, in_flight)
+        state = state._replace(in_flight=None)
     exchange = tx.exchange(tx.codecs.all[0])
-    parcel = exchange.send(sent, state, extra)
+    message = exchange.send(sent, state, extra)
     if tx.codecs.differ:  # only in how their parameters travel
-        advanced = exchange.act(run(exchange.reduces, parcel)[0])
+        advanced = exchange.act(run(exchange.reduces, message)[0])
         ways = [functools.partial(_gathered, tx, c, params) for c in tx.codecs.all]
-        delivery = jax.lax.switch(tx.codecs.turn(half_round), ways, advanced)
+        received = jax.lax.switch(tx.codecs.turn(call), ways, advanced)
     else:
-        delivery = exchange.decode(run(exchange.hops, parcel)[0], params)
-    state = delivery.state
+        received = exchange.decode(run(exchange.hops, message)[0], params)
+    state = received.state
     if tx.delayed:
-        state = state._replace(pending=pending)
+        state = state._replace(in_flight=in_flight)
 
-    updates = jax.tree.map(lambda x, y: wide(x) - wide(y), delivery.params, params)
+    updates = jax.tree.map(lambda x, y: wide(x) - wide(y), received.params, params)
     return updates, optimizer.in_place(layout, state)
 
 
 def _gathered(
     tx: ShardedMethod, codec: Codec, params: PyTree, advanced: Advanced
-) -> Delivery:
+) -> Received:
     exchange = tx.exchange(codec)
     return exchange.decode(run(exchange.gathers, advanced)[0], params)
 
@@ -410,7 +414,7 @@ def sharded(
     start: Start,
     advance: Advance,
     delayed: bool,
-    half_rounds: int = 1,
+    calls_per_step: int = 1,
     warmup: int = 0,
     layout: type[Layout] = Layout,
     round: Callable[[Exchange, bool], Round] = ShardedRound,
@@ -423,14 +427,14 @@ def sharded(
       mesh: the devices.
       options: further arguments of the user.
       state: the NamedTuple that is the method's state: a `State` with the fields
-        `master`, `inner`, `residue` and, where the method is delayed, `pending`.
-      start: (layout, master, inner_state) -> the initial state; `residue` is filled in.
+        `master`, `inner`, `residual` and, where the method is delayed, `in_flight`.
+      start: (layout, master, inner_state) -> the initial state, without `residual`.
       advance: (state, gradient shards, totals, step) -> (state, Point), where
         step(gradient, totals, inner_state, master, commit=True) ->
         (master, inner_state, norm) is a guarded optimizer step on the mean gradient;
-        without `commit` inner_state stays. `half_rounds` counts already.
+        without `commit` inner_state stays. `calls_done` counts this call.
       delayed: whether a half-round communicates the gradients of the one before.
-      half_rounds: how many make one step of the inner optimizer.
+      calls_per_step: calls that make one step of the inner optimizer.
       warmup: how many first half-rounds of a delayed method send their own gradients.
       layout: how the shards lie.
       round: what a half-round does, from its exchange and whether it overlaps.
@@ -448,12 +452,14 @@ def sharded(
     return ShardedMethod(
         inner=inner,
         **method.common_attributes(mesh, options, known),
-        codecs=codecs(*bits, choices.get("resync_every", 0), half_rounds=half_rounds),
+        codecs=codecs(
+            *bits, choices.get("resync_every", 0), calls_per_step=calls_per_step
+        ),
         state_type=state,
         layout_type=layout,
         round_type=round,
         delayed=delayed,
-        half_rounds=half_rounds,
+        calls_per_step=calls_per_step,
         warmup=warmup,
         _start=start,
         _advance=advance,

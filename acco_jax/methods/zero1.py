@@ -28,11 +28,11 @@ class Zero1State(NamedTuple):
     """State of `zero1`; shards hold 1/n of every parameter on each worker."""
 
     layout: Layout  # static
-    half_rounds: jax.Array  # int32 []: so far
+    calls_done: jax.Array  # int32 []: so far
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    residue: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
+    residual: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 

@@ -106,15 +106,15 @@ def begin(
             f"the model has {config.max_length} positions: ask for fewer tokens, or "
             "shorten the prompt"
         )
-    width = min(room(int(lengths.max())), config.max_length)
+    width = min(padded_length(int(lengths.max())), config.max_length)
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    size = min(room(longest), config.max_length)
+    size = min(padded_length(longest), config.max_length)
     return _begin(config, size, params, padded, lengths, lengths + tokens, keys)
 
 
-def room(tokens: int) -> int:
+def padded_length(tokens: int) -> int:
     """Return the least power of two, from `SHORTEST` on, that holds the tokens."""
     return max(SHORTEST, 1 << (tokens - 1).bit_length())
 

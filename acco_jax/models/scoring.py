@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from acco_jax.models import head
-from acco_jax.models.sampling import room
+from acco_jax.models.sampling import padded_length
 from acco_jax.models.sizes import Config
 from acco_jax.models.transformer import Params, bound
 
@@ -67,7 +67,7 @@ def score(config: Config, params: Params, rows: Sequence[Row]) -> list[Score]:
     for start in range(0, len(rows), ROWS):
         numbers = order[start : start + ROWS]
         longest = len(rows[numbers[0]].tokens) - 1
-        T = min(room(longest), config.max_length)
+        T = min(padded_length(longest), config.max_length)
         tokens, mask = np.zeros((ROWS, T + 1), np.int32), np.zeros((ROWS, T), bool)
         for i, number in enumerate(numbers):
             row = rows[number]

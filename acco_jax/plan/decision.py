@@ -137,7 +137,7 @@ def _choice(plan: Plan, o: Outcome, network: float, terms: Terms) -> Choice:
     speed, interval = row["tokens_per_second"], row["tokens_per_second_range"]
     rows, count = plan.config.microbatch_size, o.program.per_step
     if o.program.adaptive:
-        count = o.program.counts[0] * o.program.tx.half_rounds
+        count = o.program.counts[0] * o.program.tx.calls_per_step
     if best is not None:
         speed, interval, (rows, count) = (
             best.tokens_per_second, best.interval, best.shape,

@@ -101,7 +101,7 @@ def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
             **memory.parts,
             "temporaries": memory.temporaries,
             "total": memory.total,
-            "of": plan.machine.room,
+            "of": plan.machine.usable_memory,
         },
         "adaptive": o.program.adaptive,
         "counts": list(o.program.counts),

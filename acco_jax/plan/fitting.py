@@ -90,7 +90,7 @@ def search(
     first: Tried,
     attempt: Callable[[Shape], Tried],
     *,
-    room: float,
+    usable_memory: float,
     held: int,
     unit: int,
     most: int,
@@ -100,7 +100,7 @@ def search(
     Args:
       first: the experiment's own, tried already.
       attempt: compiles a candidate.
-      room: bytes on a device.
+      usable_memory: bytes on a device.
       held: bytes of them that no microbatch changes.
       unit: microbatches of an optimizer step are a multiple of it: of its half-rounds,
         or, so that unequal ones keep their ratio, of those asked for.
@@ -108,14 +108,14 @@ def search(
     """
     found, total = {first.shape.rows: first}, first.shape.total
     for _ in range(most):
-        rows = _next(found, room, held) or _between(found, total)
+        rows = _next(found, usable_memory, held) or _between(found, total)
         if rows is None:
             break
         found[rows] = attempt(cut(rows, total, unit))
     return Fit(tuple(found[rows] for rows in sorted(found)), total)
 
 
-def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
+def _next(found: dict[int, Tried], usable_memory: float, held: int) -> int | None:
     """Return the rows to try next, None if those found will do."""
     fits = {r: t.memory for r, t in found.items() if t.memory}
     misfits = [r for r in found if r not in fits]
@@ -123,11 +123,11 @@ def _next(found: dict[int, Tried], room: float, held: int) -> int | None:
     if not fits:
         return above // 2 if above is not None and above > 1 else None
     low = max(fits)
-    if fits[low] >= FULL * room:
+    if fits[low] >= FULL * usable_memory:
         return None
     if above is not None and (above <= CLOSE * low or above - low <= 1):
         return None
-    guess = _extrapolated(fits, room, held)
+    guess = _extrapolated(fits, usable_memory, held)
     most = math.floor(MOST * low)
     if above is None:  # a candidate near the limit: it fits or ends the bracket
         return max(low + 1, min(most, guess))
@@ -147,7 +147,7 @@ def _between(found: dict[int, Tried], total: int) -> int | None:
     return round(math.sqrt(min(same) * max(same)))
 
 
-def _extrapolated(fits: dict[int, int], room: float, held: int) -> int:
+def _extrapolated(fits: dict[int, int], usable_memory: float, held: int) -> int:
     """Return the rows at which memory is full, extrapolated from those that fit."""
     large = max(fits)
     smaller = [r for r in fits if r < large]
@@ -155,4 +155,4 @@ def _extrapolated(fits: dict[int, int], room: float, held: int) -> int:
     per_row = (fits[large] - base) / (large - at)
     if per_row <= 0:
         return round(MOST * large)
-    return large + math.floor((room - fits[large]) / per_row)
+    return large + math.floor((usable_memory - fits[large]) / per_row)

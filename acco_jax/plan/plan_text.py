@@ -121,7 +121,7 @@ def _method(plan: Plan, o: Outcome) -> str:
             f"{many(o.program.counts[0], 'microbatch', 'es')} (found: as many as the "
             f"communication lasts, at most {o.program.microbatches})"
         )
-    calls = f"{many(tx.half_rounds, 'half-round')} per step"
+    calls = f"{many(tx.calls_per_step, 'half-round')} per step"
     if tx.steps_per_call > 1:
         calls = f"{tx.steps_per_call} inner steps per half-round"
     share = row["model_flops_utilization"]
@@ -136,7 +136,7 @@ def _method(plan: Plan, o: Outcome) -> str:
         *_own(o),
         *_in_groups(o),
         f"  READ from the memory analysis, GiB per device of "
-        f"{plan.machine.room / GIB:.1f}:",
+        f"{plan.machine.usable_memory / GIB:.1f}:",
         aligned(_memory(o), "lr", indent=4),
     ]
     if o.fit is not None:
@@ -200,7 +200,7 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
     if fit.misfit:
         line += f"; {fit.misfit} do not"
     elif fit.filled:
-        line += f" ({fit.filled / plan.machine.room:.0%} of the memory)"
+        line += f" ({fit.filled / plan.machine.usable_memory:.0%} of the memory)"
     return [
         f"    {line} ({many(fit.compiled, 'program')} compiled):",
         aligned(rows, "rrlrl", indent=6),

@@ -218,9 +218,9 @@ def _outcome(
         return fitting.search(
             first,
             attempt,
-            room=machine.room,
+            usable_memory=machine.usable_memory,
             held=program.held().total,
-            unit=program.per_step if program.halves else program.tx.half_rounds,
+            unit=program.per_step if program.halves else program.tx.calls_per_step,
             most=COMPILES,
         )
 

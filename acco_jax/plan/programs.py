@@ -40,9 +40,9 @@ _NAMES = {
     "master": "master copy",
     "inner": "optimizer state",
     "outer": "outer optimizer's state",
-    "pending": "pending gradients",
+    "in_flight": "in-flight gradients",
     "carry": "carried gradient",
-    "residue": "residue of few bits",
+    "residual": "residue of few bits",
 }
 
 
@@ -93,7 +93,7 @@ class Program:
         """Occurrences of its parts per optimizer step; below 1: one in several."""
         if self.tx.steps_per_call > 1:
             return 1 / self.tx.steps_per_call
-        return 1 if self.halves else self.tx.half_rounds
+        return 1 if self.halves else self.tx.calls_per_step
 
     @property
     def single(self) -> bool:
@@ -103,7 +103,7 @@ class Program:
     @property
     def per_step(self) -> int:
         """Microbatches of each worker in an optimizer step."""
-        return sum(self.halves) or self.microbatches * self.tx.half_rounds
+        return sum(self.halves) or self.microbatches * self.tx.calls_per_step
 
     @property
     def rows(self) -> int:
@@ -156,7 +156,7 @@ class Program:
         start = time.perf_counter()
         # acco's odd half-rounds are estimates, which a step's first half is
         number = None if self.half is None else 1 - self.half
-        lowered = self.step.lower(*self.arguments, half_round=number)
+        lowered = self.step.lower(*self.arguments, call=number)
         name = program_cache.key(lowered, self.step.compiler_options, self.mesh.devices)
         found = program_cache.load(name)
         if found is None:
@@ -192,7 +192,7 @@ class Program:
         microbatch the forward and the backward pass. A single loop has all microbatches
         but the last, or work that runs once, which the step puts in a loop on GPU.
         """
-        loops = [x.name for x in schedules.read(text).loops if x.trips is None]
+        loops = [x.name for x in schedules.read(text).loops if x.iterations is None]
         most, pieces = max(self.counts, default=self.microbatches), len(loops)
         if self.single or self.tx.local:
             return dict.fromkeys(loops, most)  # or an inner step's microbatches
@@ -261,7 +261,7 @@ def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
       DoesNotFit: with the bytes needed; before any compile if `held` is too large.
     """
     least = program.held().total
-    if least > machine.room:
+    if least > machine.usable_memory:
         raise DoesNotFit(
             f"parameters, state and batch alone {_needed(least, machine)}",
             compiled=False,
@@ -275,13 +275,15 @@ def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
             continue
         found[part.single] = part.compile(machine.topology)
         compiled.append(found[part.single])
-        if compiled[-1].memory.total > machine.room:
+        if compiled[-1].memory.total > machine.usable_memory:
             raise DoesNotFit(f"it {_needed(compiled[-1].memory.total, machine)}")
     return tuple(compiled)
 
 
 def _needed(size: int, machine: Machine) -> str:
-    text = f"needs {size / 2**30:.1f}G of {machine.room / 2**30:.1f}G of memory"
+    text = (
+        f"needs {size / 2**30:.1f}G of {machine.usable_memory / 2**30:.1f}G of memory"
+    )
     if machine.topology.platform == "gpu" and size < machine.value("memory_bytes"):
         text += (
             ", JAX's share of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION and "
@@ -369,7 +371,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     specs = models.specs(model, params, mesh)
     tx = optimizers.method(config, config.method, mesh, axes, model.stacked, specs)
     data, workers = config.data, len(members(mesh))
-    microbatches = configs.half_round_microbatches(config, tx.half_rounds, workers)
+    microbatches = configs.call_microbatches(config, tx.calls_per_step, workers)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
     if config.microbatches not in ("fixed", "adaptive", "halves"):
@@ -379,7 +381,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         )
     halves: tuple[int, ...] = ()
     if config.microbatches == "halves":
-        halves = configs.halves(config, tx.half_rounds)
+        halves = configs.halves(config, tx.calls_per_step)
         microbatches = max(halves)
     counts, adaptive = tuple(config.counts), config.microbatches == "adaptive"
     if adaptive:

@@ -52,7 +52,7 @@ class _Run:
         strict_hooks: bool = False,
     ) -> None:
         e = self._experiment = experiment
-        over = e.checkpoints.latest() == e.half_rounds
+        over = e.checkpoints.latest() == e.total_calls
         self._goodput = goodput.Record(e.workdir, e.began, over=over)
         self._batches = batches(e)
         self._evaluate = Evaluator(e, stopped)
@@ -79,7 +79,7 @@ class _Run:
         else:
             self._batches.set_state(host["batches"])
             seconds = host["seconds"]
-            where = f"half-round {self.done} of {e.half_rounds}"
+            where = f"half-round {self.done} of {e.total_calls}"
             logging.info("continuing after %s", where)
         if jax.process_index() == 0:
             worlds.record(e.workdir, self.done, e.world)
@@ -122,7 +122,7 @@ class _Run:
         e = self._experiment
         if e.config.microbatches != "fixed":
             self._log = CountsLog(e.workdir, self.done)
-            e.step.half_round = self.done  # type: ignore[attr-defined]
+            e.step.call = self.done  # type: ignore[attr-defined]
         c = e.config.spike
         threshold = math.inf if c.policy == "off" else c.threshold
         self._spikes = spikes.Spikes(threshold, c.calls, c.tokens, self._lowest)
@@ -151,7 +151,7 @@ class _Run:
         steps = self._experiment.config.steps
         return Progress(
             steps,
-            step=self.done * steps // self._experiment.half_rounds,
+            step=self.done * steps // self._experiment.total_calls,
             log_every=self._experiment.config.log_every,
             goodput=lambda: self.spent().get("goodput"),
         )
@@ -214,7 +214,7 @@ class _Run:
         identical.
         """
         return (
-            self._key(self.state.half_rounds) if self._experiment.model.draws else None
+            self._key(self.state.calls_done) if self._experiment.model.draws else None
         )
 
     def owes_evaluation(self) -> bool:
@@ -351,7 +351,7 @@ def run(
       exits.Failed: if a hook raised, and hooks are strict.
       ReplicasDiffer: if a worker's parameters differ from the others'; likewise.
     """
-    config, total = experiment.config, experiment.half_rounds
+    config, total = experiment.config, experiment.total_calls
     last = min(total, stop_after or total)
     if replay is not None:
         done = experiment.checkpoints.latest() or 0
@@ -398,7 +398,7 @@ def _train(
     runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
 ) -> dict[str, Any] | None:
     """Train up to a half-round; return the row of the final evaluation at the end."""
-    config, total = experiment.config, experiment.half_rounds
+    config, total = experiment.config, experiment.total_calls
     if runner.owes_evaluation():
         runner.validate(config.eval_batches)
     while runner.done < last and not stopped():
@@ -416,13 +416,13 @@ def _train(
     return runner.validate(None) if runner.done == total else None
 
 
-def _crossed(experiment: Experiment, half_rounds: int, every: int) -> bool:
+def _crossed(experiment: Experiment, calls_done: int, every: int) -> bool:
     """Return whether this half-round ended a step that passes a multiple of `every`.
 
     A call of several steps may pass it; a step may end with a later half-round.
     """
-    steps_done, length = experiment.tx.steps_done, experiment.tx.half_rounds
-    now, before = steps_done(half_rounds), steps_done(half_rounds - length)
+    steps_done, length = experiment.tx.steps_done, experiment.tx.calls_per_step
+    now, before = steps_done(calls_done), steps_done(calls_done - length)
     return now is not None and now // every > max(before or 0, 0) // every
 
 
@@ -444,7 +444,7 @@ def _devices(experiment: Experiment) -> str:
 
 def _announce(experiment: Experiment) -> None:
     e, documents = experiment, experiment.corpus.train_documents
-    per_step = e.tokens * e.tx.half_rounds // e.tx.steps_per_call
+    per_step = e.tokens * e.tx.calls_per_step // e.tx.steps_per_call
     logging.info(
         "%s on %s: %s parameters, %s tokens a step; %s: %s documents, %s "
         "bytes to train on",

@@ -21,9 +21,9 @@ def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, A
         period_bytes = sum(
             times * footprints.bytes_sent(*programs, mesh=e.mesh)
             for k, times in turns.items()
-            for programs in [e.step.lowered(*arrays, half_round=k)]
+            for programs in [e.step.lowered(*arrays, call=k)]
         )
-        sent = round(e.half_rounds * period_bytes / sum(turns.values()))
+        sent = round(e.total_calls * period_bytes / sum(turns.values()))
     except ValueError as error:  # a finished run must not fail for it
         logging.warning("bytes_sent_per_worker is not known: %s", error)
     return {

@@ -96,7 +96,7 @@ class Experiment:
         return worlds.World.of(self.mesh, () if adaptive else counts, self.step.form)
 
     @property
-    def half_rounds(self) -> int:
+    def total_calls(self) -> int:
         """Calls of the train step in the whole run."""
         return self.tx.calls(self.config.steps)
 
@@ -157,13 +157,13 @@ def prepare(
     _check_processes(workers)
     # Raises before there is a corpus, which gives the length and the model.
     tx = optimizers.method(config, config.method, mesh, data_axes(mesh))
-    half_rounds = tx.calls(config.steps)
-    microbatches = configs.half_round_microbatches(config, tx.half_rounds, began_with)
+    total_calls = tx.calls(config.steps)
+    microbatches = configs.call_microbatches(config, tx.calls_per_step, began_with)
     rows_per_step = sum(config.counts or [microbatches] * began_with)
-    rows_per_step *= tx.half_rounds * config.microbatch_size
+    rows_per_step *= tx.calls_per_step * config.microbatch_size
     if workers != began_with:
         config, microbatches = _dealt(config, microbatches, began_with, workers)
-    counted = counts.counted(config, microbatches, half_rounds, began_with, workers)
+    counted = counts.counted(config, microbatches, total_calls, began_with, workers)
     capacity = counted.most if counted else microbatches
     corpus = data.load_corpus(pretrained.data_fields(config), workdir=workdir)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)

@@ -50,7 +50,7 @@ def likely(c: Collective, spent: Spent, schedule: Schedule, machine: Machine) ->
     if accumulating is not None and c.kind in _REDUCTIONS:
         return Cause(
             f"{cause.text}; and gradients are reduced in each of the "
-            f"{accumulating.trips} trips of {accumulating.name}",
+            f"{accumulating.iterations} trips of {accumulating.name}",
             f"{cause.advice}; sum over the microbatches on each device (shard_map) and "
             "reduce once",
         )

@@ -134,8 +134,8 @@ def _of(
         return max(inside, key=lambda branch: sum(c.sent for c in branch))
     collectives = [c for region in inside for c in region]
     if op.name == "stablehlo.while" and collectives:
-        trips = _trip_count(op)
-        return [dataclasses.replace(c, times=trips * c.times) for c in collectives]
+        iterations = _trip_count(op)
+        return [dataclasses.replace(c, times=iterations * c.times) for c in collectives]
     return collectives
 
 

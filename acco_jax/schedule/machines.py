@@ -144,7 +144,7 @@ class Machine:
         return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"
 
     @property
-    def room(self) -> float:
+    def usable_memory(self) -> float:
         """Bytes of a device's memory that programs may take."""
         return self.value("memory_bytes") * self.value("memory_fraction")
 

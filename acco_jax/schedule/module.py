@@ -89,23 +89,23 @@ class Module:
         yield c, times
         for x in c.instructions:
             if x.opcode in ("while", "call", "conditional"):
-                trips = self.count(x) if x.opcode == "while" else 1
+                iterations = self.count(x) if x.opcode == "while" else 1
                 for called in self.called(x):
-                    yield from self.runs(called, times * trips)
+                    yield from self.runs(called, times * iterations)
 
     # ---- iterations of loops
 
-    def trips(self, loop: Instruction) -> int | None:
+    def iterations(self, loop: Instruction) -> int | None:
         """Return the iterations of a loop, from its text or else from `trip_counts`."""
-        trips, counts = self.stated_trips(loop), self._trip_counts
-        if trips is not None:
-            return trips
+        iterations, counts = self.stated_trips(loop), self._trip_counts
+        if iterations is not None:
+            return iterations
         return counts.get(loop.name) if isinstance(counts, Mapping) else counts
 
     def count(self, loop: Instruction) -> int:
         """Return the iterations of a loop; an unknown number counts as one."""
-        trips = self.trips(loop)
-        return 1 if trips is None else trips
+        iterations = self.iterations(loop)
+        return 1 if iterations is None else iterations
 
     def stated_trips(self, loop: Instruction) -> int | None:
         """Return iterations from the compiler's note (GPU) or `i < constant` (TPU)."""

@@ -71,7 +71,7 @@ class Loop:
 
     name: str
     where: str
-    trips: int | None
+    iterations: int | None
     flops_per_trip: int
     body: str = ""  # the computation that it runs
 
@@ -142,9 +142,9 @@ class Schedule:
             f"collectives, {sum(c.bytes * c.times for c in small)} bytes"
         )
         for x in self.loops:
-            trips = "? trips" if x.trips is None else f"{x.trips} trips"
+            iterations = "? trips" if x.iterations is None else f"{x.iterations} trips"
             flops = f"{x.flops_per_trip / 1e9:.1f} GFLOP"
-            lines.append(f"loop {x.name} in {x.where}: {trips} of {flops}")
+            lines.append(f"loop {x.name} in {x.where}: {iterations} of {flops}")
         return "\n".join([*lines, f"{self.flops / 1e9:.1f} GFLOP"])
 
 
@@ -212,7 +212,7 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
             Loop(
                 x.name,
                 _place(module, x.computation),
-                module.trips(x),
+                module.iterations(x),
                 sum(map(module.flops_in, module.called(x))),
                 module.body(x).name,
             )

@@ -129,7 +129,7 @@ def _form(
             f"microbatches={counted!r} needs form='fused' and workers of one device "
             "each, which time a microbatch by themselves: give counts= instead."
         )
-    if isinstance(counted, Halves) and (tx.half_rounds != 2 or tx.warmup):
+    if isinstance(counted, Halves) and (tx.calls_per_step != 2 or tx.warmup):
         raise ValueError(
             f"microbatches={counted!r} is for acco, whose steps have two half-rounds: "
             "give a number."

@@ -70,9 +70,9 @@ class AdaptiveStep(LoggedStep, SplitStep):
         else:
             self._least = microbatches.least
         # the number in one place, or the second microbatch would compile again
-        homes = (None, NamedSharding(gradients.mesh, P()))
-        self._zeros = jax.jit(_zeros, out_shardings=homes)
-        self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=homes)
+        out_shardings = (None, NamedSharding(gradients.mesh, P()))
+        self._zeros = jax.jit(_zeros, out_shardings=out_shardings)
+        self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=out_shardings)
 
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program
@@ -102,9 +102,9 @@ class AdaptiveStep(LoggedStep, SplitStep):
     ) -> tuple[Any, Inputs]:
         gradients, counts = self._gradients, inputs.counts
         if counts is None and self._log is not None:
-            counts = gradients.counts_here(self._log.line(self.half_round))
+            counts = gradients.counts_here(self._log.line(self.call))
             inputs = inputs._replace(counts=counts)
-        self.half_round += 1
+        self.call += 1
         sums, i = self._zeros(params, inputs, rest.model_state)
         least, most, done = self._least, gradients.microbatches, 0
         if counts is not None:
@@ -116,8 +116,8 @@ class AdaptiveStep(LoggedStep, SplitStep):
             done += 1
         if counts is None:
             counts = gradients.counts_here([done] * gradients.workers)
-        work = jax.block_until_ready(programs.close(sums, rest, inputs))
-        return work, inputs._replace(counts=counts)
+        progress = jax.block_until_ready(programs.close(sums, rest, inputs))
+        return progress, inputs._replace(counts=counts)
 
 
 def _zeros(

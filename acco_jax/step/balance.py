@@ -132,7 +132,11 @@ class Balancer:
         return self._bounds.total <= len(self.counts)
 
     def take(
-        self, seconds: Sequence[float], spent: float, elapsed: float, half_round: float
+        self,
+        seconds: Sequence[float],
+        spent: float,
+        elapsed: float,
+        call_seconds: float,
     ) -> None:
         """Follow a probe.
 
@@ -140,7 +144,7 @@ class Balancer:
           seconds: of a microbatch on every worker.
           spent: seconds that all probes have taken, with this one.
           elapsed: seconds since the first began.
-          half_round: seconds of each since the last probe; 0: there is none.
+          call_seconds: seconds of each since the last probe; 0: there is none.
         """
         b, last = self._bounds, self._last or seconds
         known = self.seconds or seconds
@@ -154,10 +158,10 @@ class Balancer:
         if then > (1 + b.gain) * now:
             self.counts = counts
         ends = max(c * s for c, s in zip(self.counts, self.seconds, strict=True))
-        half_round = half_round or max(ends, 1e-12)
-        self.duration = max(max(self.seconds), b.share * EVERY * half_round)
+        call_seconds = call_seconds or max(ends, 1e-12)
+        self.duration = max(max(self.seconds), b.share * EVERY * call_seconds)
         cost = max(self.duration, max(seconds))
-        within = ((spent + cost) / b.share - elapsed) / half_round
+        within = ((spent + cost) / b.share - elapsed) / call_seconds
         self.wait = max(EVERY, math.ceil(within))
 
     @property

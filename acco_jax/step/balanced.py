@@ -44,7 +44,7 @@ class BalancedStep(LoggedStep):
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
         most = gradients.microbatches
-        self._single = dataclasses.replace(gradients, microbatches=1, room=most)
+        self._single = dataclasses.replace(gradients, microbatches=1, batch_holds=most)
         self.counts = list[int]()
         self._balancer: Balancer | None = None
         self._probe: Probe | None = None
@@ -104,7 +104,7 @@ class BalancedStep(LoggedStep):
             line = self._next(args)
             self._put(line)
             args = self._with(args, self._there, _is_single(line))
-        self.half_round += 1
+        self.call += 1
         return super()._run(phase, args)
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
@@ -140,7 +140,7 @@ class BalancedStep(LoggedStep):
     def _next(self, args: Arguments) -> list[int]:
         if self._balancer is None:
             assert self._log is not None
-            return self._log.line(self.half_round)
+            return self._log.line(self.call)
         if not self._balancer.wait:
             self._look(self._balancer, args)
         self._balancer.wait -= 1
@@ -166,8 +166,8 @@ class BalancedStep(LoggedStep):
         seconds = probe.seconds(params, inputs, balancer.duration)
         spent = self._spent + time.perf_counter() - start
         table = probe.gathered([(s, spent, start - self._began, each) for s in seconds])
-        times, spents, elapsed, half_rounds = table.T.tolist()
-        balancer.take(times, max(spents), min(elapsed), min(half_rounds))
+        times, spents, elapsed, call_seconds = table.T.tolist()
+        balancer.take(times, max(spents), min(elapsed), min(call_seconds))
         self._since, self._probed = 0, time.perf_counter()
         self._spent += self._probed - start
 

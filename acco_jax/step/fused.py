@@ -13,7 +13,7 @@ import numpy as np
 from acco_jax.core.collectives import Alone
 from acco_jax.core.compiler import naming_unknown_options
 from acco_jax.core.gradients import Accumulator
-from acco_jax.core.half_round import Inputs, half_round
+from acco_jax.core.half_round import Inputs, run_call
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.microbatches import differ
 from acco_jax.core.workers import check_compiled, place
@@ -72,16 +72,16 @@ class TrainStep:
             return self._program(phase, state, nested=True)(*args)
         with naming_unknown_options():
             params, state, metrics = self._run(phase, args)
-        self._counted = state.half_rounds, call + 1
+        self._counted = state.calls_done, call + 1
         self._returned = [weakref.ref(x) for x in jax.tree.leaves((params, state))]
         return params, state, metrics
 
-    def lower(self, *args: Any, half_round: int | None = None, **named: Any) -> Any:
+    def lower(self, *args: Any, call: int | None = None, **named: Any) -> Any:
         """Return the program for abstract or real arguments, as jax.jit's `lower`.
 
         Args:
           *args, **named: of a call.
-          half_round: its number, counted from the end of a warm-up: calls that
+          call: its number, counted from the end of a warm-up: calls that
             communicate differently have programs of their own. An odd one of acco is
             an estimate. None: the last of a step's.
         """
@@ -89,19 +89,19 @@ class TrainStep:
             raise ValueError(
                 "only form='fused' is one program: build the step with it."
             )
-        return self.lowered(*args, half_round=half_round, **named)[0]
+        return self.lowered(*args, call=call, **named)[0]
 
     def lowered(
-        self, *args: Any, half_round: int | None = None, **named: Any
+        self, *args: Any, call: int | None = None, **named: Any
     ) -> tuple[Any, ...]:
         """Return the programs that one call runs; arguments are as for `lower`."""
-        if half_round is None:
-            half_round = self._tx.half_rounds - 1
-        call = self._tx.warmup + half_round
+        if call is None:
+            call = self._tx.calls_per_step - 1
+        number = self._tx.warmup + call
         args = self._placed(self._described(self._arguments(*args, **named)))
         args = args._replace(state=place(args.state, args.state.shardings()))
-        args = self._expected(call, args)
-        return self._lowered(self._tx.phase(call), args)
+        args = self._expected(number, args)
+        return self._lowered(self._tx.phase(number), args)
 
     def turns(self) -> dict[int, int]:
         """Map each distinct half-round to how often it occurs in one period.
@@ -208,15 +208,15 @@ class TrainStep:
     def _call(self, state: Any) -> int:
         """Return the number of the next call; block only after a restore."""
         counter, call = self._counted
-        if not self._numbers_calls or state.half_rounds is counter:
+        if not self._numbers_calls or state.calls_done is counter:
             return call
-        if isinstance(state.half_rounds, jax.core.Tracer):
+        if isinstance(state.calls_done, jax.core.Tracer):
             raise ValueError(
                 f"with {self._tx.changes} a step reads off the devices which one is "
                 "next, which cannot be done inside jit or scan: leave it out, or use a "
                 "Python loop."
             )
-        return int(jax.device_get(state.half_rounds))
+        return int(jax.device_get(state.calls_done))
 
     def _run(
         self, phase: Hashable, args: Arguments
@@ -235,11 +235,11 @@ class TrainStep:
         key = self._key(phase, state, nested)
         if key not in self._programs:
             # metrics are replicated: any process can read them
-            homes = (*self._homes(state), state.layout.sharding())
+            out_shardings = (*self._out_shardings(state), state.layout.sharding())
             self._programs[key] = jax.jit(
-                functools.partial(half_round, self._tx.round(phase)),
+                functools.partial(run_call, self._tx.round(phase)),
                 donate_argnums=() if nested else (0, 1),
-                out_shardings=homes,
+                out_shardings=out_shardings,
                 compiler_options=None if nested else self.compiler_options or None,
             )
         return self._programs[key]
@@ -250,7 +250,7 @@ class TrainStep:
         like = state.layout, jax.tree.structure(model_state(state))
         return like, phase, nested
 
-    def _homes(self, state: Any) -> tuple[PyTree, Any]:
+    def _out_shardings(self, state: Any) -> tuple[PyTree, Any]:
         """Return the shardings of the parameters of the loop and of the state."""
         layout = state.layout
         rows = layout.grads_shardings if self._tx.local else layout.params_shardings

@@ -72,6 +72,6 @@ class Turns:
                 )
             self.lines.append(list(counts) * (workers // len(counts)))
 
-    def line(self, half_round: int) -> list[int]:
+    def line(self, call: int) -> list[int]:
         """Return the counts of a half-round; half-round 0 is the pipeline fill."""
-        return self.lines[half_round % 2]
+        return self.lines[call % 2]

@@ -14,7 +14,7 @@ class LoggedStep(TrainStep):
     """The base of steps of either form whose counts come from halves or from a log.
 
     Attributes:
-      half_round: number of the next call, the line of the log; set it when a run
+      call: number of the next call, the line of the log; set it when a run
         continues. With halves the state determines it.
     """
 
@@ -22,7 +22,7 @@ class LoggedStep(TrainStep):
         self, tx: Method, gradients: Accumulator, compiler_options: dict[str, Any]
     ) -> None:
         super().__init__(tx, gradients, compiler_options)
-        self.half_round = 0
+        self.call = 0
         self._log: Lines | Turns | None = None
         self._uneven = True  # whether counts may differ where the caller gives none
 
@@ -43,7 +43,7 @@ class LoggedStep(TrainStep):
           ValueError: the log's counts do not fit these workers.
         """
         lines = Lines(log, self._gradients.workers, self._gradients.microbatches)
-        self._log, self.half_round = lines, log.first
+        self._log, self.call = lines, log.first
         self._uneven = any(map(differ, lines.lines))
 
     def _may_differ(self, counts: Any) -> bool:
@@ -52,5 +52,5 @@ class LoggedStep(TrainStep):
     def _call(self, state: Any) -> int:
         call = super()._call(state)
         if isinstance(self._log, Turns):
-            self.half_round = call
+            self.call = call
         return call

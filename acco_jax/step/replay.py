@@ -40,14 +40,14 @@ class Lines:
         self.lines = self._rows[replay.first :]  # those to repeat
         check_counts(self.lines, log, workers, most, first=replay.first)
 
-    def line(self, half_round: int) -> list[int]:
+    def line(self, call: int) -> list[int]:
         """Return a half-round's counts; raise a ValueError at the end of the log."""
-        if half_round >= len(self._rows):
+        if call >= len(self._rows):
             raise ValueError(
                 f"the log of counts has {len(self._rows)} half-rounds: it cannot be "
                 "repeated further."
             )
-        return self._rows[half_round]
+        return self._rows[call]
 
 
 def check_counts(

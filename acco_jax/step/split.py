@@ -55,19 +55,19 @@ class SplitStep(TrainStep):
             return jax.block_until_ready(super()._run(phase, args))
         params, state, inputs, extra = args
         programs = self._split(phase, params, state)
-        outbox, owner, rest = programs.round.open(params, state)
+        in_flight, owner, rest = programs.round.open(params, state)
         if programs.round.overlaps:
             exchange = self._thread.submit(
-                self._communicate, programs, outbox, owner, params, extra
+                self._communicate, programs, in_flight, owner, params, extra
             )
-            work, inputs = self._compute(programs, params, rest, inputs, exchange)
-            delivery = exchange.result()
+            progress, inputs = self._compute(programs, params, rest, inputs, exchange)
+            received = exchange.result()
         else:
-            work, inputs = self._compute(programs, params, rest, inputs, None)
-            outbox = programs.round.outgoing(params, rest, work)
-            delivery = self._communicate(programs, outbox, owner, params, extra)
+            progress, inputs = self._compute(programs, params, rest, inputs, None)
+            in_flight = programs.round.outgoing(params, rest, progress)
+            received = self._communicate(programs, in_flight, owner, params, extra)
         params, state, sums, norm = programs.finish(
-            params, rest, inputs, work, delivery
+            params, rest, inputs, progress, received
         )
         # Its sums over workers must not meet the next call's collectives, which another
         # thread starts, in another order on another process.
@@ -103,8 +103,8 @@ class SplitStep(TrainStep):
             owner = round.open(params, state)[1]
             finish: Any = round.finish
             if round.late:
-                homes = (*self._homes(state), None, None)
-                finish = jax.jit(finish, out_shardings=homes)
+                out_shardings = (*self._out_shardings(state), None, None)
+                finish = jax.jit(finish, out_shardings=out_shardings)
             self._programs[key] = Programs(
                 round,
                 jax.jit(functools.partial(computed, round)),
@@ -112,7 +112,7 @@ class SplitStep(TrainStep):
                 jax.jit(
                     functools.partial(exchanged, round),
                     donate_argnums=1,
-                    out_shardings=round.homes(owner),
+                    out_shardings=round.out_shardings(owner),
                     compiler_options=self.compiler_options or None,
                 ),
                 finish,
@@ -124,15 +124,15 @@ class SplitStep(TrainStep):
             return super()._lowered(phase, args)
         params, state, inputs, extra = args
         programs = self._split(phase, params, state)
-        outbox, owner, rest = programs.round.open(params, state)
+        in_flight, owner, rest = programs.round.open(params, state)
         lowered, closed = self._lowered_compute(programs, params, rest, inputs)
         if not programs.round.overlaps:
-            outbox = programs.round.outgoing(params, rest, closed())
-        parcel = (outbox, owner, params, extra)
-        lowered.append(programs.communicate.lower(*parcel))
+            in_flight = programs.round.outgoing(params, rest, closed())
+        message = (in_flight, owner, params, extra)
+        lowered.append(programs.communicate.lower(*message))
         if programs.round.late:
-            delivery = placed(lowered[-1], programs.communicate, *parcel)
-            finish = programs.finish.lower(params, rest, inputs, closed(), delivery)
+            received = placed(lowered[-1], programs.communicate, *message)
+            finish = programs.finish.lower(params, rest, inputs, closed(), received)
             lowered.append(finish)
         return tuple(lowered)
 
@@ -140,9 +140,9 @@ class SplitStep(TrainStep):
         self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs
     ) -> tuple[list[Any], Callable[[], Any]]:
         """Return the programs of `_compute`, and a function for its abstract work."""
-        work = (params, rest, inputs)
-        lowered = programs.compute.lower(*work)
-        return [lowered], lambda: placed(lowered, programs.compute, *work)
+        progress = (params, rest, inputs)
+        lowered = programs.compute.lower(*progress)
+        return [lowered], lambda: placed(lowered, programs.compute, *progress)
 
 
 def placed(lowered: Any, program: Any, *args: Any) -> Any:

@@ -251,11 +251,13 @@ def test_accumulation_reduces_in_every_microbatch(name, single):
     (loop, *_) = (x.name for x in read(name).schedule.loops if x.where == "ENTRY")
     said = [c for c in causes if f"in each of the 4 trips of {loop}" in c.text]
     assert said and all("reduce once" in c.advice for c in said)
-    assert not any("trips" in r.cause.text for r in read(single).verdict().readings)
+    assert not any(
+        "iterations" in r.cause.text for r in read(single).verdict().readings
+    )
 
 
 def test_a_loop_over_layers_is_no_accumulation():
     """Levanter's, with loops over attention's blocks in them."""
     (data,) = (v for v in read("levanter_step").axes.values() if v.readings)
     texts = [r.cause.text for r in data.readings if r.collective.times == 16]
-    assert len(texts) == 9 and not any("trips" in text for text in texts)
+    assert len(texts) == 9 and not any("iterations" in text for text in texts)

@@ -427,10 +427,10 @@ def test_round_trips(sizes):
 
     @jax.jit
     def summed(grads, weight):
-        pending = layout.pack(grads, weight, check=True)
-        totals, whole, carried = layout.sum_small(pending)
+        in_flight = layout.pack(grads, weight, check=True)
+        totals, whole, carried = layout.sum_small(in_flight)
         assert carried == ()
-        reduced = layout.reduce_scatter(pending.buffers, "data")
+        reduced = layout.reduce_scatter(in_flight.buffers, "data")
         return totals, layout.gather_exact(layout.split(reduced, whole))
 
     weight = jax.device_put(weight, layout.sharding("data"))

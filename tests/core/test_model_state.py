@@ -126,10 +126,10 @@ def test_reshard_keeps_the_mean_and_a_copied_state_goes_on_bitwise(mesh):
     copies = jax.tree.map(jnp.copy, (params, state))
     small = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     fewer = acco_jax.acco(optax.sgd(0.1), mesh=small)
-    rows = np.asarray(state.pending.model_state["var"])
+    rows = np.asarray(state.in_flight.model_state["var"])
     moved = acco_jax.reshard((params, state), fewer)
     np.testing.assert_array_equal(moved[1].model_state["var"], state.model_state["var"])
-    found = moved[1].pending.model_state["var"]
+    found = moved[1].in_flight.model_state["var"]
     np.testing.assert_allclose(found, rows.reshape(2, 2, 3).mean(1), rtol=1e-6)
     ends = [step(*start, data[2])[1].model_state for start in ((params, state), copies)]
     jax.tree.map(np.testing.assert_array_equal, *ends)

@@ -252,8 +252,8 @@ def test_priming_keeps_everything():
     updates, state = update(rows(1), start, theta)
     same(updates, jax.tree.map(np.zeros_like, theta))
     same((state.master, state.inner, state.steps), (start.master, start.inner, 0))
-    assert int(state.half_rounds) == 1
-    assert float(state.pending.weight.sum()) == 2
+    assert int(state.calls_done) == 1
+    assert float(state.in_flight.weight.sum()) == 2
     # also when there are rests of something else in what the caller holds
     updates, _ = update(nan_rows(), start, jax.tree.map(lambda p: p + 1, theta))
     chex.assert_trees_all_close(
@@ -281,7 +281,7 @@ def test_half_rounds_without_weight(idle):
         chex.assert_trees_all_close(params, here, rtol=0, atol=1e-12)
         held = acco_jax.committed_params(state, params)
         chex.assert_trees_all_close(held, committed, rtol=0, atol=1e-12)
-        assert int(state.half_rounds) == h + 1
+        assert int(state.calls_done) == h + 1
         sent = h > 0 and sum(weight[h - 1]) > 0
         earlier = h > 1 and sum(weight[h - 2]) > 0
         estimate = h % 2 == 1

@@ -40,11 +40,11 @@ def adamw(w, state, g):
 
 def reference(w, batches, counts, *, warmup=0, predict=False, feedback=0.0):
     """[(where the parameters go, theta)] after each update."""
-    state, pending, points = (0.0, 0.0, 0), None, []
+    state, in_flight, points = (0.0, 0.0, 0), None, []
     at, last = w, np.zeros_like(w)
 
     def late_step(w, state):
-        new, state = adamw(w, state, pending)
+        new, state = adamw(w, state, in_flight)
         u = new - w
         return w + u + feedback * (u - last), state, u
 
@@ -54,10 +54,10 @@ def reference(w, batches, counts, *, warmup=0, predict=False, feedback=0.0):
             w, state = adamw(w, state, gradient)
             at = w
         else:
-            if pending is not None:
+            if in_flight is not None:
                 w, state, last = late_step(w, state)
                 at = late_step(w, state)[0] if predict else w
-            pending = gradient
+            in_flight = gradient
         points.append((at, w))
     return points
 

@@ -30,8 +30,8 @@ def test_sixteen_bit_parameters():
     tx, reference, theta, update = mixed()
     state = tx.init(theta)
     assert {x.dtype for x in jax.tree.leaves(state.master)} == {np.dtype("float32")}
-    pending = state.pending
-    wires = {str(x.dtype) for x in (*pending.buffers, *pending.whole)}
+    in_flight = state.in_flight
+    wires = {str(x.dtype) for x in (*in_flight.buffers, *in_flight.whole)}
     assert wires == {"bfloat16", "float32"}
     gradients = draw(TREES["odd"], 4, HALF_ROUNDS, 0, MIXED)
     weight = np.random.default_rng(0).integers(0, 3, (HALF_ROUNDS, 4))
@@ -101,7 +101,7 @@ def test_float32_parameters_over_a_16_bit_wire():
         lambda s: np.full(s, 1 + 2**-12, np.float32), TREES["even"], is_leaf=_is_shape
     )
     state, update = tx.init(theta), jax.jit(tx.update)
-    assert {b.dtype for b in state.pending.buffers} == {np.dtype(jnp.bfloat16)}
+    assert {b.dtype for b in state.in_flight.buffers} == {np.dtype(jnp.bfloat16)}
     zero = jax.tree.map(lambda p: np.zeros((4, *p.shape), np.float32), theta)
     updates, state = update(zero, state, theta)
     params = optax.apply_updates(theta, updates)

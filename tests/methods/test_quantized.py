@@ -67,11 +67,11 @@ def opt(theta, total, weight):
 def loop(method, theta, gradients, weights, wire, bits, resync=0):
     """[(parameters, theta)] after each half-round."""
     points = []
-    pending, carry = (gradients[0], np.zeros(N)), (0.0, 0.0)
+    in_flight, carry = (gradients[0], np.zeros(N)), (0.0, 0.0)
     for t, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         full = resync and t % resync == 0
-        sent = (gradient, weight) if method == "zero1" else pending
-        pending, arrived = (gradient, weight), wire.arrive(*sent)
+        sent = (gradient, weight) if method == "zero1" else in_flight
+        in_flight, arrived = (gradient, weight), wire.arrive(*sent)
         if method == "acco" and t % 2:
             here, carry = opt(theta, *arrived), arrived
         elif method == "acco":
@@ -121,9 +121,9 @@ def test_equals_a_numpy_loop_to_the_bit(case):
     """
     method, bits, reduce_bits, resync, axes = case
     theta = np.round(parameters(SHAPE) * 8) / 8
-    half_rounds, rng = 9, np.random.default_rng(0)
-    gradients = rng.integers(-(2**20), 2**20, (half_rounds, N, *SHAPE)) / 2.0**20
-    weights = [np.array([1, 1, 2, 0]) * (h % 4 != 3) for h in range(half_rounds)]
+    calls, rng = 9, np.random.default_rng(0)
+    gradients = rng.integers(-(2**20), 2**20, (calls, N, *SHAPE)) / 2.0**20
+    weights = [np.array([1, 1, 2, 0]) * (h % 4 != 3) for h in range(calls)]
     sent = list(gradients)
     sent[3] = np.full_like(sent[3], np.nan)  # weighs nothing
     tx = getattr(acco_jax, method)(
@@ -149,7 +149,7 @@ def test_equals_a_numpy_loop_to_the_bit(case):
         np.testing.assert_array_equal(got[1], want[1], err_msg=f"theta, {h}")
         np.testing.assert_array_equal(got[0], want[0], err_msg=f"parameters, {h}")
     if reduce_bits:  # and no more is remembered than is sent
-        (error,) = state.residue.error.buffers
+        (error,) = state.residual.error.buffers
         assert error.size == wire.error.size
         np.testing.assert_array_equal(np.sort(error, None), np.sort(wire.error, None))
 
@@ -214,7 +214,7 @@ class Setup:
     def run(self, forms, at=None, first=0):
         params, state = at or self.start()
         for h, form in enumerate(forms, first):
-            params, state = self.half_round(form, params, state, h)
+            params, state = self.run_call(form, params, state, h)
         return params, state
 
 
@@ -234,11 +234,11 @@ SETUPS = {
 @pytest.mark.parametrize("name", SETUPS)
 @optimized()  # the forms' float32 bits
 def test_all_forms_are_one_half_round(name):
-    made, half_rounds = setup(name), 6
-    fused = made.run(["fused"] * half_rounds)
+    made, calls = setup(name), 6
+    fused = made.run(["fused"] * calls)
     start = made.start()[0]
     assert np.any(np.asarray(start["w"]) != np.asarray(fused[0]["w"]))
-    chex.assert_trees_all_equal(made.run(["split"] * half_rounds), fused)
+    chex.assert_trees_all_equal(made.run(["split"] * calls), fused)
     one_by_one(fused[0])
     # another program may contract products and sums in the model otherwise, and a
     # number rounded the other way then differs by a step
@@ -262,7 +262,7 @@ def one_by_one(tree):
 
 def owned(state):
     """What the owners of the shards think that the parameters are."""
-    held = state._replace(master=state.residue.replica)
+    held = state._replace(master=state.residual.replica)
     return held.layout.gather_exact(held.master)
 
 
@@ -385,7 +385,7 @@ def test_a_nan_arrives_and_leaves_no_trace_in_the_error():
     for g in gradients:
         _, state = update(g, state, params)
         masters.append(np.asarray(state.master))
-        errors = np.asarray(state.residue.error.buffers[0])
+        errors = np.asarray(state.residual.error.buffers[0])
         assert np.isfinite(errors).all()
     moved = [(a != b).any(1) for a, b in itertools.pairwise(masters)]
     assert moved[0].all() and moved[2].all()
@@ -437,9 +437,9 @@ def test_another_methods_state_is_refused():
     params, _ = made.start()
     plain = acco_jax.acco(INNER, mesh=made.mesh).init(params)
     with pytest.raises(ValueError, match="without gather_bits and without reduce_bits"):
-        made.half_round("fused", params, plain, 0)
+        made.run_call("fused", params, plain, 0)
     with pytest.raises(ValueError, match="without gather_bits and without reduce_bits"):
-        made.half_round("plain", params, plain, 0)
+        made.run_call("plain", params, plain, 0)
 
 
 def sent(lowered):
@@ -464,5 +464,5 @@ def test_what_crosses_is_in_bytes():
             reduce = ("reduce_scatter", "f32", params.size // N)
             if reduce_bits:
                 reduce = ("all_to_all", "ui32", params.size // 4)
-            found = sent(step.lower(*args, half_round=half_round))
+            found = sent(step.lower(*args, call=half_round))
             assert sorted(found) == sorted([gather, reduce])

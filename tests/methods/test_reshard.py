@@ -105,11 +105,11 @@ def test_few_bits_lose_nothing():
 def sums(state):
     """What the workers hold, added up, and what all hold alike."""
     layout = state.layout
-    pending = reshard._rows(layout, state.pending.buffers, state.pending.whole)
-    error = reshard._rows(layout, state.residue.error.buffers, scattered=True)
-    total = jax.tree.map(lambda x: np.asarray(x).sum(0), (pending, error))
-    replica = jax.tree.map(np.asarray, layout.view(state.residue.replica))
-    return total, state.pending.weight.sum(), replica
+    in_flight = reshard._rows(layout, state.in_flight.buffers, state.in_flight.whole)
+    error = reshard._rows(layout, state.residual.error.buffers, scattered=True)
+    total = jax.tree.map(lambda x: np.asarray(x).sum(0), (in_flight, error))
+    replica = jax.tree.map(np.asarray, layout.view(state.residual.replica))
+    return total, state.in_flight.weight.sum(), replica
 
 
 def loss_fn(params, batch, rng):

@@ -8,20 +8,20 @@ from acco_jax.plan.fitting import Shape, Tried
 GIB = 2**30
 
 
-def searched(memory, speed, *, first=(4, 8), room=16 * GIB, most=4, unit=2):
+def searched(memory, speed, *, first=(4, 8), usable_memory=16 * GIB, most=4, unit=2):
     """Searches; returns the result and the shapes that were tried, in order."""
     tried = []
 
     def attempt(shape):
         tried.append(shape)
         size = memory(shape.rows)
-        if size is None or size > room:
+        if size is None or size > usable_memory:
             return Tried(shape, None)
         return Tried(shape, size, speed(shape.rows), (0.0, 0.0), 1.0)
 
     found = fitting.search(
-        attempt(Shape(*first)), attempt, room=room, held=GIB, unit=unit,
-        most=most,
+        attempt(Shape(*first)), attempt, usable_memory=usable_memory, held=GIB,
+        unit=unit, most=most,
     )  # fmt: skip
     return found, tried
 
@@ -76,7 +76,11 @@ def test_tokens_of_a_step_stay_near():
 @pytest.mark.parametrize("most", [1, 5])
 def test_a_first_one_that_does_not_fit_is_halved(most):
     found, tried = searched(
-        lambda r: r * GIB, lambda r: r, first=(64, 2), room=7.5 * GIB, most=most
+        lambda r: r * GIB,
+        lambda r: r,
+        first=(64, 2),
+        usable_memory=7.5 * GIB,
+        most=most,
     )
     assert [s.rows for s in tried[:2]] == [64, 32]
     assert (found.largest, found.misfit) == ((None, 32) if most == 1 else (6, 8))

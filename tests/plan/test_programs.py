@@ -58,7 +58,7 @@ def test_the_program_is_that_of_training(stand_in):
     assert counts.shape == (8,)
     assert params["wte"]["embedding"].shape == (models.BYTE_TOKENS, 128)
     assert params["wte"]["embedding"].sharding.is_fully_replicated
-    assert {f for f in state._fields if "pending" in f} == {"pending"}
+    assert {f for f in state._fields if "in_flight" in f} == {"in_flight"}
     assert program.groups is None
     program.step.lower(*program.arguments)  # traces
 
@@ -78,8 +78,8 @@ def test_trips_of_dynamic_loops_are_the_busiest_workers():
     step = type("Step", (), {})()
     tx = types.SimpleNamespace(local=False)
     program = programs.Program("acco", tx, step, 5, (2, 5), (None,) * 4)
-    trips = program._trips(text_of("gpu_hidden"))
-    assert list(trips.values()) == [2, 3]
+    iterations = program._trips(text_of("gpu_hidden"))
+    assert list(iterations.values()) == [2, 3]
     single = programs.Program("acco", tx, step, 1, (), (None,) * 4)
     assert list(single._trips(text_of("gpu_hidden")).values()) == [1, 1]
     idle = programs.Program("acco", tx, step, 2, (0, 1), (None,) * 4)

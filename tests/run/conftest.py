@@ -60,12 +60,12 @@ def train(tiny):
 def saved(tiny):
     """saved(workdir, devices, **changes): a run's checkpoint, and its parameters."""
 
-    def save(workdir, devices, half_rounds=(9,), **changes):
+    def save(workdir, devices, calls=(9,), **changes):
         config = tiny(**changes)
         e = preparation.prepare(config, workdir, jax.devices()[:devices])
         params, state = jax.tree.map(_trained, loop.initial(e))
         with e.checkpoints as checkpoints:
-            for half_round in half_rounds:
+            for half_round in calls:
                 host = {"identity": e.identity, "axes": dict(e.mesh.shape)}
                 checkpoints.save(half_round, (params, state), host)
         return e, jax.device_get(acco_jax.committed_params(state, params))

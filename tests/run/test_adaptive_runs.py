@@ -27,7 +27,7 @@ def counts_of(workdir):
 def test_counts_are_logged_and_counted(found):
     experiment, summary, workdir = found
     counts = counts_of(workdir)
-    assert len(counts) == experiment.half_rounds
+    assert len(counts) == experiment.total_calls
     assert all(1 <= c <= 3 for row in counts for c in row)
     size = experiment.config.microbatch_size * experiment.config.length
     assert summary["tokens"] == size * np.sum(counts)
@@ -87,7 +87,7 @@ def test_a_log_of_another_run_is_refused(tmp_path, text, message):
     log = tmp_path / FILE
     log.write_text(text)
     with pytest.raises(ValueError, match=message):
-        check_log(log, half_rounds=2, workers=2, most=3)
+        check_log(log, total_calls=2, workers=2, most=3)
 
 
 def test_a_log_goes_on_where_the_checkpoint_is(tmp_path):

@@ -206,11 +206,11 @@ def test_a_damaged_older_checkpoint_is_named_and_stops_no_save(
     else:
         host_file(folder, 3).write_bytes(content)
     checkpoints = Checkpoints(folder, keep=1)
-    assert checkpoints.half_rounds == [5]
+    assert checkpoints.saved_calls == [5]
     assert f"{folder}/3 is damaged" in caplog.text and "3.damaged" in caplog.text
     checkpoints.save(7, tree, {})
     checkpoints.wait()
-    assert Checkpoints(folder, keep=1).half_rounds == [7]
+    assert Checkpoints(folder, keep=1).saved_calls == [7]
 
 
 def test_damage_while_a_run_goes_on_stops_no_save(tree, folder):
@@ -218,7 +218,7 @@ def test_damage_while_a_run_goes_on_stops_no_save(tree, folder):
     host_file(folder, 3).write_bytes(b"{")
     checkpoints.save(7, tree, {})
     checkpoints.wait()
-    assert checkpoints.half_rounds == [5, 7]
+    assert checkpoints.saved_calls == [5, 7]
 
 
 def test_damaged_host_data_of_the_newest_leave_the_older_one(tree, folder):

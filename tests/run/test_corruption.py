@@ -70,7 +70,7 @@ def test_lost_half_rounds_are_repeated(run):
     assert {cause for cause in goodput.CAUSES if not seconds[cause]} == {"profiling"}
     wall = lines[-1]["time"] - lines[0]["time"]
     assert sum(seconds.values()) == pytest.approx(wall) == summary["wall_seconds"]
-    assert summary["goodput"] == seconds["half_rounds"] / summary["wall_seconds"]
+    assert summary["goodput"] == seconds["training"] / summary["wall_seconds"]
     assert [row.get("half_round") for row in lines].count(3) >= 2
     assert lines[-1]["over"] and lines[-1]["half_round"] == 4
     shown = json.loads((run.workdir / "summary.json").read_text())

@@ -43,7 +43,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     assert 1 < names.count("jit(half_round)") <= 3
     rows = [r for r in metrics.read(tmp_path / "whole") if r["kind"] == "train"]
     batches = preparation.batches(whole)
-    targets = [next(batches)["mask"].sum() for _ in range(whole.half_rounds)]
+    targets = [next(batches)["mask"].sum() for _ in range(whole.total_calls)]
     assert summary["tokens"] == sum(targets)
     assert rows[-1]["tokens"] == np.cumsum(targets)[rows[-1]["half_round"] - 1]
     train(tmp_path / "parts", stop_after=3, **instructions)
@@ -90,7 +90,7 @@ def test_adaptive_runs_compute_every_row_once(train, tmp_path, monkeypatch):
     changes = {"microbatches": "adaptive", "most_microbatches": 3}
     train(tmp_path, stop_after=5, **changes)
     experiment, summary = train(tmp_path, **changes)
-    assert len(handed) == experiment.half_rounds
+    assert len(handed) == experiment.total_calls
     done = np.concatenate([a[b] for a, b in zip(handed, counted, strict=True)])
     assert len(np.unique(done)) == len(done)
     assert summary["tokens"] == len(done) * experiment.config.length

@@ -34,30 +34,30 @@ START = ((100, "down", None), (103, "start_up", 0))
 def test_a_run_that_nothing_stopped():
     assert spent(
         *START,
-        (113, "half_rounds", 2, {"compiling": 6, "waiting": 1}),
-        (115, "half_rounds", 4),
+        (113, "training", 2, {"compiling": 6, "waiting": 1}),
+        (115, "training", 4),
         (116, "evaluation", 4),
         (120, "checkpoints", 4),
-    ) == {"start_up": 3, "compiling": 6, "waiting": 1, "half_rounds": 5,
+    ) == {"start_up": 3, "compiling": 6, "waiting": 1, "training": 5,
           "evaluation": 1, "checkpoints": 4}  # fmt: skip
 
 
 def test_what_a_kill_lost_is_repeated():
     """Killed after half-round 10, of which 7 were saved; then nothing ran for 50 s."""
-    before = (*START, (113, "half_rounds", 6), (121, "half_rounds", 10))
-    assert spent(*before) == {"start_up": 3, "half_rounds": 18}
+    before = (*START, (113, "training", 6), (121, "training", 10))
+    assert spent(*before) == {"start_up": 3, "training": 18}
     down = (*before, (171, "down", None))
-    assert spent(*down) == {"start_up": 3, "half_rounds": 18, "down": 50}
+    assert spent(*down) == {"start_up": 3, "training": 18, "down": 50}
     again = (*down, (175, "start_up", 7))
     assert spent(*again) == {
-        "start_up": 7, "half_rounds": 10 + 2, "repeated": 6, "down": 50
+        "start_up": 7, "training": 10 + 2, "repeated": 6, "down": 50
     }  # fmt: skip
-    twice = (*again, (180, "half_rounds", 9), (181, "down", None), (183, "start_up", 7))
+    twice = (*again, (180, "training", 9), (181, "down", None), (183, "start_up", 7))
     assert spent(*twice) == {
-        "start_up": 9, "half_rounds": 10 + 2, "repeated": 6 + 5, "down": 51
+        "start_up": 9, "training": 10 + 2, "repeated": 6 + 5, "down": 51
     }  # fmt: skip
     first = (*twice, (184, "start_up", 0))
-    assert "half_rounds" not in spent(*first) and spent(*first)["repeated"] == 23
+    assert "training" not in spent(*first) and spent(*first)["repeated"] == 23
 
 
 def test_a_start_that_was_killed_is_down():
@@ -67,7 +67,7 @@ def test_a_start_that_was_killed_is_down():
 
 
 def test_a_clock_that_is_set_back_stands_still():
-    lines = (*START, (60, "half_rounds", 2), (90, "checkpoints", 2), (105, "down", 2))
+    lines = (*START, (60, "training", 2), (90, "checkpoints", 2), (105, "down", 2))
     assert spent(*lines) == {"start_up": 3, "down": 2}
 
 
@@ -121,7 +121,7 @@ def test_the_record_measures_waiting_and_compiling(tmp_path, clock):
     found = goodput.spent(goodput.read(tmp_path))
     assert found == record.summary()["seconds_by_cause"]
     assert {k: v for k, v in found.items() if v} == {
-        "start_up": 10, "waiting": 5 + 2, "half_rounds": 3 + 5, "compiling": 1 + 6,
+        "start_up": 10, "waiting": 5 + 2, "training": 3 + 5, "compiling": 1 + 6,
         "evaluation": 3,
     }  # fmt: skip
     assert record.summary()["wall_seconds"] == 35

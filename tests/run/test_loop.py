@@ -176,7 +176,7 @@ def test_summary_and_picture(acco_run):
     # 13 half-rounds, each one reduce-scatter and one all-gather of float32 rows
     sent = summary["bytes_sent_per_worker"] / 13
     assert 4 * summary["parameters"] <= sent < 4.5 * summary["parameters"]
-    # parameters and pending gradients whole; master, moments, carry: half of each
+    # parameters and in-flight gradients whole; master, moments, carry: half of each
     held = summary["state_bytes_per_device"] / summary["parameters"]
     assert 4 * (2 + 4 / 2) <= held < 18
     assert (workdir / "loss.png").read_bytes()[:4] == b"\x89PNG"

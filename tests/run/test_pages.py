@@ -22,18 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 2
 
 
-def write(folder, *, half_rounds=40, loss=3.0, done=True, counts=(2, 2), **fields):
+def write(folder, *, calls=40, loss=3.0, done=True, counts=(2, 2), **fields):
     """A run's folder as a run leaves it, of half-rounds that take a second each."""
     folder.mkdir(parents=True)
     config = json.loads(default_config().to_json_best_effort())
-    config |= {"steps": half_rounds // 2, "workers": WORKERS, **fields}
+    config |= {"steps": calls // 2, "workers": WORKERS, **fields}
     rows = [
         {"kind": "train", "half_round": h, "tokens": 512 * h, "step": h // 2,
          "seconds": float(h), "loss": loss + 4 / h, "tokens_per_second": 512.0,
          "microbatches": list(counts), "dropped": int(h == 7)}
-        for h in range(1, half_rounds + 1)
+        for h in range(1, calls + 1)
     ]  # fmt: skip
-    for h in range(10, half_rounds + 1, 10):
+    for h in range(10, calls + 1, 10):
         row = {
             "kind": "validation", "half_round": h, "tokens": 512 * h, "step": h // 2,
             "seconds": float(h), "loss": loss + 3 / h, "bits_per_byte": 1.5,
@@ -41,14 +41,14 @@ def write(folder, *, half_rounds=40, loss=3.0, done=True, counts=(2, 2), **field
         rows.append(row)
     if done:
         rows.append(rows[-1] | {"kind": "final", "loss": loss})
-        summary = {"loss": loss, "tokens": 512 * half_rounds, "steps": half_rounds // 2,
-                   "seconds": float(half_rounds), "state_bytes_per_device": 3_500_000,
+        summary = {"loss": loss, "tokens": 512 * calls, "steps": calls // 2,
+                   "seconds": float(calls), "state_bytes_per_device": 3_500_000,
                    "bytes_sent_per_worker": 8_000_000, "bits_per_byte": 1.25,
                    "gradient_seconds_per_token": 1 / 1024}  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(summary))
     causes = [
-        ("down", 0, 0), ("start_up", 4, 0), ("half_rounds", 24, 20), ("down", 34, 20),
-        ("start_up", 36, 15), ("half_rounds", 61, 40),
+        ("down", 0, 0), ("start_up", 4, 0), ("training", 24, 20), ("down", 34, 20),
+        ("start_up", 36, 15), ("training", 61, 40),
     ]  # fmt: skip
     record = [{"time": 1e9 + t, "cause": c, "half_round": h} for c, t, h in causes]
     record[2]["compiling"] = 5.0
@@ -140,7 +140,7 @@ def two(tmp_path_factory):
     top = tmp_path_factory.mktemp("two")
     write(top / "acco" / "seed-0", loss=2.5)
     write(top / "acco" / "seed-1", loss=2.6, seed=1)
-    write(top / "zero1" / "seed-0", method="zero1", done=False, half_rounds=20)
+    write(top / "zero1" / "seed-0", method="zero1", done=False, calls=20)
     return made(top)
 
 
@@ -252,8 +252,8 @@ def test_a_trace_is_shown(tmp_path):
         "half_round": 7, "seconds": 0.1, "computation": 0.06, "communication": 0.04,
         "hidden": 0.03, "waited_for": {"all-gather": 0.01, "neither": 0.03},
     }  # fmt: skip
-    summary = {"devices": ["a", "b"], "unknown": "", "half_rounds": [row]}
-    unknown = summary | {"unknown": "no <events>", "half_rounds": []}
+    summary = {"devices": ["a", "b"], "unknown": "", "calls": [row]}
+    unknown = summary | {"unknown": "no <events>", "calls": []}
     (folder / "profile").mkdir()
     for number, text in enumerate((summary, unknown)):
         path = folder / "profile" / f"process-{number}.json"

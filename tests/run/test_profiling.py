@@ -90,7 +90,7 @@ def test_a_synthetic_gpu_trace():
     """Streams side by side; a copy is neither computation nor communication."""
     got = summary(host((0, 100)) | {"/device:GPU:0": GPU})
     assert got["unknown"] == "" and got["devices"] == ["/device:GPU:0"]
-    (row,) = got["half_rounds"]
+    (row,) = got["calls"]
     assert row["half_round"] == 7
     assert microseconds(row) == {
         "seconds": 100, "computation": 60, "communication": 15 + 25, "hidden": 10 + 10,
@@ -117,7 +117,7 @@ TPU = {
 def test_a_synthetic_tpu_trace():
     """Half-rounds are the device's own; a loop is not the computation in it."""
     got = summary(host((0, 100), (100, 200)) | {"/device:TPU:0": TPU})
-    first, second = map(microseconds, got["half_rounds"])
+    first, second = map(microseconds, got["calls"])
     assert first == {
         "seconds": 100, "computation": 78, "communication": 80, "hidden": 58,
         "all-gather": 22, "all-reduce": 0, "neither": 0,
@@ -143,7 +143,7 @@ def test_a_synthetic_cpu_trace():
     planes["/host:CPU"] |= threads
     got = summary(planes)
     assert got["devices"] == ["CPU 0", "CPU 1"]
-    (row,) = got["half_rounds"]
+    (row,) = got["calls"]
     # of device 0 and 1: 40 and 50 computing, 20 and 10 sending, 15 and 0 hidden
     assert microseconds(row) == {
         "seconds": 100, "computation": 45, "communication": 15, "hidden": 8,
@@ -169,7 +169,7 @@ def test_a_synthetic_cpu_trace():
 def test_what_is_unknown_is_not_hidden(planes, why):
     got = summary(host((0, 100)) | planes)
     assert why in got["unknown"]
-    assert got["half_rounds"] == [{"half_round": 7, "seconds": pytest.approx(1e-4)}]
+    assert got["calls"] == [{"half_round": 7, "seconds": pytest.approx(1e-4)}]
     (line,) = profiling.lines(got)
     assert line.startswith("what was hidden is unknown: ")
 
@@ -251,9 +251,9 @@ def test_a_run_is_traced(train, tmp_path):
     train(tmp_path, profile="4:6")
     ((process, got),) = profiling.summaries(tmp_path)
     assert process == "process 0" and got["unknown"] == ""
-    assert [row["half_round"] for row in got["half_rounds"]] == [4, 5, 6]
+    assert [row["half_round"] for row in got["calls"]] == [4, 5, 6]
     assert len(got["devices"]) == 2
-    for row in got["half_rounds"]:
+    for row in got["calls"]:
         assert 0 < row["computation"] < row["seconds"]
         assert 0 < row["communication"] < row["seconds"]
         parts = row["computation"] + sum(row["waited_for"].values())
@@ -267,16 +267,16 @@ def test_a_run_is_traced(train, tmp_path):
 def test_a_stopped_run_keeps_its_trace(train, tmp_path):
     train(tmp_path, profile="3:9", stop_after=5)
     ((_, got),) = profiling.summaries(tmp_path)
-    assert [row["half_round"] for row in got["half_rounds"]] == [3, 4, 5]
+    assert [row["half_round"] for row in got["calls"]] == [3, 4, 5]
     train(tmp_path, profile="7:8")  # it may go on with another
     ((_, got),) = profiling.summaries(tmp_path)
-    assert [row["half_round"] for row in got["half_rounds"]] == [7, 8]
+    assert [row["half_round"] for row in got["calls"]] == [7, 8]
 
 
 def test_a_damaged_summary_is_named(tmp_path):
     folder = tmp_path / "profile"
     folder.mkdir()
-    for text in ("{}", '{"unknown": "", "devices": [], "half_rounds": [{}]}'):
+    for text in ("{}", '{"unknown": "", "devices": [], "calls": [{}]}'):
         (folder / "process-0.json").write_text(text)
         with pytest.raises(ValueError, match=r"process-0\.json is damaged") as error:
             profiling.summaries(tmp_path)

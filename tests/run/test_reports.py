@@ -51,7 +51,7 @@ def test_summarizes_in_a_file_and_for_people(tmp_path):
         "tokens": 3328, "seconds": 4.0, "loss": 5.4, "bits_per_byte": 3.0,
         "bigram_bits_per_byte": 4.0, "bytes_sent_per_worker": 12345,
         "state_bytes_per_device": 67890, "goodput": 0.875, "wall_seconds": 8.0,
-        "seconds_by_cause": {"half_rounds": 7.0, "start_up": 1.0, "down": 0.0},
+        "seconds_by_cause": {"training": 7.0, "start_up": 1.0, "down": 0.0},
     }  # fmt: skip
     text = run_summary.summarize(summary, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

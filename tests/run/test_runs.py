@@ -63,7 +63,7 @@ def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     run = load_run(tmp_path, jax.devices()[:1])
     chex.assert_trees_all_close(run.params, jax.device_get(x), rtol=1e-5, atol=1e-6)
     rows = [r for r in metrics.read(tmp_path) if r["kind"] == "validation"]
-    host = e.checkpoints.host(e.half_rounds)
+    host = e.checkpoints.host(e.total_calls)
     assert host["held_out_loss"] == rows[-1]["loss"]
 
 

@@ -31,10 +31,10 @@ def placed(x, *names, devices=2):
     return jax.device_put(x, NamedSharding(mesh, P(*names)))
 
 
-def saved(folder, *half_rounds, keep=2, **options):
+def saved(folder, *saved_calls, keep=2, **options):
     """Checkpoints of arrays that are filled with the half-round."""
     checkpoints = Checkpoints(folder, keep, **options)
-    for half_round in half_rounds:
+    for half_round in saved_calls:
         checkpoints.save(half_round, filled(half_round), {})
     checkpoints.wait()
     return checkpoints

@@ -84,7 +84,7 @@ def test_a_replay_is_the_run_to_the_bit(world, changed, tmp_path):
     for (devices, _), end in zip(WORLDS, stops, strict=True):
         again, summary = world(tmp_path, devices, replay=workdir)
         assert (summary is None) == (end is not None)
-        assert again.checkpoints.latest() == (end or again.half_rounds)
+        assert again.checkpoints.latest() == (end or again.total_calls)
     fields = "loss", "tokens"
     rows = [series(metrics.read(w), *fields) for w in (tmp_path, workdir)]
     assert rows[0] == rows[1]
@@ -125,7 +125,7 @@ def test_other_methods_go_on_and_are_repeated(world, name, tmp_path):
     visits = list(zip([4, 2, 3, 1, 4], [1, 2, 3, 4, None], strict=True))
     for devices, end in visits:
         experiment, summary = world(tmp_path / "changed", devices, end, **changes)
-    assert summary is not None and experiment.half_rounds > 4
+    assert summary is not None and experiment.total_calls > 4
     for devices, _ in visits:
         again, repeated = world(
             tmp_path / "again", devices, replay=tmp_path / "changed", **changes
@@ -158,7 +158,7 @@ def test_adaptive_counts_are_repeated_over_several_worlds(world, tmp_path):
     log = (tmp_path / "a" / "counts.jsonl").read_text()
     assert (tmp_path / "b" / "counts.jsonl").read_text() == log
     sizes = [len(json.loads(line)) for line in log.splitlines()]
-    assert sizes == [2] * 3 + [1] * 2 + [3] * (first.half_rounds - 5)
+    assert sizes == [2] * 3 + [1] * 2 + [3] * (first.total_calls - 5)
     assert repeated["loss"] == summary["loss"]
     jax.tree.map(np.testing.assert_array_equal, theta(again), theta(first))
 

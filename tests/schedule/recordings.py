@@ -26,8 +26,8 @@ def text_of(name):
 
 
 @functools.cache
-def recorded(name, trips=2):
-    return schedules.read(text_of(name), trip_counts=trips)
+def recorded(name, iterations=2):
+    return schedules.read(text_of(name), trip_counts=iterations)
 
 
 def machine(name, slices=1, **changes):

@@ -279,7 +279,7 @@ def test_two_data_axes(name):
 def test_memory(microbatches):
     """Beside activations: (10 + (K + 4) / n) bytes for each of Psi parameters.
 
-    Ten are parameters, pending gradients, accumulated ones, those of the microbatch
+    Ten are parameters, in-flight gradients, accumulated ones, those of the microbatch
     under way and gathered parameters; (K + 4) / n are master copy, moments and carry.
     Activations are what one microbatch's value_and_grad needs beyond its parameters
     and gradients.

@@ -119,11 +119,11 @@ def test_without_such_a_collective_there_is_no_fraction():
 
 
 def test_unknown_trip_counts_come_from_the_caller():
-    unknown = recorded("gpu_hidden", trips=None)
+    unknown = recorded("gpu_hidden", iterations=None)
     outer = [x for x in unknown.loops if x.where == "ENTRY"]
-    assert [x.trips for x in outer] == [None, None]
+    assert [x.iterations for x in outer] == [None, None]
     assert unknown.flops == 2 * MICROBATCH  # one trip each
-    assert {x.trips for x in unknown.loops if x.where != "ENTRY"} == {4}  # known
+    assert {x.iterations for x in unknown.loops if x.where != "ENTRY"} == {4}  # known
     text = text_of("gpu_hidden")
     named = schedules.read(text, trip_counts={outer[0].name: 3, outer[1].name: 5})
     assert named.flops == 8 * MICROBATCH
@@ -132,7 +132,7 @@ def test_unknown_trip_counts_come_from_the_caller():
         3 * MICROBATCH,
         5 * MICROBATCH,
     )
-    inner = next(x.name for x in unknown.loops if x.trips == 4)
+    inner = next(x.name for x in unknown.loops if x.iterations == 4)
     for wrong in (inner, "while.0"):
         with pytest.raises(ValueError, match=rf"{wrong}.*while\.184"):
             schedules.read(text, trip_counts={wrong: 2})
@@ -140,8 +140,8 @@ def test_unknown_trip_counts_come_from_the_caller():
 
 @pytest.mark.parametrize("name", ["tpu_v5e_hidden", "tpu_v6e_hidden"])
 def test_trip_counts_of_tpu_come_from_the_condition(name):
-    trips = [x.trips for x in recorded(name, trips=None).loops]
-    assert trips == [None, None, 4, 4, 4, 4]
+    iterations = [x.iterations for x in recorded(name, iterations=None).loops]
+    assert iterations == [None, None, 4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("name", ["gpu_hidden", "tpu_v5e_hidden", "tpu_v6e_hidden"])

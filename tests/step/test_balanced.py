@@ -100,7 +100,7 @@ def test_a_clock_that_is_a_quarter_off_finds_the_speeds(seed):
 # ---- the clock: half-rounds and probes of workers whose speed changes
 
 
-def simulate(bounds, speeds, half_rounds):
+def simulate(bounds, speeds, calls):
     """The counts of each half-round, and the share of the time that probes took.
 
     speeds(half_round) -> seconds of a microbatch on every worker.
@@ -108,7 +108,7 @@ def simulate(bounds, speeds, half_rounds):
     balancer = Balancer(bounds, len(speeds(0)))
     now = spent = probed = 0.0
     since, found = 0, []
-    for h in range(half_rounds):
+    for h in range(calls):
         seconds = speeds(h)
         if not balancer.wait:
             each, began = (now - probed) / max(since, 1), now

@@ -93,13 +93,13 @@ CASES = [
 @optimized()  # the forms' float32 bits
 def test_all_forms_agree(case):
     made = setup(*case)
-    half_rounds = 7
-    plain = made.run(["plain"] * half_rounds)
+    calls = 7
+    plain = made.run(["plain"] * calls)
     assert np.any(plain[0][0]["w"] != plain[-1][0]["w"])
     fused = None
     for forms in (
-        ["fused"] * half_rounds,
-        ["split"] * half_rounds,
+        ["fused"] * calls,
+        ["split"] * calls,
         ["plain", "fused", "split", "fused", "plain", "split", "plain"],
         ["split", "plain", "fused", "plain", "split", "plain", "fused"],
     ):

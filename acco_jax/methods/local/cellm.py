@@ -4,7 +4,7 @@ With x(t) the point where all workers start a round, theta_i where worker i's H 
 steps lead it, w_i its weight (its amount of data) and e_i what it has not sent yet,
 
     u_i = w_i (x(t) - theta_i) + e_i(t)
-    s_i = of every 256 entries of u_i the k of largest magnitude, rounded to the wire
+    s_i = of every 256 entries of u_i the k of largest magnitude, in the dtype sent
     e_i(t+1) = u_i - s_i
     x(t+1) = a step of the outer optimizer from x(t) on sum_i s_i / sum_i w_i
 
@@ -43,8 +43,8 @@ from acco_jax.methods.local import local_method
 from acco_jax.methods.local.local_method import (
     InnerSteps,
     LocalMethod,
+    LocalProgress,
     LocalRound,
-    Work,
 )
 from acco_jax.methods.local.rounds import RoundOptions, counted
 from acco_jax.methods.method import common_attributes, layout_of, placed_state
@@ -57,7 +57,7 @@ class CellmState(NamedTuple):
     """State of `cellm`; the parameters of the loop are rows, all equal."""
 
     layout: Layout  # static: of the parameters; nothing is sharded
-    half_rounds: jax.Array  # int32 []: rounds so far
+    calls_done: jax.Array  # int32 []: rounds so far
     steps: jax.Array  # int32 []: inner steps so far
     master: PyTree  # x(t), replicated, float32 or wider
     outer: PyTree  # the outer optimizer's state, replicated
@@ -65,8 +65,8 @@ class CellmState(NamedTuple):
     error: PyTree  # rows: e_i(t), float32 or wider
 
     def shardings(self) -> Self:
-        homes = local_method.shardings(self, rows=("inner", "error"))
-        return homes._replace(master=self.layout.params_shardings)
+        out_shardings = local_method.shardings(self, rows=("inner", "error"))
+        return out_shardings._replace(master=self.layout.params_shardings)
 
     def committed(self, params: PyTree) -> PyTree:
         del params  # x(t), rounded
@@ -95,7 +95,7 @@ def _groups(layout: Layout) -> list[list[int]]:
     """
     members: dict[Any, list[int]] = {}
     for i, leaf in enumerate(layout.leaves):
-        key = (leaf.wire, leaf.master, frozenset(leaf.axes))
+        key = (leaf.comm_dtype, leaf.master, frozenset(leaf.axes))
         members.setdefault(key, []).append(i)
     return list(members.values())
 
@@ -168,14 +168,14 @@ def _from_words(words: jax.Array, like: list[jax.ShapeDtypeStruct]) -> list[jax.
     return arrays
 
 
-def _parcel(layout: Layout, k: int) -> list[jax.ShapeDtypeStruct]:
+def _message(layout: Layout, k: int) -> list[jax.ShapeDtypeStruct]:
     """What a worker sends: places and values of each group."""
     arrays = []
     for group in _groups(layout):
         rows = -(-sum(_sizes(layout, group)) // ROW)
-        wire = layout.leaves[group[0]].wire
+        comm_dtype = layout.leaves[group[0]].comm_dtype
         arrays += [
-            jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.uint8, wire)
+            jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.uint8, comm_dtype)
         ]
     return arrays
 
@@ -204,15 +204,17 @@ class SparseRound(LocalRound):
     def theta(self, rows: PyTree, rest: CellmState) -> PyTree:
         return local_method.to_rows(rest.layout, rest.master)
 
-    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
-        """The parcel: the layout, every worker's words, e_i(t+1), and sum_i w_i."""
-        layout, words, error, weight = outbox
+    def send(self, in_flight: Any, owner: Any, extra: dict[str, Any]) -> Any:
+        """Return the message: layout, every worker's words, e_i(t+1), and sum_i w_i."""
+        layout, words, error, weight = in_flight
         return layout, words, error, weight.sum()
 
-    def outgoing(self, params: PyTree, rest: CellmState, work: Work) -> Any:
+    def outgoing(
+        self, params: PyTree, rest: CellmState, progress: LocalProgress
+    ) -> Any:
         """(layout, every worker's words, e_i(t+1), w_i)."""
         layout = rest.layout
-        weight = counted(work.sums.weight, self.weighted)
+        weight = counted(progress.sums.weight, self.weighted)
 
         def local(
             weight: jax.Array, x: PyTree, theta: PyTree, error: PyTree
@@ -223,25 +225,25 @@ class SparseRound(LocalRound):
                 theta,
                 error,
             )
-            parcel, unsent = [], []
-            wires = (p.dtype for p in _parcel(layout, self.k)[1::2])
+            message, unsent = [], []
+            dtypes = (p.dtype for p in _message(layout, self.k)[1::2])
             buffers = _to_rows_of_256(layout, jax.tree.leaves(u))
-            for buffer, wire in zip(buffers, wires, strict=True):
+            for buffer, dtype in zip(buffers, dtypes, strict=True):
                 places, values = largest(buffer, self.k)
-                sent = jnp.where(weight[0] != 0, values, 0).astype(wire)
-                parcel += [places, sent]
+                sent = jnp.where(weight[0] != 0, values, 0).astype(dtype)
+                message += [places, sent]
                 unsent.append(add_at(buffer, places, -sent.astype(buffer.dtype)))
             left = [e[None] for e in _to_leaves(layout, unsent)]
-            return _to_words(parcel), layout.treedef.unflatten(left)
+            return _to_words(message), layout.treedef.unflatten(left)
 
         at, rows_at, everyone = self._specs(layout)
         in_specs = (P(layout.axis), at, rows_at, rows_at)
         run = layout.everywhere(local, in_specs, (everyone, rows_at))
-        words, error = run(weight, rest.master, work.theta, rest.error)
+        words, error = run(weight, rest.master, progress.theta, rest.error)
         return layout, words, error, weight
 
-    def _gather(self, parcel: Any) -> Any:
-        layout, words, error, total = parcel
+    def _gather(self, message: Any) -> Any:
+        layout, words, error, total = message
 
         def local(words: jax.Array) -> jax.Array:
             if layout.workers == 1:
@@ -261,13 +263,13 @@ class SparseRound(LocalRound):
 
     def _sum(self, layout: Layout, words: jax.Array) -> PyTree:
         """sum_i s_i, added up in the workers' order, in the master dtype."""
-        like = _parcel(layout, self.k)
+        like = _message(layout, self.k)
 
         def local(words: jax.Array) -> PyTree:
             def add(total: list[jax.Array], words: jax.Array) -> Any:
                 parts = _from_words(words, like)
                 parcels = zip(total, parts[::2], parts[1::2], strict=True)
-                return [add_at(*parcel) for parcel in parcels], None
+                return [add_at(*message) for message in parcels], None
 
             none = [
                 jnp.zeros((p.shape[0], ROW), layout.leaves[group[0]].master)
@@ -291,13 +293,15 @@ class SparseRound(LocalRound):
         return moved, choose(valid, new, outer)
 
     def conclude(
-        self, rows: PyTree, rest: CellmState, work: Work, delivery: Any
+        self, rows: PyTree, rest: CellmState, progress: LocalProgress, received: Any
     ) -> tuple[PyTree, CellmState]:
-        layout, words, error, total = delivery
+        layout, words, error, total = received
         sums = self._sum(layout, words)
         run = over_data(self._advance, layout.mesh, layout.axis, P(), P())
         master, outer = run(total, sums, rest.master, rest.outer)
-        state = rest._replace(master=master, outer=outer, inner=work.inner, error=error)
+        state = rest._replace(
+            master=master, outer=outer, inner=progress.inner, error=error
+        )
         return local_method.to_rows(
             layout, local_method.narrowed(layout, master)
         ), state
@@ -316,11 +320,11 @@ def cellm(
 ) -> LocalMethod:
     """Average the largest changes of H local steps; the rest waits for its turn.
 
-    Bytes sent per worker and round: (n - 1) keep (1 + b) per parameter, b those of the
-    wire dtype, as a gather of all workers' entries has it. Dense averaging sends
-    2 (n - 1) / n b: at the default keep 85 / n times as much in bfloat16 and 102 / n in
-    float32, so 10 times at 8 workers; for many more of them lower keep. Nothing is
-    sharded: every worker holds x, the outer state and e_i.
+    Bytes sent per worker and round: (n - 1) keep (1 + b) per parameter, b bytes of the
+    communication dtype, as a gather of all workers' entries has it. Dense averaging
+    sends 2 (n - 1) / n b: at the default keep 85 / n times as much in bfloat16 and
+    102 / n in float32, so 10 times at 8 workers; for many more of them lower keep.
+    Nothing is sharded: every worker holds x, the outer state and e_i.
 
     Args:
       inner: each worker's optimizer, an optax transformation.

@@ -19,10 +19,12 @@ W(t) by topology, with n workers:
 As all of them are doubly stochastic, SGP's push-sum weights (1811.10792) would stay 1.
 Only the difference that mixing makes is computed from rounded values,
 
-    x_i(t+1) = x_i(t) + u_i(t) + (sum_j W_ij r(x_j) - r(x_i)),  r rounds to the wire,
+    x_i(t+1) = x_i(t) + u_i(t) + (sum_j W_ij r(x_j) - r(x_i)),
+
+    r rounds to the communication dtype,
 
 so that the mean over the workers is kept exactly in 16 bits too; but for the complete
-graph, whose all-reduce adds up in the wire's dtype.
+graph, whose all-reduce adds up in the communication dtype.
 """
 
 import dataclasses
@@ -45,8 +47,8 @@ from acco_jax.methods.local import local_method
 from acco_jax.methods.local.local_method import (
     InnerSteps,
     LocalMethod,
+    LocalProgress,
     LocalRound,
-    Work,
 )
 from acco_jax.methods.method import (
     CommonOptions,
@@ -63,7 +65,7 @@ class GossipState(NamedTuple):
     """State of `gossip`; the parameters of the loop are rows, x_i(t)."""
 
     layout: Layout  # static: of the parameters; nothing is sharded
-    half_rounds: jax.Array  # int32 []: calls so far
+    calls_done: jax.Array  # int32 []: calls so far
     steps: jax.Array  # int32 []: inner steps so far
     inner: PyTree  # rows: each worker's own optimizer state
     master: PyTree  # rows: x_i(t) in float32 if any parameter is narrower, else None
@@ -102,7 +104,8 @@ def matchings(n: int) -> list[np.ndarray]:
     return pairings
 
 
-# (x in the wire's dtype, call number) -> a part of sum_j W_ij x_j, inside a shard_map
+# (x in the communication dtype, call number) -> a part of sum_j W_ij x_j,
+# inside a shard_map
 Term = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -169,21 +172,21 @@ class GossipRound(LocalRound):
     def open(self, params: PyTree, state: GossipState) -> tuple[Any, Any, GossipState]:
         """Workers send the parameters with which they start."""
         theta = params if state.master is None else state.master
-        return (state.layout, state.half_rounds, theta), (), state
+        return (state.layout, state.calls_done, theta), (), state
 
-    def send(self, outbox: Any, owner: Any, extra: dict[str, Any]) -> Any:
+    def send(self, in_flight: Any, owner: Any, extra: dict[str, Any]) -> Any:
         """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
-        layout, call, theta = outbox
-        sent = layout.map(lambda leaf, x: x.astype(leaf.wire), theta)
+        layout, call, theta = in_flight
+        sent = layout.map(lambda leaf, x: x.astype(leaf.comm_dtype), theta)
         change = jax.tree.map(jnp.negative, local_method.widened(layout, sent))
         return layout, call, sent, change
 
-    def _exchange(self, term: Term, parcel: Any) -> Any:
-        """Adds a term; one buffer of each dtype on the wire."""
-        layout, call, sent, change = parcel
+    def _exchange(self, term: Term, message: Any) -> Any:
+        """Add a term; one buffer of each communication dtype."""
+        layout, call, sent, change = message
         by_dtype: dict[np.dtype, list[int]] = {}
         for i, leaf in enumerate(layout.leaves):
-            by_dtype.setdefault(leaf.wire, []).append(i)
+            by_dtype.setdefault(leaf.comm_dtype, []).append(i)
 
         def local(call: jax.Array, sent: PyTree, change: PyTree) -> PyTree:
             leaves, out = jax.tree.leaves(sent), jax.tree.leaves(change)
@@ -200,11 +203,11 @@ class GossipRound(LocalRound):
         return layout, call, sent, run(call, sent, change)
 
     def conclude(
-        self, rows: PyTree, rest: GossipState, work: Work, delivery: Any
+        self, rows: PyTree, rest: GossipState, progress: LocalProgress, received: Any
     ) -> tuple[PyTree, GossipState]:
-        theta = jax.tree.map(jnp.add, work.theta, delivery[-1])
+        theta = jax.tree.map(jnp.add, progress.theta, received[-1])
         master = None if rest.master is None else theta
-        state = rest._replace(inner=work.inner, master=master)
+        state = rest._replace(inner=progress.inner, master=master)
         return local_method.narrowed(rest.layout, theta), state
 
 

@@ -31,7 +31,7 @@ from acco_jax.methods.method import find_state, is_state
 from acco_jax.methods.sharded import ShardedMethod
 
 
-class Work(NamedTuple):
+class LocalProgress(NamedTuple):
     """What inner steps change; every leaf is a row per worker."""
 
     theta: PyTree  # (n, *param.shape): the parameters, float32 or wider
@@ -50,7 +50,7 @@ class InnerSteps:
 
     def begin(
         self, theta: PyTree, inner: PyTree, layout: Layout, inputs: Inputs
-    ) -> Work:
+    ) -> LocalProgress:
         """No step taken: zero sums, beside the workers' parameters and states."""
 
         def local(
@@ -66,21 +66,29 @@ class InnerSteps:
         in_specs = (P(), gradients.rows, gradients.rows, P())
         run = gradients.over_data(local, in_specs, gradients.rows)
         sums, zero = run(gradients, theta, batch, rng)
-        return Work(theta, inner, sums, zero, zero)
+        return LocalProgress(theta, inner, sums, zero, zero)
 
     def run(
-        self, span: tuple[int, int], work: Work, layout: Layout, inputs: Inputs
-    ) -> Work:
+        self,
+        span: tuple[int, int],
+        progress: LocalProgress,
+        layout: Layout,
+        inputs: Inputs,
+    ) -> LocalProgress:
         """Every worker's steps span[0] to span[1] of this call, a static range.
 
         Batch leaves are (n * steps * microbatches * b, ...), counts are of every step.
         """
         if span[0] == span[1]:
-            return work
+            return progress
 
         def local(
-            gradients: Accumulator, work: Work, batch: PyTree, rng: Any, counts: Any
-        ) -> Work:
+            gradients: Accumulator,
+            progress: LocalProgress,
+            batch: PyTree,
+            rng: Any,
+            counts: Any,
+        ) -> LocalProgress:
             one_step = functools.partial(self._step, gradients, layout)
             count: Any = gradients.microbatches
             if counts is not None:
@@ -89,12 +97,12 @@ class InnerSteps:
             start, end = span
             if end - start == 1:
                 end = gradients.opaque(end)
-            return to_row(lax.fori_loop(start, end, body, from_row(work)))
+            return to_row(lax.fori_loop(start, end, body, from_row(progress)))
 
         gradients, batch, counts, rng = inputs
         rows = gradients.rows
         run = gradients.over_data(local, (P(), rows, rows, P(), rows), rows)
-        return run(gradients, work, batch, rng, counts)
+        return run(gradients, progress, batch, rng, counts)
 
     def _step(
         self,
@@ -104,29 +112,29 @@ class InnerSteps:
         rng: Any,
         count: Any,
         h: Any,
-        work: Work,
-    ) -> Work:
+        progress: LocalProgress,
+    ) -> LocalProgress:
         """One worker's step h on its own mean gradient; without weight, none."""
         microbatches = gradients.microbatches
         total, start = self.steps * microbatches, h * microbatches
-        params = narrowed(layout, work.theta)
+        params = narrowed(layout, progress.theta)
         sums = gradients.zeros_here(params, batch, rng, total)
         sums = gradients.sum_here(sums, params, batch, rng, total, start, start + count)
-        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), sums.grads, work.theta)
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), sums.grads, progress.theta)
         sums = gradients.checked_here(sums._replace(grads=None), grads)
         valid = sums.weight != 0
         weight = jnp.where(valid, sums.weight, 1)
         mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
         updates, inner = checked_update(
-            self.inner, mean, work.inner, work.theta, {}, in_loop=True
+            self.inner, mean, progress.inner, progress.theta, {}, in_loop=True
         )
-        theta = optax.apply_updates(work.theta, updates)
-        return Work(
-            choose(valid, theta, work.theta),
-            choose(valid, inner, work.inner),
-            jax.tree.map(jnp.add, work.sums, sums),
-            work.norm + optax.tree.norm(mean).astype(work.norm.dtype),
-            work.steps + valid.astype(work.steps.dtype),
+        theta = optax.apply_updates(progress.theta, updates)
+        return LocalProgress(
+            choose(valid, theta, progress.theta),
+            choose(valid, inner, progress.inner),
+            jax.tree.map(jnp.add, progress.sums, sums),
+            progress.norm + optax.tree.norm(mean).astype(progress.norm.dtype),
+            progress.steps + valid.astype(progress.steps.dtype),
         )
 
 
@@ -200,39 +208,44 @@ class LocalRound(Round):
         return widened(rest.layout, rows) if master is None else master
 
     def compute(
-        self, k: int, work: Any, params: PyTree, rest: Any, inputs: Inputs
-    ) -> Work:
+        self, k: int, progress: Any, params: PyTree, rest: Any, inputs: Inputs
+    ) -> LocalProgress:
         """The k-th piece of the steps beside the hops; after the last, the others."""
         parts, layout = len(self.hops), rest.layout
-        if work is None:
+        if progress is None:
             theta = self.theta(params, rest)
-            work = self.steps.begin(theta, rest.inner, layout, inputs)
+            progress = self.steps.begin(theta, rest.inner, layout, inputs)
         span = (self.beside * k // parts, self.beside * (k + 1) // parts)
         if k == parts:
             span = (self.beside, self.steps.steps)
-        return self.steps.run(span, work, layout, inputs)
+        return self.steps.run(span, progress, layout, inputs)
 
-    def merge(self, rest: Any, work: Work, delivery: Any) -> Work:
+    def merge(self, rest: Any, progress: LocalProgress, received: Any) -> LocalProgress:
         """Lets a delivery into the workers' parameters, before the last steps."""
-        return work
+        return progress
 
     @abc.abstractmethod
     def conclude(
-        self, rows: PyTree, rest: Any, work: Work, delivery: Any
+        self, rows: PyTree, rest: Any, progress: LocalProgress, received: Any
     ) -> tuple[PyTree, Any]:
         """The rows and the state that the call returns, but for its counters."""
 
     def finish(
-        self, params: PyTree, rest: Any, inputs: Inputs, work: Work, delivery: Any
+        self,
+        params: PyTree,
+        rest: Any,
+        inputs: Inputs,
+        progress: LocalProgress,
+        received: Any,
     ) -> tuple[PyTree, Any, Sums, jax.Array]:
-        work = self.merge(rest, work, delivery)
-        work = self.compute(len(self.hops), work, params, rest, inputs)
-        rows, state = self.conclude(params, rest, work, delivery)
+        progress = self.merge(rest, progress, received)
+        progress = self.compute(len(self.hops), progress, params, rest, inputs)
+        rows, state = self.conclude(params, rest, progress, received)
         state = state._replace(
-            half_rounds=state.half_rounds + 1, steps=state.steps + self.steps.steps
+            calls_done=state.calls_done + 1, steps=state.steps + self.steps.steps
         )
-        norm = work.norm.sum() / jnp.maximum(work.steps.sum(), 1)
-        return rows, state, work.sums, norm
+        norm = progress.norm.sum() / jnp.maximum(progress.steps.sum(), 1)
+        return rows, state, progress.sums, norm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -254,7 +267,7 @@ class LocalMethod:
     check_parts: Callable[[Any], None] = lambda state: None
 
     local = True
-    half_rounds = 1
+    calls_per_step = 1
     warmup = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -378,11 +391,11 @@ def nesterov(learning_rate: float, momentum: float) -> optax.GradientTransformat
 
 
 def check_wire(layout: Layout, weighted: bool) -> None:
-    """Raises a ValueError where weighted differences would not fit into the wire.
+    """Raises a ValueError where weighted differences overflow the communication dtype.
 
     A weight is a number of targets: times a difference it passes float16's 65,504.
     """
-    if weighted and any(leaf.wire == jnp.float16 for leaf in layout.leaves):
+    if weighted and any(leaf.comm_dtype == jnp.float16 for leaf in layout.leaves):
         raise ValueError(
             "what is sent is float16, in which weighted differences overflow: use "
             "comm_dtype='bfloat16' or weighted=False."

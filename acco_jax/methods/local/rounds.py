@@ -7,9 +7,9 @@ lead it and w_i its weight, the "gradient" that an outer method is given is
 
 and the point that it returns is where everyone starts the next round. A worker without
 weight contributes nothing and starts from there too: it may drop out and come back.
-The outer method brings its own recurrence, sharding, wire dtype and exact master copy:
-a round costs one reduce-scatter and one all-gather of the parameters' size, the bytes
-of one ring all-reduce, however many steps it has.
+The outer method brings its own recurrence, sharding, communication dtype and
+exact master weights: a round costs one reduce-scatter and one all-gather of the
+parameters' size, the bytes of one ring all-reduce, however many steps it has.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.buffers import Pending
-from acco_jax.core.exchange import Delivery, Exchange, ExchangeRound
+from acco_jax.core.buffers import InFlight
+from acco_jax.core.exchange import Exchange, ExchangeRound, Received
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.workers import over_data, to_row
@@ -31,8 +31,8 @@ from acco_jax.methods.local import local_method
 from acco_jax.methods.local.local_method import (
     InnerSteps,
     LocalMethod,
+    LocalProgress,
     LocalRound,
-    Work,
 )
 from acco_jax.methods.method import (
     CommonOptions,
@@ -50,7 +50,7 @@ class RoundState(NamedTuple):
     """State of `local_rounds`; the parameters of the loop are rows, all equal."""
 
     layout: Layout  # static
-    half_rounds: jax.Array  # int32 []: rounds so far
+    calls_done: jax.Array  # int32 []: rounds so far
     steps: jax.Array  # int32 []: inner steps so far
     outer: Any  # the outer method's state, sharded: the exact point, its momentum
     inner: PyTree  # rows: each worker's own optimizer state
@@ -59,7 +59,7 @@ class RoundState(NamedTuple):
         return local_method.shardings(self, rows=("inner",))
 
     def committed(self, params: PyTree) -> PyTree:
-        del params  # the point they started from, rounded to the wire's dtype
+        del params  # the point they started from, rounded to the communication dtype
         return gather_exact(self.layout, self.outer.master)
 
     def theta(self, params: PyTree) -> PyTree:
@@ -69,7 +69,7 @@ class RoundState(NamedTuple):
 
 def differences(
     layout: Layout, weight: jax.Array, origin: PyTree, theta: PyTree, origin_spec: P
-) -> Pending:
+) -> InFlight:
     """w_i (origin - theta_i), packed, and w_i: what an outer method communicates.
 
     The workers started from `origin`: rows, if its spec is P(data axes), or the same
@@ -108,21 +108,27 @@ class OuterRound(ExchangeRound, LocalRound):
         outer, rest = state.outer, state._replace(outer=None)
         if not self.overlaps:
             return None, outer, rest
-        return outer.pending, outer._replace(pending=None), rest
+        return outer.in_flight, outer._replace(in_flight=None), rest
 
-    def outgoing(self, params: PyTree, rest: RoundState, work: Work) -> Pending:
-        weight = counted(work.sums.weight, self.weighted)
+    def outgoing(
+        self, params: PyTree, rest: RoundState, progress: LocalProgress
+    ) -> InFlight:
+        weight = counted(progress.sums.weight, self.weighted)
         rows = P(rest.layout.axis)
-        return differences(rest.layout, weight, params, work.theta, rows)
+        return differences(rest.layout, weight, params, progress.theta, rows)
 
     def conclude(
-        self, rows: PyTree, rest: RoundState, work: Work, delivery: Delivery
+        self,
+        rows: PyTree,
+        rest: RoundState,
+        progress: LocalProgress,
+        received: Received,
     ) -> tuple[PyTree, RoundState]:
-        outer = delivery.state
+        outer = received.state
         if self.overlaps:
-            outer = outer._replace(pending=self.outgoing(rows, rest, work))
-        state = rest._replace(outer=outer, inner=work.inner)
-        return local_method.to_rows(rest.layout, delivery.params), state
+            outer = outer._replace(in_flight=self.outgoing(rows, rest, progress))
+        state = rest._replace(outer=outer, inner=progress.inner)
+        return local_method.to_rows(rest.layout, received.params), state
 
 
 class RoundOptions(CommonOptions, total=False):
@@ -153,7 +159,7 @@ def local_rounds(
       inner: an optax transformation; each worker runs it on its own whole leaves in
         float32 (or wider), on its own mean gradients. Its state is kept per worker.
       outer: a sharding method, e.g. acco_jax.zero1(optax.sgd(0.7, 0.9, nesterov=True),
-        mesh=mesh); its wire dtype and layout are those of the exchange.
+        mesh=mesh); its communication dtype and layout are those of the exchange.
       local_steps: H, inner steps of a round.
       weighted: see `RoundOptions`.
       accumulate_dtype: of the gradient accumulator; None means each parameter's own.

@@ -28,9 +28,9 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.buffers import Pending
+from acco_jax.core.buffers import InFlight
 from acco_jax.core.codec import Codec
-from acco_jax.core.exchange import Delivery, Exchange, ExchangeRound
+from acco_jax.core.exchange import Exchange, ExchangeRound, Received
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.core.select import choose
@@ -40,8 +40,8 @@ from acco_jax.methods.local import local_method
 from acco_jax.methods.local.local_method import (
     InnerSteps,
     LocalMethod,
+    LocalProgress,
     LocalRound,
-    Work,
 )
 from acco_jax.methods.local.rounds import RoundOptions, counted, differences
 from acco_jax.methods.method import (
@@ -61,7 +61,7 @@ class StreamingState(NamedTuple):
     """State of `streaming_diloco`; the parameters of the loop are rows, theta_i."""
 
     layout: Layout  # static: of all parameters
-    half_rounds: jax.Array  # int32 []: calls so far
+    calls_done: jax.Array  # int32 []: calls so far
     steps: jax.Array  # int32 []: inner steps so far
     outer: tuple[Any, ...]  # each fragment's outer state, sharded: exact x_p, momentum
     anchor: tuple[Fragment, ...]  # x_p as the workers got it, replicated
@@ -71,8 +71,12 @@ class StreamingState(NamedTuple):
 
     def shardings(self) -> Self:
         layout = self.layout
-        homes = {leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves}
-        anchor = tuple({name: homes[name] for name in part} for part in self.anchor)
+        out_shardings = {
+            leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves
+        }
+        anchor = tuple(
+            {name: out_shardings[name] for name in part} for part in self.anchor
+        )
         state = local_method.shardings(self, rows=("weights", "inner", "master"))
         return state._replace(anchor=anchor)
 
@@ -172,34 +176,38 @@ class StreamingRound(ExchangeRound, LocalRound):
     ) -> tuple[Any, Any, StreamingState]:
         """The arriving fragment's state is its owner's, what is pending too stays."""
         owner, outer = state.outer[self.arriving], list(state.outer)
-        others = set(owner._fields) - {"layout", "pending"}
+        others = set(owner._fields) - {"layout", "in_flight"}
         outer[self.arriving] = owner._replace(**dict.fromkeys(others))
-        outbox = None
+        in_flight = None
         if self.overlaps:
-            outbox, owner = owner.pending, owner._replace(pending=None)
-        return outbox, owner, state._replace(outer=tuple(outer))
+            in_flight, owner = owner.in_flight, owner._replace(in_flight=None)
+        return in_flight, owner, state._replace(outer=tuple(outer))
 
     def _members(self, layout: Layout, fragment: int) -> tuple[int, ...]:
         return fragments_of(layout.leaves, self.fragments)[fragment]
 
-    def _weights(self, rest: StreamingState, work: Work) -> jax.Array:
+    def _weights(self, rest: StreamingState, progress: LocalProgress) -> jax.Array:
         """(n, P) at the end of this call's steps."""
-        return rest.weights + work.sums.weight[:, None]
+        return rest.weights + progress.sums.weight[:, None]
 
-    def outgoing(self, params: PyTree, rest: StreamingState, work: Work) -> Pending:
+    def outgoing(
+        self, params: PyTree, rest: StreamingState, progress: LocalProgress
+    ) -> InFlight:
         """What fragment `phase` sends."""
         layout, anchor = rest.layout, rest.anchor[self.phase]
-        theta = take(layout, self._members(layout, self.phase), work.theta)
-        weight = counted(self._weights(rest, work)[:, self.phase], self.weighted)
+        theta = take(layout, self._members(layout, self.phase), progress.theta)
+        weight = counted(self._weights(rest, progress)[:, self.phase], self.weighted)
         outer = rest.outer[self.phase].layout
         return differences(outer, weight, anchor, theta, P())
 
-    def merge(self, rest: StreamingState, work: Work, delivery: Delivery) -> Work:
+    def merge(
+        self, rest: StreamingState, progress: LocalProgress, received: Received
+    ) -> LocalProgress:
         q, layout = self.arriving, rest.layout
         if self.overlaps:
-            weight = rest.outer[q].pending.weight
+            weight = rest.outer[q].in_flight.weight
         else:
-            weight = self._weights(rest, work)[:, q]
+            weight = self._weights(rest, progress)[:, q]
 
         def local(
             total: jax.Array, weight: jax.Array, theta: PyTree, anchor: PyTree
@@ -213,38 +221,42 @@ class StreamingRound(ExchangeRound, LocalRound):
 
             return jax.tree.map(one, theta, anchor)
 
-        theta = take(layout, self._members(layout, q), work.theta)
+        theta = take(layout, self._members(layout, q), progress.theta)
         row = P(layout.axis)
         in_specs = (P(), row, row, P())
         run = over_data(local, layout.mesh, layout.axis, in_specs, row)
-        merged = run(delivery.totals.weight, weight, theta, delivery.params)
-        return work._replace(theta=put(layout, work.theta, merged))
+        merged = run(received.totals.weight, weight, theta, received.params)
+        return progress._replace(theta=put(layout, progress.theta, merged))
 
     def conclude(
-        self, rows: PyTree, rest: StreamingState, work: Work, delivery: Delivery
+        self,
+        rows: PyTree,
+        rest: StreamingState,
+        progress: LocalProgress,
+        received: Received,
     ) -> tuple[PyTree, StreamingState]:
         p, q, layout = self.phase, self.arriving, rest.layout
         outer, anchor = list(rest.outer), list(rest.anchor)
         # nothing arrives of a fragment that nobody has sent yet
-        sent = delivery.totals.weight != 0
-        anchor[q] = choose(sent, delivery.params, anchor[q])
-        outer[q] = delivery.state
+        sent = received.totals.weight != 0
+        anchor[q] = choose(sent, received.params, anchor[q])
+        outer[q] = received.state
         if self.overlaps:
             # read no more before it is written again
-            outer[q] = outer[q]._replace(pending=rest.outer[q].pending)
+            outer[q] = outer[q]._replace(in_flight=rest.outer[q].in_flight)
             # it differs from the point that has just arrived, if it is the same one
-            leaving = self.outgoing(rows, rest._replace(anchor=tuple(anchor)), work)
-            outer[p] = outer[p]._replace(pending=leaving)
-        weights = self._weights(rest, work)
+            leaving = self.outgoing(rows, rest._replace(anchor=tuple(anchor)), progress)
+            outer[p] = outer[p]._replace(in_flight=leaving)
+        weights = self._weights(rest, progress)
         sends = np.arange(weights.shape[1]) == p
         state = rest._replace(
             outer=tuple(outer),
             anchor=tuple(anchor),
             weights=jnp.where(sends, 0, weights).astype(rest.weights.dtype),
-            inner=work.inner,
-            master=None if rest.master is None else work.theta,
+            inner=progress.inner,
+            master=None if rest.master is None else progress.theta,
         )
-        return local_method.narrowed(layout, work.theta), state
+        return local_method.narrowed(layout, progress.theta), state
 
 
 def streaming_diloco(
@@ -277,7 +289,7 @@ def streaming_diloco(
       mixing: alpha, how much of its own parameters a worker keeps when a fragment
         arrives; without overlap, none.
       bits: 8 or 4: outer gradients as integers with a scale per row; None: they travel
-        in the wire dtype. Parameters come back in the wire dtype either way.
+        in the communication dtype, as parameters always do on their way back.
       outer_learning_rate: eta, as for `acco_jax.diloco`.
       outer_momentum: mu, as for `acco_jax.diloco`.
       outer: as for `acco_jax.diloco`; every fragment has an optimizer of its own,
@@ -329,7 +341,7 @@ def streaming_diloco(
             params = jax.tree.map(jnp.copy, params)
             return StreamingState(
                 whole,
-                half_rounds=jnp.int32(0),
+                calls_done=jnp.int32(0),
                 steps=jnp.int32(0),
                 outer=(),
                 anchor=tuple(take(whole, numbers, params) for numbers in members),

@@ -157,8 +157,8 @@ def _length(experiment: Any) -> dict[str, Any]:
             calls[step] = e.tx.calls(step)
     return {
         "steps": e.config.steps,
-        "tokens": e.tokens * e.half_rounds,
-        "half_rounds": calls,
+        "tokens": e.tokens * e.total_calls,
+        "calls": calls,
     }
 
 
@@ -213,7 +213,7 @@ def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> 
         c: tuning.Length(
             length["steps"],
             length["tokens"],
-            {int(k): v for k, v in length["half_rounds"].items()},
+            {int(k): v for k, v in length["calls"].items()},
         )
         for c, length in zip(full, lengths, strict=True)
     }

@@ -77,7 +77,7 @@ def read(folder: Path, method: str, seed: int) -> Result:
         microbatches=tokens // (config["microbatch_size"] * config["length"]),
         tokens_per_second=rate,
         seconds=summary["seconds"],
-        training_seconds=_cause(summary, "half_rounds"),
+        training_seconds=_cause(summary, "training"),
         compiling_seconds=_cause(summary, "compiling"),
         bytes_sent_per_worker=summary["bytes_sent_per_worker"],
         state_bytes_per_device=summary["state_bytes_per_device"],

@@ -51,11 +51,11 @@ class Length:
 
     steps: int
     tokens: int  # of the whole run
-    half_rounds: dict[int, int]  # by the steps at which a run can be judged
+    calls: dict[int, int]  # by the steps at which a run can be judged
 
     def step(self, part: float) -> int:
         """Return the step nearest to a part of the run at which it can be judged."""
-        return min(self.half_rounds, key=lambda step: abs(step - part * self.steps))
+        return min(self.calls, key=lambda step: abs(step - part * self.steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _run(
                 continue
             flags = [*c.flags, f"--config.seed={seed}"]
             if step < length.steps:
-                flags.append(f"--stop_after={length.half_rounds[step]}")
+                flags.append(f"--stop_after={length.calls[step]}")
             name = f"{c.method}, {c.name}, seed {seed}"
             tasks.append(Task(f"{name}: to step {step}", folder, tuple(flags)))
     codes = pool.run(tasks)

@@ -343,19 +343,19 @@ def with_steps(
     return config
 
 
-def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) -> int:
+def call_microbatches(config: ConfigDict, calls_per_step: int, workers: int) -> int:
     """Return the microbatches of each worker in one of a step's half-rounds.
 
     Raises:
       ValueError: if the step does not divide into half-rounds, or counts do not fit.
     """
     per_step, counts = config.microbatches_per_step, tuple(config.counts)
-    if per_step % half_rounds:
+    if per_step % calls_per_step:
         raise ValueError(
             f"microbatches_per_step is {per_step}, which does not divide into the "
-            f"{half_rounds} half-rounds of a step of {config.method}: use a multiple."
+            f"{calls_per_step} calls of a step of {config.method}: use a multiple."
         )
-    microbatches = per_step // half_rounds
+    microbatches = per_step // calls_per_step
     whole = all(type(c) is int and 0 <= c <= microbatches for c in counts)
     fits = len(counts) == workers and whole
     if counts and not fits:
@@ -366,14 +366,14 @@ def half_round_microbatches(config: ConfigDict, half_rounds: int, workers: int) 
     return microbatches
 
 
-def halves(config: ConfigDict, half_rounds: int) -> tuple[int, int]:
+def halves(config: ConfigDict, calls_per_step: int) -> tuple[int, int]:
     """Return each worker's microbatches in a step's first and second half.
 
     Raises:
       ValueError: if there are not two half-rounds, or too few microbatches.
     """
     per_step, first = config.microbatches_per_step, config.first_half
-    if half_rounds != 2 or not 0 < first < per_step:
+    if calls_per_step != 2 or not 0 < first < per_step:
         raise ValueError(
             f"first_half is {first} of microbatches_per_step={per_step} with "
             f"{config.method}: it is for acco, from 1 to one less than these."
@@ -405,12 +405,12 @@ def dtype(field: str, name: str | None) -> Any:
     return value
 
 
-def profiled(text: str | None, half_rounds: int | None = None) -> range:
+def profiled(text: str | None, total_calls: int | None = None) -> range:
     """Return the half-rounds that a config's `profile` names, counted from 1.
 
     Args:
       text: 'START:STOP', both included; None: none.
-      half_rounds: of the run, if that is known.
+      total_calls: of the run, if that is known.
 
     Raises:
       ValueError: if it has another form, or goes beyond the run.
@@ -424,8 +424,8 @@ def profiled(text: str | None, half_rounds: int | None = None) -> range:
             f"profile is {text!r}: give START:STOP, the first and the last half-round "
             "to trace, counted from 1, such as 20:23."
         )
-    if half_rounds is not None and last > half_rounds:
+    if total_calls is not None and last > total_calls:
         raise ValueError(
-            f"profile is {text!r}, but the run has {half_rounds} half-rounds: lower it."
+            f"profile is {text!r}, but the run has {total_calls} half-rounds: lower it."
         )
     return range(first, last + 1)

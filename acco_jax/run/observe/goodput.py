@@ -8,7 +8,7 @@ line counts for the line with which the next process starts, `down`.
 
 Every second has one cause:
 
-  half_rounds  training that is in the parameters: half-rounds that counted.
+  training     work that is in the parameters: half-rounds that counted.
   repeated     training that a kill or a rollback lost and that was done again.
   start_up     from the start of a process, or from a spike that is rolled back, until
                half-rounds can begin: imports, data, parameters or a checkpoint.
@@ -38,7 +38,7 @@ from acco_jax.run.observe import timing
 
 FILE = "goodput.jsonl"
 CAUSES = (
-    "half_rounds", "repeated", "start_up", "compiling", "evaluation", "checkpoints",
+    "training", "repeated", "start_up", "compiling", "evaluation", "checkpoints",
     "profiling", "waiting", "down",
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ class Record:
         """
         waiting, self._waited = max(0.0, self._waited - fetching), 0.0
         if self._rows and self._rows[-1].get("half_round") != half_round:
-            self.mark("half_rounds", half_round, waiting=waiting)
+            self.mark("training", half_round, waiting=waiting)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -164,18 +164,18 @@ def spent(rows: Sequence[Row]) -> dict[str, float]:
         if reach < reached:
             seconds["repeated"] += _lose(kept, reach)
             reached = reach
-        if row["cause"] == "half_rounds":
+        if row["cause"] == "training":
             kept.append((reached, reach, left))
         else:
             seconds[row["cause"]] += left
         reached = reach
-    seconds["half_rounds"] = sum(part for _, _, part in kept)
+    seconds["training"] = sum(part for _, _, part in kept)
     return seconds
 
 
 def share(seconds: dict[str, float]) -> float:
-    """Return the goodput: the part of the wall time that half_rounds took."""
-    return seconds["half_rounds"] / max(sum(seconds.values()), 1e-9)
+    """Return the goodput: the part of the wall time that training took."""
+    return seconds["training"] / max(sum(seconds.values()), 1e-9)
 
 
 def read(workdir: Path) -> list[Row]:

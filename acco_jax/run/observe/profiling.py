@@ -117,8 +117,8 @@ def summarized(trace: traces.Trace) -> dict[str, Any]:
     Without known devices, half-rounds have only their seconds.
     """
     rows = []
-    for number in sorted(trace.half_rounds):
-        begin, end = trace.half_rounds[number]
+    for number in sorted(trace.calls):
+        begin, end = trace.calls[number]
         row: Row = {"half_round": number, "seconds": (end - begin) / 1e9}
         if not trace.unknown:
             spans = [d.steps.get(number, (begin, end)) for d in trace.devices]
@@ -127,7 +127,7 @@ def summarized(trace: traces.Trace) -> dict[str, Any]:
         rows.append(row)
     unknown = trace.unknown or ("" if rows else "it has no half-round")
     devices = [device.device for device in trace.devices]
-    return {"devices": devices, "unknown": unknown, "half_rounds": rows}
+    return {"devices": devices, "unknown": unknown, "calls": rows}
 
 
 def _spent(device: traces.Activity, span: traces.Span) -> Row:
@@ -170,7 +170,7 @@ def _mean(rows: list[Row]) -> Row:
 
 def lines(summary: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that are printed of a summary: a table of milliseconds."""
-    devices, rows = summary["devices"], summary["half_rounds"]
+    devices, rows = summary["devices"], summary["calls"]
     if summary["unknown"]:
         yield f"what was hidden is unknown: {summary['unknown']}"
         return
@@ -204,7 +204,7 @@ def hidden_share(row: Row) -> float | None:
 
 def _is_summary(summary: dict[str, Any]) -> bool:
     """Return whether an object has the form of `summarized`'s result."""
-    rows, unknown = summary.get("half_rounds"), summary.get("unknown")
+    rows, unknown = summary.get("calls"), summary.get("unknown")
     if not isinstance(rows, list) or not isinstance(unknown, str):
         return False
     names = ("computation", "communication", "hidden") if not unknown else ()

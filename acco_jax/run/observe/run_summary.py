@@ -47,7 +47,7 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
     causes = ", ".join(
         f"{cause.replace('_', '-')} {seconds:.0f} s"
         for cause, seconds in summary["seconds_by_cause"].items()
-        if cause != "half_rounds" and round(seconds)
+        if cause != "training" and round(seconds)
     )
     rate = summary["tokens"] / max(summary["seconds"], 1e-9)
     return (

@@ -56,7 +56,7 @@ class Activity:
 class Trace:
     """Content of a trace."""
 
-    half_rounds: Mapping[int, Span]  # by the host's clock
+    calls: Mapping[int, Span]  # by the host's clock
     devices: tuple[Activity, ...]
     unknown: str  # why the devices are unknown; '' if they are known
 
@@ -79,7 +79,7 @@ def read(data: ProfileData, workers: int) -> Trace:
       workers: of the run; several communicate.
     """
     planes = list(data.planes)
-    half_rounds = {
+    calls = {
         number: span
         for plane in planes
         if plane.name.startswith("/host:")
@@ -94,7 +94,7 @@ def read(data: ProfileData, workers: int) -> Trace:
     if not devices:
         devices = [d for p in planes if p.name == "/host:CPU" for d in _threads(p)]
     return Trace(
-        {int(number): span for number, span in half_rounds.items()},
+        {int(number): span for number, span in calls.items()},
         tuple(devices),
         _unknown([p.name for p in planes], devices, workers),
     )

@@ -21,7 +21,7 @@ from acco_jax.run.state.worlds import workers_of
 
 UNKNOWN = "–"
 CAUSES = {  # of goodput.CAUSES: their names on the page, and their colour
-    "half_rounds": ("half-rounds that counted", "#2a9d7c"),
+    "training": ("half-rounds that counted", "#2a9d7c"),
     "repeated": ("repeated after a loss", "#d1446c"),
     "start_up": ("start-up", "#8b68d4"),
     "compiling": ("compiling", "#e0792b"),
@@ -198,7 +198,7 @@ def _profiles(run: Run) -> Iterator[Profile]:
     for process, summary in run.profiles:
         name = f"{run.name}, {process}: means over {len(summary['devices'])} devices"
         rows = []
-        for row in [] if summary["unknown"] else summary["half_rounds"]:
+        for row in [] if summary["unknown"] else summary["calls"]:
             share = profiling.hidden_share(row)
             times = (row["seconds"], row["computation"], row["communication"])
             waited = profiling.waited(row, " ms")

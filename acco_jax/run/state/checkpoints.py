@@ -79,7 +79,7 @@ class Checkpoints:
         self._checkpointer = _checkpointer(fence)
 
     @property
-    def half_rounds(self) -> list[int]:
+    def saved_calls(self) -> list[int]:
         """Half-rounds of all finished checkpoints, ascending; the newest is sound."""
         return sorted(self._steps)
 

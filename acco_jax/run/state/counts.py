@@ -71,26 +71,26 @@ def kept(workdir: Path, done: int) -> list[list[int]]:
     return rows
 
 
-def check_log(log: Path, half_rounds: int, workers: int, most: int) -> None:
+def check_log(log: Path, total_calls: int, workers: int, most: int) -> None:
     """Raise a ValueError unless a run of this size can repeat a log."""
     rows = read_counts(log)
-    if len(rows) < half_rounds:
+    if len(rows) < total_calls:
         raise ValueError(
-            f"{log} has {len(rows)} half-rounds, but the run takes {half_rounds}: "
+            f"{log} has {len(rows)} half-rounds, but the run takes {total_calls}: "
             "lower steps."
         )
     check_counts(rows, log, workers, most)
 
 
 def counted(
-    config: ConfigDict, microbatches: int, half_rounds: int, first: int, workers: int
+    config: ConfigDict, microbatches: int, total_calls: int, first: int, workers: int
 ) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay | None:
     """Return how a half-round's microbatches are counted, None where they are fixed.
 
     Args:
       config: of the experiment.
       microbatches: of each of the first workers in a half-round.
-      half_rounds: of the whole run.
+      total_calls: of the whole run.
       first: number of workers that the run began with.
       workers: number of workers now.
 
@@ -109,7 +109,7 @@ def counted(
             "microbatches_per_step gives a half-round: raise it."
         )
     if log := configs.replayed(config):
-        check_log(Path(log), half_rounds, workers, capacity)
+        check_log(Path(log), total_calls, workers, capacity)
         return acco_jax.Replay(log, capacity)
     if config.microbatches == "adaptive":
         return acco_jax.Adaptive(microbatches, capacity)

@@ -111,7 +111,7 @@ class Saved:
 
     def _chosen(self, half_round: int | None) -> int:
         """Return a checkpoint that exists and is sound, by default the newest."""
-        known = self._checkpoints.half_rounds
+        known = self._checkpoints.saved_calls
         if not known:
             raise ValueError(f"{self.workdir} has no checkpoint: train it.")
         half_round = known[-1] if half_round is None else half_round

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import acco_jax
 from acco_jax.core.gradients import Sums
 from acco_jax.methods.local.cellm import _entries
-from acco_jax.methods.local.local_method import Work
+from acco_jax.methods.local.local_method import LocalProgress
 from acco_jax.models import lora, transformer
 from acco_jax.schedule import footprint
 from tests.methods.local import problem
@@ -168,9 +168,9 @@ def test_what_is_sent_and_what_is_kept_are_what_moved(wire, sizes, k):
     @jax.jit
     def exchange(theta, error, weight):
         nothing = Sums(None, None, weight, None)
-        work = Work(theta, None, nothing, None, None)
-        outbox = sparse.outgoing(None, state._replace(error=error), work)
-        layout, words, kept, total = sparse._gather(sparse.send(outbox, (), {}))
+        progress = LocalProgress(theta, None, nothing, None, None)
+        in_flight = sparse.outgoing(None, state._replace(error=error), progress)
+        layout, words, kept, total = sparse._gather(sparse.send(in_flight, (), {}))
         sent = [sparse._sum(layout, words[i : i + 1]) for i in range(2)]
         return words, kept, sent, total
 
@@ -276,8 +276,8 @@ def test_sends_10_and_5_times_fewer_bytes(dtype):
     size = sum(x.size for x in jax.tree.leaves(adapters(dtype)))
     sparse = lowered(acco_jax.cellm, dtype, n)
     sent = footprint.bytes_sent(*sparse)
-    parcel = -(-size // 256) * 4 * (1 + jnp.dtype(dtype).itemsize)  # 4 of every 256
-    assert sent == (n - 1) * parcel
+    message = -(-size // 256) * 4 * (1 + jnp.dtype(dtype).itemsize)  # 4 of every 256
+    assert sent == (n - 1) * message
     (words,) = [c for p in sparse for c in footprint.collectives(p) if c.whole > 1000]
     assert (words.kind, words.dtype, words.group) == ("all_gather", "ui32", n)
     dense = footprint.bytes_sent(*lowered(acco_jax.diloco, dtype, n))

@@ -145,7 +145,7 @@ def test_any_outer_method(form):
     tx = acco_jax.local_rounds(optax.sgd(problem.RATE), outer, local_steps=STEPS)
     points = run(tx, theta, batches, counts, form)
     zero = dict.fromkeys(theta, 0.0), 0.0
-    committed, at, pending, carry = theta, theta, zero, zero
+    committed, at, in_flight, carry = theta, theta, zero, zero
     plus = lambda a, b: ({k: a[0][k] + b[0][k] for k in theta}, a[1] + b[1])  # noqa: E731
     for t, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         done = [
@@ -154,12 +154,12 @@ def test_any_outer_method(form):
         ]
         new = {k: sum(w * (at[k] - x[k]) for x, w in done) for k in theta}
         commit = t % 2 == 0
-        total, weight = plus(pending, carry) if commit else pending
+        total, weight = plus(in_flight, carry) if commit else in_flight
         to = committed
         if weight > 0:
             to = {k: committed[k] - ETA * total[k] / weight for k in theta}
-        committed, carry = (to if commit else committed), pending
-        at, pending = to, (new, sum(w for _, w in done))
+        committed, carry = (to if commit else committed), in_flight
+        at, in_flight = to, (new, sum(w for _, w in done))
         problem.assert_close({k: points[t][0][k][-1] for k in theta}, at)
         problem.assert_close(points[t][1], committed)
 

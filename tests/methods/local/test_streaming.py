@@ -170,7 +170,7 @@ def test_outer_gradients_are_sent_as_integers(bits):
     theta, batches, counts = problem.draw(4, 2, HELD, 1)
     step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     params, state = acco_jax.start(tx, problem.device(theta))
-    (buffer,) = state.outer[0].pending.buffers
+    (buffer,) = state.outer[0].in_flight.buffers
     rows, width = buffer.shape
     rows //= 4  # each worker's own buffer
     text = step.lower(params, state, batches[0], jnp.asarray(counts[0])).as_text()
