@@ -20,7 +20,7 @@ from acco_jax.command.charts import subplots
 from acco_jax.plan import decision, planner
 from acco_jax.plan.outcomes import Outcome
 from acco_jax.schedule import costs, topologies
-from acco_jax.schedule.machines import Figure, Machine
+from acco_jax.schedule.machines import Constant, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "docs" / "site" / "assets"
@@ -43,7 +43,7 @@ STYLES = {  # ending of the file's name: ink, lines, waiting
 
 def at(machine: Machine, gbps: float) -> Machine:
     """Returns the machine with another network, in Gbit/s of a device."""
-    network = Figure(gbps * 1e9 / 8, "B/s", "varied")
+    network = Constant(gbps * 1e9 / 8, "B/s", "varied")
     return Machine(machine.topology, {**machine.figures, "slow_bandwidth": network})
 
 
@@ -205,7 +205,7 @@ def row(acco: Outcome, zero1: Outcome, machine: Machine, gbps: float) -> str:
 def main() -> None:
     topologies.use_cpu()
     config = runpy.run_path(str(ROOT / "experiments" / f"{EXPERIMENT}.py"))
-    request = planner.Request(methods=("acco", "zero1"), fit=False)
+    request = planner.PlanRequest(methods=("acco", "zero1"), fit=False)
     plan = planner.make(config["get_config"](), topologies.parse(TOPOLOGY), request)
     acco, zero1 = plan.outcomes
     tokens = {plan.row(o.method)["tokens_per_step"] for o in plan.outcomes}

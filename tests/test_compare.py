@@ -249,7 +249,7 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
     monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_: [])
     monkeypatch.setattr(comparison, "_check_folders", lambda *_: None)
     monkeypatch.setattr(pool, "_starting", lambda *_: contextlib.nullcontext(start))
-    request = comparison.Request(
+    request = comparison.ComparisonRequest(
         (f"--config={place / 'tiny.py'}",), comparison.parse("zero1,acco"), tmp_path, 2
     )
     with pytest.raises(pool.RunFailed, match="no result of zero1/seed-0, zero1/s"):

@@ -74,7 +74,9 @@ class Audit:
 
         title = f"{self.topology}: prediction from the schedule"
         rows = [
-            pictures.Row("the program", self.prediction, hidden=self.verdict().shares())
+            pictures.TimelineRow(
+                "the program", self.prediction, hidden=self.verdict().shares()
+            )
         ]
         pictures.timeline(rows, Path(path), title, "one execution")
 

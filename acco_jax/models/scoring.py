@@ -19,7 +19,7 @@ from acco_jax.models.transformer import Params, bound
 ROWS = 8  # that are computed at once
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """Tokens, of which the last ones are to be scored."""
 
     tokens: np.ndarray  # (n,) of integers; n is at most 1 + the model's positions
@@ -33,7 +33,7 @@ class Score(NamedTuple):
     likeliest: bool  # whether each is the likeliest token after those before it
 
 
-def windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Row]:
+def windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[ScoredRow]:
     """Yield rows that have each token but the first as a target exactly once.
 
     Each row has `length` targets, or all if there are fewer. Each row but the first
@@ -48,11 +48,11 @@ def windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Row]:
     last, done = len(tokens) - 1, 0
     while done < last:
         end = min(max(done + stride, length), last)
-        yield Row(tokens[max(end - length, 0) : end + 1], end - done)
+        yield ScoredRow(tokens[max(end - length, 0) : end + 1], end - done)
         done = end
 
 
-def score(config: Config, params: Params, rows: Sequence[Row]) -> list[Score]:
+def score(config: Config, params: Params, rows: Sequence[ScoredRow]) -> list[Score]:
     """Return the cost of each row's targets.
 
     Rows of like length are computed together, padded.

@@ -131,7 +131,7 @@ def _run() -> "Sequence[Plan]":
     # slow: after the flags' check
     from acco_jax.plan import decision, exports, plan_text, planner
 
-    request = planner.Request(tuple(_METHODS.value), sizes, changes, _FIT.value)
+    request = planner.PlanRequest(tuple(_METHODS.value), sizes, changes, _FIT.value)
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(plan_text.text(plan))

@@ -27,7 +27,7 @@ from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
 from acco_jax.schedule import costs
 from acco_jax.schedule.chips import Chip, of_kind
-from acco_jax.schedule.machines import Change, Figure, Machine, figures
+from acco_jax.schedule.machines import Change, Constant, Machine, figures
 from acco_jax.schedule.schedules import Schedule
 from acco_jax.schedule.tables import aligned, quantity, seconds
 from acco_jax.schedule.topologies import Topology
@@ -355,7 +355,7 @@ def text(report: Report) -> str:
         (
             k.name,
             f"{k.size:,}",
-            quantity(Figure(k.rate, k.unit, "measured")),
+            quantity(Constant(k.rate, k.unit, "measured")),
         )
         for k in report.kernels
     ]

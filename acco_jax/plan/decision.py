@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from acco_jax.plan import planner
 from acco_jax.plan.outcomes import Outcome
-from acco_jax.plan.planner import Plan, Request
+from acco_jax.plan.planner import Plan, PlanRequest
 from acco_jax.schedule import costs
-from acco_jax.schedule.machines import Figure, Machine
+from acco_jax.schedule.machines import Constant, Machine
 from acco_jax.schedule.tables import aligned, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
 from acco_jax.schedule.verdict import milliseconds
@@ -86,7 +86,7 @@ def goodput(terms: Terms, devices: int) -> float:
 def make(
     config: ConfigDict,
     topologies: Sequence[Topology],
-    request: Request,
+    request: PlanRequest,
     terms: Terms,
 ) -> Decision:
     """Plan an experiment for several machines and networks, and compare the plans.
@@ -272,7 +272,7 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
     link = "the network" if several else plan.topology.chip.link
 
     def gain(bandwidth: float) -> float:
-        figure = Figure(bandwidth, "B/s", "varied")
+        figure = Constant(bandwidth, "B/s", "varied")
         figures = {**plan.machine.figures, name: figure}
         machine = Machine(plan.topology, figures)
         return _speed(a, machine) / _speed(b, machine)

@@ -68,7 +68,7 @@ def write(
     return lines
 
 
-def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
+def _at_equal_tokens(plan: Plan) -> list[pictures.TimelineRow]:
     """Return a timeline of each method; all take equal numbers of tokens."""
     tokens = {o.method: plan.row(o.method)["tokens_per_step"] for o in plan.outcomes}
     most = max(tokens.values())
@@ -76,7 +76,9 @@ def _at_equal_tokens(plan: Plan) -> list[pictures.Row]:
         o.method: o.program.repeats * most / tokens[o.method] for o in plan.outcomes
     }
     return [
-        pictures.Row(o.method, o.prediction, times[o.method], o.verdict.shares())
+        pictures.TimelineRow(
+            o.method, o.prediction, times[o.method], o.verdict.shares()
+        )
         for o in plan.outcomes
     ]
 

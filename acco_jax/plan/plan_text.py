@@ -10,7 +10,7 @@ from acco_jax.plan.outcomes import Outcome, Part
 from acco_jax.plan.planner import Plan
 from acco_jax.schedule.causes import explained
 from acco_jax.schedule.footprint import NEGLIGIBLE
-from acco_jax.schedule.machines import Figure
+from acco_jax.schedule.machines import Constant
 from acco_jax.schedule.tables import (
     Columns,
     aligned,
@@ -108,9 +108,9 @@ def _figures(plan: Plan) -> str:
     return block
 
 
-def _interval(figure: Figure) -> str:
+def _interval(figure: Constant) -> str:
     ends = figure.range or ()
-    return " - ".join(quantity(Figure(end, figure.unit, "")) for end in ends)
+    return " - ".join(quantity(Constant(end, figure.unit, "")) for end in ends)
 
 
 def _method(plan: Plan, o: Outcome) -> str:

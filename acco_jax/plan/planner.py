@@ -1,6 +1,6 @@
 """Planner of an experiment on target hardware: compiles, reads and predicts.
 
-plan = planner.make(config, topologies.parse("gpu:h200:4x8"), Request())
+plan = planner.make(config, topologies.parse("gpu:h200:4x8"), PlanRequest())
 print(report.text(plan))
 """
 
@@ -35,7 +35,7 @@ RANGES = ("step", "tokens_per_second", "speedup", "hidden")  # predicted with in
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """Options of a plan."""
 
     methods: tuple[str, ...] = ()  # to compile; (): the experiment's own and zero1
@@ -87,7 +87,7 @@ class NothingFits(ValueError):
         self.misfits = misfits
 
 
-def machine_of(topology: Topology, request: Request) -> Machine:
+def machine_of(topology: Topology, request: PlanRequest) -> Machine:
     """Return a topology with the figures that a request changes.
 
     Raises:
@@ -96,7 +96,7 @@ def machine_of(topology: Topology, request: Request) -> Machine:
     return Machine(topology, figures(topology.chip, request.changes))
 
 
-def methods_of(config: ConfigDict, request: Request) -> tuple[str, ...]:
+def methods_of(config: ConfigDict, request: PlanRequest) -> tuple[str, ...]:
     """Return the methods to compile.
 
     Raises:
@@ -120,7 +120,7 @@ class Prepared(NamedTuple):
     fit: bool
 
 
-def prepare(config: ConfigDict, topology: Topology, request: Request) -> Prepared:
+def prepare(config: ConfigDict, topology: Topology, request: PlanRequest) -> Prepared:
     """Check an experiment and describe its programs, before any compile.
 
     Raises:
@@ -142,7 +142,7 @@ def prepare(config: ConfigDict, topology: Topology, request: Request) -> Prepare
     )  # fmt: skip
 
 
-def make(config: ConfigDict, topology: Topology, request: Request) -> Plan:
+def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Plan:
     """Plan an experiment, a config of `default_config`'s form, for a machine.
 
     Raises:

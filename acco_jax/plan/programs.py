@@ -244,8 +244,8 @@ def _compiled(lowered: Any, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _source_collective(entry: Mapping[str, Any]) -> footprint.Collective:
-    return footprint.Collective(**{**entry, "shape": tuple(entry["shape"])})
+def _source_collective(entry: Mapping[str, Any]) -> footprint.Transfer:
+    return footprint.Transfer(**{**entry, "shape": tuple(entry["shape"])})
 
 
 def _peak(m: Any) -> int:

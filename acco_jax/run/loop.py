@@ -328,7 +328,7 @@ def run(
     *,
     stop_after: int | None = None,
     time_gradients: bool = False,
-    replay: worlds.Replay | None = None,
+    replay: worlds.WorldsReplay | None = None,
     strict_hooks: bool = False,
 ) -> dict[str, Any] | None:
     """Train, or continue a run, to its end.

@@ -322,7 +322,7 @@ def _continues(host: dict[str, Any], first: data.Batches) -> bool:
     return all(map(is_number, numbers)) and len(numbers) == workers + 4
 
 
-def repeating(experiment: Experiment, folder: Path) -> worlds.Replay:
+def repeating(experiment: Experiment, folder: Path) -> worlds.WorldsReplay:
     """Return the record that an experiment repeats; give its step the counts.
 
     Args:
@@ -332,7 +332,7 @@ def repeating(experiment: Experiment, folder: Path) -> worlds.Replay:
     Raises:
       ValueError: if this experiment cannot go on with that record.
     """
-    replay, done = worlds.Replay(folder), experiment.checkpoints.latest() or 0
+    replay, done = worlds.WorldsReplay(folder), experiment.checkpoints.latest() or 0
     replay.check(experiment.identity, done, experiment.world)
     if isinstance(experiment.step, AdaptiveStep | BalancedStep):
         log, last = folder / counts.FILE, replay.end(done)

@@ -59,5 +59,5 @@ class Compiled:
     bytes_accessed: float | None = None
     # The collectives of the program as written; None if one is in a loop whose
     # length the program lacks.
-    source_collectives: tuple[footprint.Collective, ...] | None = None
+    source_collectives: tuple[footprint.Transfer, ...] | None = None
     cached: bool = False  # whether it was compiled before

@@ -36,7 +36,7 @@ NEGLIGIBLE = 1000  # bytes of an all-reduce that are not counted: losses, norms,
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Transfer:
     """One collective operation of a program."""
 
     kind: str  # a key of RING
@@ -90,7 +90,7 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
     return round(sum(c.sent for c in large))
 
 
-def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
+def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Transfer]:
     """Return a program's collectives in order; of a conditional the costliest branch.
 
     Those within the groups of devices of a mesh are left out.
@@ -107,15 +107,13 @@ def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Collective]:
         }
 
         @functools.cache
-        def called(name: str) -> list[Collective]:
+        def called(name: str) -> list[Transfer]:
             return _of(functions[name], called, size)
 
         return called("main")
 
 
-def _of(
-    op: Any, called: Callable[[str], list[Collective]], size: int
-) -> list[Collective]:
+def _of(op: Any, called: Callable[[str], list[Transfer]], size: int) -> list[Transfer]:
     """Return the collectives in an operation and in what it holds or calls.
 
     `size` devices, one after the other, are a worker.
@@ -149,7 +147,7 @@ def _within(op: Any, kind: str, size: int) -> bool:
     return all(len({i // size for i in row}) == 1 for row in _rows(op.attributes[name]))
 
 
-def _collective(op: Any, kind: str) -> list[Collective]:
+def _collective(op: Any, kind: str) -> list[Transfer]:
     """Return a collective for each array that the operation moves."""
     if kind == "collective_permute":
         pairs = _rows(op.attributes["source_target_pairs"])
@@ -158,7 +156,7 @@ def _collective(op: Any, kind: str) -> list[Collective]:
         group = _group_size(op)
     values = op.results if kind == "all_gather" else op.operands
     types = [ir.RankedTensorType(v.type) for v in values]
-    return [Collective(kind, str(t.element_type), tuple(t.shape), group) for t in types]
+    return [Transfer(kind, str(t.element_type), tuple(t.shape), group) for t in types]
 
 
 def _group_size(op: Any) -> int:

@@ -46,7 +46,7 @@ EFFICIENCIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Constant:
     """A number that predictions rest on, and its source."""
 
     value: float
@@ -60,7 +60,7 @@ Change = float | tuple[float, float]  # a value to use instead, or its least and
 
 def figures(
     chip: Chip, changes: Mapping[str, Change] | None = None
-) -> dict[str, Figure]:
+) -> dict[str, Constant]:
     """Return all figures that predictions rest on, by name.
 
     Args:
@@ -85,16 +85,16 @@ def figures(
         "fast_latency": ("s", nccl if gpu else "JAX's scaling book, per hop"),
         "slow_latency": ("s", nccl),
     }
-    table = {k: Figure(getattr(chip, k), *source) for k, source in sources.items()}
+    table = {k: Constant(getattr(chip, k), *source) for k, source in sources.items()}
     for part, share in EFFICIENCIES.items():
         assumed = "assumed: share of the peak that is reached"
         ends = share.low, share.high
-        table[f"{part}_efficiency"] = Figure(share.likely, "", assumed, ends)
+        table[f"{part}_efficiency"] = Constant(share.likely, "", assumed, ends)
     room = "XLA_PYTHON_CLIENT_MEM_FRACTION's default" if gpu else "the compiler's limit"
-    table["memory_fraction"] = Figure(
+    table["memory_fraction"] = Constant(
         PREALLOCATED if gpu else 1.0, "", f"of the memory for JAX: {room}"
     )
-    table["call_seconds"] = Figure(
+    table["call_seconds"] = Constant(
         0.0, "s", "of a call beside its schedule: none, unless --calibrate measures it"
     )
     for name, change in (changes or {}).items():
@@ -106,7 +106,7 @@ def figures(
             raise ValueError(
                 f"the figure {name} is {ends[0]:g}:{ends[1]:g}: give the least first."
             )
-        table[name] = Figure(
+        table[name] = Constant(
             (ends[0] + ends[1]) / 2,
             table[name].unit,
             "given on the command line",
@@ -131,7 +131,7 @@ class Machine:
     """Devices joined fast in domains (hosts, slices), and a network between these."""
 
     topology: Topology
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, Constant]
 
     def value(self, name: str) -> float:
         return self.figures[name].value

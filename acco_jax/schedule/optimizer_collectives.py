@@ -70,7 +70,7 @@ class _Pool:
 
 
 def own(
-    collectives: Sequence[Collective], source: Iterable[footprint.Collective]
+    collectives: Sequence[Collective], source: Iterable[footprint.Transfer]
 ) -> list[tuple[Collective, int]]:
     """Return the collectives that the step did not write, and their bytes.
 

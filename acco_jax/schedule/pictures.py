@@ -25,7 +25,7 @@ _ROWS = {"communication": 0, "computation": 1}
 _METHOD_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d")
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """A timeline: one execution of a program, repeated."""
 
     name: str
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def timeline(
-    rows: Sequence[Row],
+    rows: Sequence[TimelineRow],
     path: Path,
     title: str,
     what: str = "the same number of tokens",

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from acco_jax.schedule.machines import Figure
+from acco_jax.schedule.machines import Constant
 
 WIDTH = 110  # of a paragraph
 _LARGE = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
@@ -34,10 +34,10 @@ def aligned(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> str:
 def seconds(value: float) -> str:
     if 0 < value < 1e-9:  # of a fusion over few numbers: its launch takes longer
         return "under 1 ns"
-    return quantity(Figure(value, "s", ""))
+    return quantity(Constant(value, "s", ""))
 
 
-def quantity(figure: Figure) -> str:
+def quantity(figure: Constant) -> str:
     """Format a figure with a prefix: 989.4 TFLOP/s."""
     if not figure.unit:
         return f"{figure.value:g}"

@@ -213,10 +213,10 @@ def workdir(case: Case) -> None:
     with workdirs.claimed(Path()):
         workdirs.check_held(Path())
         preparation._check_workdir(Path(), _experiment().identity)
-    request = comparison.Request((), (comparison.Entry("m", ()),), Path(), 2)
+    request = comparison.ComparisonRequest((), (comparison.Entry("m", ()),), Path(), 2)
     for seed in (0, 1):
         shutil.copytree(".", f"m/seed-{seed}", ignore=lambda *_: ["m", "checkpoints"])
-    with _patched(comparison.Request, "seed_numbers", (0, 0)):
+    with _patched(comparison.ComparisonRequest, "seed_numbers", (0, 0)):
         comparison._check_folders(request)
     _results(Path())
 

@@ -179,8 +179,9 @@ def test_scores_are_those_of_the_transformer(neo):
     draw = np.random.default_rng(2)
     likeliest = np.array(_written(config, params, PROMPTS, 12)[1])
     rows = [
-        scoring.Row(draw.integers(0, 61, n), k) for n, k in [(2, 1), (24, 23), (9, 3)]
-    ] * 4 + [scoring.Row(likeliest, len(likeliest) - 7)]
+        scoring.ScoredRow(draw.integers(0, 61, n), k)
+        for n, k in [(2, 1), (24, 23), (9, 3)]
+    ] * 4 + [scoring.ScoredRow(likeliest, len(likeliest) - 7)]
     scores = scoring.score(config, params, rows)
     padded = np.zeros((len(rows), 24), np.int32)
     for row, tokens in zip(rows, padded, strict=True):

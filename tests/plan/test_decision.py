@@ -65,7 +65,7 @@ def test_networks_are_rows_and_hiding_pays_on_a_slow_one(stand_in, tmp_path):
 def test_a_crossing_is_where_the_gain_is(stand_in):
     config = default_config()
     place = topologies.parse("gpu:h200:2x8")
-    request = planner.Request(("dpu", "zero1"), fit=False)
+    request = planner.PlanRequest(("dpu", "zero1"), fit=False)
     plan = planner.make(config, place, request)
     found = decision.crossing(plan, *plan.outcomes)
     ((low, high),) = found.bands  # far below both only wait: no difference there
@@ -82,7 +82,7 @@ def test_several_bands_each_with_both_ends(stand_in, monkeypatch):
     """A method that is faster at 1 to 2 and above 40 Gbit/s."""
     place = topologies.parse("gpu:h200:2x8")
     plan = planner.make(
-        default_config(), place, planner.Request(("dpu", "zero1"), fit=False)
+        default_config(), place, planner.PlanRequest(("dpu", "zero1"), fit=False)
     )
 
     def speed(o, machine):
@@ -99,7 +99,7 @@ def test_several_bands_each_with_both_ends(stand_in, monkeypatch):
 def test_the_sentence_names_its_network_whatever_the_order(stand_in):
     """Without a network in use both tie: the slower one suffices."""
     place = topologies.parse("gpu:h200:1x8")
-    request = planner.Request(("dpu", "zero1"), fit=False)
+    request = planner.PlanRequest(("dpu", "zero1"), fit=False)
     said = set()
     for rates in ((25e9 / 8, 400e9 / 8), (400e9 / 8, 25e9 / 8)):
         found = decision.make(

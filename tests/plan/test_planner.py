@@ -18,7 +18,7 @@ def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys
     kinds = ["reduce_scatter"]
 
     def with_asked(program, *place):
-        source = tuple(footprint.Collective(k, "bf16", shape, 16) for k in kinds)
+        source = tuple(footprint.Transfer(k, "bf16", shape, 16) for k in kinds)
         return dataclasses.replace(compile_(program, *place), source_collectives=source)
 
     monkeypatch.setattr(programs.Program, "compile", with_asked)

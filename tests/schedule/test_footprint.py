@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.schedule import footprint
-from acco_jax.schedule.footprint import Collective, bytes_sent, collectives
+from acco_jax.schedule.footprint import Transfer, bytes_sent, collectives
 from tests.reference import make_mesh
 
 PARAMS = {"b": (256,), "w": (256, 256), "x": (3, 256)}
@@ -160,7 +160,7 @@ def test_groups_are_those_of_the_axis():
         check_vma=False,
     )  # fmt: skip
     (found,) = collectives(jax.jit(fn).lower(np.zeros((64, 32), np.float32)))
-    assert found == Collective("all_reduce", "f32", (64, 32), group=2)
+    assert found == Transfer("all_reduce", "f32", (64, 32), group=2)
 
 
 def test_a_loop_of_unknown_length_is_refused_in_one_line():

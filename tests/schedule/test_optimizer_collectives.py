@@ -36,7 +36,7 @@ def found(kind, size, dtype="bf16", group=8, times=1, hidden=True):
 
 def asked(kind, size, dtype="bf16", group=8, times=1):
     shape = (8 * size // footprint._bits(dtype),)
-    return footprint.Collective(kind, dtype, shape, group, times)
+    return footprint.Transfer(kind, dtype, shape, group, times)
 
 
 PAIR = [asked("reduce_scatter", 4096), asked("all_gather", 4096)]

@@ -14,7 +14,7 @@ def test_seconds_have_a_unit_that_fits(value, text):
 
 
 def test_quantities_have_prefixes():
-    assert tables.quantity(machines.Figure(50e9, "B/s", "")) == "50 GB/s"
-    assert tables.quantity(machines.Figure(14e-6, "s", "")) == "14 µs"
-    assert tables.quantity(machines.Figure(0.8, "", "")) == "0.8"
+    assert tables.quantity(machines.Constant(50e9, "B/s", "")) == "50 GB/s"
+    assert tables.quantity(machines.Constant(14e-6, "s", "")) == "14 µs"
+    assert tables.quantity(machines.Constant(0.8, "", "")) == "0.8"
     assert tables.seconds(0.0123) == "12.3 ms"

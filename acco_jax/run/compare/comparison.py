@@ -28,7 +28,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ComparisonRequest:
     """A comparison to run: config, methods, seeds and resources."""
 
     config: tuple[str, ...]  # flags of the experiment
@@ -109,7 +109,7 @@ def _entry(name: str) -> Entry:
     return Entry(name, (f"--config.method={match[1]}", *(f"--{f}" for f in fields)))
 
 
-def check(request: Request) -> list[dict[str, Any]]:
+def check(request: ComparisonRequest) -> list[dict[str, Any]]:
     """Prepare a run of every method, in this process, as its own process would.
 
     Returns:
@@ -162,7 +162,7 @@ def _length(experiment: Any) -> dict[str, Any]:
     }
 
 
-def compare(request: Request, checking: list[str]) -> str:
+def compare(request: ComparisonRequest, checking: list[str]) -> str:
     """Run what is not finished, write the results, and return the table.
 
     The arguments `checking` make `python -m acco_jax.compare` only `check`.
@@ -204,7 +204,9 @@ def compare(request: Request, checking: list[str]) -> str:
     return table
 
 
-def _tuned(request: Request, lengths: list[dict[str, Any]], runs: pool.Pool) -> Request:
+def _tuned(
+    request: ComparisonRequest, lengths: list[dict[str, Any]], runs: pool.Pool
+) -> ComparisonRequest:
     """Return the request with each method at its own best point."""
     found = request.candidates
     own = [(*request.config, *c.flags) for c in found]
@@ -239,7 +241,7 @@ def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]
     return lengths
 
 
-def _check_folders(request: Request) -> None:
+def _check_folders(request: ComparisonRequest) -> None:
     """Raise a ValueError if folders of the other seeds hold runs of other configs."""
     for entry in request.entries:
         first, *seeds = request.seed_numbers
@@ -259,7 +261,7 @@ def _check_folders(request: Request) -> None:
                 )
 
 
-def _report(request: Request) -> str:
+def _report(request: ComparisonRequest) -> str:
     runs = [
         results.read(request.folder(entry, seed), entry.name, seed)
         for entry in request.entries

@@ -59,7 +59,7 @@ class Length:
 
 
 @dataclasses.dataclass(frozen=True)
-class Score:
+class TuningScore:
     """Losses that a candidate has reached."""
 
     steps: int
@@ -222,7 +222,7 @@ def tune(
     if not groups:
         raise ValueError("--tune names no option of these methods: leave it out.")
     plan = rungs(groups, lengths, len(seeds), budget)
-    scores: dict[Candidate, Score] = {}
+    scores: dict[Candidate, TuningScore] = {}
     alive = dict(groups)
     while any(plan.values()):
         due = {c: plan[m][0] for m in alive if plan[m] for c in alive[m]}
@@ -231,7 +231,9 @@ def tune(
             step = lengths[c].step(part)
             folders = [folder_of(workdir, c, seed) for seed in seeds]
             losses = [_loss(folder, step, lengths[c]) for folder in folders]
-            scores[c] = Score(step, part, tuple(x for x in losses if x is not None))
+            scores[c] = TuningScore(
+                step, part, tuple(x for x in losses if x is not None)
+            )
             if None in losses:
                 lacks = folders[losses.index(None)]
                 raise RunFailed(f"{lacks} has no evaluation of step {step}: remove it.")
@@ -302,7 +304,7 @@ def _loss(folder: Path, steps: int, length: Length) -> float | None:
 
 
 def _best(
-    method: str, ranked: list[Candidate], scores: dict[Candidate, Score]
+    method: str, ranked: list[Candidate], scores: dict[Candidate, TuningScore]
 ) -> Candidate:
     if not math.isfinite(scores[ranked[0]].mean):
         raise ValueError(
@@ -332,7 +334,7 @@ def _number(text: str) -> float | None:
 
 def table(
     groups: dict[str, list[Candidate]],
-    scores: dict[Candidate, Score],
+    scores: dict[Candidate, TuningScore],
     chosen: dict[str, Candidate],
 ) -> str:
     """Return a Markdown table of the candidates' losses, the best one in bold."""
@@ -349,7 +351,7 @@ def table(
 
 def draw(
     groups: dict[str, list[Candidate]],
-    scores: dict[Candidate, Score],
+    scores: dict[Candidate, TuningScore],
     chosen: dict[str, Candidate],
     path: Path,
 ) -> None:

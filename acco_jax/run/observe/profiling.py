@@ -31,7 +31,7 @@ FOLDER = "profile"  # of a workdir: process-0.json, and its trace in process-0/
 Row = dict[str, Any]
 
 
-class Run(Protocol):
+class TracedRun(Protocol):
     """A run that is traced."""
 
     def wait(self) -> None:
@@ -49,7 +49,7 @@ class Profile:
         asked: range,
         workdir: Path,
         workers: int,
-        run: Run,
+        run: TracedRun,
     ) -> None:
         """Take the half-rounds to trace.
 

@@ -20,7 +20,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from acco_jax.run.pages.run_records import Row, Run
+from acco_jax.run.pages.run_records import Row, RunRecords
 
 COLORS = ("#3f7fd9", "#e0792b", "#2a9d7c", "#d1446c", "#8b68d4", "#a87b23", "#3d9bb5",
           "#7d9126", "#c05ab4", "#808080")  # fmt: skip
@@ -30,7 +30,7 @@ Figures = dict[str, Any]
 Scale = tuple[str, float]  # a unit's name and size
 
 
-def colors(runs: Sequence[Run]) -> dict[str, str]:
+def colors(runs: Sequence[RunRecords]) -> dict[str, str]:
     """Map each group of runs to its colour."""
     groups = dict.fromkeys(run.group for run in runs)
     return dict(zip(groups, itertools.cycle(COLORS)))
@@ -46,7 +46,7 @@ def thinned(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
     ]
 
 
-def rates(run: Run) -> list[Row]:
+def rates(run: RunRecords) -> list[Row]:
     """Return tokens per second over parts of a run, without rows that compiled.
 
     Parts lie between two evaluations, and are at least `ROWS` rows long if there are
@@ -89,8 +89,8 @@ BYTES = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 class Axes:
     """Horizontal axes, in units that fit all runs."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        def largest(value: Callable[[Run, Row], float | None]) -> float:
+    def __init__(self, runs: Sequence[RunRecords]) -> None:
+        def largest(value: Callable[[RunRecords, Row], float | None]) -> float:
             last = [(run, row) for run in runs for row in run.rows[-1:]]
             return max((value(run, row) or 0.0 for run, row in last), default=0.0)
 
@@ -102,7 +102,9 @@ class Axes:
         )
         self._units = per_token, per_time, per_byte
 
-    def source(self, run: Run, rows: Sequence[Row], *names: str) -> ColumnDataSource:
+    def source(
+        self, run: RunRecords, rows: Sequence[Row], *names: str
+    ) -> ColumnDataSource:
         """Return rows as columns: x axes, and these fields of them."""
         tokens, time, size = self._units
         sent = [run.bytes_at(row["half_round"]) for row in rows]
@@ -125,7 +127,7 @@ class Axes:
         ]
 
 
-def loss_figures(runs: Sequence[Run], axes: Axes) -> Figures:
+def loss_figures(runs: Sequence[RunRecords], axes: Axes) -> Figures:
     """Return losses against tokens, time and bytes; zooming along y goes together."""
     colour, y_range = colors(runs), _loss_range(runs)
     names = ("half_round", "tokens", "seconds", "loss")
@@ -159,7 +161,7 @@ def loss_figures(runs: Sequence[Run], axes: Axes) -> Figures:
 
 
 def _draw_losses(
-    plot: Any, run: Run, x: str, columns: Sequence[ColumnDataSource], colour: str
+    plot: Any, run: RunRecords, x: str, columns: Sequence[ColumnDataSource], colour: str
 ) -> None:
     """Draw a run's training loss, its evaluations and the final one."""
     train, held_out, final = columns
@@ -173,13 +175,13 @@ def _draw_losses(
     _tag(plot, run)
 
 
-def _tag(plot: Any, run: Run) -> None:
+def _tag(plot: Any, run: RunRecords) -> None:
     """Tag what was drawn since the last call as a run's, for the page's boxes."""
     for renderer in plot.renderers:
         renderer.tags = renderer.tags or [run.group]
 
 
-def throughput_figure(runs: Sequence[Run], axes: Axes) -> Figures:
+def throughput_figure(runs: Sequence[RunRecords], axes: Axes) -> Figures:
     """Return tokens per second of the logging intervals, against tokens."""
     colour, plot = colors(runs), _figure(axes.tokens, "tokens per second", None)
     plot.y_range.start = 0
@@ -195,7 +197,7 @@ def throughput_figure(runs: Sequence[Run], axes: Axes) -> Figures:
     return {"throughput": plot}
 
 
-def microbatch_figure(runs: Sequence[Run]) -> Figures:
+def microbatch_figure(runs: Sequence[RunRecords]) -> Figures:
     """Return microbatches of workers, where they change: mean, fewest and most."""
     changing = [r for r in runs if len({tuple(m) for _, m in r.microbatches()}) > 1]
     if not changing:
@@ -257,7 +259,7 @@ def _figure(x: str, y: str, y_range: Range1d | None) -> Any:
     return plot
 
 
-def _loss_range(runs: Sequence[Run]) -> Range1d:
+def _loss_range(runs: Sequence[RunRecords]) -> Range1d:
     """Return a range without the descent of the first fifth of each run."""
     losses = []
     for run in runs:

@@ -16,7 +16,7 @@ from bokeh.resources import Resources
 from acco_jax.run.compare import results
 from acco_jax.run.observe import goodput, profiling
 from acco_jax.run.pages import curves, run_records
-from acco_jax.run.pages.run_records import Run
+from acco_jax.run.pages.run_records import RunRecords
 from acco_jax.run.state.worlds import workers_of
 
 UNKNOWN = "–"
@@ -33,7 +33,7 @@ CAUSES = {  # of goodput.CAUSES: their names on the page, and their colour
 }
 
 
-class Figure(NamedTuple):
+class Plot(NamedTuple):
     """A row of a table: its name, a remark, and each run's value."""
 
     name: str
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
     values: list[str]
 
 
-class Profile(NamedTuple):
+class ProfileTable(NamedTuple):
     """A trace: its name, why it is unknown, and a row for each half-round."""
 
     name: str
@@ -52,12 +52,12 @@ class Profile(NamedTuple):
 class Bar(NamedTuple):
     """A run's wall time by cause."""
 
-    run: Run
+    run: RunRecords
     wall: str
     parts: list[tuple[str, str, float]]  # its text, colour, percent
 
 
-def written(runs: Sequence[Run], now: datetime.datetime) -> str:
+def written(runs: Sequence[RunRecords], now: datetime.datetime) -> str:
     """Return the page of runs, in the order given."""
     axes = curves.Axes(runs)
     figures = {
@@ -93,19 +93,19 @@ def written(runs: Sequence[Run], now: datetime.datetime) -> str:
 
 
 def _figures(
-    runs: Sequence[Run],
-    rows: Sequence[tuple[str, str, Callable[[Run], Any], Callable[[Any], str]]],
-) -> Iterator[Figure]:
+    runs: Sequence[RunRecords],
+    rows: Sequence[tuple[str, str, Callable[[RunRecords], Any], Callable[[Any], str]]],
+) -> Iterator[Plot]:
     """Yield the rows in which at least one run has a value."""
     for name, remark, value, show in rows:
         values = [value(run) for run in runs]
         if any(v is not None for v in values):
             shown = [UNKNOWN if v is None else show(v) for v in values]
-            yield Figure(name, remark, shown)
+            yield Plot(name, remark, shown)
 
 
-def _overview(runs: Sequence[Run]) -> Iterator[Figure]:
-    def of(field: str) -> Callable[[Run], Any]:
+def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
+    def of(field: str) -> Callable[[RunRecords], Any]:
         return lambda run: run.summary.get(field)
 
     whole, loss = "{:,.0f}".format, "{:.4f}".format
@@ -141,7 +141,7 @@ def _overview(runs: Sequence[Run]) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _workers(run: Run) -> str | None:
+def _workers(run: RunRecords) -> str | None:
     """Return the workers of the newest world; if they changed, of all."""
     numbers = [workers_of(world.axes) for _, world in run.worlds]
     if not numbers:
@@ -149,33 +149,33 @@ def _workers(run: Run) -> str | None:
     return " → ".join(str(n) for n, _ in itertools.groupby(numbers))
 
 
-def _last(field: str) -> Callable[[Run], Any]:
+def _last(field: str) -> Callable[[RunRecords], Any]:
     return lambda run: max((row[field] for row in run.rows), default=None)
 
 
-def _rate(run: Run) -> float | None:
+def _rate(run: RunRecords) -> float | None:
     return results.typical_rate(run.rows)
 
 
-def _utilization(run: Run) -> float | None:
+def _utilization(run: RunRecords) -> float | None:
     name = "model_flops_utilization"
     found = [r[name] for r in run.train if r.get(name) is not None]
     return statistics.median(found) if found else None
 
 
-def _compiling(run: Run) -> float | None:
+def _compiling(run: RunRecords) -> float | None:
     return goodput.spent(run.record)["compiling"] if run.record else None
 
 
-def _share(run: Run) -> float | None:
+def _share(run: RunRecords) -> float | None:
     return goodput.share(goodput.spent(run.record)) if run.record else None
 
 
-def _communication(runs: Sequence[Run]) -> Iterator[Figure]:
-    def exposed(run: Run) -> float | None:
+def _communication(runs: Sequence[RunRecords]) -> Iterator[Plot]:
+    def exposed(run: RunRecords) -> float | None:
         return results.exposed_ms(_rate(run), run.summary)
 
-    def per_half_round(run: Run) -> float | None:
+    def per_half_round(run: RunRecords) -> float | None:
         return run.bytes_at(1)
 
     yield from _figures(
@@ -193,7 +193,7 @@ def _communication(runs: Sequence[Run]) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _profiles(run: Run) -> Iterator[Profile]:
+def _profiles(run: RunRecords) -> Iterator[ProfileTable]:
     """Yield a table of each trace of a run, in milliseconds."""
     for process, summary in run.profiles:
         name = f"{run.name}, {process}: means over {len(summary['devices'])} devices"
@@ -206,10 +206,10 @@ def _profiles(run: Run) -> Iterator[Profile]:
                 [str(row["half_round"]), *(f"{1000 * x:,.1f} ms" for x in times),
                  UNKNOWN if share is None else f"{share:.0%}", waited]
             )  # fmt: skip
-        yield Profile(name, summary["unknown"], rows)
+        yield ProfileTable(name, summary["unknown"], rows)
 
 
-def _memory(runs: Sequence[Run]) -> Iterator[Figure]:
+def _memory(runs: Sequence[RunRecords]) -> Iterator[Plot]:
     yield from _figures(
         runs,
         [("parameters and state on a device", "without activations and buffers",
@@ -217,7 +217,7 @@ def _memory(runs: Sequence[Run]) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _microbatches(run: Run) -> str:
+def _microbatches(run: RunRecords) -> str:
     """Return a line on how many microbatches workers computed."""
     rows = run.microbatches()
     if not rows:
@@ -237,7 +237,7 @@ def _microbatches(run: Run) -> str:
     return f"mean of {len(rows):,} {which}, worker by worker: {shown}"
 
 
-def _bar(run: Run) -> Bar | None:
+def _bar(run: RunRecords) -> Bar | None:
     """Return a run's wall time; None if nothing is recorded."""
     seconds = goodput.spent(run.record)
     wall = sum(seconds.values())
@@ -251,7 +251,7 @@ def _bar(run: Run) -> Bar | None:
     return Bar(run, duration(wall), parts)
 
 
-def _spent(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
+def _spent(runs: Sequence[RunRecords]) -> Iterator[tuple[str, str, list[str]]]:
     """Yield causes, their colours, and how long each run spent on them."""
     seconds = [goodput.spent(run.record) for run in runs]
     walls = [sum(s.values()) for s in seconds]
@@ -263,7 +263,7 @@ def _spent(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
             ]  # fmt: skip
 
 
-def _faults(run: Run) -> Iterator[str]:
+def _faults(run: RunRecords) -> Iterator[str]:
     """Yield lines on what went wrong, and how the run went on."""
     if run.starts > 1:
         yield f"started {run.starts} times; down in between for " + duration(

@@ -30,7 +30,7 @@ FOUND = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecords:
     """A run, finished or not."""
 
     name: str  # on the page, different from the names of all other runs there
@@ -100,7 +100,7 @@ class Run:
         return [(h, m) for h, m in rows if isinstance(m, list) and m]
 
 
-def read(folders: Sequence[Path]) -> list[Run]:
+def read(folders: Sequence[Path]) -> list[RunRecords]:
     """Read the runs in folders: workdirs, comparisons, or folders of workdirs.
 
     Raises:
@@ -141,7 +141,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str) -> RunRecords:
     config = read_object(folder / "config.json")
     if not isinstance(config.get("method"), str):
         raise ValueError(
@@ -152,7 +152,7 @@ def _read(folder: Path, name: str) -> Run:
         summary = results.numbers(path, NEEDED, OPTIONAL)
     rows, counts, failures = metrics.read(folder), folder / COUNTS, folder / "failures"
     reached = max((row["half_round"] for row in rows), default=0)
-    return Run(
+    return RunRecords(
         name=name,
         group=re.sub(r"/seed-\d+$", "", name),
         folder=folder,
@@ -186,7 +186,7 @@ def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[Any]]]:
     """Return the fields in which runs differ, each with every run's value.
 
     A single run is compared with the defaults, whose value comes first. A missing value

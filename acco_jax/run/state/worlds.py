@@ -95,7 +95,7 @@ def recorded(workdir: Path) -> list[tuple[int, World]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class WorldsReplay:
     """Record of a run, for another run that repeats it."""
 
     folder: Path

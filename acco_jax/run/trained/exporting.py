@@ -14,7 +14,7 @@ import numpy as np
 
 from acco_jax.command.files import read_object
 from acco_jax.models import huggingface, transformer
-from acco_jax.run.trained.trained_runs import Run, load_run
+from acco_jax.run.trained.trained_runs import TrainedRun, load_run
 from acco_jax.run.weights import folders
 
 SPECIAL = ("bos_token", "pad_token")
@@ -91,7 +91,7 @@ def _generation(workdir: Path, end_of_text: int) -> dict[str, Any]:
 
 
 def _weights(
-    run: Run, architecture: transformer.Config
+    run: TrainedRun, architecture: transformer.Config
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the state dict in the requested dtype, an array at a time.
 

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from acco_jax import data
 from acco_jax.models import sampling, scoring, transformer
 from acco_jax.models.sampling import Sampling
-from acco_jax.models.scoring import Row, Score
+from acco_jax.models.scoring import Score, ScoredRow
 from acco_jax.run.config.fields import dtype as dtype_of
 from acco_jax.run.config.parsing import ModelFlags
 from acco_jax.run.trained.trained_runs import load_run
@@ -72,7 +72,7 @@ class Language:
             raise ValueError(f"a text is no Unicode: {error}.") from error
         return self.tokenizer.encode(text)
 
-    def rows(self, text: str, stride: int) -> list[Row]:
+    def rows(self, text: str, stride: int) -> list[ScoredRow]:
         """Return rows that have each token of a text as a target once.
 
         They are windows of as many tokens as the model has positions.
@@ -92,7 +92,7 @@ class Language:
         tokens = np.concatenate([np.asarray(self.before[-1:]), self.encode(text)])
         return list(scoring.windows(tokens, most, stride))
 
-    def pair(self, context: str, continuation: str) -> Row:
+    def pair(self, context: str, continuation: str) -> ScoredRow:
         """Return the row that has a continuation as its targets, after a context.
 
         Both are encoded as one text, and spaces at the context's end with what follows
@@ -112,9 +112,9 @@ class Language:
                 f"a continuation has {targets} tokens, but must have from 1 to the "
                 f"model's {most} positions: shorten it, or give one."
             )
-        return Row(tokens[-most - 1 :], targets)
+        return ScoredRow(tokens[-most - 1 :], targets)
 
-    def score(self, rows: Sequence[Row]) -> list[Score]:
+    def score(self, rows: Sequence[ScoredRow]) -> list[Score]:
         """Return the scores of rows."""
         return scoring.score(self.config, self.params, rows)
 

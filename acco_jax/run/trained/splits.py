@@ -12,7 +12,7 @@ import numpy as np
 from acco_jax import data
 from acco_jax.command.files import read_object
 from acco_jax.run.trained import perplexity
-from acco_jax.run.trained.trained_runs import Run, load_run
+from acco_jax.run.trained.trained_runs import TrainedRun, load_run
 from acco_jax.run.weights import pretrained
 
 
@@ -53,7 +53,7 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
     return perplexity.figures(nats, tokens, _words(corpus), corpus.validation_bytes)
 
 
-def _corpus(run: Run) -> data.Corpus:
+def _corpus(run: TrainedRun) -> data.Corpus:
     """Return the data of a run, if they have not changed."""
     fields = pretrained.data_fields(run.config)
     corpus = data.load_corpus(fields, workdir=run.workdir)

@@ -36,7 +36,7 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainedRun:
     """A run's trained model, as of one of its checkpoints."""
 
     workdir: Path
@@ -54,7 +54,7 @@ def load_run(
     devices: Sequence[jax.Device] | None = None,
     group: Mapping[str, int] | None = None,
     half_round: int | None = None,
-) -> Run:
+) -> TrainedRun:
     """Load the model that a run has trained, on any devices.
 
     Args:
@@ -76,7 +76,7 @@ def load_run(
         if len(devices) % math.prod(group.values()):
             group = {"fsdp": len(devices)}
     mesh = meshes.data_mesh(devices, 1, group)
-    return Run(
+    return TrainedRun(
         saved.workdir, saved.config, saved.model, saved.params(mesh), saved.tokenizer,
         saved.half_round, saved.architecture, mesh,
     )  # fmt: skip

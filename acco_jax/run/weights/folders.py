@@ -27,7 +27,7 @@ SHARD_BYTES = 5 * 10**9  # of a file of weights, at most, unless one array is la
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class Weight:
+class StoredWeight:
     """An array in a file, read in slices."""
 
     def __init__(self, part: Any) -> None:
@@ -91,7 +91,7 @@ class Folder:
             self._files = self._found()
         return self._files
 
-    def weight(self, name: str) -> Weight:
+    def weight(self, name: str) -> StoredWeight:
         """Return a handle of an array, without reading it.
 
         While the handle is held, the parts that were read stay mapped: the file is
@@ -115,7 +115,7 @@ class Folder:
                 f"{path} has {name} in {part.get_dtype()}, of which there are only "
                 f"{', '.join(_FLOATS)} here: convert it."
             )
-        return Weight(part)
+        return StoredWeight(part)
 
     def _opened(self, path: Path) -> Any:
         """Open a file of weights.
