@@ -56,7 +56,7 @@ _AXIS = flags.DEFINE_string(
     "axis", None, "The axis that --require-hidden is about.", flag_values=_FLAGS
 )
 _TRIPS = flags.DEFINE_integer(
-    "iterations",
+    "trips",
     None,
     "Trips of loops that the compiler does not know.",
     flag_values=_FLAGS,

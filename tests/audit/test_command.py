@@ -130,7 +130,7 @@ WRONG = [
     ([FSDP, PLACE, "--require-hidden=nan"], "the fraction nan must be from 0 to 1."),
     ([FSDP, PLACE, "--require-hidden=all"], "require-hidden"),
     ([FSDP, PLACE, "--trips=-1"], "--trips is -1: it must be at least 0."),
-    ([FSDP, PLACE, "--trips=few"], "iterations"),
+    ([FSDP, PLACE, "--trips=few"], "trips"),
     ([FSDP, PLACE, "--set=flops"], "--set=flops: give NAME=NUMBER"),
     ([FSDP, PLACE, "--set=flop=1"], "the name of a figure is 'flop': did you mean"),
     ([FSDP, PLACE, "--set=flops=0"], "the figure flops is 0: it must be positive."),

@@ -145,7 +145,7 @@ def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, cap
         (["--devices=8.5"], "--devices: '8.5' is no whole number."),
         (["--config.method=aco"], "method is 'aco': did you mean 'acco'"),
         (["--config.length=0"], "length is 0"),
-        (["--config.microbatches_per_step=3"], "does not divide into the 2 half-round"),
+        (["--config.microbatches_per_step=3"], "does not divide into the 2 calls"),
         (["--config.microbatch_size=0"], "microbatch_size is 0: it must be at least 1"),
         (["--config.counts=(1,)"], "counts is (1,): give one number from 0 to 1 for"),
         (["--config.form=split"], "form is 'split', which is for CPUs"),
