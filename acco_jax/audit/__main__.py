@@ -58,7 +58,7 @@ _AXIS = flags.DEFINE_string(
 _TRIPS = flags.DEFINE_integer(
     "trips",
     None,
-    "Trips of loops that the compiler does not know.",
+    "Iterations of loops that the compiler does not report.",
     flag_values=_FLAGS,
 )
 _SET = flags.DEFINE_list(
