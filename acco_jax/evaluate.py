@@ -28,7 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags
 
-from acco_jax.command import devices, exits
+from acco_jax.command import devices, exits, program_store
 from acco_jax.command.paths import expanded
 from acco_jax.run.config import parsing
 
@@ -53,6 +53,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)
+    program_store.keep_programs()
     figures = _figures()
     print(json.dumps(figures) if _JSON.value else "\n".join(_lines(figures)))
 

@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 
 from absl import app, flags
 
-from acco_jax.command import devices, exits
+from acco_jax.command import devices, exits, program_store
 from acco_jax.run.config import parsing
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
@@ -43,6 +43,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 1, "How many texts.", 1)
 def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)
+    program_store.keep_programs()
     # slow, and only now may anything touch devices
     from acco_jax.run.trained import language
     from acco_jax.run.trained.language import Sampling

@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 from absl import app, flags, logging
 from jax import process_count, process_index
 
-from acco_jax.command import devices, exits, heartbeat, paths
+from acco_jax.command import devices, exits, heartbeat, paths, program_store
 from acco_jax.run.config import parsing, usage
 from acco_jax.run.supervise import meeting, supervisor
 
@@ -146,6 +146,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         workdir = paths.expanded(str(_WORKDIR.value))
         several = devices.are_several(_COORDINATOR.value, processes)
         devices.choose_platform(config.get("devices"), several_processes=several)
+        program_store.keep_programs()
         devices.connect(
             _ORDERS.coordinator if _ORDERS else None,
             processes,

@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import logging
 
-from acco_jax.command import devices
+from acco_jax.command import devices, program_store
 from acco_jax.command.files import read_object
 from acco_jax.run.compare import network, pool, results, tuning
 from acco_jax.run.compare.tuning import Candidate
@@ -127,6 +127,7 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
     devices.choose_platform(
         total if several else first.get("devices"), several_processes=False
     )
+    program_store.keep_programs()
     # slow, and only now may anything touch devices
     from acco_jax.run import preparation
 

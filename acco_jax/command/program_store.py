@@ -1,0 +1,79 @@
+"""Compiled programs on disk, so that the next start of a run need not compile them.
+
+This is JAX's persistent compilation cache in a folder of our own, which is bounded.
+$JAX_COMPILATION_CACHE_DIR names another folder, which is then JAX's matter;
+$ACCO_COMPILATION_CACHE=off keeps nothing.
+"""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+from absl import logging
+
+BYTES = 2**32  # of the folder; at the start the entries not read for longest go
+SECONDS = 0.5  # a program that compiles faster is not kept
+
+
+def folder() -> Path | None:
+    """Return the folder for this kind of machine; None: it is not this package's.
+
+    A program for CPUs runs only where the processor has the same features, and a home
+    may be shared by different ones.
+    """
+    if os.environ.get("ACCO_COMPILATION_CACHE") == "off":
+        return None
+    config = jax.config
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    kind = hashlib.sha256(_processor().encode()).hexdigest()[:12]
+    return Path(home).expanduser() / "acco_jax" / "xla" / kind
+
+
+def keep_programs() -> None:
+    """Have JAX keep compiled programs in `folder`; call it before anything compiles.
+
+    A folder that cannot be written costs a warning.
+    """
+    place = folder()
+    if place is None:
+        return
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _shrink(place, BYTES)
+    except OSError as error:
+        logging.warning("compiled programs are not kept: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", SECONDS)
+
+
+def _shrink(place: Path, limit: int) -> None:
+    """Delete the files not used for longest until at most `limit` bytes are left."""
+    found = []
+    for path in place.iterdir():
+        try:
+            stat = path.stat()
+        except FileNotFoundError:  # another process deletes, too
+            continue
+        found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= limit:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def _processor() -> str:
+    """Return what tells apart processors that do not run each other's programs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = ("model name", "flags", "Features", "CPU part")
+    first = {name: next((x for x in lines if x.startswith(name)), "") for name in names}
+    return "\n".join((platform.machine(), platform.processor(), *first.values()))
