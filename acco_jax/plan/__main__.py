@@ -66,7 +66,7 @@ _CALIBRATE = flags.DEFINE_bool(
 _CALIBRATION = flags.DEFINE_string(
     "calibration", None, "A report of --calibrate, whose figures are used."
 )
-_OUT = flags.DEFINE_string("out", "plan", "Folder for the pictures.")
+_OUT = flags.DEFINE_string("out", None, "Folder for pictures; unless given, none.")
 _JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
 _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text.")
 _REQUIRE_HIDDEN = arguments.DEFINE_fraction(
@@ -105,8 +105,7 @@ def main(argv: list[str]) -> None:
 
 def _run() -> "Sequence[Plan]":
     """Make the plan or the decision that the flags ask for."""
-    folder = expanded(_OUT.value)
-    json_file, programs = map(arguments.path, (_JSON, _DUMP_HLO))
+    folder, json_file, programs = map(arguments.path, (_OUT, _JSON, _DUMP_HLO))
     for path in filter(None, (folder, json_file and json_file.parent, programs)):
         arguments.check_writable(path)  # before anything is compiled
     if _CALIBRATE.value:

@@ -41,18 +41,15 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def write(
-    plan: Plan, folder: Path, json_file: Path | None, hlo_folder: Path | None
+    plan: Plan,
+    folder: Path | None,
+    json_file: Path | None,
+    hlo_folder: Path | None,
 ) -> list[str]:
-    """Write pictures, JSON and programs; return a line about each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parameters = f"{plan.outcomes[0].program.parameters / 1e6:,.1f}M parameters"
-    title = f"{plan.topology}, {parameters}: prediction"
-    lines = [f"picture  {folder / 'timeline.png'}"]
-    pictures.timeline(_at_equal_tokens(plan), folder / "timeline.png", title)
-    if len(plan.growth) > len(plan.outcomes):
-        path = folder / "scaling.png"
-        pictures.scaling(plan.growth, path, title, plan.topology.devices)
-        lines.append(f"picture  {path}")
+    """Write what has a place: pictures, JSON, programs; return a line about each."""
+    lines = []
+    if folder:
+        lines += _pictures(plan, folder)
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(as_dict(plan), indent=2) + "\n")
@@ -65,6 +62,20 @@ def write(
                 path = hlo_folder / f"{name}.hlo.txt"
                 path.write_text(part.compiled.text)
                 lines.append(f"program  {path}")
+    return lines
+
+
+def _pictures(plan: Plan, folder: Path) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = f"{plan.outcomes[0].program.parameters / 1e6:,.1f}M parameters"
+    title = f"{plan.topology}, {parameters}: prediction"
+    path = folder / "timeline.png"
+    pictures.timeline(_at_equal_tokens(plan), path, title)
+    lines = [f"picture  {path}"]
+    if len(plan.growth) > len(plan.outcomes):
+        path = folder / "scaling.png"
+        pictures.scaling(plan.growth, path, title, plan.topology.devices)
+        lines.append(f"picture  {path}")
     return lines
 
 

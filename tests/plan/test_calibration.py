@@ -75,5 +75,5 @@ def test_another_chip_s_figures_are_refused(tmp_path, capsys):
     file = tmp_path / "h100.json"
     file.write_text(json.dumps({"chip": "h100", "figures": {}}))
     with pytest.raises(SystemExit):
-        run(f"--calibration={file}", f"--out={tmp_path}")
+        run(f"--calibration={file}")
     assert "is of h100, but --topology of h200" in capsys.readouterr().err

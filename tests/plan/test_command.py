@@ -84,9 +84,9 @@ def test_the_whole_report(stand_in, tmp_path, capsys):
     assert saved == 40 - 5  # the shard at an eighth
 
 
-def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, capsys):
+def test_network_and_other_figures_from_the_command_line(stand_in, capsys):
     slow = "--network=100", "--set=compute_efficiency=0.5"
-    run("--nofit", f"--out={tmp_path}", *slow)
+    run("--nofit", *slow)
     lines = capsys.readouterr().out.splitlines()
     assert any(
         re.match(r"\s+slow_bandwidth\s+12.5 GB/s\s+given on the command", x)
@@ -158,26 +158,30 @@ def test_network_and_other_figures_from_the_command_line(stand_in, tmp_path, cap
         (["--config.model.heads=3"], "width=128 is not divisible by heads=3"),
     ],
 )
-def test_errors_are_one_line_before_any_compile(
-    stand_in, tmp_path, refusal, arguments, message
-):
-    assert message in refusal(f"--out={tmp_path}", *arguments)
+def test_errors_are_one_line_before_any_compile(stand_in, refusal, arguments, message):
+    assert message in refusal(*arguments)
     assert not stand_in
+
+
+def test_it_writes_no_file_unless_asked(stand_in, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    run("--nofit", "--methods=acco")
     assert not list(tmp_path.iterdir())
+    assert "picture" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--out={}/x", "--json={}/x/y.json", "--dump-hlo={}"])
 def test_where_nothing_can_be_written_is_said_first(stand_in, tmp_path, refusal, flag):
     file = tmp_path / "file"
     file.touch()
-    line = refusal(f"--out={tmp_path}", flag.format(file))
+    line = refusal(flag.format(file))
     assert "cannot be written to" in line and str(file) in line
     assert not stand_in
 
 
-def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch, tmp_path, refusal):
+def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch, refusal):
     monkeypatch.setattr(topologies, "_installed", lambda module: False)
-    line = refusal(f"--out={tmp_path}", topology="tpu:v6e:4x4")
+    line = refusal(topology="tpu:v6e:4x4")
     assert "pip install 'acco-jax[plan-tpu]'" in line
 
 
@@ -200,27 +204,23 @@ def test_a_program_too_large_is_said_with_what_would_fit(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nofit"]])
-def test_a_gpu_program_larger_than_its_memory_is_refused(
-    stand_in, tmp_path, refusal, arguments
-):
+def test_a_gpu_program_larger_than_its_memory_is_refused(stand_in, refusal, arguments):
     # the stand-in's 1 GB and 8 MB per row
-    line = refusal(
-        "--set=memory_bytes=1.01e9,memory_fraction=1", f"--out={tmp_path}", *arguments
-    )
+    line = refusal("--set=memory_bytes=1.01e9,memory_fraction=1", *arguments)
     assert "does not fit into the memory" in line
     assert "it needs 1.0G of 0.9G of memory" in line
     assert ("; lower it." if arguments else "; 1 would fit.") in line
 
 
-def test_what_jax_leaves_of_a_gpu_s_memory_is_not_used(stand_in, tmp_path, refusal):
+def test_what_jax_leaves_of_a_gpu_s_memory_is_not_used(stand_in, refusal):
     room = "--set=memory_bytes=1.2e9"  # of which JAX takes three quarters
-    line = refusal("--nofit", "--methods=acco", room, f"--out={tmp_path}")
+    line = refusal("--nofit", "--methods=acco", room)
     assert "it needs 1.0G of 0.8G of memory, JAX's share of the GPU" in line
-    run("--nofit", "--methods=acco", f"{room},memory_fraction=0.9", f"--out={tmp_path}")
+    run("--nofit", "--methods=acco", f"{room},memory_fraction=0.9")
 
 
-def test_what_cannot_fit_is_said_before_any_compile(stand_in, tmp_path, refusal):
-    line = refusal("--set=memory_bytes=2e6", f"--out={tmp_path}")
+def test_what_cannot_fit_is_said_before_any_compile(stand_in, refusal):
+    line = refusal("--set=memory_bytes=2e6")
     assert "parameters, state and batch alone needs" in line
     assert "take more devices" in line
     assert not stand_in

@@ -25,7 +25,7 @@ def dpu(monkeypatch):
 def test_one_table_and_one_sentence(stand_in, tmp_path, capsys):
     file = tmp_path / "decision.json"
     run(*PLACES, PAIR, "--tokens=1e9", "--price=h200=4,a100=1", "--nofit",
-        f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+        f"--json={file}")  # fmt: skip
     text = capsys.readouterr().out
     assert len(stand_in) == 4  # each method for each chip
     lines = [x for x in text.splitlines() if re.match(r"  gpu:", x)]
@@ -51,7 +51,7 @@ def test_one_table_and_one_sentence(stand_in, tmp_path, capsys):
 def test_networks_are_rows_and_hiding_pays_on_a_slow_one(stand_in, tmp_path):
     file = tmp_path / "decision.json"
     run("--topology=gpu:h200:2x8", PAIR, "--network=10,4000", "--tokens=1e9", "--nofit",
-        f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+        f"--json={file}")  # fmt: skip
     speeds = {
         (c["method"], c["network"]): c["tokens_per_second"]
         for c in json.loads(file.read_text())["choices"]
@@ -111,7 +111,7 @@ def test_the_sentence_names_its_network_whatever_the_order(stand_in):
     assert len(found.choices) == 4
 
 
-def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, tmp_path, capsys):
+def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, capsys):
     finish = planner.finish
 
     def limited(prepared):
@@ -121,7 +121,7 @@ def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, tmp_path, c
 
     monkeypatch.setattr(planner, "finish", limited)
     run("--topology=gpu:mi300x:1x8", PLACES[1], "--methods=acco", "--tokens=1e9",
-        "--nofit", f"--out={tmp_path}")  # fmt: skip
+        "--nofit")  # fmt: skip
     text = capsys.readouterr().out
     assert re.search(r"gpu:a100:1x8 +NVLink +acco +does not fit", text)
     assert "acco does not fit: it needs too much" in text

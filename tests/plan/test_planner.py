@@ -23,7 +23,7 @@ def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(programs.Program, "compile", with_asked)
     file = tmp_path / "plan.json"
-    arguments = "--nofit", "--methods=acco", f"--out={tmp_path}", f"--json={file}"
+    arguments = "--nofit", "--methods=acco", f"--json={file}"
     run(*arguments)
     line = next(x for x in capsys.readouterr().out.splitlines() if "own" in x)
     assert re.fullmatch(
@@ -51,7 +51,7 @@ def test_the_largest_microbatch_is_bracketed(stand_in, monkeypatch, tmp_path, ca
         return compile_(program, *place)
 
     monkeypatch.setattr(programs.Program, "compile", limited)
-    run("--methods=acco", f"--out={tmp_path}", f"--json={file}")
+    run("--methods=acco", f"--json={file}")
     found = json.loads(file.read_text())["methods"]["acco"]
     tried = [c["microbatch_size"] for c in found["candidates"]]
     assert tried[0] == 4 and len(tried) == 1 + planner.COMPILES
@@ -65,19 +65,17 @@ def test_the_largest_microbatch_is_bracketed(stand_in, monkeypatch, tmp_path, ca
     assert f"{len(tried)} programs compiled" in text
 
 
-def test_without_fit_there_is_one_compile_per_method(stand_in, tmp_path, capsys):
-    run("--nofit", "--methods=acco", f"--out={tmp_path}")
+def test_without_fit_there_is_one_compile_per_method(stand_in, capsys):
+    run("--nofit", "--methods=acco")
     assert [p.method for p in stand_in] == ["acco"]
     text = capsys.readouterr().out
     assert "largest microbatch" not in text
     assert "zero1 by formula" in text
 
 
-def test_ddp_is_compared_with_where_it_is_asked_for(
-    stand_in, monkeypatch, tmp_path, capsys
-):
+def test_ddp_is_compared_with_where_it_is_asked_for(stand_in, monkeypatch, capsys):
     monkeypatch.setitem(SCHEDULES, "ddp", "gpu_synchronous")
-    run("--nofit", "--methods=acco,ddp", f"--out={tmp_path}")
+    run("--nofit", "--methods=acco,ddp")
     text = capsys.readouterr().out
     assert "over ddp" in text and "over zero1" not in text
 
@@ -93,19 +91,19 @@ def test_a_misfit_does_not_discard_another_s_result(
         return compile_(program, *place)
 
     monkeypatch.setattr(programs.Program, "compile", limited)
-    run("--nofit", f"--out={tmp_path}", f"--json={file}")
+    run("--nofit", f"--json={file}")
     text = capsys.readouterr().out
     assert "DOES NOT FIT\n  acco with microbatch_size 4 does not fit" in text
     assert "zero1: 1 half-round per step" in text
     plan = json.loads(file.read_text())
     assert plan["methods"].keys() == {"zero1"} and "9G" in plan["do_not_fit"]["acco"]
     with pytest.raises(SystemExit) as stopped:
-        run("--nofit", "--require-hidden", f"--out={tmp_path}")
+        run("--nofit", "--require-hidden")
     assert stopped.value.code == exits.EXPOSED
 
 
-def test_a_method_is_not_given_another_s_options(stand_in, tmp_path, capsys):
-    run("--nofit", "--config.method_options.gather_bits=(8,4)", f"--out={tmp_path}")
+def test_a_method_is_not_given_another_s_options(stand_in, capsys):
+    run("--nofit", "--config.method_options.gather_bits=(8,4)")
     assert [p.method for p in stand_in] == ["acco", "zero1"]
     text = capsys.readouterr().out
     assert "its half-rounds differ" in text
@@ -114,10 +112,8 @@ def test_a_method_is_not_given_another_s_options(stand_in, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_domains_are_advised_where_there_are_hosts(stand_in, tmp_path, capsys, hosts):
-    run(
-        "--nofit", "--methods=acco", f"--out={tmp_path}", topology=f"gpu:h200:{hosts}x8"
-    )
+def test_domains_are_advised_where_there_are_hosts(stand_in, capsys, hosts):
+    run("--nofit", "--methods=acco", topology=f"gpu:h200:{hosts}x8")
     advised = "with config.domains=2 gradients are summed" in capsys.readouterr().out
     assert advised == (hosts == 2)
 
@@ -128,7 +124,7 @@ def test_a_local_method_is_timed_per_inner_step(
     monkeypatch.setitem(SCHEDULES, "diloco", "gpu_synchronous")
     file = tmp_path / "plan.json"
     options = "--config.method=diloco", "--config.method_options.local_steps=10"
-    run("--nofit", "--methods=diloco", *options, f"--out={tmp_path}", f"--json={file}")
+    run("--nofit", "--methods=diloco", *options, f"--json={file}")
     text = capsys.readouterr().out
     assert "diloco: 10 inner steps per half-round, 2 microbatches in each" in text
     (row,) = json.loads(file.read_text())["predicted"]
@@ -141,7 +137,7 @@ def test_a_local_method_is_timed_per_inner_step(
 def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
     file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
     halves = "--config.microbatches=halves", "--config.microbatches_per_step=8"
-    arguments = *halves, f"--json={file}", f"--dump-hlo={hlo}", f"--out={tmp_path}"
+    arguments = *halves, f"--json={file}", f"--dump-hlo={hlo}"
     run(*arguments, "--config.first_half=2")
     out = capsys.readouterr().out
     assert "2 half-rounds per step, 2 and 6 microbatches in them" in out
@@ -177,7 +173,7 @@ def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_
         file = tmp_path / "plan.json"
         run("--nofit", "--methods=acco", "--config.microbatches=adaptive",
             "--config.most_microbatches=64", f"--set=fast_bandwidth={bandwidth}",
-            f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+            f"--json={file}")  # fmt: skip
         plan = json.loads(file.read_text())
         (row,) = plan["predicted"]
         (count,) = set(plan["methods"]["acco"]["counts"])

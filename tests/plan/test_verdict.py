@@ -125,12 +125,12 @@ def test_audits_of_hidden_bytes_with_exposed_seconds(
     ],
 )
 def test_plans_of_hidden_bytes_with_exposed_seconds(
-    stand_in, tmp_path, capsys, network, gate, code
+    stand_in, capsys, network, gate, code
 ):
     stopped = 0
     try:
         run_plan("--nofit", "--methods=acco", f"--network={network}", gate,
-                 "--set=compute_efficiency=0.03", f"--out={tmp_path}")  # fmt: skip
+                 "--set=compute_efficiency=0.03")  # fmt: skip
     except SystemExit as error:
         stopped = error.code
     assert stopped == code
@@ -163,17 +163,17 @@ def test_require_hidden(stand_in, tmp_path, capsys, methods, code):
     assert (tmp_path / "timeline.png").exists()
 
 
-def test_small_collectives_count_by_their_time(stand_in, tmp_path, capsys):
+def test_small_collectives_count_by_their_time(stand_in, capsys):
     """On a fast chip the same scalars take 4 % of a half-round of so small a model."""
     with pytest.raises(SystemExit) as stopped:
-        run_plan("--require-hidden", "--nofit", "--methods=acco", f"--out={tmp_path}")
+        run_plan("--require-hidden", "--nofit", "--methods=acco")
     assert stopped.value.code == exits.EXPOSED
     out, err = capsys.readouterr()
     assert "exposed, most by all-reduce" in err
     assert "hidden: 99.9% of the bytes (READ)" in out
 
 
-def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, tmp_path, capsys):
+def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, capsys):
     compile_ = programs.Program.compile
 
     def alone(program, *place):
@@ -183,7 +183,7 @@ def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(programs.Program, "compile", alone)
     with pytest.raises(SystemExit) as stopped:
-        run_plan("--require-hidden", "--nofit", "--methods=acco", f"--out={tmp_path}")
+        run_plan("--require-hidden", "--nofit", "--methods=acco")
     assert stopped.value.code == exits.EXPOSED
     out, err = capsys.readouterr()
     assert "there is no collective: nothing was hidden" in err
