@@ -22,6 +22,7 @@ from acco_jax.runner import (
     exits,
     heartbeat,
     meeting,
+    messages,
     paths,
     supervisor,
     usage,
@@ -117,7 +118,8 @@ def _job() -> supervisor.Job:
     """Return the supervised job: this command itself, as the process that trains.
 
     Raises:
-      ValueError: a launcher has started several commands without a coordinator.
+      ValueError: if a launcher has started several commands without a coordinator,
+        or their token is short.
     """
     if _COORDINATOR.value is None and devices.launched_by_a_cluster():
         raise ValueError(
@@ -137,6 +139,7 @@ def _job() -> supervisor.Job:
         process=_PROCESS.value or 0,
         processes=_PROCESSES.value or 1,
         coordinator=_COORDINATOR.value,
+        token=messages.token(),
     )
 
 

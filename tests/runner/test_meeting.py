@@ -6,7 +6,8 @@ import json
 import pytest
 
 from acco_jax.runner import meeting
-from acco_jax.runner.meeting import End, Limits, Member
+from acco_jax.runner.meeting import Limits, Member
+from acco_jax.runner.messages import End
 
 
 def members(*changes):
