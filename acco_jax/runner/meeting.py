@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import ipaddress
 import resource
 import secrets
@@ -243,8 +244,8 @@ class Meeting:
             self._leave_oldest(self._room - 1)
             talk = asyncio.create_task(self._talk(connection))
             self._talks[talk] = self._strangers[talk] = None
-            talk.add_done_callback(self._forget)
-            await asyncio.sleep(0)  # it must begin before it may be cancelled
+            talk.add_done_callback(functools.partial(self._forget, connection))
+            await asyncio.sleep(0)  # a flood must not delay everything else
 
     def _leave_oldest(self, room: int) -> None:
         """End the connections that have been silent longest, except `room` of them."""
@@ -253,7 +254,8 @@ class Meeting:
             del self._strangers[talk]
             talk.cancel()
 
-    def _forget(self, talk: asyncio.Task[None]) -> None:
+    def _forget(self, connection: socket.socket, talk: asyncio.Task[None]) -> None:
+        connection.close()
         self._talks.pop(talk, None)
         self._strangers.pop(talk, None)
 
@@ -261,9 +263,7 @@ class Meeting:
         """Serve one command, from its first message to the end of its connection."""
         member, writer, talk = None, None, asyncio.current_task()
         assert talk is not None
-        # any other message ends the connection
-        known = (ValueError, OSError, asyncio.CancelledError)
-        with contextlib.suppress(*known):
+        try:
             async with asyncio.timeout(HELLO_SECONDS):
                 reader, writer = await asyncio.open_connection(sock=connection)
                 member = await self._meet(reader, writer)
@@ -271,11 +271,17 @@ class Meeting:
                 self._strangers.pop(talk, None)
             while member and (line := await reader.readline()):
                 self._hear(member, messages.decode(line))
+        except (ValueError, OSError, asyncio.CancelledError):
+            pass  # any other message ends the connection
+        except Exception as error:  # and must not end the run
+            why = f"{type(error).__name__}: {error}"
+            logging.warning("a connection to the meeting has failed: %s", why)
         if member and self._members.get(member.process) is member:
             member.gone, member.writer = True, None
             if not self._running or not member.part:
                 del self._members[member.process]
-        (writer.transport.abort if writer else connection.close)()
+        if writer:
+            writer.transport.abort()
 
     async def _meet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
