@@ -209,18 +209,22 @@ class Meeting:
                     "whoever reaches %s port %d can take part in this run: set %s, the "
                     "same for all processes", host, self.port, messages.TOKEN,
                 )  # fmt: skip
-            works = [self._look(), *map(self._accept, listeners)]
-            tasks = [asyncio.create_task(self._kept(work)) for work in works]
+            looks = asyncio.create_task(self._kept(self._look()))
+            for listener in listeners:
+                self._listen(listener)
             try:
                 yield self
             finally:
-                for task in (*tasks, *self._strangers):
+                for listener in listeners:
+                    asyncio.get_running_loop().remove_reader(listener)
+                    listener.close()
+                for task in (looks, *self._strangers):
                     task.cancel()
                 if self._last and self._talks:  # the last messages must not be lost
                     await asyncio.wait(self._talks, timeout=PARTING)
                 for talk in self._talks:
                     talk.cancel()
-                await asyncio.gather(*tasks, *self._talks, return_exceptions=True)
+                await asyncio.gather(looks, *self._talks, return_exceptions=True)
                 await asyncio.sleep(0)  # their connections close
 
     async def _kept(self, work: Coroutine[Any, Any, None]) -> None:
@@ -232,20 +236,26 @@ class Meeting:
             line = f"the meeting on {socket.gethostname()} failed ({why})"
             self._end(Verdict(exits.FAILED, messages.printable(line), None, False))
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:  # no more files may be open, or who came has gone
-                self._leave_oldest(len(self._strangers) // 2)
-                await asyncio.sleep(SECONDS)
-                continue
-            self._leave_oldest(self._room - 1)
-            talk = asyncio.create_task(self._talk(connection))
-            self._talks[talk] = self._strangers[talk] = None
-            talk.add_done_callback(functools.partial(self._forget, connection))
-            await asyncio.sleep(0)  # a flood must not delay everything else
+    def _listen(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Begin to talk with one who has connected."""
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # no more files may be open, or who came has gone
+            self._leave_oldest(len(self._strangers) // 2)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(SECONDS, self._listen, listener)
+            return
+        connection.setblocking(False)
+        self._leave_oldest(self._room - 1)
+        talk = asyncio.create_task(self._talk(connection))
+        self._talks[talk] = self._strangers[talk] = None
+        talk.add_done_callback(functools.partial(self._forget, connection))
 
     def _leave_oldest(self, room: int) -> None:
         """End the connections that have been silent longest, except `room` of them."""
@@ -481,8 +491,11 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
     Raises:
       OSError: if none can.
     """
-    flags = socket.AI_PASSIVE
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        line = f"{host!r} of --coordinator has no address: {error.strerror}"
+        raise OSError(line) from error
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     try:

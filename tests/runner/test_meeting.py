@@ -249,15 +249,15 @@ def test_silent_connections_are_left(monkeypatch):
 
 
 def test_no_more_files_may_be_open(monkeypatch):
-    accept, failed = asyncio.selector_events.BaseSelectorEventLoop.sock_accept, []
+    accept, failed = socket.socket.accept, []
 
-    async def failing(loop, listener):
+    def failing(listener):
         if len(failed) < 3:
             failed.append(1)
             raise OSError(errno.EMFILE, "Too many open files")
-        return await accept(loop, listener)
+        return accept(listener)
 
-    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", failing)
+    monkeypatch.setattr(socket.socket, "accept", failing)
 
     async def play(command, meets):
         assert isinstance((await command().hello()).answer, Welcome)
