@@ -181,7 +181,7 @@ class Meeting:
         self._looked = self._since  # when this process last ran
         self._told: int | None = None  # half-round of process 0 that all know of
         self._last: Verdict | Over | None = None  # of the run
-        self._talks: dict[asyncio.Task[None], None] = {}
+        self._talks: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: no limit
         self._room = min(STRANGERS, files // 4 if files > 0 else STRANGERS)
@@ -196,10 +196,8 @@ class Meeting:
         self._host = host
         with contextlib.ExitStack() as stack:
             listeners = [stack.enter_context(x) for x in _listeners(host, port)]
-            self._family, self._address = (
-                listeners[0].family,
-                listeners[0].getsockname(),
-            )
+            self._family = listeners[0].family
+            self._address = listeners[0].getsockname()
             self.port = self._address[1]
             addresses = {x.getsockname()[0].partition("%")[0] for x in listeners}
             if not self._token and not all(
@@ -254,7 +252,8 @@ class Meeting:
         connection.setblocking(False)
         self._leave_oldest(self._room - 1)
         talk = asyncio.create_task(self._talk(connection))
-        self._talks[talk] = self._strangers[talk] = None
+        self._talks.add(talk)
+        self._strangers[talk] = None
         talk.add_done_callback(functools.partial(self._forget, connection))
 
     def _leave_oldest(self, room: int) -> None:
@@ -266,7 +265,7 @@ class Meeting:
 
     def _forget(self, connection: socket.socket, talk: asyncio.Task[None]) -> None:
         connection.close()
-        self._talks.pop(talk, None)
+        self._talks.discard(talk)
         self._strangers.pop(talk, None)
 
     async def _talk(self, connection: socket.socket) -> None:
