@@ -18,7 +18,7 @@ from jax import process_count, process_index
 
 from acco_jax.command import devices, exits, heartbeat, paths, program_store
 from acco_jax.run.config import parsing, usage
-from acco_jax.run.supervise import meeting, supervisor
+from acco_jax.run.supervise import meeting, messages, supervisor
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -110,7 +110,8 @@ def _job() -> supervisor.Job:
     """Return the supervised job: this command itself, as the process that trains.
 
     Raises:
-      ValueError: a launcher has started several commands without a coordinator.
+      ValueError: if a launcher has started several commands without a coordinator,
+        or their token is short.
     """
     if _COORDINATOR.value is None and devices.launched_by_a_cluster():
         raise ValueError(
@@ -130,6 +131,7 @@ def _job() -> supervisor.Job:
         process=_PROCESS.value or 0,
         processes=_PROCESSES.value or 1,
         coordinator=_COORDINATOR.value,
+        token=messages.token(),
     )
 
 

@@ -23,6 +23,7 @@ from absl import logging
 
 VARIABLE = "ACCO_JAX_ORDERS"
 SECONDS = 1.0  # between signs of life
+LONGEST = 600  # characters of a line: a pipe takes 4096 bytes whole or not at all
 STACKS = signal.SIGUSR2  # asks for the stacks of all threads
 
 _pipe: int | None = None
@@ -102,7 +103,7 @@ def reached(half_round: int) -> None:
 
 def ends_with(code: int, line: str) -> None:
     """Send the exit code to come to the command, and the line of its reason."""
-    _tell(code=code, error=line)
+    _tell(code=code, error=line[:LONGEST])
 
 
 def _tell(**values: int | str) -> None:

@@ -25,8 +25,10 @@ def folder() -> Path | None:
     """
     if os.environ.get("ACCO_COMPILATION_CACHE") == "off":
         return None
-    config = jax.config
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+    values = jax.config.values
+    if values["jax_compilation_cache_dir"]:
+        return None
+    if not values["jax_enable_compilation_cache"]:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     kind = hashlib.sha256(_processor().encode()).hexdigest()[:12]

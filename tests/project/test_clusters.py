@@ -261,3 +261,36 @@ def test_a_slice_is_not_told_what_is_unknown(cluster, tmp_path, arguments):
     process = cluster("tpu_slice.sh", *arguments, ZONE="us-west4-a")
     _, err = process.communicate(timeout=60)
     assert process.returncode and "usage: ZONE=ZONE" in err and not logged(tmp_path)
+
+
+SSH = """#!/bin/bash
+echo "$1 $2" >>"$STUBS/$1.asked"
+cd "$STUBS/.." && bash -c "$2"
+"""
+PYTHON = """#!/bin/bash
+echo "$ACCO_TOKEN $*" >"$STUBS/${@: -1}"
+[ "${@: -1}" = --process=1 ] && exit 5
+exit 0
+"""
+
+
+@pytest.mark.parametrize("given", [None, "a-token-of-some-length"])
+def test_hosts_get_one_token_that_is_not_shown(cluster, tmp_path, given):
+    stubs = tmp_path / "stubs"
+    python = tmp_path / "acco-jax" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for file, text in ((stubs / "ssh", SSH), (python, PYTHON)):
+        file.write_text(text)
+        file.chmod(0o755)
+    token = {"ACCO_TOKEN": given} if given else {}
+    process = cluster("hosts.sh", "host0 host1", "--workdir=a run", **token)
+    assert process.wait(timeout=30) == exits.LOST, process.communicate()
+    process.communicate()
+    for i in range(2):
+        found, *arguments = (stubs / f"--process={i}").read_text().split(maxsplit=1)
+        assert found == given if given else re.fullmatch("[0-9a-f]{32}", found)
+        assert arguments == [
+            "-m acco_jax.train --workdir=a run --coordinator=host0:12355 "
+            f"--processes=2 --process={i}\n"
+        ]
+        assert found not in (stubs / f"host{i}.asked").read_text()

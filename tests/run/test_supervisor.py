@@ -5,18 +5,20 @@ benchmarks/chaos.py have real ones.
 """
 
 import asyncio
+import contextlib
 import dataclasses
-import json
 import os
 import re
 import signal
 import socket
+import sys
 import time
 
 import pytest
 
 from acco_jax.command import exits
-from acco_jax.run.supervise import supervisor
+from acco_jax.run.supervise import meeting, messages, supervisor
+from acco_jax.run.supervise.messages import Challenge, End, Go, Judgment, Over, Welcome
 from tests.run.supervised import GOOD, WAIT
 
 
@@ -209,21 +211,17 @@ def test_a_connection_that_falls_silent_is_left(jobs):
     (_, job), connections = jobs(GOOD, ("stay", 3), restarts=1), []
     host, port = job.coordinator.split(":")
 
-    def say(writer, **message):
-        writer.write((json.dumps(message) + "\n").encode())
-
     async def meet(reader, writer):
-        connections.append(json.loads(await reader.readline()))
-        go = {"process": 1, "processes": 2, "absent": []}
-        say(writer, go=len(connections), coordinator="b:1", **go)
+        hello = await admit(reader, writer)
+        connections.append(hello)
+        say(writer, Go(len(connections), "b:1", 1, 2, ""))
         if len(connections) == 1:
-            await asyncio.sleep(5)  # until nobody listens any more
-            old = {"code": 5, "line": "old", "process": 1, "again": False}
-            say(writer, verdict=old)
+            await asyncio.sleep(7)  # until nobody listens any more
+            say(writer, Judgment(5, "old", 1, False))
         else:
             while line := await reader.readline():
-                if "end" in json.loads(line):
-                    say(writer, over=True)
+                if isinstance(messages.decode(line), End):
+                    say(writer, Over(0))
         writer.transport.abort()
 
     async def both():
@@ -233,4 +231,198 @@ def test_a_connection_that_falls_silent_is_left(jobs):
             return code
 
     assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.FINISHED
-    assert [hello["attempt"] for hello in connections] == [0, 1]
+    assert [hello.attempt for hello in connections] == [0, 1]
+
+
+def say(writer, message):
+    writer.write(messages.encode(message))
+
+
+async def admit(reader, writer, token=""):
+    """Welcomes a command, as a meeting does; its first message."""
+    say(writer, Challenge("nonce", bool(token)))
+    hello = messages.decode(await reader.readline())
+    say(writer, Welcome("b", 0, messages.proof(token, "meeting", "nonce", hello)))
+    return hello
+
+
+def met(job, meet):
+    """What a command returns whose meeting is a function of (reader, writer)."""
+    talks = []
+
+    async def talk(reader, writer):
+        talks.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            await meet(reader, writer)
+        writer.transport.abort()
+
+    async def both():
+        host, port = job.coordinator.split(":")
+        async with await asyncio.start_server(talk, host, int(port)):
+            code = await supervisor._supervise(job)
+        for task in talks:
+            task.cancel()
+        await asyncio.gather(*talks)
+        await asyncio.sleep(0)
+        return code
+
+    return asyncio.run(asyncio.wait_for(both(), 20))
+
+
+def test_who_wakes_up_late_takes_the_word_of_the_judge(jobs, capfd, monkeypatch):
+    """It has not read yet what process 0 has sent in the meantime."""
+    monkeypatch.setattr(meeting, "QUIET", 0.1)
+    monkeypatch.setattr(supervisor, "LENIENT", 0.0)
+    (_, job) = jobs(GOOD, ("stay", 1), lost_after=0.3)
+
+    async def meet(reader, writer):
+        await admit(reader, writer)
+        say(writer, Go(1, "b:1", 1, 2, ""))
+        await asyncio.sleep(0.1)
+        time.sleep(0.8)  # both, here, are one process
+        say(writer, Judgment(5, "process 1 on a was lost", 1, False))
+        await reader.read()
+
+    assert met(job, meet) == exits.LOST
+    (line,) = errors(capfd)
+    assert line.startswith("error: process 1 on a was lost")
+
+
+@pytest.mark.parametrize("others", ["nothing", "zeros", "HTTP", "old"])
+def test_another_server_at_the_address_is_not_a_meeting(
+    jobs, capfd, monkeypatch, others
+):
+    monkeypatch.setattr(supervisor, "CONNECT_SECONDS", 0.3)
+    (_, job), said = jobs(GOOD, GOOD, start_within=1.0), {
+        "nothing": b"",
+        "zeros": b"\0" * 10**6,
+        "HTTP": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        "old": b'{"go": 1, "coordinator": "b:1", "process": 1, "processes": 2}\n',
+    }  # fmt: skip
+
+    async def meet(reader, writer):
+        writer.write(said[others])
+        await reader.read()
+
+    assert met(job, meet) == exits.LOST
+    (line,) = errors(capfd)
+    assert line.startswith("error: process 0 of 2 did not answer at")
+
+
+def test_a_token_is_asked_of_both(jobs, capfd):
+    """A command does not follow a meeting that cannot prove the token."""
+    (_, job) = jobs(GOOD, GOOD, start_within=1.0)
+    job = dataclasses.replace(job, token="a token of some length")
+
+    async def thief(reader, writer):
+        await admit(reader, writer, token="what it would like to know")
+        say(writer, Go(1, "b:1", 1, 2, ""))
+        await reader.read()
+
+    assert met(job, thief) == exits.LOST
+    assert "did not answer" in errors(capfd)[0]
+    assert met(job, admit) == exits.REFUSED  # it asks for none
+    assert "ACCO_TOKEN is set here and not set at 127.0.0.1" in errors(capfd)[0]
+
+
+def test_commands_with_a_token(jobs, capfd, monkeypatch):
+    monkeypatch.setenv("ACCO_TOKEN", "a token of some length")
+    todo = [dataclasses.replace(j, token=messages.token()) for j in jobs(GOOD, GOOD)]
+    wrong = dataclasses.replace(todo[1], token="another of some length")
+    none = dataclasses.replace(todo[1], token="")
+
+    async def three():
+        first = asyncio.create_task(supervisor._supervise(todo[0]))
+        codes = [await supervisor._supervise(job) for job in (wrong, none, todo[1])]
+        return [await first, *codes]
+
+    codes = [exits.FINISHED, exits.REFUSED, exits.REFUSED, exits.FINISHED]
+    assert asyncio.run(asyncio.wait_for(three(), 20)) == codes
+    one, two = errors(capfd)
+    assert one.startswith("error: ACCO_TOKEN here is not that on")
+    assert one.endswith("give all the same.")
+    assert "ACCO_TOKEN is not set here and set at" in two
+
+
+@pytest.mark.parametrize("token", ["short", "x" * 15])
+def test_a_short_token_is_refused(monkeypatch, token):
+    monkeypatch.setenv("ACCO_TOKEN", token)
+    with pytest.raises(ValueError, match=r"ACCO_TOKEN has \d+ characters: give at"):
+        messages.token()
+
+
+def test_the_process_that_trains_does_not_have_the_token(jobs, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCO_TOKEN", "a token of some length")
+    seen = tmp_path / "seen"
+    code = (
+        f"import os; open({str(seen)!r}, 'w').write(repr('ACCO_TOKEN' in os.environ))"
+    )
+    (job,) = jobs(GOOD)
+    assert run(dataclasses.replace(job, command=[sys.executable, "-c", code])) == [0]
+    assert seen.read_text() == "False"
+
+
+def test_many_processes_that_never_come(jobs, capfd):
+    (job, _) = jobs(GOOD, GOOD, start_within=1.0)
+    assert run(dataclasses.replace(job, processes=30000)) == [exits.LOST]
+    (line,) = errors(capfd)
+    numbers = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
+    assert line == (
+        f"error: process {numbers} and 29989 more of 30000 did not come within 1 s."
+    )
+
+
+def test_an_address_of_the_other_family(jobs, capfd):
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    todo = jobs(GOOD, GOOD)
+    port = todo[0].coordinator.split(":")[1]
+    todo = [dataclasses.replace(job, coordinator=f"[::1]:{port}") for job in todo]
+    assert run(*todo) == [exits.FINISHED] * 2
+    coordinators = {x.split()[1] for x in capfd.readouterr().out.splitlines()}
+    assert [x.rpartition(":")[0] for x in coordinators] == ["[::1]"]
+
+
+def test_a_name_whose_address_is_of_the_other_family(jobs, monkeypatch):
+    """As that of a host in a network of IPv6 alone."""
+    real = socket.getaddrinfo
+
+    def six(host, *rest, **more):
+        return real("::1" if host == "six" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", six)
+    todo = jobs(GOOD, GOOD)
+    port = todo[0].coordinator.split(":")[1]
+    todo = [dataclasses.replace(job, coordinator=f"six:{port}") for job in todo]
+    assert run(*todo) == [exits.FINISHED] * 2
+
+
+@pytest.mark.parametrize("part", ["_gather", "_meet", "_begin"])
+def test_a_meeting_that_fails_ends_the_run_with_a_line(jobs, capfd, monkeypatch, part):
+    def fail(*_):
+        raise RuntimeError("nobody expected this")
+
+    monkeypatch.setattr(meeting.Meeting, part, fail)
+    codes = run(*jobs(GOOD, GOOD, start_within=1.0))
+    lines = errors(capfd)
+    if part == "_meet":  # a connection: the others do not suffer
+        assert codes == [exits.LOST] * 2
+    else:
+        assert codes == [exits.FAILED] * 2
+        why = r"the meeting on .* failed \(RuntimeError: nobody expected this\)\."
+        assert all(re.fullmatch(f"error: {why}", line) for line in lines)
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("shown", ["0.0.0.0", "127.0.0.1"])
+def test_without_a_token_one_line_warns(jobs, caplog, shown):
+    todo = jobs(GOOD, GOOD)
+    port = todo[0].coordinator.split(":")[1]
+    todo = [dataclasses.replace(job, coordinator=f"{shown}:{port}") for job in todo]
+    assert run(*todo) == [exits.FINISHED] * 2
+    warned = [x for x in caplog.messages if "can take part in this run" in x]
+    expected = (
+        f"whoever reaches {shown} port {port} can take part in this run: set "
+        "ACCO_TOKEN, the same for all processes"
+    )
+    assert warned == ([] if shown == "127.0.0.1" else [expected])

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -120,12 +121,54 @@ def test_a_machine_that_wakes_up_late(jobs, start):
     _, err = started[0].communicate(timeout=30)
     assert started[0].returncode == exits.LOST
     assert re.search(r"process 1 on .* after half-round 2 \(no sign of life for", err)
+    line = err
     for frozen in (started[1].pid, children[1]):
         os.kill(frozen, signal.SIGCONT)
     _, err = started[1].communicate(timeout=30)
     assert started[1].returncode == exits.LOST
-    assert "error: process " in err
+    assert err == line
     assert not any(map(alive, children))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_when_the_judge_pauses_all_say_so(jobs, start, restarts):
+    plans = ("stay", 3), ("stay", 3), ("stay", 3)
+    started = [start(job) for job in jobs(*plans, restarts=restarts)]
+    children = [child_of(one) for one in started]
+    time.sleep(3)  # until all have heard of its half-rounds
+    os.kill(started[0].pid, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(started[0].pid, signal.SIGCONT)
+    said = [one.communicate(timeout=40)[1] for one in started]
+    assert [one.returncode for one in started] == [0 if restarts else exits.LOST] * 3
+    lines = {re.search(r"process .*? was lost [^:]*", text)[0] for text in said}
+    (line,) = lines
+    assert line == (
+        f"process 0 on {socket.gethostname()} was lost after half-round 2 (no sign of "
+        "life from its command for 4 s)"
+    )
+    assert not any(map(alive, children))
+
+
+@pytest.mark.slow
+def test_silent_connections_under_a_low_limit_of_open_files(jobs, start):
+    todo = jobs(("none", 0), ("SIGKILL", 3), restarts=1)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
+    first = start(todo[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    address = todo[0].coordinator.split(":")
+    silent = []
+    with contextlib.ExitStack() as stack:
+        while len(silent) < 200:
+            with contextlib.suppress(OSError):
+                there = socket.create_connection(address, timeout=1)
+                silent.append(stack.enter_context(there))
+        second = start(todo[1])
+        said = [x.communicate(timeout=60)[1] for x in (first, second)]
+    assert all("attempt 2 of 2 begins" in text for text in said), said
+    assert [first.returncode, second.returncode] == [0, 0]
 
 
 @pytest.mark.parametrize("waits", ["wait", "stay"])

@@ -1,12 +1,15 @@
 """One run at a time in a workdir, and no other run's files in it."""
 
+import hashlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 
 import jax
 import pytest
@@ -52,6 +55,128 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     assert (tmp_path / LOCK).exists()
     with claimed(tmp_path):
         assert read_object(tmp_path / LOCK)["pid"] == os.getpid()
+
+
+RIVAL = """
+import pathlib, sys, time
+from acco_jax.runner import workdir
+for line in sys.stdin:
+    folder, begin = line.split()
+    folder = pathlib.Path(folder)
+    while time.time() < float(begin):
+        pass
+    got = not workdir._take(folder / workdir.LOCK, workdir._identity(), 0.0)
+    print(int(got), flush=True)
+"""
+
+
+@pytest.fixture
+def processes():
+    """processes(folder): how many of three processes get its lock at the same time."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RIVAL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+
+    def take(folder):
+        begin = time.time() + 0.005
+        for process in started:
+            process.stdin.write(f"{folder} {begin}\n")
+            process.stdin.flush()
+        return sum(int(process.stdout.readline()) for process in started)
+
+    yield take
+    for process in started:
+        process.communicate()
+
+
+@pytest.fixture
+def threads():
+    """threads(folder): the same of three threads, which are less often in between."""
+    start = threading.Barrier(3)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def one(folder, rank):
+        start.wait()
+        return not workdir._take(folder / LOCK, workdir._identity() | {"rank": rank}, 0)
+
+    with futures.ThreadPoolExecutor(3) as pool:
+        yield lambda folder: sum(pool.map(one, [folder] * 3, range(3)))
+    sys.setswitchinterval(interval)
+
+
+DEAD = {
+    "killed": json.dumps(workdir._identity() | {"pid": 2**22 + 1}),
+    "of another host": '{"host": "elsewhere", "pid": 1, "started": "7"}',
+    "cut": "",
+}
+
+
+def take_stale_locks(folder, rivals, rounds):
+    for i in range(rounds):
+        work = folder / str(i)
+        work.mkdir()
+        path = work / LOCK
+        text = list(DEAD.values())[i % 3]
+        path.write_text(text)
+        os.utime(path, (0, 0))
+        if i % 2:  # and a process was killed during its takeover
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            claim = work / f"{LOCK}.{digest}"
+            claim.write_text(DEAD["killed"])
+            os.utime(claim, (0, 0))
+        assert rivals(work) == 1, i
+        assert [p.name for p in work.iterdir()] == [LOCK]
+
+
+def test_one_of_three_takes_a_stale_lock_over(tmp_path, threads):
+    take_stale_locks(tmp_path, threads, 150)
+
+
+@pytest.mark.long
+def test_one_of_three_takes_a_stale_lock_over_thousands_of_times(tmp_path, processes):
+    take_stale_locks(tmp_path, processes, 6000)
+
+
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    def link(*_):
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", link)
+    path = tmp_path / LOCK
+    for text in (None, *DEAD.values()):
+        if text is not None:
+            path.write_text(text)
+            os.utime(path, (0, 0))
+        with claimed(tmp_path):
+            assert read_object(path) == workdir._identity()
+            with pytest.raises(ValueError, match="another run"), claimed(tmp_path):
+                pass
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_who_finds_a_lock_stale_too_late_does_not_take_it(tmp_path, monkeypatch):
+    """Another process takes the lock over between the look and the claim."""
+    path, stale = tmp_path / LOCK, workdir._is_stale
+    path.write_text(DEAD["killed"])
+
+    def late(where, held):
+        found = stale(where, held)
+        if held == DEAD["killed"].encode():
+            path.write_text(json.dumps(workdir._identity()))
+        return found
+
+    monkeypatch.setattr(workdir, "_is_stale", late)
+    monkeypatch.setattr(workdir, "_identity", lambda: {"host": "mine"})
+    with pytest.raises(ValueError, match="another run"), claimed(tmp_path):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == [LOCK]
 
 
 def test_a_process_number_that_was_given_again_is_another_process(tmp_path):

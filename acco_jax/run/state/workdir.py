@@ -1,6 +1,7 @@
 """Lock and checks of a workdir: one run at a time, one experiment."""
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -18,11 +19,13 @@ from absl import logging
 from etils import epath
 
 from acco_jax.command.files import is_remote, read_object
+from acco_jax.core import small_files
 from acco_jax.run.state import processes
 
 LOCK = "lock.json"
 BEAT_SECONDS = 10.0  # between signs of life in the lock
 STALE_SECONDS = 60.0  # without one, a process on another host counts as dead
+TAKEOVER_SECONDS = 5.0  # that another process may take for its takeover
 PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 
 
@@ -119,55 +122,90 @@ def _started(pid: int) -> str | None:
 
 def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
     """Write the lock, replacing only a stale one; return why not, or ''."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            if not _is_stale(path):
-                if time.monotonic() < deadline:
-                    time.sleep(1.0)
-                    continue
-                held = " ".join(path.read_text(errors="replace").split())[:200]
-                return (
-                    f"another run works in {path.parent} ({held}): use another workdir "
-                    f"or, if that run is dead, remove {path}."
-                )
-            logging.info("%s is of a run that is gone: taken over", path)
-            path.unlink(missing_ok=True)
-            continue
-        with open(descriptor, "w") as file:
-            json.dump(mine, file)
-        return ""
+    patience = time.monotonic() + TAKEOVER_SECONDS
+    while not _acquire(path, mine):
+        held, now = _content(path), time.monotonic()
+        left = held is None or _is_stale(path, held)
+        if now < patience and left:  # just now, or another process takes it over
+            time.sleep(0.01)
+        elif now < deadline:
+            time.sleep(1.0)
+        else:
+            text = " ".join((held or b"").decode(errors="replace").split())[:200]
+            return (
+                f"another run works in {path.parent} ({text}): use another workdir "
+                f"or, if that run is dead, remove {path}."
+            )
+    return ""
 
 
-def _is_stale(path: Path) -> bool:
+def _acquire(path: Path, mine: dict[str, Any]) -> bool:
+    """Write a lock, if nobody holds it or it is stale; return whether it is ours.
+
+    Several processes may find the same lock stale. One of them makes the claim to it, a
+    lock whose name has the stale lock's digest. The claim's rename replaces the stale
+    lock and removes the claim at once. Who makes a claim later sees another lock.
+    """
+    if _create(path, mine):
+        return True
+    stale = _content(path)
+    if stale is None or not _is_stale(path, stale):
+        return False
+    claim = path.with_name(f"{path.name}.{hashlib.sha256(stale).hexdigest()[:16]}")
+    if not _acquire(claim, mine):
+        return False
+    if _content(path) != stale:
+        claim.unlink(missing_ok=True)
+        return False
+    logging.info("%s is of a run that is gone: taken over", path)
+    with contextlib.suppress(FileNotFoundError):
+        claim.replace(path)
+    return _content(path) == json.dumps(mine).encode()
+
+
+def _create(path: Path, mine: dict[str, Any]) -> bool:
+    """Write a lock, whole at once, if there is none; return whether it was written."""
+    if path.exists():
+        return False
+    whole = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    whole.write_text(json.dumps(mine))
     try:
-        other = read_object(path)
-        numbering, pid, started = (
-            other.get("processes"),
-            int(other["pid"]),
-            other["started"],
-        )
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        OverflowError,
-    ):  # a killed process left it cut
-        return _silent_for(path, 1.0)
-    if numbering is not None and numbering == _numbering():
-        return _started(pid) != started
-    return _silent_for(path, STALE_SECONDS)
+        os.link(whole, path)
+        return True
+    except FileExistsError:  # on NFS also if an earlier answer was lost
+        return whole.stat().st_nlink == 2
+    except OSError:  # a file system without hard links
+        with contextlib.suppress(FileExistsError), path.open("x") as file:
+            file.write(whole.read_text())
+        return _content(path) == whole.read_bytes()
+    finally:
+        whole.unlink()
 
 
-def _silent_for(path: Path, seconds: float) -> bool:
-    """Return whether a file is older than `seconds`, by the file system's clock."""
-    probe = path.with_name(f"{LOCK}.{os.getpid()}.clock")
+def _content(path: Path) -> bytes | None:
+    """Return what a lock holds; None if there is none."""
+    try:
+        return small_files.content(path)
+    except FileNotFoundError:
+        return None
+
+
+def _is_stale(path: Path, held: bytes) -> bool:
+    try:
+        match json.loads(held):
+            case {"processes": str(numbering), "pid": int(pid), "started": started} if (
+                numbering == _numbering()
+            ):
+                return _started(pid) != started
+    except (ValueError, RecursionError):  # a killed process left it cut
+        pass
+    # a file's age is measured by the file system's own clock
+    probe = path.with_name(f"{LOCK}.{secrets.token_hex(8)}.clock")
     try:
         probe.touch()
-        return probe.stat().st_mtime - path.stat().st_mtime > seconds
+        return probe.stat().st_mtime - path.stat().st_mtime > STALE_SECONDS
     except FileNotFoundError:
-        return True
+        return False  # it was left just now
     finally:
         probe.unlink(missing_ok=True)
 

@@ -25,12 +25,28 @@ from typing import Any
 from absl import logging
 
 from acco_jax.command import exits, heartbeat, signals
-from acco_jax.run.supervise import meeting
-from acco_jax.run.supervise.meeting import End, Limits, Meeting, Message, Verdict
+from acco_jax.run.supervise import meeting, messages
+from acco_jax.run.supervise.meeting import Limits, Meeting
+from acco_jax.run.supervise.messages import (
+    Alive,
+    Beat,
+    Challenge,
+    End,
+    Go,
+    Hello,
+    Idle,
+    Judgment,
+    Message,
+    Over,
+    Refused,
+    Save,
+    Welcome,
+)
 
 ANNOUNCE_SECONDS = 30.0  # between lines that name the awaited processes
 STACK_SECONDS = 0.5  # for a process to write its stacks
-CONNECT_SECONDS = 3.0  # until an attempt to connect is repeated
+CONNECT_SECONDS = 3.0  # to connect and be admitted, until it is tried again
+LENIENT = 2.0  # seconds that process 0 may be silent beyond --lost_after: it judges
 END_SECONDS = 10.0  # for a process to end that has given its reason
 POLL_SECONDS = 0.25  # between looks at the training process
 
@@ -45,6 +61,7 @@ class Job:
     process: int = 0
     processes: int = 1
     coordinator: str | None = None  # host:port where the commands meet
+    token: str = ""  # that the commands prove to each other to have; "": none
 
 
 class _Ends(Exception):
@@ -54,9 +71,9 @@ class _Ends(Exception):
 class _Child:
     """A training process."""
 
-    def __init__(self, job: Job, begin: Message) -> None:
+    def __init__(self, job: Job, begin: Go) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
-        self.attempt = int(begin["go"])
+        self.attempt = begin.attempt
         self.half_round: int | None = None
         self.error = self.exception = ""
         self.code: int | None = None  # that it has announced
@@ -66,15 +83,17 @@ class _Child:
         self._pipe, write = os.pipe()
         os.set_blocking(self._pipe, False)
         self._rest = b""
-        process, processes = begin["process"], begin["processes"]
         orders = heartbeat.Orders(
             write, self._folder.name, self.attempt,
-            begin["coordinator"] if processes > 1 else None,
-            job.limits.lost_after, job.limits.start_within, process, processes,
+            begin.coordinator if begin.processes > 1 else None,
+            job.limits.lost_after, job.limits.start_within,
+            begin.process, begin.processes,
         )  # fmt: skip
+        environment = os.environ | orders.environment()
+        environment.pop(messages.TOKEN, None)
         self._process = subprocess.Popen(
             job.command,
-            env=os.environ | orders.environment(),
+            env=environment,
             pass_fds=[write],
             start_new_session=True,  # a terminal's signals come through the command
         )
@@ -87,12 +106,16 @@ class _Child:
             while said := os.read(self._pipe, 1 << 16):
                 *lines, self._rest = (self._rest + said).split(b"\n")
                 for line in lines:
-                    self._hear(json.loads(line))
+                    with contextlib.suppress(ValueError):  # cut: the pipe was full
+                        self._hear(json.loads(line))
         if self.code is not None and time.monotonic() - self._last_word > END_SECONDS:
             code = self.code  # it waits for the others, which may be gone
-        return None if code is None else End(code, self.error, self.exception)
+        if code is None:
+            return None
+        error, exception = map(messages.printable, (self.error, self.exception))
+        return End(code, error, exception)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
         self.half_round = message.get("half_round", self.half_round)
         self.error = message.get("error", self.error)
@@ -100,10 +123,9 @@ class _Child:
         if "code" in message:
             self.code, self._last_word = message["code"], self._heard
 
-    def beat(self) -> Message:
+    def beat(self) -> Beat:
         silent = time.monotonic() - (self._heard or self._start)
-        started = self._heard is not None
-        return {"half_round": self.half_round, "started": started, "silent": silent}
+        return Beat(self.half_round, self._heard is not None, silent)
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -138,13 +160,16 @@ class _Link:
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._read())
         self.host, self.heard = "", time.monotonic()
+        self.half_round: int | None = None  # of process 0
+        self.over = False  # whether the connection has ended, and all of it was read
         self.lost = False  # whether nothing more will come from it
 
     async def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             while line := await self._reader.readline():
+                message = messages.decode(line)
                 self.heard = time.monotonic()
-                self._messages.put_nowait(json.loads(line))
+                self._messages.put_nowait(message)
         self._messages.put_nowait(None)
 
     @property
@@ -152,18 +177,25 @@ class _Link:
         """Seconds since the last message."""
         return time.monotonic() - self.heard
 
-    def say(self, **message: Any) -> None:
+    def say(self, message: Message) -> None:
         if not self._writer.is_closing():
-            self._writer.write((json.dumps(message) + "\n").encode())
+            self._writer.write(messages.encode(message))
 
     async def next(self, seconds: float) -> Message | None:
-        """Return a message, {} if none comes in time, None after the connection."""
+        """Return a message; None if none comes in time, or the connection is over."""
+        if self.over:
+            return None
+        before = time.monotonic()
         try:
             message = await asyncio.wait_for(self._messages.get(), seconds)
         except TimeoutError:
-            return {}
-        if message is None:
-            self._messages.put_nowait(None)  # and so it stays
+            late = time.monotonic() - before - seconds
+            if late > meeting.QUIET:  # this process was delayed, and has not read yet
+                self.heard += late
+            return None
+        self.over = message is None
+        if isinstance(message, Alive):
+            self.half_round = message.half_round
         return message
 
     def close(self) -> None:
@@ -192,7 +224,7 @@ class _Command:
                 link = await self._connect()
                 with contextlib.closing(link):
                     while await self._one_attempt(link):
-                        link.say(idle=True)
+                        pass
         except _Ends as end:
             return int(end.args[0])
         except asyncio.CancelledError:
@@ -213,15 +245,22 @@ class _Command:
             task.cancel()
 
     async def _connect(self) -> _Link:
-        """Wait for process 0's command, and introduce this one."""
+        """Wait for process 0's command, and be admitted by it."""
         job, announced = self._job, _Announcement(self._job.processes)
         while True:
+            link = None
             try:
-                there = asyncio.open_connection(self._host, self._port)
-                link = _Link(*await asyncio.wait_for(there, CONNECT_SECONDS))
-                break
-            except (OSError, TimeoutError):
-                announced.awaiting([0])
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    there = await asyncio.open_connection(self._host, self._port)
+                    link = _Link(*there)
+                    await self._introduce(link)
+                return link
+            except BaseException as error:
+                if link:
+                    link.close()
+                if not isinstance(error, OSError | ValueError):
+                    raise
+            announced.awaiting("0")
             if announced.seconds > job.limits.start_within:
                 line = (
                     f"process 0 of {job.processes} did not answer at "
@@ -229,14 +268,41 @@ class _Command:
                 )
                 raise _Ends(_say(exits.LOST, line))
             await asyncio.sleep(0.5)
-        link.say(
-            process=job.process,
-            processes=job.processes,
-            host=socket.gethostname(),
-            attempt=self._attempt,
-            command=self._name,
-        )
-        return link
+
+    async def _introduce(self, link: _Link) -> None:
+        """Exchange the first messages, and the proofs of a token.
+
+        Raises:
+          ValueError: if the answer is not that of the run's meeting.
+          _Ends: if the meeting refuses this command.
+        """
+        job, host, token = self._job, socket.gethostname(), self._job.token
+        challenge = await link.next(CONNECT_SECONDS)
+        if not isinstance(challenge, Challenge):
+            raise ValueError("not a meeting of commands")
+        if challenge.token != bool(token):
+            here, there = ("set", "not set") if token else ("not set", "set")
+            line = (
+                f"{messages.TOKEN} is {here} here and {there} at {job.coordinator}: "
+                "give all processes the same."
+            )
+            raise _Ends(_say(exits.REFUSED, line))
+        hello = Hello(job.process, job.processes, host, self._attempt, self._name)
+        nonce = challenge.nonce
+        shown = messages.proof(token, "command", nonce, hello) if token else ""
+        link.say(dataclasses.replace(hello, proof=shown))
+        match await link.next(CONNECT_SECONDS):
+            case Refused() as refused:
+                raise _Ends(_say(exits.REFUSED, refused.line))
+            case Welcome() as welcome:
+                expected = messages.proof(token, "meeting", nonce, hello)
+                if token and not messages.proves(welcome.proof, expected):
+                    raise ValueError("a meeting without the token")
+                link.host = welcome.host
+                if others := welcome.training:
+                    logging.info("%d others train: waiting until they save", others)
+            case _:
+                raise ValueError("not a meeting of commands")
 
     async def _one_attempt(self, link: _Link) -> bool:
         """Wait for an attempt to begin, and for its end.
@@ -249,7 +315,7 @@ class _Command:
         begin = await self._begin(link)
         if begin is None:
             return False
-        self._attempt = begin["go"]
+        self._attempt = begin.attempt
         self._child = child = _Child(self._job, begin)
         try:
             verdict = await self._watch(link, child)
@@ -259,70 +325,76 @@ class _Command:
             self._child = None
         return not link.lost
 
-    async def _begin(self, link: _Link) -> Message | None:
+    async def _begin(self, link: _Link) -> Go | None:
         """Return the message that begins an attempt, None if the link is lost."""
         announced = _Announcement(self._job.processes)
-        while True:
-            match await link.next(self._job.limits.start_within):
-                case {"go": _, "processes": here, "absent": absent} as begin:
-                    if absent:
+        said = 0.0
+        while not link.over:
+            if time.monotonic() - said > heartbeat.SECONDS:
+                link.say(Idle(self._attempt))
+                said = time.monotonic()
+            match await link.next(heartbeat.SECONDS):
+                case Go() as begin:
+                    if begin.absent:
                         logging.warning(
                             "going on with %d of %d processes: without process %s",
-                            here, self._job.processes, ", ".join(map(str, absent)),
+                            begin.processes, self._job.processes, begin.absent,
                         )  # fmt: skip
                     return begin
-                case {"welcome": host, "training": others}:
-                    link.host = host
-                    if others:
-                        logging.info("%d others train: waiting until they save", others)
-                case {"awaited": absent}:
+                case Alive(awaited=absent) if absent:
                     announced.awaiting(absent)
-                case {"refused": line}:
-                    raise _Ends(_say(exits.REFUSED, line))
-                case {"verdict": verdict}:
-                    raise _Ends(_say(verdict["code"], verdict["line"] + "."))
-                case {"over": _, "code": code}:
+                case Judgment() as verdict:
+                    raise _Ends(_say(verdict.code, verdict.line + "."))
+                case Over(code):
                     raise _Ends(code)
-                case None:
+                case None if self._unheard(link):
                     return None
+        return None
 
-    async def _watch(self, link: _Link, child: _Child) -> Verdict:
+    async def _watch(self, link: _Link, child: _Child) -> Judgment:
         """Pass on the process's messages until the attempt is over."""
         said, end = 0.0, None
         while True:
             if end is None and (end := child.end()):
                 if self._told and end.code < 0:  # before it could look for signals
                     end = End(exits.STOPPED)
-                link.say(beat=child.beat())
-                link.say(end=dataclasses.asdict(end))
-            if end is None and time.monotonic() - said > heartbeat.SECONDS:
-                link.say(beat=child.beat())
+                link.say(child.beat())
+                link.say(end)
+            if time.monotonic() - said > heartbeat.SECONDS:
+                link.say(child.beat())
                 said = time.monotonic()
             message = await link.next(POLL_SECONDS)
-            gone = message is None or link.silent > self._job.limits.lost_after
             match message:
-                case {"verdict": verdict}:
-                    return Verdict(**verdict)
-                case {"over": _} if end:
+                case Judgment() as verdict:
+                    return verdict
+                case Over() if end:
                     raise _Ends(end.code)
-                case {"save": _}:
+                case Save():
                     child.signal(signal.SIGTERM)
-            if gone:
+            if link.over or (message is None and self._unheard(link)):
                 if end and (end.good or end.error):
                     raise _Ends(end.code)
-                return self._lost_meeting(link, child)
+                return self._lost_meeting(link)
 
-    def _lost_meeting(self, link: _Link, child: _Child) -> Verdict:
+    def _unheard(self, link: _Link) -> bool:
+        """Return whether process 0's command has been silent too long.
+
+        To its own command its meeting is not silent: both pause together.
+        """
+        return bool(
+            self._job.process and link.silent > self._job.limits.lost_after + LENIENT
+        )
+
+    def _lost_meeting(self, link: _Link) -> Judgment:
         link.lost = True
-        why = f"no word from its command for {link.silent:.0f} s"
-        if link.silent < self._job.limits.lost_after:
-            why = "its command is gone"
-        done = child.half_round
-        line = f"process 0 on {link.host} was lost {meeting.progress(done)} ({why})"
-        again = self._attempt <= self._job.limits.restarts
-        return Verdict(exits.LOST, line, 0, again)
+        limits, attempt = self._job.limits, self._attempt
+        if not link.over:
+            return meeting.paused(link.host, link.half_round, limits, attempt)
+        done = meeting.progress(link.half_round)
+        line = f"process 0 on {link.host} was lost {done} (its command is gone)"
+        return Judgment(exits.LOST, line, 0, attempt <= limits.restarts)
 
-    async def _carry_out(self, verdict: Verdict, child: _Child) -> None:
+    async def _carry_out(self, verdict: Judgment, child: _Child) -> None:
         """End this command's process according to the verdict.
 
         Raises:
@@ -358,18 +430,18 @@ class _Announcement:
     def seconds(self) -> float:
         return time.monotonic() - self._start
 
-    def awaiting(self, absent: list[int]) -> None:
+    def awaiting(self, absent: str) -> None:
         if time.monotonic() - self._last < ANNOUNCE_SECONDS:
             return
         self._last = time.monotonic()
         logging.warning(
             "waiting for process %s of %d since %.0f s",
-            ", ".join(map(str, absent)), self._processes, self.seconds,
+            absent, self._processes, self.seconds,
         )  # fmt: skip
 
 
 def _say(code: int, line: str) -> int:
-    sys.stderr.write(f"error: {' '.join(line.split())}\n")
+    sys.stderr.write(f"error: {messages.printable(line)}\n")
     return code
 
 
@@ -389,5 +461,6 @@ async def _supervise(job: Job) -> int:
         code = await _Command(job, host, int(port)).run()
         await asyncio.sleep(0)  # its connection closes
         return code
-    async with Meeting(job.processes, job.limits).at(host, int(port)) as here:
+    meets = Meeting(job.processes, job.limits, job.token)
+    async with meets.at(host, int(port)) as here:
         return await _Command(job, host, here.port).run()
