@@ -9,7 +9,7 @@ collective and its end. It does not prove that the network keeps up, nor how muc
 collective and the computation beside it slow each other down.
 """
 
-from acco_jax.audit.auditing import Audit as Audit
 from acco_jax.audit.auditing import assert_hidden as assert_hidden
 from acco_jax.audit.auditing import audit as audit
 from acco_jax.audit.auditing import devices as devices
+from acco_jax.audit.result import Audit as Audit

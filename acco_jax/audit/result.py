@@ -1,16 +1,19 @@
-"""Text and JSON-ready values of an audit."""
-
-from __future__ import annotations
+"""The result of an audit: verdicts by axis, as objects, text and JSON."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from acco_jax.audit import axes
+from acco_jax.core.names import suggestion
+from acco_jax.schedule import costs, schedules
 from acco_jax.schedule.causes import explained
+from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.tables import aligned, in_bytes, many, paragraph, seconds
+from acco_jax.schedule.topologies import Topology
 from acco_jax.schedule.verdict import HIDDEN, Reading, Verdict, milliseconds
-
-if TYPE_CHECKING:
-    from acco_jax.audit.auditing import Audit
 
 BESIDE = 3  # operations that JSON lists beside a collective
 _FIELDS: tuple[str, ...] = (
@@ -23,6 +26,71 @@ PROOF = (
     "figures: seconds, and which of them are exposed. That the network keeps up "
     "while the chip computes is not shown by either."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """A program's schedule, its verdict for each axis and its predicted cost."""
+
+    schedule: schedules.Schedule
+    machine: Machine
+    prediction: costs.Prediction
+    mesh: Mapping[str, int]  # its axes and their sizes, outermost first; {}: unknown
+    axes: Mapping[str, Verdict]  # by the collectives' axes, most bytes first
+
+    @property
+    def topology(self) -> Topology:
+        return self.machine.topology
+
+    def verdict(self, axis: str | None = None) -> Verdict:
+        """Judge the collectives over an axis, only or with others; None: all.
+
+        A collective whose devices the text does not give counts for every axis.
+
+        Raises:
+          ValueError: if there is no such axis.
+        """
+        if axis is None:
+            chosen = list(self.axes.values())
+        else:
+            names = list(self.mesh) or list(self.axes)
+            if axis not in (*names, *self.axes):
+                known = ", ".join(names) or "none; give the mesh"
+                raise ValueError(
+                    f"there is no axis {axis!r}:{suggestion(axis, names)} Known: "
+                    f"{known}."
+                )
+            chosen = [
+                found
+                for name, found in self.axes.items()
+                if axis in (name, *name.split("+")) or name == axes.UNKNOWN
+            ]
+        readings = (r for found in chosen for r in found.readings)
+        return Verdict(
+            tuple(readings),
+            self.prediction.total,
+            self.schedule.unknown,
+            self.machine.network,
+        )
+
+    def to_json(self) -> str:
+        """Return everything as JSON, in SI units."""
+        return json.dumps(as_dict(self), indent=2)
+
+    def picture(self, path: str | Path) -> None:
+        """Draw the program's predicted timeline as a PNG; needs matplotlib."""
+        from acco_jax.schedule import pictures
+
+        title = f"{self.topology}: prediction from the schedule"
+        rows = [
+            pictures.TimelineRow(
+                "the program", self.prediction, hidden=self.verdict().shares()
+            )
+        ]
+        pictures.timeline(rows, Path(path), title, "one execution")
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 def text(audit: Audit) -> str:
