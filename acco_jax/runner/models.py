@@ -91,6 +91,8 @@ def transformer_config(
                 f"model.{field} is {c[field]}, but model.size {c.size!r} has its own: "
                 "give one of them."
             )
+    if "window" in transformer.SIZES.get(c.size, ()):
+        del fields["window"]
     return transformer.size(c.size, **fields)
 
 

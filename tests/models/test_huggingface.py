@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from acco_jax.models import huggingface, transformer
-from acco_jax.models.transformer import RopeScaling
+from acco_jax.models.transformer import Llama3Scaling
 
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
-NAMES = ("gpt_neo", "gpt2", "llama", "llama_tied", "qwen3", "qwen3_tied")
+NAMES = (
+    "gpt_neo", "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3",
+    "qwen3_tied", "olmo2", "gemma2", "gemma3",
+)  # fmt: skip
 # What is in the config.json of EleutherAI/gpt-neo-125m, as far as the model goes.
 GPT_NEO = {
     "activation_function": "gelu_new",
@@ -187,7 +190,7 @@ def test_both_forms_of_rope():
     newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
     config = huggingface.config_of({**newer, "rope_parameters": rope})
     assert config == huggingface.config_of(LLAMA)
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
     assert huggingface.config_of(newer).rope_theta == 10000.0
 
 
@@ -250,7 +253,7 @@ def test_weights_that_are_not_read(name):
     assert huggingface.unread(config, masks) == []
     other = [
         f"{layer}.{config.layers}.{next(iter(state)).rpartition('.')[2]}",
-        f"{layer}.0.self_attn.q_proj.bias",
+        f"{layer}.0.self_attn.o_proj.bias",
         f"{layer}.0.attn.attention.q_proj.bias",
         "score.weight",
         "lm_head.bias",
@@ -264,14 +267,19 @@ def test_weights_that_are_not_read(name):
         (
             GPT2,
             {"model_type": "bert"},
-            "model_type='bert'.*gpt_neo, gpt2, llama, qwen3",
+            "model_type='bert'.*gpt_neo, gpt2, llama.*gemma3_text",
         ),
         (GPT2, {"activation_function": "relu"}, "activation_function='relu'.*gelu_new"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True"),
         (GPT_NEO, {"num_layers": 24}, "num_layers=24, but 12 kinds of attention"),
         (LLAMA, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'.*llama3"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type='dynamic'.*default, linear, llama3, yarn",
+        ),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "'yarn', but no factor: add"),
         (LLAMA, {"rope_scaling": {"type": "llama3"}}, "but no factor"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config="),
@@ -317,7 +325,7 @@ def test_other_errors_are_one_line():
             dataclasses.replace(gpt2, kv_heads=1)
         ),
         "pattern=.*llama": lambda: huggingface.config_json(
-            dataclasses.replace(llama, pattern=("local",))
+            dataclasses.replace(llama, pattern=("local", "global"))
         ),
     }
     for match, call in calls.items():

@@ -1,19 +1,20 @@
-"""Record what Hugging Face's GPT-2, Llama and Qwen 3 give for small random models.
+"""Record what Hugging Face's transformers gives for small random models.
 
-    pip install torch==2.13.0 transformers==5.23.0
-    python tests/recorded/make_transformer_references.py
+    pip install torch==2.13.0 transformers==5.24.0
+    python tests/recorded/make_transformer_references.py  # or with names
 
 The weights are drawn and stored in float32; logits, loss and gradients are computed in
 float64 (except what transformers takes in float32: rotations, RMSNorm and scores).
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GPT2 = {"vocab_size": 97, "n_positions": 24, "n_embd": 30, "n_layer": 2, "n_head": 3}
 ROTARY = {
     "vocab_size": 97,
@@ -40,6 +41,14 @@ ROTARY_GRADIENTS = (
     f"{LAYER}.self_attn.o_proj.weight",
     f"{LAYER}.mlp.gate_proj.weight",
     f"{LAYER}.mlp.down_proj.weight",
+)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA = ROTARY | {"head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 9}
+POST_GRADIENTS = (
+    *ROTARY_GRADIENTS,
+    f"{LAYER}.post_attention_layernorm.weight",
+    "model.layers.0.post_feedforward_layernorm.weight",
 )
 # name -> model_type, fields of config.json, weights whose gradients are recorded
 MODELS = {
@@ -75,6 +84,37 @@ MODELS = {
         "qwen3",
         ROTARY | {"head_dim": 6, "tie_word_embeddings": True},
         (*ROTARY_GRADIENTS, f"{LAYER}.self_attn.k_norm.weight"),
+    ),
+    "mistral": (
+        "mistral",
+        ROTARY | {"sliding_window": 7, "rope_scaling": YARN},
+        (*ROTARY_GRADIENTS, "lm_head.weight"),
+    ),
+    "qwen2": (
+        "qwen2",
+        ROTARY | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        (
+            *ROTARY_GRADIENTS,
+            f"{LAYER}.self_attn.q_proj.bias",
+            f"{LAYER}.self_attn.v_proj.bias",
+        ),
+    ),
+    "olmo2": (
+        "olmo2",
+        ROTARY,
+        (*POST_GRADIENTS, f"{LAYER}.self_attn.q_norm.weight"),
+    ),
+    "gemma2": (
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": 0.8, "final_logit_softcapping": 1.5},
+        (*POST_GRADIENTS, f"{LAYER}.pre_feedforward_layernorm.weight"),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        (*POST_GRADIENTS, f"{LAYER}.self_attn.k_norm.weight"),
     ),
 }
 
@@ -112,5 +152,5 @@ def record(name: str, kind: str, fields: dict, gradients: tuple[str, ...]) -> No
 
 
 if __name__ == "__main__":
-    for name, model in MODELS.items():
-        record(name, *model)
+    for name in sys.argv[1:] or MODELS:
+        record(name, *MODELS[name])
