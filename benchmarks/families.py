@@ -42,6 +42,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MOE = {"moe_intermediate_size": 20, "num_experts": 7, "num_experts_per_tok": 3}
 GEMMA2 = {"head_dim": 10, "sliding_window": 7, "query_pre_attn_scalar": 21}
 KINDS = ["sliding_attention", "full_attention"]
 GEMMA3 = GEMMA2 | {"layer_types": [*KINDS, KINDS[0]]}
@@ -87,6 +88,15 @@ CASES = {
     "qwen2, yarn": ("qwen2", TIED | scaled(**YARN)),
     "qwen3": ("qwen3", UNTIED | {"head_dim": 10}),
     "qwen3, tied, yarn": ("qwen3", TIED | {"head_dim": 6} | scaled(**YARN)),
+    "qwen3-moe": ("qwen3_moe", MOE | UNTIED),
+    "qwen3-moe, normalized, tied, yarn": (
+        "qwen3_moe",
+        MOE | TIED | {"norm_topk_prob": True, "head_dim": 14} | scaled(**YARN),
+    ),
+    "qwen3-moe, one expert a token": (
+        "qwen3_moe",
+        MOE | UNTIED | {"num_experts_per_tok": 1, "num_experts": 3},
+    ),
     "olmo2": ("olmo2", UNTIED),
     "olmo2, tied, own heads": ("olmo2", TIED | {"num_key_value_heads": 3}),
     "olmo2, wide heads, yarn": ("olmo2", UNTIED | {"head_dim": 20} | scaled(**YARN)),

@@ -149,7 +149,7 @@ def _through(
             def attend_here(*heads: Any, past: _Past = past, **how: Any) -> jax.Array:
                 return attend(*heads, past, **how)
 
-            x_BxTxD = blocks[name](x_BxTxD, turns, attend_here)
+            x_BxTxD, _ = blocks[name](x_BxTxD, turns, attend_here)
             cache = cache | {name: past.arrays}
         return x_BxTxD, cache
 

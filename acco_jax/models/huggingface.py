@@ -26,7 +26,7 @@ from acco_jax.models.rope import (
     YarnScaling,
     yarn_magnitude,
 )
-from acco_jax.models.sizes import FAMILIES, Config
+from acco_jax.models.sizes import FAMILIES, PROJECTIONS, Config
 from acco_jax.models.transformer import Params, shapes_of
 
 
@@ -103,6 +103,7 @@ _ROTARY_FIELDS = _ALL | {
     "mlp_width": "intermediate_size",
     "eps": "rms_norm_eps",
 }
+_ALSO = {"num_experts": "num_local_experts"}  # field -> its name in transformers 5
 _WINDOW = {"window": "sliding_window"}
 _GEMMA_FIELDS = _ROTARY_FIELDS | _WINDOW | {"scale": "query_pre_attn_scalar"}
 _SOFTCAPS = {
@@ -125,6 +126,7 @@ _ROTARY_MODULES = {
     "ln_2": "post_attention_layernorm",
     "attn": "self_attn",
     "out_proj": "o_proj",
+    "router": "gate",
 }
 _POST_MODULES = _ROTARY_MODULES | {
     "post_ln_1": "post_attention_layernorm",
@@ -173,6 +175,23 @@ _FAMILIES = {
         "qwen3", "Qwen3ForCausalLM", _ROTARY_FIELDS,
         _ROTARY_DEFAULTS | {"head_width": 128}, _SILU | _NO_WINDOW, _ROTARY_MODULES,
     ),
+    "qwen3-moe": _Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        _ROTARY_FIELDS
+        | {
+            "mlp_width": "moe_intermediate_size",
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "normalized_routing": "norm_topk_prob",
+        },
+        _ROTARY_DEFAULTS
+        | {
+            "kv_heads": 4, "mlp_width": 768, "experts": 128, "experts_per_token": 8,
+            "normalized_routing": False,
+        },
+        _SILU | _NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        _ROTARY_MODULES,
+    ),
     "olmo2": _Family(
         "olmo2", "Olmo2ForCausalLM", _ROTARY_FIELDS, _ROTARY_DEFAULTS | {"eps": 1e-5},
         _SILU, _POST_MODULES,
@@ -199,7 +218,7 @@ _PARTS = (
     "scale_embedding",
 )  # fmt: skip
 # Fields of how something is computed, which no config.json describes.
-_OURS = {"dtype", "param_dtype", "remat", "attention"}
+_OURS = {"dtype", "param_dtype", "remat", "attention", "router_loss"}
 # rope_type -> its class, and our field -> that of rope_scaling
 _FACTOR = {"factor": "factor"}
 _LENGTH = {"original_length": "original_max_position_embeddings"}
@@ -263,9 +282,13 @@ def _numbers(config_json: Mapping[str, Any], row: _Family) -> dict[str, Any]:
     """Return the numbers of config.json, with transformers' defaults."""
     defaults, fields = {"init_std": 0.02, **row.defaults}, dict[str, Any]()
     for field, name in row.fields.items():
-        value: Any = config_json.get(name, defaults.get(field))
+        value: Any = config_json.get(_ALSO.get(name, name), defaults.get(field))
+        value = config_json.get(name, value)
         nullable = field in row.nullable or defaults.get(field, 0) is None
-        if not (nullable and value is None) and not isinstance(value, int | float):
+        if nullable and value is None:
+            fields[field] = None
+            continue
+        if not isinstance(value, int | float):
             raise ValueError(
                 f"config.json has {name}={value!r}: it must be a number, or true or "
                 "false"
@@ -526,16 +549,33 @@ def leaf(
     shape, dtype = leaves[path].shape, leaves[path].dtype
     index = (*index, *[slice(None)] * (len(shape) - len(index)))
     part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
+    value = np.empty([s.stop - s.start for s in part], dtype)
+    for at, keys in _entries(config, path):
+        lead, rest = part[: len(at)], part[len(at) :]
+        if all(s.start <= i < s.stop for i, s in zip(at, lead, strict=True)):
+            to = tuple(i - s.start for i, s in zip(at, lead, strict=True))
+            value[to] = _Stored(config, keys, shape[len(at) :]).read(get, rest)
+    return value
+
+
+def _entries(config: Config, path: str) -> Iterator[tuple[tuple[int, ...], list[str]]]:
+    """Yield the leading indices of a leaf's parts in the state dict, and their keys.
+
+    A leaf of layers has a part for each layer, and for each expert of it.
+    """
     first, *modules = path.split("/")
     if first != "h":
-        found = _Stored(config, path.split("/"), shape).read(get, part)
-        return found.astype(dtype, copy=False)
-    value = np.empty([s.stop - s.start for s in part], dtype)
-    layers = range(config.blocks.index(modules[0]), config.layers, len(config.blocks))
-    for i, layer in enumerate(layers[part[0]]):
-        keys = [first, str(layer), *modules[1:]]
-        value[i] = _Stored(config, keys, shape[1:]).read(get, part[1:])
-    return value
+        yield (), [first, *modules]
+        return
+    block, *modules = modules
+    layers = range(config.blocks.index(block), config.layers, len(config.blocks))
+    for i, layer in enumerate(layers):
+        if config.experts is None or modules[1] not in PROJECTIONS["moe"]:
+            yield (i,), [first, str(layer), *modules]
+            continue
+        for expert in range(config.experts):
+            keys = [first, str(layer), modules[0], "experts", str(expert), *modules[1:]]
+            yield (i, expert), keys
 
 
 class _Stored:
@@ -585,14 +625,8 @@ def unread(config: Config, names: Iterable[str]) -> list[str]:
     """
     read = set()
     for path, x in _leaves(config).items():
-        first, *modules = path.split("/")
-        if first != "h":
-            read.add(_Stored(config, [first, *modules], x.shape).name)
-            continue
-        begin = config.blocks.index(modules[0])
-        for layer in range(begin, config.layers, len(config.blocks)):
-            keys = [first, str(layer), *modules[1:]]
-            read.add(_Stored(config, keys, x.shape[1:]).name)
+        for at, keys in _entries(config, path):
+            read.add(_Stored(config, keys, x.shape[len(at) :]).name)
     prefix = _FAMILIES[_family(config)].modules["wte"].partition(".")[0] + "."
     read |= {name.removeprefix(prefix) for name in read}
     return [n for n in names if n not in read and not _BUFFERS.fullmatch(n)]
@@ -620,16 +654,14 @@ def to_state(config: Config, params: Params) -> Iterator[tuple[str, np.ndarray]]
             f"{differing[0]} has shape {_shape(leaves, differing[0])}, not "
             f"{_shape(shapes, differing[0])}: give the parameters of this configuration"
         )
-    for path, x in leaves.items():
-        if not path.startswith("h/"):
-            yield from _written(config, {path: x})
-    for layer in range(config.layers):
-        i, position = divmod(layer, len(config.blocks))
-        begin = f"h/{config.blocks[position]}/"
-        parts = {p.removeprefix(begin): p for p in leaves if p.startswith(begin)}
-        yield from _written(
-            config, {f"h/{layer}/{rest}": leaves[p][i] for rest, p in parts.items()}
-        )
+    layers: dict[str, dict[str, Any]] = {}  # "": outside of layers
+    for path in leaves:
+        for at, keys in _entries(config, path):
+            layer = keys[1] if keys[0] == "h" else ""
+            layers.setdefault(layer, {})["/".join(keys)] = path, at
+    for layer in sorted(layers, key=lambda layer: int(layer or -1)):
+        parts = layers[layer].items()
+        yield from _written(config, {k: leaves[path][at] for k, (path, at) in parts})
 
 
 def _shape(leaves: dict[str, Any], path: str) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ PROJECTIONS = {
     "gelu": ("c_fc", "c_proj"),
     "swiglu": ("gate_proj", "up_proj", "down_proj"),
     "geglu": ("gate_proj", "up_proj", "down_proj"),
+    "moe": ("gate_proj", "up_proj", "down_proj"),  # of each expert
 }
 NORMS = ("layer", "rms", "zero_centered_rms")
 
@@ -46,7 +47,12 @@ class Config:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None  # of local layers, unscaled; None: as others
-    mlp: str = "gelu"  # its tanh approximation, or gated: "swiglu", "geglu"
+    # its tanh approximation; gated: "swiglu", "geglu"; "moe": SwiGLU experts
+    mlp: str = "gelu"
+    experts: int | None = None  # of each layer
+    experts_per_token: int | None = None
+    normalized_routing: bool = False  # whether weights of a token's experts sum to 1
+    router_loss: float = 0.0  # factor of the load-balancing loss that training adds
     biases: tuple[str, ...] = (
         "out_proj",
         "c_fc",
@@ -75,6 +81,7 @@ class Config:
                 raise ValueError(f"{field.name}={value} must be at least 1")
         self._check_names()
         self._check_heads()
+        self._check_experts()
         if self.layers % len(self.pattern):
             raise ValueError(
                 f"layers={self.layers} is not a multiple of {len(self.pattern)}, the "
@@ -95,7 +102,7 @@ class Config:
             "norm": NORMS,
             "norm_placement": ("pre", "post", "both"),
             "positions": ("learned", "rope"),
-            "mlp": ("gelu", "swiglu", "geglu"),
+            "mlp": ("gelu", "swiglu", "geglu", "moe"),
             "qk_norm": (None, "head", "projection"),
             "remat": (None, *REMAT),
             "attention": (None, *IMPLEMENTATIONS),
@@ -105,7 +112,9 @@ class Config:
                 raise ValueError(
                     f"{name}={value!r} must be one of {', '.join(map(str, names))}"
                 )
-        projections = PROJECTIONS["attention"] + PROJECTIONS[self.mlp]
+        projections = PROJECTIONS["attention"]
+        if self.mlp != "moe":
+            projections += PROJECTIONS[self.mlp]
         for name, known, least in (
             ("pattern", ("global", "local"), 1),
             ("biases", projections, 0),
@@ -146,6 +155,23 @@ class Config:
                 f"score_softcap={self.score_softcap} is not in attention='cudnn': "
                 "leave attention unset"
             )
+
+    def _check_experts(self) -> None:
+        experts, per_token = self.experts, self.experts_per_token
+        if self.mlp != "moe":
+            if experts or per_token or self.router_loss:
+                raise ValueError(
+                    f"experts={self.experts}, experts_per_token="
+                    f"{self.experts_per_token} and router_loss={self.router_loss} need "
+                    f"mlp='moe', not {self.mlp!r}: leave them out"
+                )
+        elif not experts or not per_token or per_token > experts:
+            raise ValueError(
+                f"mlp='moe' has experts={self.experts} and experts_per_token="
+                f"{self.experts_per_token}: give both, at most `experts` per token"
+            )
+        if not 0 <= self.router_loss < math.inf:
+            raise ValueError(f"router_loss={self.router_loss} must be at least 0")
 
     @property
     def head_size(self) -> int:
@@ -200,6 +226,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
     "qwen3": {**_ROTARY, "qk_norm": "head", "eps": 1e-6, "rope_theta": 1e6},
+    "qwen3-moe": {
+        **_ROTARY,
+        "mlp": "moe",
+        "experts": 128,
+        "experts_per_token": 8,
+        "normalized_routing": True,
+        "qk_norm": "head",
+        "eps": 1e-6,
+        "rope_theta": 1e6,
+        "tied": False,
+    },
     "olmo2": {
         **_ROTARY,
         "norm_placement": "post",
@@ -264,6 +301,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _sizes(
         "qwen3", vocab_size=151936, max_length=40960, width=4096, layers=36, heads=32,
         kv_heads=8, head_width=128, mlp_width=12288, tied=False,
+    ),
+    "qwen3-30b-a3b": _sizes(
+        "qwen3-moe", vocab_size=151936, max_length=40960, width=2048, layers=48,
+        heads=32, kv_heads=4, head_width=128, mlp_width=768,
     ),
     "olmo-2-1b": _sizes(
         "olmo2", vocab_size=100352, max_length=4096, width=2048, layers=16, heads=16,

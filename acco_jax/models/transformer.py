@@ -26,6 +26,7 @@ from acco_jax.models import rope
 from acco_jax.models.attention import attention
 from acco_jax.models.base import Batch, Model
 from acco_jax.models.embedding import lookup
+from acco_jax.models.experts import Experts, Routed, balance
 from acco_jax.models.flash import SAVED
 from acco_jax.models.head import capped, cross_entropy
 from acco_jax.models.placement import gathered, platform, split_rows
@@ -50,7 +51,7 @@ _PRODUCT = "product"  # name, for policies of jax.checkpoint, of a matmul's resu
 _gelu = jax.checkpoint(
     functools.partial(jax.nn.gelu, approximate=True), prevent_cse=False
 )
-_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": _gelu}
+_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": _gelu, "moe": jax.nn.silu}
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
@@ -191,6 +192,56 @@ class GatedMLP(nnx.Module):
         return self.down_proj(_gate(self.kind, gate, up))
 
 
+class Mixture(nnx.Module):
+    """A mixture of experts, each a gated MLP: a router weights a few for each token."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        E = int(config.experts or 0)
+        self.per_token = int(config.experts_per_token or 0)
+        self.normalized = config.normalized_routing
+        self.router = _linear(config, rngs)("router", config.width, E)
+        stack = _bind(Kernels, config, rngs, init_std=config.init_std)
+        self.gate_proj = stack(E, config.width, config.hidden)
+        self.up_proj = stack(E, config.width, config.hidden)
+        self.down_proj = stack(E, config.hidden, config.width)
+
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, Routed]:
+        logits_BxTxE = checkpoint_name(self.router(x_BxTxD), _PRODUCT)
+        kernels = self.gate_proj(), self.up_proj(), self.down_proj()
+        compute = Experts(
+            self.per_token,
+            self.normalized,
+            functools.partial(_gate, "moe"),
+            functools.partial(checkpoint_name, name=_PRODUCT),
+        )
+        return compute(x_BxTxD, logits_BxTxE, *kernels)
+
+
+class Kernels(nnx.Module):
+    """The kernels of one projection of all experts, (E, in, out)."""
+
+    def __init__(
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        init_std: float,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
+        init, shape = nnx.initializers.normal(init_std), (experts, inputs, outputs)
+        self.dtype = dtype
+        self.kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
+
+    def __call__(self) -> jax.Array:
+        return self.kernel[...].astype(self.dtype)
+
+
+_MLPS = {"gelu": MLP, "swiglu": GatedMLP, "geglu": GatedMLP, "moe": Mixture}
+
+
 def _step_back(layers: Any, x_BxTxD: jax.Array) -> Any:
     """Return both in their used, gathered form; their gradients wait for each other.
 
@@ -220,6 +271,7 @@ class Block(nnx.Module):
     """A block: attention, then the MLP, each added to its input.
 
     Norms are of the inputs of both ("pre"), of their results ("post"), or of "both".
+    It returns its result, and what experts were chosen: None without experts.
     """
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
@@ -232,7 +284,7 @@ class Block(nnx.Module):
             self.post_ln_1 = _norm_layer(config, config.width, rngs)
         if pre:
             self.ln_2 = _norm_layer(config, config.width, rngs)
-        self.mlp = (MLP if config.mlp == "gelu" else GatedMLP)(config, rngs)
+        self.mlp = _MLPS[config.mlp](config, rngs)
         if post:
             self.post_ln_2 = _norm_layer(config, config.width, rngs)
 
@@ -241,19 +293,23 @@ class Block(nnx.Module):
         x_BxTxD: jax.Array,
         turns: Turns | None = None,
         attend: Attend = attention,
-    ) -> jax.Array:
-        x_BxTxD += self._residual(1, self.attn, x_BxTxD, turns or {}, attend)
-        x_BxTxD = checkpoint_name(x_BxTxD, _PRODUCT)
-        return x_BxTxD + self._residual(2, self.mlp, x_BxTxD)
+    ) -> tuple[jax.Array, Routed | None]:
+        y_BxTxD, _ = self._residual(1, self.attn, x_BxTxD, turns or {}, attend)
+        x_BxTxD = checkpoint_name(x_BxTxD + y_BxTxD, _PRODUCT)
+        y_BxTxD, routed = self._residual(2, self.mlp, x_BxTxD)
+        return x_BxTxD + y_BxTxD, routed
 
     def _residual(self, i: int, layer: Any, x_BxTxD: jax.Array, *args: Any) -> Any:
-        """Return what a layer, between its norms, adds to its input."""
+        """Return what a layer, between its norms, adds to its input, and routing."""
         names = f"ln_{i}", f"post_ln_{i}"
         norms = {name: getattr(self, name) for name in names if hasattr(self, name)}
         (norms, layer), x_BxTxD = _step_back((norms, layer), x_BxTxD)
         pre, post = map(norms.get, names)
         y_BxTxD = layer(_norm(pre, x_BxTxD) if pre else x_BxTxD, *args)
-        return _norm(post, checkpoint_name(y_BxTxD, _PRODUCT)) if post else y_BxTxD
+        y_BxTxD, routed = y_BxTxD if isinstance(y_BxTxD, tuple) else (y_BxTxD, None)
+        if post:
+            y_BxTxD = _norm(post, checkpoint_name(y_BxTxD, _PRODUCT))
+        return y_BxTxD, routed
 
 
 class Transformer(nnx.Module):
@@ -292,6 +348,12 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
+        return self.with_routing(tokens_BxT, segments_BxT)[0]
+
+    def with_routing(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Return the two factors, and `Routed` summed over the layers, if any."""
         config, (_, T) = self.config, tokens_BxT.shape
         if config.max_length < T:
             raise ValueError(
@@ -307,13 +369,15 @@ class Transformer(nnx.Module):
         )
         call = _rematerialized(config.remat, attend)
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> Any:
+            routed = {}
             for name in config.blocks:
-                x_BxTxD = call(blocks[name], x_BxTxD, turns)
-            return x_BxTxD
+                x_BxTxD, routed[name] = call(blocks[name], x_BxTxD, turns)
+            return x_BxTxD, routed
 
-        return self.end(repeat(self.h, x_BxTxD))
+        x_BxTxD, routed = repeat(self.h, x_BxTxD)
+        return self.end(x_BxTxD), routed
 
     def begin(
         self, tokens_BxT: jax.Array, positions: jax.Array
@@ -353,7 +417,7 @@ def _rematerialized(remat: str | None, attend: Attend) -> Callable[..., jax.Arra
     if remat is None:
         remat = "none" if platform() == "cpu" else "elementwise"
 
-    def forward(block: Block, x_BxTxD: jax.Array, turns: Any) -> jax.Array:
+    def forward(block: Block, x_BxTxD: jax.Array, turns: Any) -> Any:
         return block(x_BxTxD, turns, attend)
 
     if remat == "none":
@@ -423,20 +487,24 @@ def loss_fn(config: Config) -> Loss:
     The batch holds "tokens", int32 (B, T + 1), and may hold "mask", (B, T) of 0 and 1
     over the targets, and "segments", (B, T) int32, of the inputs: see `Transformer`.
     `loss_sum` is the float32 sum of the cross-entropies in nats, `weight` the float32
-    number of targets, `aux` is empty, `rng` is unused.
+    number of targets, `aux` is empty, `rng` is unused. With `router_loss`, the sum has
+    that factor of `experts.balance` for each target as well.
     """
 
     def loss(params: Params, batch: Batch, rng: Any) -> tuple[Any, Any, Params]:
         del rng
         targets_BxT = batch["tokens"][:, 1:]
-        x_BxTxD, w_VxD = bound(config, params)(
+        (x_BxTxD, w_VxD), routed = bound(config, params).with_routing(
             batch["tokens"][:, :-1], batch.get("segments")
         )
         mask_BxT = batch.get("mask", jnp.ones_like(targets_BxT)).astype(jnp.float32)
         losses = cross_entropy(
             x_BxTxD, w_VxD, targets_BxT, mask_BxT, softcap=config.logit_softcap
         )
-        return losses, jnp.sum(mask_BxT), {}
+        weight = jnp.sum(mask_BxT)
+        if config.router_loss:
+            losses += config.router_loss * weight * balance(list(routed.values()))
+        return losses, weight, {}
 
     return loss
 
@@ -508,12 +576,15 @@ def flops_per_token(config: Config, length: int) -> float:
 
     6 P + 12 N H (K_1 + ... + K_L): 2 FLOPs forward and 4 backward for each of the P
     weights in a matrix product (output embedding included, lookups, biases and norms
-    not), and for each layer's scores and mixture over K_l keys. K_l is `length`, or at
-    most `window` in a local layer; the causal half is not subtracted and recomputation
-    is not counted. Source: PaLM (arXiv 2204.02311), appendix B.
+    not, nor experts that a token does not choose), and for each layer's scores and
+    mixture over K_l keys. K_l is `length`, or at most `window` in a local layer; the
+    causal half is not subtracted and recomputation is not counted. Source: PaLM
+    (arXiv 2204.02311), appendix B.
     """
     D, N, K, H = config.width, config.heads, config.key_heads, config.head_size
     mlp = len(PROJECTIONS[config.mlp]) * D * config.hidden
+    if config.experts and config.experts_per_token:
+        mlp = config.experts_per_token * mlp + D * config.experts
     layer = 2 * D * (N + K) * H + mlp
     weights = config.layers * layer + config.vocab_size * D
     keys = {"global": length, "local": min(length, config.window)}

@@ -21,6 +21,7 @@ CONFIGS = {
     "mistral": ROTARY | {"window": 5, "rope_scaling": transformer.YarnScaling(4.0, 8)},
     "qwen2": ROTARY | {"rope_scaling": transformer.LinearScaling(4.0)},
     "qwen3": ROTARY | {"tied": False},
+    "qwen3-moe": ROTARY | {"experts": 5, "experts_per_token": 2},
     "olmo2": ROTARY,
     "gemma2": ROTARY | {"window": 5, "score_softcap": 0.7, "logit_softcap": 2.0},
     "gemma3": ROTARY | {"window": 5, "pattern": ("local", "global")},

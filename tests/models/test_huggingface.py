@@ -16,7 +16,7 @@ from acco_jax.models.transformer import Llama3Scaling
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
 NAMES = (
     "gpt_neo", "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3",
-    "qwen3_tied", "olmo2", "gemma2", "gemma3",
+    "qwen3_tied", "olmo2", "gemma2", "gemma3", "qwen3_moe",
 )  # fmt: skip
 # What is in the config.json of EleutherAI/gpt-neo-125m, as far as the model goes.
 GPT_NEO = {

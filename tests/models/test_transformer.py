@@ -22,7 +22,7 @@ from acco_jax.models import huggingface, transformer
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
 FAMILIES = (
     "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_tied", "olmo2",
-    "gemma2", "gemma3",
+    "gemma2", "gemma3", "qwen3_moe",
 )  # fmt: skip
 CONFIG = transformer.Config(
     vocab_size=97,
@@ -135,6 +135,26 @@ def test_a_family_is_that_of_transformers(name):
     _check_gradients(config, reference, *result, 1e-5)
 
 
+def test_the_router_loss_is_that_of_transformers():
+    reference, config, params = _family("qwen3_moe", router_loss=0.3)
+    tokens = jnp.asarray(reference["tokens"])
+    loss = jax.jit(transformer.loss_fn(config))(params, {"tokens": tokens}, RNG)[0]
+    expected = reference["loss"] + 0.3 * 40 * reference["router"]
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_experts_split_over_a_group():
+    """Rows and hidden units of experts are split; loss and gradients are the same."""
+    reference, config, params = _family("qwen3_moe", router_loss=0.3)
+    batch = {"tokens": jnp.asarray(reference["tokens"])}
+    expected = _value_and_grad(config, params, batch)
+    kinds = 2 * (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("fsdp", "tensor"), kinds)):
+        got = _value_and_grad(config, params, batch)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_module_equals_apply(reference):
     tokens = reference["tokens"][:, :-1]
     params = _init(CONFIG, RNG)
@@ -193,7 +213,7 @@ def test_scan_equals_an_unrolled_loop(reference, params):
         name = CONFIG.blocks[layer % 2]
         block = transformer.Block(CONFIG, CONFIG.pattern[layer % 2], nnx.Rngs(0))
         weights = jax.tree.map(lambda leaf, i=layer // 2: leaf[i], params["h"][name])
-        x = nnx.merge(nnx.graphdef(block), weights)(x)
+        x, _ = nnx.merge(nnx.graphdef(block), weights)(x)
     norm = nnx.LayerNorm(CONFIG.width, epsilon=1e-5, rngs=nnx.Rngs(0))
     logits = nnx.merge(nnx.graphdef(norm), params["ln_f"])(x) @ wte.T
     chex.assert_trees_all_close(
@@ -257,6 +277,7 @@ def test_sizes_and_counts():
         "qwen2.5-0.5b": 494_032_768,
         "qwen3-0.6b": 596_049_920,
         "qwen3-8b": 8_190_735_360,
+        "qwen3-30b-a3b": 30_532_122_624,
         "olmo-2-1b": 1_484_916_736,
         "gemma-2-2b": 2_614_341_888,
         "gemma-3-270m": 268_098_176,
@@ -283,6 +304,15 @@ def test_flops_per_token_of_shared_keys_and_swiglu(tied):
     assert transformer.flops_per_token(config, 20) == 6 * weights + 12 * scores
 
 
+def test_flops_per_token_of_experts():
+    sizes = {"heads": 2, "head_width": 10, "mlp_width": 40}
+    parts = transformer.FAMILIES["qwen3-moe"] | {"experts": 6, "experts_per_token": 2}
+    config = transformer.Config(97, 64, 24, 3, **parts, **sizes)
+    weights = 3 * (4 * 24 * 20 + 2 * 3 * 24 * 40 + 24 * 6) + 97 * 24
+    scores = 3 * 2 * 10 * 20
+    assert transformer.flops_per_token(config, 20) == 6 * weights + 12 * scores
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -296,6 +326,9 @@ def test_flops_per_token_of_shared_keys_and_swiglu(tied):
         ({"remat": "everything"}, "'everything'"),
         ({"attention": "flash"}, "attention='flash'"),
         ({"norm": "batch"}, "norm='batch' must be one of layer, rms"),
+        ({"experts": 4}, "experts=4, .* need mlp='moe', not 'gelu'"),
+        ({"mlp": "moe", "experts": 4, "biases": ()}, "give both, at most"),
+        ({"router_loss": 0.1}, "router_loss=0.1 need mlp='moe'"),
         ({"norm_placement": "after"}, "'after' must be one of pre, post, both"),
         ({"qk_norm": True}, "qk_norm=True must be one of None, head, projection"),
         ({"logit_softcap": 0}, "logit_softcap=0 must be more than 0"),

@@ -99,6 +99,17 @@ MODELS = {
             f"{LAYER}.self_attn.v_proj.bias",
         ),
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        ROTARY
+        | {"head_dim": 10, "norm_topk_prob": True, "moe_intermediate_size": 12}
+        | {"num_experts": 5, "num_experts_per_tok": 2},
+        (
+            *ROTARY_GRADIENTS[:-2],
+            f"{LAYER}.mlp.gate.weight",
+            f"{LAYER}.mlp.experts.down_proj",
+        ),
+    ),
     "olmo2": (
         "olmo2",
         ROTARY,
@@ -122,12 +133,15 @@ MODELS = {
 def record(name: str, kind: str, fields: dict, gradients: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **fields, **NO_TOKENS)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    options = {"attn_implementation": "eager"}
+    if kind == "qwen3_moe":  # float64
+        options["experts_implementation"] = "eager"
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():  # larger than at initialization: every term must matter
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
             parameter.mul_(256).round_().div_(256)  # compresses well
-    weights = {k: v.numpy().copy() for k, v in model.state_dict().items()}
+    weights = stored({k: v.numpy().copy() for k, v in model.state_dict().items()})
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight")
 
@@ -138,7 +152,11 @@ def record(name: str, kind: str, fields: dict, gradients: tuple[str, ...]) -> No
         logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
     )
     loss.backward()
-    recorded = {k: model.get_parameter(k).grad.numpy() for k in gradients}
+    recorded = stored({k: model.get_parameter(k).grad.numpy() for k in gradients})
+    router = {}
+    if kind == "qwen3_moe":
+        router["router"] = model(tokens[:, :-1], output_router_logits=True).aux_loss
+        router["router"] = router["router"].item()
 
     np.savez_compressed(
         pathlib.Path(__file__).with_name(f"{name}_reference.npz"),
@@ -146,9 +164,25 @@ def record(name: str, kind: str, fields: dict, gradients: tuple[str, ...]) -> No
         tokens=tokens.numpy().astype(np.int32),
         logits=logits.detach().numpy().astype(np.float32),
         loss=loss.item(),
+        **router,
         **{f"weight:{k}": v for k, v in weights.items()},
         **{f"gradient:{k}": v.astype(np.float32) for k, v in recorded.items()},
     )
+
+
+def stored(arrays: dict) -> dict:
+    """Return arrays by the names of files, which have each expert's on its own."""
+    found = {}
+    for name, x in arrays.items():
+        start, _, last = name.partition(".experts.")
+        parts = {last: x}
+        if last == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2, 1), strict=True))
+        for part, y in parts.items() if last else ():
+            found |= {f"{start}.experts.{e}.{part}.weight": w for e, w in enumerate(y)}
+        if not last:
+            found[name] = x
+    return found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ def config_of(family, **changes):
         parts["pattern"] = parts["pattern"][-2:]
     if parts["positions"] == "rope":
         parts |= {"kv_heads": 2, "head_width": 8, "tied": False}
+    if parts["mlp"] == "moe":
+        parts |= {"experts": 3, "experts_per_token": 2}
     return transformer.Config(**parts | changes)
 
 
@@ -95,6 +97,11 @@ def test_a_part_of_a_leaf_is_all_that_is_read(tmp_path, family):
         f"h/{block}/attn/k_proj/kernel": (slice(1, 2), slice(4, 8), slice(2, 6)),
         f"h/{block}/{norm}/scale": (slice(None), slice(8, 16)),
         "wte/embedding": (slice(100, 200),),
+        **(
+            {f"h/{block}/mlp/up_proj/kernel": (slice(1, 2), slice(1, 3), slice(2, 6))}
+            if config.experts
+            else {}
+        ),
     }.items():
         part = huggingface.leaf(config, path, Counted, index)
         whole = params
