@@ -62,7 +62,7 @@ def begin_llama(folder):
     parts = transformer.FAMILIES["llama"] | {"width": 32, "layers": 4, "heads": 4}
     config = transformer.Config(
         **parts, kv_heads=2, head_width=16, tied=False, vocab_size=272, max_length=64,
-        rope_scaling=transformer.RopeScaling(4.0, original_length=32),
+        rope_scaling=transformer.Llama3Scaling(4.0, original_length=32),
     )  # fmt: skip
     draw = np.random.default_rng(0).normal
     shapes = transformer.shapes_of(config)

@@ -25,7 +25,7 @@ _BLOCK = 512  # queries and keys of a block of splash attention, at most
 _LANES = 128  # of which a block of a TPU's kernel is a multiple
 
 
-def default(dtype: Any, segments: bool, width: int) -> str:
+def default(dtype: Any, segments: bool, width: int, capped: bool = False) -> str:
     """Return the implementation that `attention` takes by default.
 
     Scores stay out of memory wherever there is a kernel for it. It needs 16 bits, and
@@ -35,6 +35,7 @@ def default(dtype: Any, segments: bool, width: int) -> str:
       dtype: of queries, keys and values.
       segments: whether there are documents to keep apart.
       width: of a head. cuDNN takes multiples of 8 up to 128 on every GPU.
+      capped: whether the scores have a soft cap, which cuDNN's lack.
     """
     here = platform()
     auto = set(automatic_axes()) - {ROWS, TENSOR}
@@ -42,7 +43,7 @@ def default(dtype: Any, segments: bool, width: int) -> str:
         return XLA
     if here == "tpu":
         return SPLASH
-    suits = not segments and width % 8 == 0 and width <= 128
+    suits = not segments and not capped and width % 8 == 0 and width <= 128
     return CUDNN if suits and _has_cudnn() else PALLAS
 
 
@@ -53,6 +54,7 @@ def attention(
     *,
     scale: float = 1.0,
     window: int | None = None,
+    softcap: float | None = None,
     segments: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -63,6 +65,7 @@ def attention(
       k, v: (B, T, K, H), of the same dtype.
       scale: of the scores.
       window: how many keys a query sees, itself included; None: all before it.
+      softcap: c of c tanh(score / c), which takes the place of each score.
       segments: (B, T) int32; a query sees only its own segment; None: all are one.
       implementation: one of `IMPLEMENTATIONS`; None: see `default`.
 
@@ -71,16 +74,19 @@ def attention(
 
     Raises:
       ValueError: there is no such implementation, cuDNN is not installed, or cuDNN is
-        asked to keep documents apart.
+        asked to keep documents apart or to cap scores.
     """
-    chosen = implementation or default(q.dtype, segments is not None, q.shape[-1])
+    documents, capped = segments is not None, softcap is not None
+    chosen = implementation or default(q.dtype, documents, q.shape[-1], capped)
     if chosen not in _KERNELS:
         raise ValueError(
             f"attention is {chosen!r}: use one of {', '.join(IMPLEMENTATIONS)}."
         )
     if window is not None and window >= q.shape[1]:
         window = None
-    kernel = functools.partial(_KERNELS[chosen], scale=scale, window=window)
+    kernel = functools.partial(
+        _KERNELS[chosen], scale=scale, window=window, softcap=softcap
+    )
     if chosen == XLA:
         return kernel(q, k, v, segments)
     # plan reads from this name how much a kernel computes
@@ -130,7 +136,48 @@ def _side_by_side(y: jax.Array) -> jax.Array:
     return y.reshape(*y.shape[:2], -1)
 
 
-def _scores(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def masked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """Return attention by a mask, its scores in memory.
+
+    Args:
+      q: (B, T, N, H).
+      k, v: (B, S, K, H), of the same dtype.
+      mask: (B or 1, 1, T, S), whether a query sees a key.
+      scale: of the scores.
+      softcap: as for `attention`.
+
+    Returns:
+      (B, T, N H), of q's dtype.
+    """
+    if softcap is None:
+        y = jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=scale, implementation="xla"
+        )
+        return _side_by_side(y)
+    (B, T, N, H), K = q.shape, k.shape[2]
+    q_BxTxKxGxH, wide = q.reshape(B, T, K, N // K, H), jnp.promote_types(q.dtype, "f4")
+    s_BxKxGxTxS = scale * jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k, preferred_element_type=wide
+    )
+    s_BxKxGxTxS = softcap * jnp.tanh(s_BxKxGxTxS / softcap)
+    s_BxKxGxTxS = jnp.where(mask[:, :, None], s_BxKxGxTxS, jnp.finfo(wide).min)
+    p_BxKxGxTxS = jax.nn.softmax(s_BxKxGxTxS, axis=-1).astype(v.dtype)
+    return _side_by_side(jnp.einsum("BKGTS,BSKH->BTKGH", p_BxKxGxTxS, v))
+
+
+def _scores(
+    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
+) -> Any:
+    if softcap is not None:
+        return _capped(q, k, v, segments, scale, window, softcap)
     mask = None
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
@@ -143,7 +190,27 @@ def _scores(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any)
     return checkpoint_name(_side_by_side(y), flash.SAVED)
 
 
-def _cudnn(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def _capped(
+    q: Any, k: Any, v: Any, segments: Any, scale: float, window: Any, softcap: float
+) -> Any:
+    before = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    seen = (before >= 0)[None]
+    if window is not None:
+        seen &= before < window
+    if segments is not None:
+        seen &= segments[:, :, None] == segments[:, None, :]
+    y = masked(q, k, v, seen[:, None], scale=scale, softcap=softcap)
+    return checkpoint_name(y, flash.SAVED)
+
+
+def _cudnn(
+    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
+) -> Any:
+    if softcap is not None:
+        raise ValueError(
+            f"attention is 'cudnn', which has no score_softcap={softcap}: leave it "
+            "unset."
+        )
     if segments is not None:
         raise ValueError(
             "attention is 'cudnn', which does not keep documents apart: leave it unset."
@@ -160,14 +227,18 @@ def _cudnn(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) 
     return _side_by_side(y)
 
 
-def _pallas(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
-    interpret = platform() == "cpu"
+def _pallas(
+    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
+) -> Any:
     return flash.attention(
-        q, k, v, segments, scale=scale, window=window, interpret=interpret
-    )
+        q, k, v, segments, scale=scale, window=window, softcap=softcap,
+        interpret=platform() == "cpu",
+    )  # fmt: skip
 
 
-def _splash(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def _splash(
+    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
+) -> Any:
     # here, for it is not part of JAX on every platform
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
@@ -194,6 +265,7 @@ def _splash(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any)
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=flash.SAVED,
+        attn_logits_soft_cap=softcap,
         interpret=platform() == "cpu",
     )
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from acco_jax.models.attention import attention
+from acco_jax.models.attention import attention, masked
+from acco_jax.models.head import capped
 from acco_jax.models.sizes import Config
 from acco_jax.models.transformer import Params, Transformer, bound
 
@@ -92,17 +93,13 @@ def step(
     before_BxS = place_B[:, None] - jnp.arange(keys.shape[2])
 
     def attend(
-        q: Any, k: Any, v: Any, past: _Past, *, scale: float, window: int | None
+        q: Any, k: Any, v: Any, past: _Past, *, window: int | None, **how: Any
     ) -> jax.Array:
         keys_BxSxKxH, values_BxSxKxH = past.keep((rows, place_B), k[:, 0], v[:, 0])
         seen_BxS = before_BxS >= 0
         if window is not None:
             seen_BxS &= before_BxS < window
-        y_Bx1xNxH = jax.nn.dot_product_attention(
-            q, keys_BxSxKxH, values_BxSxKxH, mask=seen_BxS[:, None, None], scale=scale,
-            implementation="xla",
-        )  # fmt: skip
-        return y_Bx1xNxH.reshape(*y_Bx1xNxH.shape[:2], -1)
+        return masked(q, keys_BxSxKxH, values_BxSxKxH, seen_BxS[:, None, None], **how)
 
     (x_Bx1xD, w_VxD), cache = _through(
         bound(config, params), token_B[:, None], place_B[:, None], cache, attend
@@ -110,7 +107,7 @@ def step(
     logits_BxV = jnp.einsum(
         "BD,VD->BV", x_Bx1xD[:, 0], w_VxD, preferred_element_type=jnp.float32
     )
-    return logits_BxV, cache
+    return capped(logits_BxV, config.logit_softcap), cache
 
 
 class _Past:
@@ -152,7 +149,7 @@ def _through(
             def attend_here(*heads: Any, past: _Past = past, **how: Any) -> jax.Array:
                 return attend(*heads, past, **how)
 
-            x_BxTxD = blocks[name](x_BxTxD, turns, attend_here)
+            x_BxTxD, _ = blocks[name](x_BxTxD, turns, attend_here)
             cache = cache | {name: past.arrays}
         return x_BxTxD, cache
 

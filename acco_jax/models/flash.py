@@ -30,6 +30,7 @@ class _Kernel:
 
     scale: float
     window: int | None  # keys that a query sees, itself included; None: all before it
+    softcap: float | None
     rows: int  # of a block of queries
     columns: int  # of a block of keys
     interpret: bool
@@ -37,6 +38,9 @@ class _Kernel:
     def scores(self, q_RxH: Any, k_CxH: Any, i: Any, j: Any, segments: Any) -> Any:
         """Return the scores of query block i and key block j, as exponents of two."""
         s_RxC = plgpu.dot(q_RxH, k_CxH.T) * (self.scale * _LOG2E)
+        if self.softcap is not None:
+            most = self.softcap * _LOG2E
+            s_RxC = most * jnp.tanh(s_RxC / most)
         rows = (i * self.rows + jnp.arange(self.rows))[:, None]
         columns = (j * self.columns + jnp.arange(self.columns))[None, :]
         seen = columns <= rows
@@ -47,6 +51,14 @@ class _Kernel:
             of_columns = plgpu.load(segments.at[self.columns_at(j)])
             seen &= of_rows[:, None] == of_columns[None, :]
         return jnp.where(seen, s_RxC, _HIDDEN)
+
+    def before_cap(self, ds_RxC: Any, s_RxC: Any) -> Any:
+        """Return gradients of scores before the soft cap, from those of `scores`."""
+        if self.softcap is None:
+            return ds_RxC
+        # hidden scores lie far below the cap; their gradients are 0
+        part_RxC = jnp.maximum(s_RxC / (self.softcap * _LOG2E), -1.0)
+        return ds_RxC * (1.0 - part_RxC * part_RxC)
 
     def rows_at(self, i: Any) -> Any:
         return pl.ds(i * self.rows, self.rows)
@@ -133,6 +145,7 @@ def _queries_kernel(
         s_RxC = kernel.scores(q_RxH, k_CxH, i, j, segments)
         p_RxC = jnp.exp2(s_RxC - lse_R[:, None])
         ds_RxC = p_RxC * (plgpu.dot(do_RxH, v_CxH.T) - delta_R[:, None])
+        ds_RxC = kernel.before_cap(ds_RxC, s_RxC)
         return dq_RxH + plgpu.dot(ds_RxC.astype(k.dtype), k_CxH)
 
     start = jnp.zeros(q_RxH.shape, jnp.float32)
@@ -168,6 +181,7 @@ def _keys_kernel(
         dv_CxH += plgpu.dot(p_RxC.astype(do.dtype).T, do_RxH)
         delta_R = plgpu.load(delta.at[at])
         ds_RxC = p_RxC * (plgpu.dot(do_RxH, v_CxH.T) - delta_R[:, None])
+        ds_RxC = kernel.before_cap(ds_RxC, s_RxC)
         return dk_CxH + plgpu.dot(ds_RxC.astype(q.dtype).T, q_RxH), dv_CxH
 
     zeros = jnp.zeros(k_CxH.shape, jnp.float32)
@@ -185,6 +199,7 @@ def attention(
     *,
     scale: float = 1.0,
     window: int | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Return softmax(scale q k') v, each query seeing the keys up to its own place.
@@ -195,6 +210,7 @@ def attention(
       segments_BxT: int32; a query sees only keys of its own segment.
       scale: of the scores.
       window: how many keys a query sees, itself included; None: all before it.
+      softcap: c of c tanh(score / c), which takes the place of each score.
       interpret: whether the kernel is interpreted, on CPU.
 
     Returns:
@@ -205,7 +221,7 @@ def attention(
     # as many as fit an A100's shared memory, with all that a block needs
     rows = max(16, min(128, 128 * 64 // width, pl.next_power_of_2(T)))
     columns = min(64, rows)
-    kernel = _Kernel(scale, window, rows, columns, interpret)
+    kernel = _Kernel(scale, window, softcap, rows, columns, interpret)
     length, width = -T % rows, width - H
     pads = (0, 0), (0, length), (0, 0), (0, width)
     q, k, v = (

@@ -25,6 +25,7 @@ def cross_entropy(
     targets_BxT: jax.Array,
     weights_BxT: jax.Array,
     *,
+    softcap: float | None = None,
     logits: int = LOGITS,
 ) -> jax.Array:
     """Return the weighted sum of the targets' cross-entropies under x w'.
@@ -40,6 +41,7 @@ def cross_entropy(
       w_VxD: of the same dtype.
       targets_BxT: int32, from 0 to V - 1.
       weights_BxT: floating; not differentiated.
+      softcap: c of c tanh(logit / c), which takes the place of each logit.
       logits: how many there may be at once.
 
     Returns:
@@ -51,7 +53,7 @@ def cross_entropy(
     x_BxTxD, targets_BxT, weights_BxT = _padded(
         size, x_BxTxD, targets_BxT, weights_BxT.astype(wide)
     )
-    return _sum(x_BxTxD, w_VxD, targets_BxT, weights_BxT, size, split)
+    return _sum(x_BxTxD, w_VxD, targets_BxT, weights_BxT, size, split, softcap)
 
 
 def each(
@@ -59,6 +61,7 @@ def each(
     w_VxD: jax.Array,
     targets_BxT: jax.Array,
     *,
+    softcap: float | None = None,
     logits: int = LOGITS,
 ) -> tuple[jax.Array, jax.Array]:
     """Return each target's cross-entropy under x w', and whether it is the likeliest.
@@ -76,7 +79,7 @@ def each(
     def chunk(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         targets_BxC = _part(targets_BxT, i, size)
         losses_BxC, logits_BxCxV, *_ = _losses(
-            _part(x_BxTxD, i, size), w_VxD, targets_BxC, split
+            _part(x_BxTxD, i, size), w_VxD, targets_BxC, split, softcap
         )
         return losses_BxC, jnp.argmax(logits_BxCxV, axis=-1) == targets_BxC
 
@@ -99,13 +102,26 @@ def _padded(size: int, *arrays: jax.Array) -> list[jax.Array]:
     return [jnp.pad(x, ((0, 0), (0, rest)) + ((0, 0),) * (x.ndim - 2)) for x in arrays]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Return c tanh(logit / c) of each logit, c the soft cap; None: the logits."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _sum(
-    x: Any, w: Any, targets: Any, weights: Any, size: int, split: Split
+    x: Any,
+    w: Any,
+    targets: Any,
+    weights: Any,
+    size: int,
+    split: Split,
+    softcap: float | None,
 ) -> jax.Array:
     def local(x: Any, w: Any, targets: Any, weights: Any) -> jax.Array:
         def chunk(i: Any, total: jax.Array) -> jax.Array:
-            losses, *_ = _losses(_part(x, i, size), w, _part(targets, i, size), split)
+            losses, *_ = _losses(
+                _part(x, i, size), w, _part(targets, i, size), split, softcap
+            )
             return total + jnp.sum(losses * _part(weights, i, size))
 
         return split.over_rows(
@@ -133,7 +149,7 @@ def _over_chunks(x: jax.Array, size: int, chunk: Any, start: Any) -> Any:
 
 
 def _losses(
-    x_BxCxD: Any, w_VxD: Any, targets_BxC: Any, split: Split
+    x_BxCxD: Any, w_VxD: Any, targets_BxC: Any, split: Split, softcap: float | None
 ) -> tuple[Any, Any, Any, Any]:
     """Return cross-entropies (B, C), and what turns them into gradients of logits.
 
@@ -145,6 +161,7 @@ def _losses(
     logits_BxCxV = jnp.einsum(
         "BCD,VD->BCV", x_BxCxD, w_VxD, preferred_element_type=wide
     )
+    logits_BxCxV = capped(logits_BxCxV, softcap)
     own_BxC = targets_BxC - split.first(w_VxD)
     is_target_BxCxV = own_BxC[..., None] == jnp.arange(w_VxD.shape[0])
     total_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
@@ -161,17 +178,25 @@ def _losses(
 
 
 def _sum_forward(
-    x: Any, w: Any, targets: Any, weights: Any, size: int, split: Split
+    x: Any,
+    w: Any,
+    targets: Any,
+    weights: Any,
+    size: int,
+    split: Split,
+    softcap: float | None,
 ) -> Any:
     def local(x: Any, w: Any, targets: Any, weights: Any) -> Any:
         def chunk(i: Any, carry: Any) -> Any:
             total, dx, dw = carry
             x_BxCxD, weights_BxC = _part(x, i, size), _part(weights, i, size)
             losses, logits_BxCxV, total_BxC, is_target_BxCxV = _losses(
-                x_BxCxD, w, _part(targets, i, size), split
+                x_BxCxD, w, _part(targets, i, size), split, softcap
             )
             p_BxCxV = jnp.exp(logits_BxCxV - total_BxC[..., None])
             dlogits_BxCxV = (p_BxCxV - is_target_BxCxV) * weights_BxC[..., None]
+            if softcap is not None:
+                dlogits_BxCxV *= 1.0 - jnp.square(logits_BxCxV / softcap)
             dlogits_BxCxV = dlogits_BxCxV.astype(x.dtype)
             dx_BxCxD = jnp.einsum("BCV,VD->BCD", dlogits_BxCxV, w)
             dx_BxCxD = split.over_vocabulary(dx_BxCxD)
@@ -194,7 +219,10 @@ def _sum_forward(
     return total, (dx, dw, targets)
 
 
-def _sum_backward(size: int, split: Split, saved: Any, g: jax.Array) -> Any:
+def _sum_backward(
+    size: int, split: Split, softcap: float | None, saved: Any, g: jax.Array
+) -> Any:
+    del size, split, softcap
     dx, dw, targets = saved
     none = np.zeros(targets.shape, jax.dtypes.float0)
     weights = jnp.zeros(targets.shape, g.dtype)

@@ -9,6 +9,7 @@ NumPy arrays by name, one at a time. `transformer.shapes_of` gives the leaves, a
 """
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from acco_jax.core.leaves import path_names
-from acco_jax.models.rope import RopeScaling
-from acco_jax.models.sizes import FAMILIES, Config
+from acco_jax.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+    yarn_magnitude,
+)
+from acco_jax.models.sizes import FAMILIES, PROJECTIONS, Config
 from acco_jax.models.transformer import Params, shapes_of
 
 
@@ -35,17 +41,36 @@ class Weight(Protocol):
 
 Get = Callable[[str], Weight]  # raises KeyError for a name that is not there
 
-# family -> model_type, and the class that has its output embedding
-_MODELS = {
-    "gpt-neo": ("gpt_neo", "GPTNeoForCausalLM"),
-    "gpt2": ("gpt2", "GPT2LMHeadModel"),
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
-# The fields that tell the families apart.
-_PARTS = ("norm", "positions", "mlp", "biases", "qk_norm", "scale")
+_QKV = ("q_proj", "k_proj", "v_proj")  # side by side in GPT-2's c_attn
+_KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
-# Our field -> the field of config.json.
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What config.json and the state dict of a family look like."""
+
+    model_type: str
+    architecture: str  # the class that has its output embedding
+    fields: Mapping[str, str]  # our field -> that of config.json
+    # our field -> what transformers takes where config.json leaves it out
+    defaults: Mapping[str, Any]
+    # fields that change what is computed, with the one value that is computed here
+    fixed: Mapping[str, Any]
+    modules: Mapping[str, str]  # ours -> its name in a state dict, where that differs
+    # the field that has the kinds of layers; None: all are of the family's only kind
+    kinds: str | None = None
+    nullable: tuple[str, ...] = ()  # fields of which null is not the default
+    period: int = 1  # where `layer_types` is left out, the last of so many is global
+    local_theta: str | None = None  # the field that has local_rope_theta
+
+    @property
+    def described(self) -> set[str]:
+        """The fields of Config that config.json describes."""
+        patterned = {"pattern"} if self.kinds else set()
+        local = {"local_rope_theta"} if self.local_theta else set()
+        return {*self.fields, "rope_theta", "rope_scaling", *patterned, *local}
+
+
 _ALL = {
     "vocab_size": "vocab_size",
     "init_std": "initializer_range",
@@ -78,44 +103,18 @@ _ROTARY_FIELDS = _ALL | {
     "mlp_width": "intermediate_size",
     "eps": "rms_norm_eps",
 }
-_FIELDS = {
-    "gpt-neo": _GPT_NEO_FIELDS,
-    "gpt2": _GPT2_FIELDS,
-    "llama": _ROTARY_FIELDS,
-    "qwen3": _ROTARY_FIELDS,
+_ALSO = {"num_experts": "num_local_experts"}  # field -> its name in transformers 5
+_WINDOW = {"window": "sliding_window"}
+_GEMMA_FIELDS = _ROTARY_FIELDS | _WINDOW | {"scale": "query_pre_attn_scalar"}
+_SOFTCAPS = {
+    "score_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
 }
-# Our field -> what transformers takes where config.json leaves it out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt-neo": {"mlp_width": None, "eps": 1e-5, "window": 256, "tied": True},
-    "gpt2": {"mlp_width": None, "eps": 1e-5, "tied": True},
-    "llama": {"kv_heads": None, "head_width": None, "eps": 1e-6, "tied": False},
-    "qwen3": {"kv_heads": None, "head_width": 128, "eps": 1e-6, "tied": False},
-}
-# Fields that change what is computed, with the one value that is computed here.
-_FIXED: dict[str, dict[str, Any]] = {
-    "gpt-neo": {"activation_function": "gelu_new"},
-    "gpt2": {
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    "qwen3": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-    },
-}
-# RopeScaling's field -> that of rope_scaling
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
-
-# Our module -> its name in a state dict, where that differs.
+_ROTARY_DEFAULTS = {"kv_heads": None, "head_width": None, "eps": 1e-6, "tied": False}
+_GEMMA_DEFAULTS = {
+    "kv_heads": 4, "head_width": 256, "eps": 1e-6, "tied": True, "scale": 256,
+    "window": 4096, "max_length": 8192,
+}  # fmt: skip
 _GPT_MODULES = {
     name: f"transformer.{name}" for name in ("wte", "wpe", "h", "ln_f")
 }  # fmt: skip
@@ -127,18 +126,125 @@ _ROTARY_MODULES = {
     "ln_2": "post_attention_layernorm",
     "attn": "self_attn",
     "out_proj": "o_proj",
+    "router": "gate",
+}
+_POST_MODULES = _ROTARY_MODULES | {
+    "post_ln_1": "post_attention_layernorm",
+    "ln_2": "pre_feedforward_layernorm",
+    "post_ln_2": "post_feedforward_layernorm",
+}
+_SILU = {"hidden_act": "silu", "attention_bias": False}
+_NO_WINDOW = {"use_sliding_window": False}
+_GEMMA_FIXED = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+_FAMILIES = {
+    "gpt-neo": _Family(
+        "gpt_neo", "GPTNeoForCausalLM", _GPT_NEO_FIELDS,
+        {"mlp_width": None, "eps": 1e-5, "window": 256, "tied": True},
+        {"activation_function": "gelu_new"},
+        _GPT_MODULES | {"attn": "attn.attention"}, kinds="attention_types",
+    ),
+    "gpt2": _Family(
+        "gpt2", "GPT2LMHeadModel", _GPT2_FIELDS,
+        {"mlp_width": None, "eps": 1e-5, "tied": True},
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        _GPT_MODULES | dict.fromkeys(_QKV, "c_attn") | {"out_proj": "c_proj"},
+    ),
+    "llama": _Family(
+        "llama", "LlamaForCausalLM", _ROTARY_FIELDS, _ROTARY_DEFAULTS,
+        _SILU | {"mlp_bias": False}, _ROTARY_MODULES,
+    ),
+    "mistral": _Family(
+        "mistral", "MistralForCausalLM", _ROTARY_FIELDS | _WINDOW,
+        _ROTARY_DEFAULTS | {"kv_heads": 8, "window": 4096}, {"hidden_act": "silu"},
+        _ROTARY_MODULES, nullable=("kv_heads", "window"),
+    ),
+    "qwen2": _Family(
+        "qwen2", "Qwen2ForCausalLM", _ROTARY_FIELDS, _ROTARY_DEFAULTS,
+        {"hidden_act": "silu"} | _NO_WINDOW, _ROTARY_MODULES,
+    ),
+    "qwen3": _Family(
+        "qwen3", "Qwen3ForCausalLM", _ROTARY_FIELDS,
+        _ROTARY_DEFAULTS | {"head_width": 128}, _SILU | _NO_WINDOW, _ROTARY_MODULES,
+    ),
+    "qwen3-moe": _Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        _ROTARY_FIELDS
+        | {
+            "mlp_width": "moe_intermediate_size",
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "normalized_routing": "norm_topk_prob",
+        },
+        _ROTARY_DEFAULTS
+        | {
+            "kv_heads": 4, "mlp_width": 768, "experts": 128, "experts_per_token": 8,
+            "normalized_routing": False,
+        },
+        _SILU | _NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        _ROTARY_MODULES,
+    ),
+    "olmo2": _Family(
+        "olmo2", "Olmo2ForCausalLM", _ROTARY_FIELDS, _ROTARY_DEFAULTS | {"eps": 1e-5},
+        _SILU, _POST_MODULES,
+    ),
+    "gemma2": _Family(
+        "gemma2", "Gemma2ForCausalLM", _GEMMA_FIELDS | _SOFTCAPS,
+        _GEMMA_DEFAULTS | {"score_softcap": 50.0, "logit_softcap": 30.0},
+        _GEMMA_FIXED, _POST_MODULES, kinds="layer_types", period=2,
+        nullable=(*_SOFTCAPS,),
+    ),
+    "gemma3": _Family(
+        "gemma3_text", "Gemma3ForCausalLM",
+        _GEMMA_FIELDS | {"logit_softcap": _SOFTCAPS["logit_softcap"]},
+        _GEMMA_DEFAULTS | {"max_length": 131072, "logit_softcap": None},
+        _GEMMA_FIXED | {"attn_logit_softcapping": None},
+        _POST_MODULES, kinds="layer_types", period=6,
+        nullable=(*_SOFTCAPS,),
+        local_theta="rope_local_base_freq",
+    ),
+}  # fmt: skip
+# The fields that tell the families apart, before all others.
+_PARTS = (
+    "norm", "norm_placement", "positions", "mlp", "biases", "qk_norm",
+    "scale_embedding",
+)  # fmt: skip
+# Fields of how something is computed, which no config.json describes.
+_OURS = {"dtype", "param_dtype", "remat", "attention", "router_loss"}
+# rope_type -> its class, and our field -> that of rope_scaling
+_FACTOR = {"factor": "factor"}
+_LENGTH = {"original_length": "original_max_position_embeddings"}
+_SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
+    "linear": (LinearScaling, _FACTOR),
+    "llama3": (
+        Llama3Scaling,
+        _FACTOR | {n: n for n in ("low_freq_factor", "high_freq_factor")} | _LENGTH,
+    ),
+    "yarn": (
+        YarnScaling,
+        _FACTOR
+        | _LENGTH
+        | {n: n for n in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+    ),
+}
+# field of Config that has one -> its default
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(Config)
+    if field.default is not dataclasses.MISSING
 }
 _BUFFERS = re.compile(
     r"(.*\.)?(attn\.(attention\.)?(masked_)?bias|rotary_emb\.inv_freq)"
 )
 HEAD = "lm_head.weight"  # of all families
-_QKV = ("q_proj", "k_proj", "v_proj")  # side by side in GPT-2's c_attn
-_MODULES = {
-    "gpt-neo": _GPT_MODULES | {"attn": "attn.attention"},
-    "gpt2": _GPT_MODULES | dict.fromkeys(_QKV, "c_attn") | {"out_proj": "c_proj"},
-    "llama": _ROTARY_MODULES,
-    "qwen3": _ROTARY_MODULES,
-}
 
 
 def config_of(config_json: Mapping[str, Any], **overrides: Any) -> Config:
@@ -147,45 +253,49 @@ def config_of(config_json: Mapping[str, Any], **overrides: Any) -> Config:
     Dropout is left out: the model is the one that is evaluated.
 
     Args:
-      config_json: its content, of model_type gpt_neo, gpt2, llama or qwen3, as
-        transformers 4 or 5 writes it.
+      config_json: its content, of a model_type that `_FAMILIES` has, as transformers 4
+        or 5 writes it.
       **overrides: fields of `Config`, such as dtype, that replace the file's.
 
     Raises:
       ValueError: it lacks a field, or describes what `Config` cannot.
     """
-    kinds = {kind: family for family, (kind, _) in _MODELS.items()}
+    kinds = {row.model_type: family for family, row in _FAMILIES.items()}
     family = kinds.get(config_json.get("model_type", ""))
     if family is None:
         raise _refused("model_type", config_json.get("model_type"), ", ".join(kinds))
-    for name, value in {**_FIXED[family], "quantization_config": None}.items():
-        if config_json.get(name, value) != value:
-            raise _refused(name, config_json[name], value)
-    fields = {**FAMILIES[family], **_numbers(config_json, family)}
-    if family == "gpt-neo":
-        fields["pattern"] = _pattern(config_json)
-    elif set(config_json.get("layer_types") or ()) - {"full_attention"}:
-        raise _refused("layer_types", config_json["layer_types"], "full_attention")
-    if FAMILIES[family]["positions"] == "rope":
-        fields |= _rope(config_json)
+    row = _FAMILIES[family]
+    for name, value in {**row.fixed, "quantization_config": None}.items():
+        if (said := config_json.get(name)) is not None and said != value:
+            raise _refused(name, said, value)
+    fields = {**FAMILIES[family], **_numbers(config_json, row)}
+    if pattern := _pattern(config_json, row):
+        fields["pattern"] = pattern
+    if fields.get("window", 0) is None:
+        fields |= {"window": _DEFAULTS["window"], "pattern": ("global",)}
+    if fields["positions"] == "rope":
+        fields |= _rope(config_json, row)
     return Config(**(fields | overrides))
 
 
-def _numbers(config_json: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return the fields of `_FIELDS`, with transformers' defaults."""
-    defaults = {"init_std": 0.02, **_DEFAULTS[family]}
-    fields = {}
-    for field, name in _FIELDS[family].items():
-        value = config_json.get(name, defaults.get(field))
-        absent = value is None and field in defaults and defaults[field] is None
-        if not absent and not isinstance(value, int | float):
+def _numbers(config_json: Mapping[str, Any], row: _Family) -> dict[str, Any]:
+    """Return the numbers of config.json, with transformers' defaults."""
+    defaults, fields = {"init_std": 0.02, **row.defaults}, dict[str, Any]()
+    for field, name in row.fields.items():
+        value: Any = config_json.get(_ALSO.get(name, name), defaults.get(field))
+        value = config_json.get(name, value)
+        nullable = field in row.nullable or defaults.get(field, 0) is None
+        if nullable and value is None:
+            fields[field] = None
+            continue
+        if not isinstance(value, int | float):
             raise ValueError(
                 f"config.json has {name}={value!r}: it must be a number, or true or "
                 "false"
             )
-        if field == "eps" and not value > 0:
+        if field in ("eps", "scale") and not value > 0:
             raise ValueError(f"config.json has {name}={value!r}: it must be above 0")
-        fields[field] = value
+        fields[field] = value**-0.5 if field == "scale" else value
     return fields
 
 
@@ -196,50 +306,97 @@ def _refused(name: str, value: Any, known: Any) -> ValueError:
     )
 
 
-def _pattern(config_json: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the shortest sequence of kinds that repeats over a GPT-Neo's layers."""
-    types = config_json.get("attention_types") or ()
-    kinds = [kind for part, count in types for kind in list(part) * count]
-    kinds = kinds or list(config_json.get("attention_layers") or ())
-    if not kinds or len(kinds) != config_json["num_layers"]:
+def _pattern(config_json: Mapping[str, Any], row: _Family) -> tuple[str, ...]:
+    """Return the shortest sequence of kinds that repeats over the layers.
+
+    It is () where the family has one kind.
+    """
+    if row.kinds is None:
+        if set(config_json.get("layer_types") or ()) - {"full_attention"}:
+            raise _refused("layer_types", config_json["layer_types"], "full_attention")
+        return ()
+    number = config_json[row.fields["layers"]]
+    if row.kinds == "attention_types":
+        types = config_json.get("attention_types") or ()
+        kinds = [kind for part, count in types for kind in list(part) * count]
+        kinds = kinds or list(config_json.get("attention_layers") or ())
+    elif types := config_json.get("layer_types"):
+        if set(types) - set(_KINDS):
+            raise _refused("layer_types", types, " and ".join(_KINDS))
+        kinds = [_KINDS[kind] for kind in types]
+    else:
+        period = config_json.get("sliding_window_pattern", row.period)
+        kinds = ["local" if i % period else "global" for i in range(1, number + 1)]
+    if not kinds or len(kinds) != number:
         raise ValueError(
-            f"config.json has num_layers={config_json['num_layers']}, but "
-            f"{len(kinds)} kinds of attention: mend attention_types"
+            f"config.json has {row.fields['layers']}={number}, but {len(kinds)} kinds "
+            f"of attention: mend {row.kinds}"
         )
     lengths = (n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0)
     length = next(n for n in lengths if kinds == kinds[:n] * (len(kinds) // n))
     return tuple(kinds[:length])
 
 
-def _rope(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling, which transformers 5 has in one field."""
-    given = {"rope_theta": config_json.get("rope_theta", 10000.0)}
+def _rope(config_json: Mapping[str, Any], row: _Family) -> dict[str, Any]:
+    """Return the fields of RoPE, which transformers 5 has in one field."""
+    theta = 1e4 if row.local_theta is None else 1e6
+    given = {"rope_theta": config_json.get("rope_theta", theta)}
+    local = {"rope_theta": config_json.get(row.local_theta or "", 1e4)}
     for name in ("rope_scaling", "rope_parameters"):
-        given |= _of_all_layers(name, config_json.get(name) or {})
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise _refused("rope_type", kind, "default or llama3")
+        said = config_json.get(name) or {}
+        given |= _of_layers(name, said)
+        if row.local_theta and isinstance(said.get("sliding_attention"), dict):
+            local |= said["sliding_attention"]
     part = given.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
     if part not in (None, 1):
         raise _refused("partial_rotary_factor", part, 1)
-    theta, scaling = given["rope_theta"], None
+    fields = {
+        "rope_theta": _theta(given),
+        "rope_scaling": _scaling(given, config_json),
+    }
+    if row.local_theta:
+        if _scaling(local, config_json) is not None:
+            raise _refused("sliding_attention", local, "rope_type default there")
+        fields["local_rope_theta"] = _theta(local)
+    return fields
+
+
+def _theta(given: Mapping[str, Any]) -> float:
+    theta = given["rope_theta"]
     if type(theta) not in (int, float) or not theta > 0:
         raise ValueError(f"config.json has rope_theta={theta!r}: give a number above 0")
-    if kind == "llama3":
-        if missing := [name for name in _SCALING.values() if name not in given]:
-            raise ValueError(
-                f"config.json has rope_type='llama3', but no {missing[0]}: add it"
-            )
-        scaling = RopeScaling(**{ours: given[name] for ours, name in _SCALING.items()})
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return theta
 
 
-def _of_all_layers(name: str, said: Any) -> Mapping[str, Any]:
-    """Return the RoPE fields, also where they are given for a type of layers."""
+def _scaling(given: Mapping[str, Any], config_json: Mapping[str, Any]) -> Any:
+    """Return the `RopeScaling` of fields of RoPE, None without one."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in _SCALINGS:
+        raise _refused("rope_type", kind, f"default, {', '.join(_SCALINGS)}")
+    made, names = _SCALINGS[kind]
+    said = {ours: given[name] for ours, name in names.items() if name in given}
+    if kind == "yarn":
+        said = {ours: value for ours, value in said.items() if value is not None}
+        said.setdefault("original_length", config_json["max_position_embeddings"])
+        slopes: list[Any] = [given.get(n) for n in ("mscale", "mscale_all_dim")]
+        if "attention_factor" not in said and "factor" in said and all(slopes):
+            above, below = (yarn_magnitude(said["factor"], slope) for slope in slopes)
+            said["attention_factor"] = above / below
+    needed = names.values() if kind == "llama3" else ("factor",)
+    if missing := [name for name in needed if given.get(name) is None]:
+        raise ValueError(
+            f"config.json has rope_type={kind!r}, but no {missing[0]}: add it"
+        )
+    return made(**said)
+
+
+def _of_layers(name: str, said: Any) -> Mapping[str, Any]:
+    """Return the RoPE fields of layers that see all of the past."""
     kinds = (type(said), *map(type, said.values())) if isinstance(said, dict) else ()
     if kinds and dict not in kinds[1:]:
         return said
-    # every layer is of this type: others are refused before
     if set(kinds) == {dict} and "full_attention" in said:
         return said["full_attention"]
     raise _refused(name, said, "one for all layers, or for full_attention")
@@ -253,57 +410,90 @@ def config_json(config: Config) -> dict[str, Any]:
     Raises:
       ValueError: no family of transformers' has these parts.
     """
-    family = _family(config)
-    kind, architecture = _MODELS[family]
+    row = _FAMILIES[_family(config)]
     resolved = {
         "kv_heads": config.key_heads,
         "head_width": config.head_size,
         "mlp_width": config.hidden,
+        "scale": _inverse_square(config),
     }
     said: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": kind,
-        **{n: resolved.get(f, getattr(config, f)) for f, n in _FIELDS[family].items()},
-        **_FIXED[family],
+        "architectures": [row.architecture],
+        "model_type": row.model_type,
+        **{n: resolved.get(f, getattr(config, f)) for f, n in row.fields.items()},
+        **row.fixed,
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": jnp.dtype(config.param_dtype).name,
     }
-    if family == "gpt-neo":
-        repetitions = config.layers // len(config.pattern)
+    repetitions = config.layers // len(config.pattern)
+    if row.kinds == "attention_types":
         said["attention_types"] = [[list(config.pattern), repetitions]]
+    elif row.kinds:
+        names = {ours: name for name, ours in _KINDS.items()}
+        said["layer_types"] = [names[kind] for kind in config.pattern] * repetitions
     if config.positions == "rope":
         said["rope_theta"], said["rope_scaling"] = config.rope_theta, None
-        if (scaling := config.rope_scaling) is not None:
-            values = {name: getattr(scaling, f) for f, name in _SCALING.items()}
-            said["rope_scaling"] = {"rope_type": "llama3", **values}
+        for kind, (made, names) in _SCALINGS.items():
+            if isinstance(config.rope_scaling, made):
+                values = {n: getattr(config.rope_scaling, f) for f, n in names.items()}
+                values = {n: value for n, value in values.items() if value is not None}
+                said["rope_scaling"] = {"rope_type": kind, **values}
+    if row.local_theta:
+        said[row.local_theta] = config.local_rope_theta
     return said
+
+
+def _inverse_square(config: Config) -> int:
+    """Return Gemma's query_pre_attn_scalar, the inverse square of the scale."""
+    if config.scale is None:
+        return config.head_size
+    return round(config.scale**-2)
 
 
 @functools.lru_cache
 def _family(config: Config) -> str:
     """Return the family of a configuration; raise if transformers has none."""
     parts = {part: getattr(config, part) for part in _PARTS}
-    known = {name: {p: fields[p] for p in _PARTS} for name, fields in FAMILIES.items()}
-    family = next((name for name in known if known[name] == parts), None)
-    if family is None:
+    misfits = {}
+    for family, fields in FAMILIES.items():
+        if all(value == fields.get(p, _DEFAULTS[p]) for p, value in parts.items()):
+            misfits[family] = _misfit(config, family)
+    if not misfits:
         raise ValueError(
             f"no family of Hugging Face's has {parts}: use the parts of one of "
             f"{', '.join(FAMILIES)}"
         )
-    plain = config.heads, config.width // config.heads
-    given = config.key_heads, config.head_size
-    if "kv_heads" not in _FIELDS[family] and given != plain:
-        raise ValueError(
-            f"kv_heads={config.kv_heads} and head_width={config.head_width} are not of "
-            f"Hugging Face's {family}: leave both out"
-        )
-    if family != "gpt-neo" and "local" in config.pattern:
-        raise ValueError(
-            f"pattern={config.pattern!r} is not of Hugging Face's {family}: use "
-            "('global',)"
-        )
-    return family
+    for family, misfit in misfits.items():
+        if misfit is None:
+            return family
+    raise ValueError("; or ".join(filter(None, misfits.values())))
+
+
+def _misfit(config: Config, family: str) -> str | None:
+    """Return what config.json of a family cannot describe of a configuration."""
+    row, plain = _FAMILIES[family], config.width // config.heads
+    given = {name: getattr(config, name) for name in _DEFAULTS}
+    given |= {"kv_heads": config.key_heads, "head_width": config.head_size}
+    expected = {**_DEFAULTS, **FAMILIES[family]}
+    expected |= {"kv_heads": config.heads, "head_width": plain}
+    if set(given["pattern"]) == set(expected["pattern"]):
+        expected["pattern"] = given["pattern"]
+    described = row.described | _OURS
+    if "local" not in config.pattern:
+        described.add("window")
+    for name in sorted(given.keys() - described):
+        if given[name] != expected[name]:
+            return (
+                f"{name}={given[name]!r} is not of Hugging Face's {family}, which has "
+                f"{name}={expected[name]!r}"
+            )
+    if row.local_theta and config.local_rope_theta is None:
+        return f"{family} of Hugging Face's needs a local_rope_theta: give a number"
+    scale = config.scale
+    if "scale" in row.fields and scale and _inverse_square(config) ** -0.5 != scale:
+        return f"scale={scale} is not of {family}: give 1 / sqrt(a whole number)"
+    return None
 
 
 _shapes = functools.lru_cache(shapes_of)  # which traces the whole model
@@ -359,16 +549,33 @@ def leaf(
     shape, dtype = leaves[path].shape, leaves[path].dtype
     index = (*index, *[slice(None)] * (len(shape) - len(index)))
     part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
+    value = np.empty([s.stop - s.start for s in part], dtype)
+    for at, keys in _entries(config, path):
+        lead, rest = part[: len(at)], part[len(at) :]
+        if all(s.start <= i < s.stop for i, s in zip(at, lead, strict=True)):
+            to = tuple(i - s.start for i, s in zip(at, lead, strict=True))
+            value[to] = _Stored(config, keys, shape[len(at) :]).read(get, rest)
+    return value
+
+
+def _entries(config: Config, path: str) -> Iterator[tuple[tuple[int, ...], list[str]]]:
+    """Yield the leading indices of a leaf's parts in the state dict, and their keys.
+
+    A leaf of layers has a part for each layer, and for each expert of it.
+    """
     first, *modules = path.split("/")
     if first != "h":
-        found = _Stored(config, path.split("/"), shape).read(get, part)
-        return found.astype(dtype, copy=False)
-    value = np.empty([s.stop - s.start for s in part], dtype)
-    layers = range(config.blocks.index(modules[0]), config.layers, len(config.blocks))
-    for i, layer in enumerate(layers[part[0]]):
-        keys = [first, str(layer), *modules[1:]]
-        value[i] = _Stored(config, keys, shape[1:]).read(get, part[1:])
-    return value
+        yield (), [first, *modules]
+        return
+    block, *modules = modules
+    layers = range(config.blocks.index(block), config.layers, len(config.blocks))
+    for i, layer in enumerate(layers):
+        if config.experts is None or modules[1] not in PROJECTIONS["moe"]:
+            yield (i,), [first, str(layer), *modules]
+            continue
+        for expert in range(config.experts):
+            keys = [first, str(layer), modules[0], "experts", str(expert), *modules[1:]]
+            yield (i, expert), keys
 
 
 class _Stored:
@@ -376,9 +583,10 @@ class _Stored:
 
     def __init__(self, config: Config, keys: list[str], shape: tuple[int, ...]) -> None:
         family, (*modules, last) = _family(config), keys
-        names = [_MODULES[family].get(module, module) for module in modules]
+        theirs = _FAMILIES[family].modules
+        names = [theirs.get(module, module) for module in modules]
         self.name = ".".join((*names, "bias" if last == "bias" else "weight"))
-        self.prefix = _MODULES[family]["wte"].partition(".")[0] + "."
+        self.prefix = theirs["wte"].partition(".")[0] + "."
         # Linear of torch has (out, in), GPT-2's Conv1D has (in, out) as we have
         self.transposed = last == "kernel" and family != "gpt2"
         self.shape = shape[::-1] if self.transposed else shape
@@ -417,15 +625,9 @@ def unread(config: Config, names: Iterable[str]) -> list[str]:
     """
     read = set()
     for path, x in _leaves(config).items():
-        first, *modules = path.split("/")
-        if first != "h":
-            read.add(_Stored(config, [first, *modules], x.shape).name)
-            continue
-        begin = config.blocks.index(modules[0])
-        for layer in range(begin, config.layers, len(config.blocks)):
-            keys = [first, str(layer), *modules[1:]]
-            read.add(_Stored(config, keys, x.shape[1:]).name)
-    prefix = _MODULES[_family(config)]["wte"].partition(".")[0] + "."
+        for at, keys in _entries(config, path):
+            read.add(_Stored(config, keys, x.shape[len(at) :]).name)
+    prefix = _FAMILIES[_family(config)].modules["wte"].partition(".")[0] + "."
     read |= {name.removeprefix(prefix) for name in read}
     return [n for n in names if n not in read and not _BUFFERS.fullmatch(n)]
 
@@ -452,16 +654,14 @@ def to_state(config: Config, params: Params) -> Iterator[tuple[str, np.ndarray]]
             f"{differing[0]} has shape {_shape(leaves, differing[0])}, not "
             f"{_shape(shapes, differing[0])}: give the parameters of this configuration"
         )
-    for path, x in leaves.items():
-        if not path.startswith("h/"):
-            yield from _written(config, {path: x})
-    for layer in range(config.layers):
-        i, position = divmod(layer, len(config.blocks))
-        begin = f"h/{config.blocks[position]}/"
-        parts = {p.removeprefix(begin): p for p in leaves if p.startswith(begin)}
-        yield from _written(
-            config, {f"h/{layer}/{rest}": leaves[p][i] for rest, p in parts.items()}
-        )
+    layers: dict[str, dict[str, Any]] = {}  # "": outside of layers
+    for path in leaves:
+        for at, keys in _entries(config, path):
+            layer = keys[1] if keys[0] == "h" else ""
+            layers.setdefault(layer, {})["/".join(keys)] = path, at
+    for layer in sorted(layers, key=lambda layer: int(layer or -1)):
+        parts = layers[layer].items()
+        yield from _written(config, {k: leaves[path][at] for k, (path, at) in parts})
 
 
 def _shape(leaves: dict[str, Any], path: str) -> tuple[int, ...] | None:

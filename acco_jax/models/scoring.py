@@ -83,5 +83,7 @@ def score(config: Config, params: Params, rows: Sequence[ScoredRow]) -> list[Sco
 def _scores(config: Config, params: Params, tokens: Any, mask: Any) -> Any:
     """Return nats and bools (B,) of tokens (B, T + 1), with a target mask (B, T)."""
     x_BxTxD, w_VxD = bound(config, params)(tokens[:, :-1])
-    nats_BxT, likeliest_BxT = head.each(x_BxTxD, w_VxD, tokens[:, 1:])
+    nats_BxT, likeliest_BxT = head.each(
+        x_BxTxD, w_VxD, tokens[:, 1:], softcap=config.logit_softcap
+    )
     return jnp.where(mask, nats_BxT, 0).sum(1), (likeliest_BxT | ~mask).all(1)

@@ -1,8 +1,8 @@
-"""A decoder-only transformer: GPT-Neo, GPT-2, Llama 3, Qwen 3, by a choice of parts.
+"""A decoder-only transformer, whose families are choices of parts.
 
-`sizes.py` lists the parts. Each family computes what Hugging Face
-transformers implements for its model_type (gpt_neo, gpt2, llama, qwen3). Modules have
-GPT-Neo's names in all of them, and Llama's where GPT-Neo has no such module.
+`sizes.py` lists the parts and the families. Each family computes what Hugging Face
+transformers implements for its model_type. Modules have GPT-Neo's names in all of them,
+and Llama's where GPT-Neo has no such module.
 
 Shapes are spelled in suffixes: B batch, T length, D width, N heads of queries, K heads
 of keys and values, H width of a head, V vocabulary.
@@ -25,11 +25,14 @@ from acco_jax.core.leaves import path_names
 from acco_jax.models import rope
 from acco_jax.models.attention import attention
 from acco_jax.models.embedding import lookup
+from acco_jax.models.experts import Experts, Routed, balance
 from acco_jax.models.flash import SAVED
-from acco_jax.models.head import cross_entropy
+from acco_jax.models.head import capped, cross_entropy
 from acco_jax.models.model import Batch, Model
 from acco_jax.models.placement import gathered, platform, split_rows
-from acco_jax.models.rope import RopeScaling as RopeScaling
+from acco_jax.models.rope import LinearScaling as LinearScaling
+from acco_jax.models.rope import Llama3Scaling as Llama3Scaling
+from acco_jax.models.rope import YarnScaling as YarnScaling
 from acco_jax.models.sizes import FAMILIES as FAMILIES
 from acco_jax.models.sizes import PROJECTIONS
 from acco_jax.models.sizes import REMAT as REMAT
@@ -38,8 +41,9 @@ from acco_jax.models.sizes import Config as Config
 from acco_jax.models.sizes import size as size
 
 Params = dict[str, Any]
-# (q, k, v, *, scale, window) -> (B, T, N H): `attention`, or one with a cache
+# (q, k, v, *, scale, window, softcap) -> (B, T, N H): `attention`, or with a cache
 Attend = Callable[..., jax.Array]
+Turns = dict[str, rope.Turns]  # of each kind of layers; {}: positions are learned
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, jax.Array, Params]]
 
 _PRODUCT = "product"  # name, for policies of jax.checkpoint, of a matmul's result
@@ -47,11 +51,12 @@ _PRODUCT = "product"  # name, for policies of jax.checkpoint, of a matmul's resu
 _gelu = jax.checkpoint(
     functools.partial(jax.nn.gelu, approximate=True), prevent_cse=False
 )
+_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": _gelu, "moe": jax.nn.silu}
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+def _gate(mlp: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return _ACTIVATIONS[mlp](gate) * up
 
 
 def _bind(module: Any, config: Config, rngs: nnx.Rngs, **options: Any) -> Any:
@@ -78,16 +83,39 @@ def _linear(config: Config, rngs: nnx.Rngs) -> Callable[[str, int, int], nnx.Lin
     return make
 
 
+class ZeroCenteredRMSNorm(nnx.Module):
+    """RMSNorm that multiplies by 1 + scale, computed in at least float32."""
+
+    def __init__(
+        self, width: int, *, epsilon: float, dtype: Any, param_dtype: Any, rngs: Any
+    ) -> None:
+        del rngs
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(jnp.zeros((width,), param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        square = jnp.mean(jnp.square(x.astype(wide)), axis=-1, keepdims=True)
+        y = x * jax.lax.rsqrt(square + self.epsilon)
+        return (y * (1.0 + self.scale[...].astype(wide))).astype(self.dtype)
+
+
+_NORMS = {
+    "layer": nnx.LayerNorm,
+    "rms": nnx.RMSNorm,
+    "zero_centered_rms": ZeroCenteredRMSNorm,
+}
+
+
 def _norm_layer(config: Config, width: int, rngs: nnx.Rngs) -> Any:
-    kind = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[config.norm]
-    return _bind(kind, config, rngs, epsilon=config.eps)(width)
+    return _bind(_NORMS[config.norm], config, rngs, epsilon=config.eps)(width)
 
 
 class Attention(nnx.Module):
     """Causal attention, to all of the past or to a window.
 
-    Heads of queries may share heads of keys and values, and each head of queries and
-    keys may be normalized before it is turned by its position.
+    Heads of queries may share heads of keys and values. Queries and keys may be
+    normalized, each head or all together, before they are turned by their positions.
     """
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
@@ -96,37 +124,40 @@ class Attention(nnx.Module):
         self.head_width = H
         self.scale = H**-0.5 if config.scale is None else config.scale
         self.window = config.window if kind == "local" else None
+        self.softcap = config.score_softcap
+        self.kind = kind
         self.q_proj = linear("q_proj", config.width, N * H)
         self.k_proj = linear("k_proj", config.width, K * H)
         self.v_proj = linear("v_proj", config.width, K * H)
         self.out_proj = linear("out_proj", N * H, config.width)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm = _norm_layer(config, H, rngs)
-            self.k_norm = _norm_layer(config, H, rngs)
+            heads = config.qk_norm == "projection"
+            self.q_norm = _norm_layer(config, N * H if heads else H, rngs)
+            self.k_norm = _norm_layer(config, K * H if heads else H, rngs)
 
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        turns: rope.Turns | None = None,
-        attend: Attend = attention,
+        self, x_BxTxD: jax.Array, turns: Turns, attend: Attend = attention
     ) -> jax.Array:
-        B, T, _ = x_BxTxD.shape
-        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = (
-            checkpoint_name(projection(x_BxTxD), _PRODUCT).reshape(
-                B, T, -1, self.head_width
-            )
+        q, k, v = (
+            checkpoint_name(projection(x_BxTxD), _PRODUCT)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.qk_norm:
+        if self.qk_norm == "projection":
+            q, k = _norm(self.q_norm, q), _norm(self.k_norm, k)
+        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = (
+            x.reshape(*x.shape[:2], -1, self.head_width) for x in (q, k, v)
+        )
+        if self.qk_norm == "head":
             q_BxTxNxH = _norm(self.q_norm, q_BxTxNxH)
             k_BxTxKxH = _norm(self.k_norm, k_BxTxKxH)
-        if turns is not None:
-            q_BxTxNxH = rope.rotate(q_BxTxNxH, turns)
-            k_BxTxKxH = rope.rotate(k_BxTxKxH, turns)
+        if turns:
+            q_BxTxNxH = rope.rotate(q_BxTxNxH, turns[self.kind])
+            k_BxTxKxH = rope.rotate(k_BxTxKxH, turns[self.kind])
         y_BxTxNH = attend(
-            q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, scale=self.scale, window=self.window
-        )
+            q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, scale=self.scale, window=self.window,
+            softcap=self.softcap,
+        )  # fmt: skip
         return self.out_proj(y_BxTxNH)
 
 
@@ -142,14 +173,15 @@ class MLP(nnx.Module):
         return self.c_proj(_gelu(checkpoint_name(self.c_fc(x_BxTxD), _PRODUCT)))
 
 
-class SwiGLU(nnx.Module):
-    """A gated MLP: widen twice, multiply one by the SiLU of the other, narrow.
+class GatedMLP(nnx.Module):
+    """A gated MLP: widen twice, multiply one by the activation of the other, narrow.
 
     Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         linear = _linear(config, rngs)
+        self.kind = config.mlp
         self.gate_proj = linear("gate_proj", config.width, config.hidden)
         self.up_proj = linear("up_proj", config.width, config.hidden)
         self.down_proj = linear("down_proj", config.hidden, config.width)
@@ -157,7 +189,57 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         gate = checkpoint_name(self.gate_proj(x_BxTxD), _PRODUCT)
         up = checkpoint_name(self.up_proj(x_BxTxD), _PRODUCT)
-        return self.down_proj(_swiglu(gate, up))
+        return self.down_proj(_gate(self.kind, gate, up))
+
+
+class Mixture(nnx.Module):
+    """A mixture of experts, each a gated MLP: a router weights a few for each token."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        E = int(config.experts or 0)
+        self.per_token = int(config.experts_per_token or 0)
+        self.normalized = config.normalized_routing
+        self.router = _linear(config, rngs)("router", config.width, E)
+        stack = _bind(Kernels, config, rngs, init_std=config.init_std)
+        self.gate_proj = stack(E, config.width, config.hidden)
+        self.up_proj = stack(E, config.width, config.hidden)
+        self.down_proj = stack(E, config.hidden, config.width)
+
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, Routed]:
+        logits_BxTxE = checkpoint_name(self.router(x_BxTxD), _PRODUCT)
+        kernels = self.gate_proj(), self.up_proj(), self.down_proj()
+        compute = Experts(
+            self.per_token,
+            self.normalized,
+            functools.partial(_gate, "moe"),
+            functools.partial(checkpoint_name, name=_PRODUCT),
+        )
+        return compute(x_BxTxD, logits_BxTxE, *kernels)
+
+
+class Kernels(nnx.Module):
+    """The kernels of one projection of all experts, (E, in, out)."""
+
+    def __init__(
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        init_std: float,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
+        init, shape = nnx.initializers.normal(init_std), (experts, inputs, outputs)
+        self.dtype = dtype
+        self.kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
+
+    def __call__(self) -> jax.Array:
+        return self.kernel[...].astype(self.dtype)
+
+
+_MLPS = {"gelu": MLP, "swiglu": GatedMLP, "geglu": GatedMLP, "moe": Mixture}
 
 
 def _step_back(layers: Any, x_BxTxD: jax.Array) -> Any:
@@ -186,25 +268,48 @@ _together.defvjp(
 
 
 class Block(nnx.Module):
-    """A block: attention, then the MLP, each of a normalized input and added to it."""
+    """A block: attention, then the MLP, each added to its input.
+
+    Norms are of the inputs of both ("pre"), of their results ("post"), or of "both".
+    It returns its result, and what experts were chosen: None without experts.
+    """
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
-        self.ln_1 = _norm_layer(config, config.width, rngs)
+        pre = config.norm_placement in ("pre", "both")
+        post = config.norm_placement in ("post", "both")
+        if pre:
+            self.ln_1 = _norm_layer(config, config.width, rngs)
         self.attn = Attention(config, kind, rngs)
-        self.ln_2 = _norm_layer(config, config.width, rngs)
-        self.mlp = {"gelu": MLP, "swiglu": SwiGLU}[config.mlp](config, rngs)
+        if post:
+            self.post_ln_1 = _norm_layer(config, config.width, rngs)
+        if pre:
+            self.ln_2 = _norm_layer(config, config.width, rngs)
+        self.mlp = _MLPS[config.mlp](config, rngs)
+        if post:
+            self.post_ln_2 = _norm_layer(config, config.width, rngs)
 
     def __call__(
         self,
         x_BxTxD: jax.Array,
-        turns: rope.Turns | None = None,
+        turns: Turns | None = None,
         attend: Attend = attention,
-    ) -> jax.Array:
-        (ln_1, attn), z_BxTxD = _step_back((self.ln_1, self.attn), x_BxTxD)
-        x_BxTxD = x_BxTxD + attn(_norm(ln_1, z_BxTxD), turns, attend)
-        x_BxTxD = checkpoint_name(x_BxTxD, _PRODUCT)
-        (ln_2, mlp), z_BxTxD = _step_back((self.ln_2, self.mlp), x_BxTxD)
-        return x_BxTxD + mlp(_norm(ln_2, z_BxTxD))
+    ) -> tuple[jax.Array, Routed | None]:
+        y_BxTxD, _ = self._residual(1, self.attn, x_BxTxD, turns or {}, attend)
+        x_BxTxD = checkpoint_name(x_BxTxD + y_BxTxD, _PRODUCT)
+        y_BxTxD, routed = self._residual(2, self.mlp, x_BxTxD)
+        return x_BxTxD + y_BxTxD, routed
+
+    def _residual(self, i: int, layer: Any, x_BxTxD: jax.Array, *args: Any) -> Any:
+        """Return what a layer, between its norms, adds to its input, and routing."""
+        names = f"ln_{i}", f"post_ln_{i}"
+        norms = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        (norms, layer), x_BxTxD = _step_back((norms, layer), x_BxTxD)
+        pre, post = map(norms.get, names)
+        y_BxTxD = layer(_norm(pre, x_BxTxD) if pre else x_BxTxD, *args)
+        y_BxTxD, routed = y_BxTxD if isinstance(y_BxTxD, tuple) else (y_BxTxD, None)
+        if post:
+            y_BxTxD = _norm(post, checkpoint_name(y_BxTxD, _PRODUCT))
+        return y_BxTxD, routed
 
 
 class Transformer(nnx.Module):
@@ -243,6 +348,12 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
+        return self.with_routing(tokens_BxT, segments_BxT)[0]
+
+    def with_routing(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Return the two factors, and `Routed` summed over the layers, if any."""
         config, (_, T) = self.config, tokens_BxT.shape
         if config.max_length < T:
             raise ValueError(
@@ -258,31 +369,41 @@ class Transformer(nnx.Module):
         )
         call = _rematerialized(config.remat, attend)
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> Any:
+            routed = {}
             for name in config.blocks:
-                x_BxTxD = call(blocks[name], x_BxTxD, turns)
-            return x_BxTxD
+                x_BxTxD, routed[name] = call(blocks[name], x_BxTxD, turns)
+            return x_BxTxD, routed
 
-        return self.end(repeat(self.h, x_BxTxD))
+        x_BxTxD, routed = repeat(self.h, x_BxTxD)
+        return self.end(x_BxTxD), routed
 
     def begin(
         self, tokens_BxT: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, rope.Turns | None]:
+    ) -> tuple[jax.Array, Turns]:
         """Return the first block's inputs: embeddings (B, T, D), and RoPE's turns.
 
         Positions are int32, (B, T) or (1, T); learned ones lie below `max_length`.
         """
         config = self.config
-        x_BxTxD, turns = lookup(self.wte.embedding[...], tokens_BxT), None
+        x_BxTxD = lookup(self.wte.embedding[...], tokens_BxT)
         if config.positions == "learned":
             x_BxTxD += lookup(self.wpe.embedding[...], positions)
-        else:
-            radians = rope.frequencies(
-                config.head_size, config.rope_theta, config.rope_scaling
-            )
-            turns = rope.turns(positions, radians)
-        return x_BxTxD.astype(config.dtype), turns
+        x_BxTxD = x_BxTxD.astype(config.dtype)
+        if config.scale_embedding:
+            x_BxTxD *= jnp.asarray(config.width**0.5, config.dtype)
+        return x_BxTxD, self._turns(positions)
+
+    def _turns(self, positions: jax.Array) -> Turns:
+        config, width = self.config, self.config.head_size
+        if config.positions == "learned":
+            return {}
+        turns = rope.turns(positions, width, config.rope_theta, config.rope_scaling)
+        if config.local_rope_theta is None:
+            return dict.fromkeys(config.pattern, turns)
+        local = rope.turns(positions, width, config.local_rope_theta)
+        return {"global": turns, "local": local}
 
     def end(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of logits, from the last block's result."""
@@ -296,7 +417,7 @@ def _rematerialized(remat: str | None, attend: Attend) -> Callable[..., jax.Arra
     if remat is None:
         remat = "none" if platform() == "cpu" else "elementwise"
 
-    def forward(block: Block, x_BxTxD: jax.Array, turns: Any) -> jax.Array:
+    def forward(block: Block, x_BxTxD: jax.Array, turns: Any) -> Any:
         return block(x_BxTxD, turns, attend)
 
     if remat == "none":
@@ -344,7 +465,10 @@ def apply(
     Segments are as of `Transformer`.
     """
     x_BxTxD, w_VxD = bound(config, params)(tokens_BxT, segments_BxT)
-    return jnp.einsum("BTD,VD->BTV", x_BxTxD, w_VxD, preferred_element_type=jnp.float32)
+    logits_BxTxV = jnp.einsum(
+        "BTD,VD->BTV", x_BxTxD, w_VxD, preferred_element_type=jnp.float32
+    )
+    return capped(logits_BxTxV, config.logit_softcap)
 
 
 def bound(config: Config, params: Params) -> Transformer:
@@ -363,18 +487,24 @@ def loss_fn(config: Config) -> Loss:
     The batch holds "tokens", int32 (B, T + 1), and may hold "mask", (B, T) of 0 and 1
     over the targets, and "segments", (B, T) int32, of the inputs: see `Transformer`.
     `loss_sum` is the float32 sum of the cross-entropies in nats, `weight` the float32
-    number of targets, `aux` is empty, `rng` is unused.
+    number of targets, `aux` is empty, `rng` is unused. With `router_loss`, the sum has
+    that factor of `experts.balance` for each target as well.
     """
 
     def loss(params: Params, batch: Batch, rng: Any) -> tuple[Any, Any, Params]:
         del rng
         targets_BxT = batch["tokens"][:, 1:]
-        x_BxTxD, w_VxD = bound(config, params)(
+        (x_BxTxD, w_VxD), routed = bound(config, params).with_routing(
             batch["tokens"][:, :-1], batch.get("segments")
         )
         mask_BxT = batch.get("mask", jnp.ones_like(targets_BxT)).astype(jnp.float32)
-        losses = cross_entropy(x_BxTxD, w_VxD, targets_BxT, mask_BxT)
-        return losses, jnp.sum(mask_BxT), {}
+        losses = cross_entropy(
+            x_BxTxD, w_VxD, targets_BxT, mask_BxT, softcap=config.logit_softcap
+        )
+        weight = jnp.sum(mask_BxT)
+        if config.router_loss:
+            losses += config.router_loss * weight * balance(list(routed.values()))
+        return losses, weight, {}
 
     return loss
 
@@ -446,12 +576,15 @@ def flops_per_token(config: Config, length: int) -> float:
 
     6 P + 12 N H (K_1 + ... + K_L): 2 FLOPs forward and 4 backward for each of the P
     weights in a matrix product (output embedding included, lookups, biases and norms
-    not), and for each layer's scores and mixture over K_l keys. K_l is `length`, or at
-    most `window` in a local layer; the causal half is not subtracted and recomputation
-    is not counted. Source: PaLM (arXiv 2204.02311), appendix B.
+    not, nor experts that a token does not choose), and for each layer's scores and
+    mixture over K_l keys. K_l is `length`, or at most `window` in a local layer; the
+    causal half is not subtracted and recomputation is not counted. Source: PaLM
+    (arXiv 2204.02311), appendix B.
     """
     D, N, K, H = config.width, config.heads, config.key_heads, config.head_size
     mlp = len(PROJECTIONS[config.mlp]) * D * config.hidden
+    if config.experts and config.experts_per_token:
+        mlp = config.experts_per_token * mlp + D * config.experts
     layer = 2 * D * (N + K) * H + mlp
     weights = config.layers * layer + config.vocab_size * D
     keys = {"global": length, "local": min(length, config.window)}

@@ -29,13 +29,16 @@ def _arrays(B, T, N, K, H, dtype=jnp.bfloat16, documents=0):
     return (q, k, v), segments, dy
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "window", "scale"))
-def _results(arrays, segments, dy, implementation, window, scale):
+@functools.partial(
+    jax.jit, static_argnames=("implementation", "window", "scale", "softcap")
+)
+def _results(arrays, segments, dy, implementation, window, scale, softcap=None):
     def run(*arrays):
         return attention.attention(
             *arrays,
             scale=scale,
             window=window,
+            softcap=softcap,
             segments=segments,
             implementation=implementation,
         )
@@ -44,11 +47,11 @@ def _results(arrays, segments, dy, implementation, window, scale):
     return y, *pull(dy.astype(y.dtype).reshape(y.shape))
 
 
-def _check(name, shape, window, documents, scale):
+def _check(name, shape, window, documents, scale, softcap=None):
     arrays, segments, dy = _arrays(*shape, documents=documents)
     wide = [x.astype(jnp.float32) for x in arrays]
-    expected = _results(wide, segments, dy, "xla", window, scale)
-    got = _results(arrays, segments, dy, name, window, scale)
+    expected = _results(wide, segments, dy, "xla", window, scale, softcap)
+    got = _results(arrays, segments, dy, name, window, scale, softcap)
     chex.assert_trees_all_equal_shapes(got, expected)
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == jnp.bfloat16
@@ -79,6 +82,30 @@ def test_splash(window, documents):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape"), [("pallas", (2, 70, 2, 1, 24)), ("splash", (1, 160, 2, 1, 64))]
+)
+def test_soft_caps(name, shape):
+    _check(name, shape, 20, 3, 0.5, softcap=0.6)
+
+
+def test_soft_caps_of_scores_in_memory():
+    arrays, segments, _ = _arrays(2, 12, 4, 2, 8, jnp.float32, documents=2)
+    q, k, v = arrays
+    scores = 0.7 * jnp.einsum("BTNH,BSNH->BNTS", q, jnp.repeat(k, 2, axis=2))
+    before = np.arange(12)[:, None] - np.arange(12)
+    seen = (before >= 0) & (before < 5) & (segments[:, :, None] == segments[:, None])
+    scores = jnp.where(seen[:, None], 0.5 * jnp.tanh(scores / 0.5), -jnp.inf)
+    expected = jnp.einsum(
+        "BNTS,BSNH->BTNH", jax.nn.softmax(scores), jnp.repeat(v, 2, axis=2)
+    )
+    y = attention.attention(
+        *arrays, scale=0.7, window=5, softcap=0.5, segments=segments
+    )
+    np.testing.assert_allclose(y, expected.reshape(y.shape), atol=1e-6)
+
+
+@pytest.mark.slow
 def test_splash_shares_keys_among_heads():
     _check("splash", (2, 160, 4, 2, 128), None, 0, 1.0)
 
@@ -96,7 +123,9 @@ def test_pallas_fits_the_shared_memory(machine):
     ]
 
     def loss(x):
-        y = attention.attention(x, x, x, window=200, implementation="pallas")
+        y = attention.attention(
+            x, x, x, window=200, softcap=50.0, implementation="pallas"
+        )
         return y.astype(jnp.float32).sum()
 
     def gradients(*arrays):

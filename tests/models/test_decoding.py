@@ -16,8 +16,15 @@ ROTARY = {"width": 20, "heads": 6, "kv_heads": 2, "head_width": 6, "mlp_width": 
 CONFIGS = {
     "gpt-neo": {"width": 21, "heads": 3, "layers": 4, "window": 5},
     "gpt2": {"width": 21, "heads": 3},
-    "llama": ROTARY | {"rope_scaling": transformer.RopeScaling(4.0, original_length=8)},
+    "llama": ROTARY
+    | {"rope_scaling": transformer.Llama3Scaling(4.0, original_length=8)},
+    "mistral": ROTARY | {"window": 5, "rope_scaling": transformer.YarnScaling(4.0, 8)},
+    "qwen2": ROTARY | {"rope_scaling": transformer.LinearScaling(4.0)},
     "qwen3": ROTARY | {"tied": False},
+    "qwen3-moe": ROTARY | {"experts": 5, "experts_per_token": 2},
+    "olmo2": ROTARY,
+    "gemma2": ROTARY | {"window": 5, "score_softcap": 0.7, "logit_softcap": 2.0},
+    "gemma3": ROTARY | {"window": 5, "pattern": ("local", "global")},
 }
 
 

@@ -33,6 +33,23 @@ def _arguments(B, T, D, V, dtype, seed=0):
     return x, w, targets, weights
 
 
+def test_soft_caps():
+    arguments = _arguments(2, 7, 4, 30, jnp.float32)
+    weights, softcap = arguments[3], 0.8
+
+    def plain(x, w, targets, weights):
+        logits = softcap * jnp.tanh(jnp.einsum("BTD,VD->BTV", x, w) / softcap)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.sum(losses * weights)
+
+    loss = functools.partial(cross_entropy, softcap=softcap, logits=100)
+    both = jax.jit(lambda *a: [_both(f, *a) for f in (loss, plain)])
+    got, expected = both(*arguments)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+    nats, _ = head.each(*arguments[:3], softcap=softcap, logits=100)
+    np.testing.assert_allclose(jnp.sum(nats * weights), 7 * expected[0], rtol=1e-5)
+
+
 def _both(loss, x, w, targets, weights):
     """Loss and gradients of a loss that is scaled, as a mean is."""
     return jax.value_and_grad(lambda x, w: loss(x, w, targets, weights) / 7, (0, 1))(

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from acco_jax.models import huggingface, transformer
-from acco_jax.models.transformer import RopeScaling
+from acco_jax.models.transformer import Llama3Scaling
 
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
-NAMES = ("gpt_neo", "gpt2", "llama", "llama_tied", "qwen3", "qwen3_tied")
+NAMES = (
+    "gpt_neo", "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3",
+    "qwen3_tied", "olmo2", "gemma2", "gemma3", "qwen3_moe",
+)  # fmt: skip
 # What is in the config.json of EleutherAI/gpt-neo-125m, as far as the model goes.
 GPT_NEO = {
     "activation_function": "gelu_new",
@@ -83,6 +86,84 @@ QWEN3 = {  # Qwen/Qwen3-8B
     "tie_word_embeddings": False,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+GEMMA2 = {  # google/gemma-2-2b
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA3 = {  # google/gemma-3-270m, without layer_types as earlier files
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 640,
+    "initializer_range": 0.02,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "use_bidirectional_attention": False,
+    "vocab_size": 262144,
+}
+MISTRAL = {  # mistralai/Mistral-7B-v0.1
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN3_MOE = {  # Qwen/Qwen3-30B-A3B
+    **QWEN3,
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "router_aux_loss_coef": 0.001,
 }
 GPT2 = {  # openai-community/gpt2
     "activation_function": "gelu_new",
@@ -168,11 +249,19 @@ def test_sixteen_bits_stay_what_they_are():
         (GPT2, "gpt2"),
         (LLAMA, "llama-3.2-1b"),
         (QWEN3, "qwen3-8b"),
+        (MISTRAL, "mistral-7b"),
+        (GEMMA2, "gemma-2-2b"),
+        (GEMMA3, "gemma-3-270m"),
+        (QWEN3_MOE, "qwen3-30b-a3b"),
     ],
 )
 def test_published_configurations(fields, size):
     config = huggingface.config_of(fields, remat="block")
-    assert config == transformer.size(size, remat="block")
+    published = transformer.size(size, remat="block")
+    scale = published.head_size**-0.5 if "query_pre_attn_scalar" in fields else None
+    if scale:
+        published = dataclasses.replace(published, scale=scale)
+    assert dataclasses.replace(config, head_width=published.head_width) == published
     said = huggingface.config_json(config)
     again = huggingface.config_of(json.loads(json.dumps(said)), remat="block")
     # widths that follow from others are said
@@ -187,11 +276,12 @@ def test_both_forms_of_rope():
     newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
     config = huggingface.config_of({**newer, "rope_parameters": rope})
     assert config == huggingface.config_of(LLAMA)
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
     assert huggingface.config_of(newer).rope_theta == 10000.0
 
 
 FULL = {"rope_type": "default", "rope_theta": 5e6}
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -250,7 +340,7 @@ def test_weights_that_are_not_read(name):
     assert huggingface.unread(config, masks) == []
     other = [
         f"{layer}.{config.layers}.{next(iter(state)).rpartition('.')[2]}",
-        f"{layer}.0.self_attn.q_proj.bias",
+        f"{layer}.0.self_attn.o_proj.bias",
         f"{layer}.0.attn.attention.q_proj.bias",
         "score.weight",
         "lm_head.bias",
@@ -264,14 +354,19 @@ def test_weights_that_are_not_read(name):
         (
             GPT2,
             {"model_type": "bert"},
-            "model_type='bert'.*gpt_neo, gpt2, llama, qwen3",
+            "model_type='bert'.*gpt_neo, gpt2, llama.*gemma3_text",
         ),
         (GPT2, {"activation_function": "relu"}, "activation_function='relu'.*gelu_new"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True"),
         (GPT_NEO, {"num_layers": 24}, "num_layers=24, but 12 kinds of attention"),
         (LLAMA, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'.*llama3"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type='dynamic'.*default, linear, llama3, yarn",
+        ),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "'yarn', but no factor: add"),
         (LLAMA, {"rope_scaling": {"type": "llama3"}}, "but no factor"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config="),
@@ -282,12 +377,51 @@ def test_weights_that_are_not_read(name):
         (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': give a num"),
         (QWEN3, {"rope_theta": 0}, "rope_theta=0: give a number above 0"),
         (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps=0: it must be above 0"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5: giv"),
+        (GEMMA2, {"use_bidirectional_attention": True}, "bidirectional_attention=True"),
+        (GEMMA2, {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*tanh"),
+        (GEMMA2, {"layer_types": ["full_attention"]}, "layers=26, but 1 kinds of att"),
+        (
+            GEMMA3,
+            {"layer_types": ["chunked_attention"] * 18},
+            "chunked_attention.*slid",
+        ),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (
+            GEMMA3,
+            {"rope_parameters": {"full_attention": FULL, "sliding_attention": SCALED}},
+            "sliding_attention.*rope_type default",
+        ),
+        (QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (GPT2, {"layer_norm_epsilon": -1e-5}, "epsilon=-1e-05: it must be above 0"),
     ],
 )
 def test_what_is_not_implemented_is_refused(fields, change, match):
     with pytest.raises(ValueError, match=match) as error:
         huggingface.config_of({**fields, **change})
+    assert "\n" not in str(error.value)
+
+
+def test_a_mistral_without_a_window_is_a_llama():
+    config = huggingface.config_of(MISTRAL | {"sliding_window": None})
+    assert config.pattern == ("global",)
+    assert huggingface.config_json(config)["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"local_rope_theta": None}, "needs a local_rope_theta"),
+        ({"score_softcap": 5.0}, "score_softcap=5.0 is not of Hugging Face's gemma3"),
+        ({"scale": 0.3}, r"scale=0.3 is not of gemma3: give 1 / sqrt"),
+    ],
+)
+def test_what_a_family_has_no_field_for_is_not_exported(change, match):
+    config = dataclasses.replace(huggingface.config_of(GEMMA3), **change)
+    with pytest.raises(ValueError, match=match) as error:
+        huggingface.config_json(config)
     assert "\n" not in str(error.value)
 
 
@@ -317,7 +451,7 @@ def test_other_errors_are_one_line():
             dataclasses.replace(gpt2, kv_heads=1)
         ),
         "pattern=.*llama": lambda: huggingface.config_json(
-            dataclasses.replace(llama, pattern=("local",))
+            dataclasses.replace(llama, pattern=("local", "global"))
         ),
     }
     for match, call in calls.items():

@@ -1,4 +1,4 @@
-"""Four families against recorded Hugging Face models, and the transformer's invariants.
+"""Families against recorded Hugging Face models, and the transformer's invariants.
 
 Where nothing else is said, the model is a GPT-Neo.
 """
@@ -20,7 +20,10 @@ from jax.sharding import Mesh, PartitionSpec
 from acco_jax.models import huggingface, transformer
 
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
-FAMILIES = ("gpt2", "llama", "llama_tied", "qwen3", "qwen3_tied")
+FAMILIES = (
+    "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_tied", "olmo2",
+    "gemma2", "gemma3", "qwen3_moe",
+)  # fmt: skip
 CONFIG = transformer.Config(
     vocab_size=97,
     max_length=24,
@@ -120,7 +123,7 @@ def _check_gradients(config, reference, loss, gradients, tolerance):
     assert compared == sum(v.size for v in expected.values())
 
 
-@pytest.mark.fast("gpt2", "llama", "qwen3_tied")
+@pytest.mark.fast("gpt2", "llama", "qwen3_tied", *FAMILIES[3:5], *FAMILIES[7:])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_that_of_transformers(name):
     reference, config, params = _family(name)
@@ -130,6 +133,26 @@ def test_a_family_is_that_of_transformers(name):
     batch = {"tokens": jnp.asarray(reference["tokens"])}
     result = _value_and_grad(config, params, batch)
     _check_gradients(config, reference, *result, 1e-5)
+
+
+def test_the_router_loss_is_that_of_transformers():
+    reference, config, params = _family("qwen3_moe", router_loss=0.3)
+    tokens = jnp.asarray(reference["tokens"])
+    loss = jax.jit(transformer.loss_fn(config))(params, {"tokens": tokens}, RNG)[0]
+    expected = reference["loss"] + 0.3 * 40 * reference["router"]
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_experts_split_over_a_group():
+    """Rows and hidden units of experts are split; loss and gradients are the same."""
+    reference, config, params = _family("qwen3_moe", router_loss=0.3)
+    batch = {"tokens": jnp.asarray(reference["tokens"])}
+    expected = _value_and_grad(config, params, batch)
+    kinds = 2 * (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("fsdp", "tensor"), kinds)):
+        got = _value_and_grad(config, params, batch)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_module_equals_apply(reference):
@@ -190,7 +213,7 @@ def test_scan_equals_an_unrolled_loop(reference, params):
         name = CONFIG.blocks[layer % 2]
         block = transformer.Block(CONFIG, CONFIG.pattern[layer % 2], nnx.Rngs(0))
         weights = jax.tree.map(lambda leaf, i=layer // 2: leaf[i], params["h"][name])
-        x = nnx.merge(nnx.graphdef(block), weights)(x)
+        x, _ = nnx.merge(nnx.graphdef(block), weights)(x)
     norm = nnx.LayerNorm(CONFIG.width, epsilon=1e-5, rngs=nnx.Rngs(0))
     logits = nnx.merge(nnx.graphdef(norm), params["ln_f"])(x) @ wte.T
     chex.assert_trees_all_close(
@@ -250,8 +273,14 @@ def test_sizes_and_counts():
         "gpt2": 124_439_808,
         "llama-3-8b": 8_030_261_248,
         "llama-3.2-1b": 1_235_814_400,
+        "mistral-7b": 7_241_732_096,
+        "qwen2.5-0.5b": 494_032_768,
         "qwen3-0.6b": 596_049_920,
         "qwen3-8b": 8_190_735_360,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "olmo-2-1b": 1_484_916_736,
+        "gemma-2-2b": 2_614_341_888,
+        "gemma-3-270m": 268_098_176,
     }
     assert transformer.size("gpt-neo-125m", max_length=1024).max_length == 1024
 
@@ -275,6 +304,15 @@ def test_flops_per_token_of_shared_keys_and_swiglu(tied):
     assert transformer.flops_per_token(config, 20) == 6 * weights + 12 * scores
 
 
+def test_flops_per_token_of_experts():
+    sizes = {"heads": 2, "head_width": 10, "mlp_width": 40}
+    parts = transformer.FAMILIES["qwen3-moe"] | {"experts": 6, "experts_per_token": 2}
+    config = transformer.Config(97, 64, 24, 3, **parts, **sizes)
+    weights = 3 * (4 * 24 * 20 + 2 * 3 * 24 * 40 + 24 * 6) + 97 * 24
+    scores = 3 * 2 * 10 * 20
+    assert transformer.flops_per_token(config, 20) == 6 * weights + 12 * scores
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -288,12 +326,20 @@ def test_flops_per_token_of_shared_keys_and_swiglu(tied):
         ({"remat": "everything"}, "'everything'"),
         ({"attention": "flash"}, "attention='flash'"),
         ({"norm": "batch"}, "norm='batch' must be one of layer, rms"),
+        ({"experts": 4}, "experts=4, .* need mlp='moe', not 'gelu'"),
+        ({"mlp": "moe", "experts": 4, "biases": ()}, "give both, at most"),
+        ({"router_loss": 0.1}, "router_loss=0.1 need mlp='moe'"),
+        ({"norm_placement": "after"}, "'after' must be one of pre, post, both"),
+        ({"qk_norm": True}, "qk_norm=True must be one of None, head, projection"),
+        ({"logit_softcap": 0}, "logit_softcap=0 must be more than 0"),
+        ({"score_softcap": 5.0, "attention": "cudnn"}, "softcap=5.0 is not in atten"),
+        ({"local_rope_theta": 5.0}, "local_rope_theta=5.0 needs positions='rope'"),
         ({"positions": "alibi"}, "'alibi'"),
         ({"mlp": "relu"}, "'relu'"),
         ({"biases": ("up_proj",)}, "'up_proj'"),
         ({"kv_heads": 3}, "kv_heads=3"),
         ({"positions": "rope", "head_width": 5}, "heads of 5, which is odd"),
-        ({"rope_scaling": transformer.RopeScaling(8.0)}, "needs positions='rope'"),
+        ({"rope_scaling": transformer.Llama3Scaling(8.0)}, "needs positions='rope'"),
         ({"eps": 0.0}, "eps=0.0"),
     ],
 )
@@ -307,8 +353,10 @@ def test_other_errors_are_one_line():
     shapes = jax.eval_shape(functools.partial(transformer.init_params, CONFIG), RNG)
     for match, call in {
         "gpt-neo-3b": lambda: transformer.size("gpt-neo-3b"),
-        "low < high": lambda: transformer.RopeScaling(8.0, 4.0, 1.0),
-        "factor=0.5": lambda: transformer.RopeScaling(0.5),
+        "low < high": lambda: transformer.Llama3Scaling(8.0, 4.0, 1.0),
+        "factor=0.5": lambda: transformer.Llama3Scaling(0.5),
+        "factor=0.25": lambda: transformer.LinearScaling(0.25),
+        "slow < fast": lambda: transformer.YarnScaling(4.0, 16, beta_slow=32.0),
         "25 tokens exceed max_length=24": lambda: jax.eval_shape(
             functools.partial(transformer.apply, CONFIG),
             shapes,

@@ -284,7 +284,7 @@ def test_families_of_models():
     config.model.update(family="qwen3", kv_heads=2, mlp_width=300)
     qwen = models.transformer_config(config, 257)
     assert (qwen.norm, qwen.positions, qwen.mlp, qwen.qk_norm) == (
-        "rms", "rope", "swiglu", True
+        "rms", "rope", "swiglu", "head"
     )  # fmt: skip
     assert (qwen.heads, qwen.kv_heads, qwen.mlp_width) == (4, 2, 300)
     config.model.update(kv_heads=3)

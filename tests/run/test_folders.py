@@ -1,5 +1,6 @@
 """A Hugging Face folder: what is read of it, written into it, and refused."""
 
+import dataclasses
 import json
 import os
 import struct
@@ -19,8 +20,12 @@ SIZES = {"vocab_size": 257, "max_length": 64, "width": 16, "layers": 2, "heads":
 
 def config_of(family, **changes):
     parts = transformer.FAMILIES[family] | SIZES | {"dtype": "float32"}
-    if family in ("llama", "qwen3"):
+    if len(parts["pattern"]) > 2:
+        parts["pattern"] = parts["pattern"][-2:]
+    if parts["positions"] == "rope":
         parts |= {"kv_heads": 2, "head_width": 8, "tied": False}
+    if parts["mlp"] == "moe":
+        parts |= {"experts": 3, "experts_per_token": 2}
     return transformer.Config(**parts | changes)
 
 
@@ -71,7 +76,8 @@ def test_parameters_come_back_to_the_bit(tmp_path, family, limit, dtype):
 
 @pytest.mark.parametrize("family", transformer.FAMILIES)
 def test_a_part_of_a_leaf_is_all_that_is_read(tmp_path, family):
-    config = config_of(family, layers=4)
+    config = config_of(family)
+    config = dataclasses.replace(config, layers=2 * config.layers)
     params = drawn(config)
     weight = folders.Folder(saved(tmp_path, config, params)).weight
     read = []
@@ -86,10 +92,16 @@ def test_a_part_of_a_leaf_is_all_that_is_read(tmp_path, family):
             return self.inner[index]
 
     block = next(iter(config.blocks))
+    norm = "post_ln_1" if config.norm_placement == "post" else "ln_1"
     for path, index in {
         f"h/{block}/attn/k_proj/kernel": (slice(1, 2), slice(4, 8), slice(2, 6)),
-        f"h/{block}/ln_1/scale": (slice(None), slice(8, 16)),
+        f"h/{block}/{norm}/scale": (slice(None), slice(8, 16)),
         "wte/embedding": (slice(100, 200),),
+        **(
+            {f"h/{block}/mlp/up_proj/kernel": (slice(1, 2), slice(1, 3), slice(2, 6))}
+            if config.experts
+            else {}
+        ),
     }.items():
         part = huggingface.leaf(config, path, Counted, index)
         whole = params

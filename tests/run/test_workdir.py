@@ -59,7 +59,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
 
 RIVAL = """
 import pathlib, sys, time
-from acco_jax.runner import workdir
+from acco_jax.run.state import workdir
 for line in sys.stdin:
     folder, begin = line.split()
     folder = pathlib.Path(folder)

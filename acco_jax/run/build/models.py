@@ -18,6 +18,8 @@ from acco_jax.run.weights import pretrained
 
 PyTree = Any
 Described = Mapping[str, Any]  # the content of a config.json
+# Sizes of a model that may be None.
+MAY_BE_UNSET = ("kv_heads", "mlp_width", "experts", "experts_per_token")
 BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, without loading it
 
 
@@ -71,6 +73,7 @@ def transformer_config(
         "param_dtype": dtype("model.param_dtype", c.param_dtype),
         "remat": c.remat,
         "attention": c.attention,
+        "router_loss": c.router_loss,
     }
     if config.init_from is not None:
         said = described or pretrained.folder_of(config.init_from).config_json
@@ -82,15 +85,18 @@ def transformer_config(
     }
     check_name("model.family", c.family, transformer.FAMILIES)
     if not c.size:
-        by_hand = ("width", "layers", "heads", "kv_heads", "mlp_width")
-        parts = transformer.FAMILIES[c.family] | {k: c[k] for k in by_hand}
+        by_hand = ("width", "layers", "heads", *MAY_BE_UNSET)
+        given = {name: c[name] for name in by_hand if c[name] is not None}
+        parts = transformer.FAMILIES[c.family] | given
         return transformer.Config(**(parts | fields))
-    for field in ("kv_heads", "mlp_width"):
+    for field in MAY_BE_UNSET:
         if c[field] is not None:
             raise ValueError(
                 f"model.{field} is {c[field]}, but model.size {c.size!r} has its own: "
                 "give one of them."
             )
+    if "window" in transformer.SIZES.get(c.size, ()):
+        del fields["window"]
     return transformer.size(c.size, **fields)
 
 

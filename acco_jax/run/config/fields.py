@@ -214,13 +214,16 @@ def _model_fields() -> ConfigDict:
     # A name of acco_jax.models.sizes.SIZES; None: a model of `family` with the sizes
     # below.
     c.size = PLACEHOLDER(str)
-    c.family = "gpt-neo"  # 'gpt2', 'llama', 'qwen3'
+    c.family = "gpt-neo"  # a name of acco_jax.models.sizes.FAMILIES
     c.width = 128
     c.layers = 4
     c.heads = 4
     c.kv_heads = PLACEHOLDER(int)  # heads of keys and values; None: heads
-    c.mlp_width = PLACEHOLDER(int)  # None: 4 * width; llama and qwen3: 3 * width
-    c.window = 256  # of the local layers
+    c.mlp_width = PLACEHOLDER(int)  # None: 4 * width; 3 * width if gated
+    c.experts = PLACEHOLDER(int)  # of a layer of qwen3-moe; None: 128
+    c.experts_per_token = PLACEHOLDER(int)  # None: 8
+    c.router_loss = 0.0  # factor of the load-balancing loss that is added to the loss
+    c.window = 256  # of the local layers, unless `size` has its own
     c.dtype = "bfloat16"  # of the computation
     c.param_dtype = "bfloat16"  # the master weights are float32
     # What the backward pass recomputes: 'none', only norms and the MLP's activation;

@@ -28,7 +28,7 @@ FIELDS = {
     "optimizer.learning_rate": "its peak",
     "optimizer.schedule": "cosine, linear, wsd, constant, or one of optax",
     "optimizer.warmup_steps": "before the schedule",
-    "model.family": "gpt-neo, gpt2, llama, qwen3; or say `model.size`",
+    "model.family": "gpt-neo, llama, gemma3, ...; or say `model.size`",
     "model.size": "a published size",
     "init_from": "a Hugging Face folder to start from",
     "data.name": "stdlib, text_folder, jsonl, parquet, huggingface, or of tfds",
