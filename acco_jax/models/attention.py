@@ -8,12 +8,12 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from acco_jax.core.groups import ROWS, TENSOR
 from acco_jax.models import flash
@@ -25,7 +25,7 @@ _BLOCK = 512  # queries and keys of a block of splash attention, at most
 _LANES = 128  # of which a block of a TPU's kernel is a multiple
 
 
-def default(dtype: Any, segments: bool, width: int) -> str:
+def default(dtype: DTypeLike, segments: bool, width: int) -> str:
     """Return the implementation that `attention` takes by default.
 
     Scores stay out of memory wherever there is a kernel for it. It needs 16 bits, and
@@ -112,7 +112,9 @@ def _in_groups(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     rows, heads = (axis if axis in axes else None for axis in (ROWS, TENSOR))
     spec, out_spec = P(rows, None, heads, None), P(rows, None, heads)
 
-    def run(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
         devices = automatic_axes().get(TENSOR, 1)
         if (copies := devices // math.gcd(k.shape[2], devices)) > 1:
             k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
@@ -130,7 +132,15 @@ def _side_by_side(y: jax.Array) -> jax.Array:
     return y.reshape(*y.shape[:2], -1)
 
 
-def _scores(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def _scores(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
     mask = None
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
@@ -143,7 +153,15 @@ def _scores(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any)
     return checkpoint_name(_side_by_side(y), flash.SAVED)
 
 
-def _cudnn(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def _cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
     if segments is not None:
         raise ValueError(
             "attention is 'cudnn', which does not keep documents apart: leave it unset."
@@ -160,14 +178,30 @@ def _cudnn(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) 
     return _side_by_side(y)
 
 
-def _pallas(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def _pallas(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
     interpret = platform() == "cpu"
     return flash.attention(
         q, k, v, segments, scale=scale, window=window, interpret=interpret
     )
 
 
-def _splash(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any) -> Any:
+def _splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
     # here, for it is not part of JAX on every platform
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
@@ -180,7 +214,7 @@ def _splash(q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any)
     size = min(_BLOCK, _LANES * math.ceil(T / _LANES))
     length = -T % size
     shape = T + length, T + length
-    mask: Any = masks.CausalMask(shape)
+    mask: masks.Mask = masks.CausalMask(shape)
     if window is not None:
         mask = masks.LocalMask(shape, (window - 1, 0), 0)
     blocks = splash.BlockSizes(
