@@ -90,13 +90,12 @@ class InnerSteps:
             counts: Any,
         ) -> LocalProgress:
             one_step = functools.partial(self._step, gradients, layout)
-            count: Any = gradients.microbatches
+            count: int | jax.Array = gradients.microbatches
             if counts is not None:
                 count = jnp.clip(counts[0], 0, gradients.microbatches)
             body = functools.partial(one_step, batch, rng, count)
-            start, end = span
-            if end - start == 1:
-                end = gradients.opaque(end)
+            start, stop = span
+            end = gradients.opaque(stop) if stop - start == 1 else stop
             return to_row(lax.fori_loop(start, end, body, from_row(progress)))
 
         gradients, batch, counts, rng = inputs
