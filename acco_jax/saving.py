@@ -50,8 +50,8 @@ def save(
             "state and params are not a method's: give what its train step returned."
         )
     mesh, axis = list(state.layout.mesh.shape.items()), state.layout.axis
-    about = {"mesh": mesh, "axis": axis, "holds": _holds(params, state)}
-    about["extra"] = extra or {}
+    about: dict[str, Any] = {"mesh": mesh, "axis": axis}
+    about |= {"holds": _holds(params, state), "extra": extra or {}}
     json.dumps(about)  # raises before anything is written
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists: save to a new folder, or remove it.")
