@@ -146,6 +146,7 @@ class _Prepared:
         self.program: Program = programs.describe(other, mesh)
         lowered = self.program.step.lower(*self.program.arguments)
         text = lowered.compile().as_text()
+        assert text is not None
         self.schedule: Schedule = self.program.read(text)
         self._arguments = [_array(x) for x in self.program.arguments]
 
