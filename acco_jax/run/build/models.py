@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from acco_jax.core.groups import TENSOR, group_specs
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.names import check_name, named
 from acco_jax.models import lora, transformer
 from acco_jax.models.model import Batch, Model
@@ -16,7 +17,6 @@ from acco_jax.models.placement import split_rows
 from acco_jax.run.config.fields import dtype
 from acco_jax.run.weights import pretrained
 
-PyTree = Any
 Described = Mapping[str, Any]  # the content of a config.json
 BYTE_TOKENS = 257  # of data.tokenizers.ByteTokenizer, without loading it
 
@@ -189,7 +189,7 @@ def trained(
             return lora.init(shapes, key, dict(c.ranks))
         return lora.init(shapes, key, c.rank, c.pattern)
 
-    def loss(params: PyTree, batch: Batch, rng: Any) -> Any:
+    def loss(params: PyTree, batch: Batch, rng: Rng) -> PyTree:
         return model.loss(params, split_rows(batch), rng)
 
     if not c.rank and not c.ranks:
