@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from acco_jax.core import leaf_names
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.state import State
 from acco_jax.methods import method
 from acco_jax.methods.reshard import reshard, saved
 
@@ -22,7 +23,7 @@ Path = str | os.PathLike[str]
 
 
 def save(
-    path: Path, state: Any, params: PyTree, extra: dict[str, Any] | None = None
+    path: Path, state: State, params: PyTree, extra: dict[str, Any] | None = None
 ) -> None:
     """Save a loop's parameters and state, also between the half-rounds of a step.
 
@@ -50,8 +51,8 @@ def save(
             "state and params are not a method's: give what its train step returned."
         )
     mesh, axis = list(state.layout.mesh.shape.items()), state.layout.axis
-    about = {"mesh": mesh, "axis": axis, "holds": _holds(params, state)}
-    about["extra"] = extra or {}
+    about: dict[str, Any] = {"mesh": mesh, "axis": axis}
+    about |= {"holds": _holds(params, state), "extra": extra or {}}
     json.dumps(about)  # raises before anything is written
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists: save to a new folder, or remove it.")
@@ -131,14 +132,14 @@ def _saved(
     return saved(was, params, tx.mesh, model_state), False
 
 
-def _holds(params: PyTree, state: Any) -> list[str]:
+def _holds(params: PyTree, state: State) -> list[str]:
     """Describe what must agree: the state's type and every array, also abstract."""
     named = leaf_names.named({"params": params, "state": state}).items()
     arrays = [f"{name[6:]} {x.dtype}{list(x.shape)}" for name, x in named]
     return [f"{type(state).__name__} in {type(state.layout).__name__}", *arrays]
 
 
-def _orbax(path: Any) -> tuple[Any, Any]:
+def _orbax(path: Path) -> tuple[Any, Any]:
     """Return orbax and the folder, absolute."""
     try:
         import orbax.checkpoint as ocp

@@ -84,7 +84,8 @@ def main(argv: list[str]) -> None:
     topologies.use_cpu()
     try:
         files = argv[1:]
-        if len(files) + (_FACTORY.value is not None) != 1:
+        factory = _FACTORY.value
+        if len(files) + (factory is not None) != 1:
             raise ValueError("give one file, or --factory=package.module:function.")
         topology, mesh = _place()
         changes = dict(map(arguments.number, _SET.value))
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> None:
         written = [arguments.path(flag) for flag in (_JSON, _PICTURE)]
         for file in filter(None, written):
             arguments.check_writable(file.parent)
-        program = _read(Path(files[0])) if files else _make(topology)
+        program = _read(Path(files[0])) if factory is None else _make(factory, topology)
         result = auditing.audit(
             *program, topology=topology, mesh=mesh, trip_counts=_TRIPS.value,
             figures=changes,
@@ -142,14 +143,14 @@ def _read(file: Path) -> tuple[str]:
         ) from error
 
 
-def _make(topology: Topology) -> tuple[Any, ...]:
-    factory, devices = named("--factory", _FACTORY.value), auditing.devices(topology)
+def _make(name: str, topology: Topology) -> tuple[Any, ...]:
+    factory, devices = named("--factory", name), auditing.devices(topology)
     try:
         step, step_arguments = factory(devices)
         return step, *step_arguments
     except Exception as error:  # another's program: it may raise anything
         raise ValueError(
-            f"--factory={_FACTORY.value} raised {type(error).__name__}: {error}. It is "
+            f"--factory={name} raised {type(error).__name__}: {error}. It is "
             "called with a list of devices, and returns a jitted step and a tuple of "
             "its arguments."
         ) from error

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from acco_jax.core.leaves import PyTree
 from acco_jax.schedule.hlo import Groups
 
 UNKNOWN = "?"
@@ -49,7 +49,7 @@ def label(groups: Groups, sizes: Mapping[str, int], devices: int) -> str:
     return f"{len(groups)} groups of {size} ({first})"
 
 
-def mesh_of(tree: Any) -> Mesh | None:
+def mesh_of(tree: PyTree) -> Mesh | None:
     """Return the mesh that the arguments, or their shardings, lie on; None: none."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, NamedSharding))
     shardings = (getattr(x, "sharding", x) for x in leaves)

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 
-def subplots(width: float, height: float, *grid: int, **options: Any) -> Any:
+def subplots(
+    width: float, height: float, *grid: int, **options: Any
+) -> tuple[Figure, np.ndarray]:
     """Make a figure, without pyplot's global state, and a flat array of its axes.
 
     Args:

@@ -48,7 +48,7 @@ def write_rows(path: Path, rows: Iterable[Any]) -> None:
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def append_row(path: Path, row: Any) -> None:
+def append_row(path: Path, row: object) -> None:
     """Append one JSON value as a line; it is in the file once this returns."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

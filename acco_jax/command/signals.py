@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
     received: list[int] = []
     several, calls = jax.process_count() > 1, 0
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: types.FrameType | None) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 # TPUs fall back to a synchronous all-reduce for one-dimensional buffers and for row
 # counts that do not fill a bf16 tile of 16 rows. v6e cuts a block into halves only, and
@@ -75,7 +76,9 @@ class Group:
         """The number of leaves that have rows of their own; they come first."""
         return sum(_fills_rows(part, self.width) for part in self.parts)
 
-    def lay(self, parts: Sequence[jax.Array], dtype: Any = None) -> jax.Array:
+    def lay(
+        self, parts: Sequence[jax.Array], dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """Pack (n, *part) of every leaf, in the group's order, to [n * rows, width]."""
         n, k = parts[0].shape[0], self.aligned
         parts = [x.astype(dtype or self.dtype) for x in parts]

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from acco_jax.core.buffers import Arrays, Outgoing, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, wide
+from acco_jax.core.microbatches import Count
 from acco_jax.core.quantize import BITS, dequantize, dequantized_sum, quantize
 
 
@@ -57,8 +58,13 @@ class Codec:
     feedback: bool = True  # add a gradient's rounding error to the next one
 
     def encode(
-        self, layout: Layout, residual: Any, buffers: Any, axis: str, weight: jax.Array
-    ) -> tuple[Any, Any]:
+        self,
+        layout: Layout,
+        residual: Residual | None,
+        buffers: Arrays,
+        axis: str,
+        weight: jax.Array,
+    ) -> tuple[Residual | None, Arrays]:
         """Return (residue, what `reduce` takes), to reduce gradients over a data axis.
 
         The buffers are local gradients, reduced over the data axes before this one, and
@@ -68,6 +74,7 @@ class Codec:
             return residual, buffers
         if not self.feedback:
             return residual, quantized(layout, buffers, bits)
+        assert residual is not None and residual.error is not None
         before = residual.error.buffers
         own = tuple(wide(g) + wide(e) for g, e in zip(buffers, before, strict=True))
         words = quantized(layout, own, bits)
@@ -82,7 +89,7 @@ class Codec:
         error = RoundingError(tuple(map(rounding_error, own, arrives, before)))
         return residual._replace(error=error), words
 
-    def reduce(self, layout: Layout, buffers: Any, axis: str) -> Any:
+    def reduce(self, layout: Layout, buffers: Arrays, axis: str) -> Arrays:
         """Run the collective over one data axis."""
         if self._bits(layout, axis) is None:
             return layout.reduce_scatter(buffers, axis)
@@ -102,8 +109,8 @@ class Codec:
         return layout.split(reduced, whole)
 
     def encode_params(
-        self, layout: Layout, residual: Any, point: PyTree
-    ) -> tuple[Any, Outgoing]:
+        self, layout: Layout, residual: Residual | None, point: PyTree
+    ) -> tuple[Residual | None, Outgoing]:
         """Return (residue, what `gather` takes) of the shards of a new point."""
         whole = layout.whole(point)
         if residual is None:
@@ -125,7 +132,11 @@ class Codec:
         return layout.all_gather(outgoing, axis)
 
     def decode_params(
-        self, layout: Layout, residual: Any, gathered: Outgoing, params: PyTree
+        self,
+        layout: Layout,
+        residual: Residual | None,
+        gathered: Outgoing,
+        params: PyTree,
     ) -> PyTree:
         """Return the new parameters, from what was gathered and the old parameters."""
         if self.gather_bits is None:
@@ -215,7 +226,7 @@ class Codecs:
         """Return whether a gradient's rounding error is added to the next one."""
         return self.phases[0].reduce_bits is not None and self.phases[0].feedback
 
-    def turn(self, call: Any) -> Any:
+    def turn(self, call: Count) -> Count:
         """Return the number of a half-round's codec, for an int or an array."""
         number = call % len(self.phases)
         if self.resync_every:
@@ -227,7 +238,7 @@ class Codecs:
     def at(self, call: int) -> Codec:
         return self.all[self.turn(call)]
 
-    def start(self, layout: Layout, params: PyTree) -> Any:
+    def start(self, layout: Layout, params: PyTree) -> Residual | None:
         """Return the `Residual` before the first half-round; None if none is needed."""
         if not (self.gather_quantized or self.feedback):
             return None
@@ -258,7 +269,7 @@ def _crossing(layout: Layout) -> tuple[jax.Array, ...]:
 
 
 def codecs(
-    gather_bits: Any,
+    gather_bits: int | tuple[int | None, int | None] | None,
     reduce_bits: int | None,
     resync_every: int,
     *,
@@ -269,16 +280,16 @@ def codecs(
     Raises:
       ValueError: an argument is not one of its choices.
     """
-    bits = gather_bits
-    if isinstance(bits, tuple | list):
-        if len(bits) != calls_per_step or calls_per_step != 2:
+    bits: tuple[int | None, ...]
+    if isinstance(gather_bits, tuple | list):
+        if len(gather_bits) != calls_per_step or calls_per_step != 2:
             raise ValueError(
-                f"gather_bits is {bits!r}: a pair (estimate, commit) is for acco, "
-                "others take one number."
+                f"gather_bits is {gather_bits!r}: a pair (estimate, commit) is for "
+                "acco, others take one number."
             )
-        bits = (bits[1], bits[0])  # half-round 0 is a commit
+        bits = (gather_bits[1], gather_bits[0])  # half-round 0 is a commit
     else:
-        bits = (bits,)
+        bits = (gather_bits,)
     if any(b is not None and b not in BITS for b in bits):
         raise ValueError(f"gather_bits is {gather_bits!r}: choose None, 8 or 4.")
     if reduce_bits not in (None, 8):

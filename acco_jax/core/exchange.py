@@ -20,6 +20,7 @@ from acco_jax.core.codec import Codec
 from acco_jax.core.half_round import Hop, Round
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.model_state import averaged
+from acco_jax.core.state import ShardedState, StateT
 
 
 class Point(NamedTuple):
@@ -32,7 +33,7 @@ class Point(NamedTuple):
 class Reducing(NamedTuple):
     """The data of an exchange until the gradients have been reduced."""
 
-    state: Any  # of the method, without the in-flight gradients
+    state: ShardedState  # of the method, without the in-flight gradients
     extra: dict[str, Any]  # arguments of the optimizer
     totals: Totals
     whole: Arrays  # reduced gradients of leaves that stay whole
@@ -42,7 +43,7 @@ class Reducing(NamedTuple):
 class Advanced(NamedTuple):
     """The result of the owners' step on the shards."""
 
-    state: Any
+    state: ShardedState
     totals: Totals
     point: Point
 
@@ -50,7 +51,7 @@ class Advanced(NamedTuple):
 class Gathering(NamedTuple):
     """The data of an exchange until the parameters have been gathered."""
 
-    state: Any
+    state: ShardedState
     totals: Totals
     grad_norm: jax.Array  # []
     outgoing: Outgoing
@@ -60,7 +61,7 @@ class Received(NamedTuple):
     """The result of an exchange."""
 
     params: PyTree  # of their own dtypes, on every worker
-    state: Any  # advanced
+    state: ShardedState  # advanced
     totals: Totals
     grad_norm: jax.Array  # []
 
@@ -72,10 +73,14 @@ class Exchange:
     axis: tuple[str, ...]  # the data axes, slowest first
     # (state, gradient shards, totals, extra) -> (state, Point): the step of the owners
     # of shards, between the reduction and the gather
-    advance: Callable[[Any, PyTree, Totals, dict[str, Any]], tuple[Any, Point]]
+    advance: Callable[
+        [ShardedState, PyTree, Totals, dict[str, Any]], tuple[ShardedState, Point]
+    ]
     codec: Codec  # how this half-round communicates
 
-    def send(self, in_flight: InFlight, state: Any, extra: dict[str, Any]) -> Reducing:
+    def send(
+        self, in_flight: InFlight, state: ShardedState, extra: dict[str, Any]
+    ) -> Reducing:
         """Sum what is small: an all-reduce later would take the asynchronous slot."""
         totals, whole, sums = state.layout.sum_small(in_flight)
         if sums:
@@ -137,15 +142,15 @@ class Exchange:
         new = self.codec.decode_params(state.layout, state.residual, x.outgoing, params)
         return Received(new, state, x.totals, x.grad_norm)
 
-    def out_shardings(self, state: Any) -> Received:
+    def out_shardings(self, state: ShardedState) -> Received:
         """Return the shardings of what `decode` returns."""
         layout = state.layout
-        everywhere = layout.sharding()
+        everywhere: Any = layout.sharding()  # in the places of arrays
         totals = Totals(everywhere, everywhere)
         return Received(layout.params_shardings, state.shardings(), totals, everywhere)
 
 
-class ExchangeRound(Round):
+class ExchangeRound(Round[StateT]):
     """A round whose hops are those of an exchange."""
 
     exchange: Exchange  # of the method whose state `open` returns as the owners'
@@ -154,11 +159,13 @@ class ExchangeRound(Round):
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
         return self.exchange.hops
 
-    def send(self, in_flight: InFlight, owner: Any, extra: dict[str, Any]) -> Reducing:
+    def send(
+        self, in_flight: InFlight, owner: ShardedState, extra: dict[str, Any]
+    ) -> Reducing:
         return self.exchange.send(in_flight, owner, extra)
 
     def decode(self, message: Gathering, params: PyTree) -> Received:
         return self.exchange.decode(message, params)
 
-    def out_shardings(self, owner: Any) -> Received:
+    def out_shardings(self, owner: ShardedState) -> Received:
         return self.exchange.out_shardings(owner)

@@ -13,9 +13,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
+from jax.typing import ArrayLike, DTypeLike
 
 from acco_jax.core.collectives import check_constraints, naming_constraints
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.loss import (
+    Evaluated,
     Sums,
     add,
     counted,
@@ -26,11 +29,12 @@ from acco_jax.core.loss import (
     with_arrays,
     with_state,
 )
-from acco_jax.core.microbatches import piece, place_counts
+from acco_jax.core.microbatches import Counts, piece, place_counts
 from acco_jax.core.select import masked
 from acco_jax.core.workers import from_row, over_data, place, to_row
 
-PyTree = Any
+# the first of some microbatches, and their end
+Span = tuple[int | jax.Array, int | jax.Array]
 
 
 @jax.tree_util.register_static
@@ -38,7 +42,7 @@ PyTree = Any
 class _Pullback:
     """The structure that rebuilds a gradient function from its residuals."""
 
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     params: tuple[int | None, ...]  # by residual: which parameter or loss array it is
 
 
@@ -67,7 +71,7 @@ class Accumulator:
     mesh: Mesh
     axis: tuple[str, ...]  # the data axes; other axes are unchanged inside `loss_fn`
     microbatches: int  # how many each worker computes, or where counts vary the most
-    dtype: Any = None  # of the sums; None: each parameter's own
+    dtype: DTypeLike | None = None  # of the sums; None: each parameter's own
     drop_nonfinite: bool = False  # see `acco_jax.make_train_step`
     batch_holds: int | None = (
         None  # how many its part of the batch holds; None: as many
@@ -87,7 +91,9 @@ class Accumulator:
     def placed(self) -> Self:
         """Put the loss function's arrays on the mesh's devices, whole on each."""
 
-        def place(x: Any) -> Any:
+        def place(
+            x: ArrayLike | jax.ShapeDtypeStruct,
+        ) -> ArrayLike | jax.ShapeDtypeStruct:
             there = getattr(getattr(x, "sharding", None), "mesh", None) == self.mesh
             if there or isinstance(x, jax.ShapeDtypeStruct):
                 return x
@@ -108,7 +114,7 @@ class Accumulator:
     def rows(self) -> P:
         return P(self.axis)
 
-    def opaque(self, end: Any) -> Any:
+    def opaque(self, end: int) -> int | jax.Array:
         """Return a loop's end, on GPU as a number that the compiler cannot know.
 
         XLA:GPU inlines a loop of one iteration. It then overlaps a collective with only
@@ -120,7 +126,7 @@ class Accumulator:
     def _whole(self, fn: Callable) -> Callable:
         """Wrap fn as one piece of a GPU's program: a loop that runs once."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any) -> PyTree:
             end = self.opaque(1)
             if isinstance(end, int):
                 return fn(*args)
@@ -130,7 +136,7 @@ class Accumulator:
 
         return run
 
-    def over_data(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def over_data(self, fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         return over_data(fn, self.mesh, self.axis, in_specs, out_specs)
 
     def place_batch(self, batch: PyTree) -> PyTree:
@@ -158,7 +164,7 @@ class Accumulator:
                 )
         return place(batch, NamedSharding(self.mesh, self.rows))
 
-    def place_counts(self, counts: Any) -> jax.Array | None:
+    def place_counts(self, counts: Counts) -> jax.Array | None:
         """Put microbatch counts on their workers: (n,) int32.
 
         A jax.Array is not read, since reading would block: it is clipped to 0 ...
@@ -181,14 +187,14 @@ class Accumulator:
         sharding = NamedSharding(self.mesh, self.rows)
         return jax.ShapeDtypeStruct((self.workers,), jnp.int32, sharding=sharding)
 
-    def _on_workers(self, fn: Callable, out_specs: Any, *args: Any) -> Any:
+    def _on_workers(self, fn: Callable, out_specs: PyTree, *args: Any) -> PyTree:
         """Run fn(self, params, batch, rng, sums or model state, counts) on own rows."""
         rows = self.rows
         in_specs = (P(), P(), rows, P(), rows, rows)[: len(args) + 1]
         return self.over_data(fn, in_specs, out_specs)(self, *args)
 
     def zeros(
-        self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None
+        self, params: PyTree, batch: PyTree, rng: Rng, model_state: PyTree = None
     ) -> Sums:
         """Return the sums of no microbatch, to go on at rows of `model_state`."""
 
@@ -203,9 +209,9 @@ class Accumulator:
         sums: Sums | None,
         params: PyTree,
         batch: PyTree,
-        rng: Any,
+        rng: Rng,
         counts: jax.Array | None,
-        span: Callable[[Any], tuple[Any, Any]] = lambda count: (0, count),
+        span: Callable[[int | jax.Array], Span] = lambda count: (0, count),
         model_state: PyTree = None,
     ) -> Sums:
         """Add each worker's microbatches span(count) = (first, end) to its row.
@@ -236,7 +242,7 @@ class Accumulator:
         progress: PyTree,
         params: PyTree,
         batch: PyTree,
-        rng: Any,
+        rng: Rng,
         counts: jax.Array | None,
         model_state: PyTree = None,
     ) -> PyTree:
@@ -259,7 +265,7 @@ class Accumulator:
         return self.add(progress, params, batch, rng, counts, share, model_state)
 
     def _forward(
-        self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree
+        self, params: PyTree, batch: PyTree, rng: Rng, model_state: PyTree
     ) -> PyTree:
         """Return the only microbatch's loss, the rest and its gradient's residuals."""
         pullbacks: list[_Pullback] = []
@@ -346,10 +352,10 @@ class Accumulator:
         sums: Sums | None,
         params: PyTree,
         batch: PyTree,
-        rng: Any,
+        rng: Rng,
         counts: jax.Array | None,
         take: Callable[..., Any],
-        out_specs: Any,
+        out_specs: PyTree,
         model_state: PyTree = None,
     ) -> tuple[Any, Sums]:
         """Add each worker's last microbatch, its gradient taken by the caller.
@@ -398,10 +404,10 @@ class Accumulator:
         sums: Sums,
         params: PyTree,
         batch: PyTree,
-        rng: Any,
+        rng: Rng,
         total: int,
-        first: Any,
-        end: Any,
+        first: int | jax.Array,
+        end: int | jax.Array,
     ) -> Sums:
         """Add microbatches first to end of this worker's `total` in the batch.
 
@@ -410,7 +416,7 @@ class Accumulator:
         """
         before = lax.axis_index(self.axis) * total
 
-        def body(i: Any, sums: Sums) -> Sums:
+        def body(i: jax.Array, sums: Sums) -> Sums:
             key = None if rng is None else jax.random.fold_in(rng, before + i)
             state = sums.model_state
             return add(sums, self._gradient(params, batch, key, state, total, i))
@@ -421,7 +427,7 @@ class Accumulator:
         self,
         params: PyTree,
         batch: PyTree,
-        rng: Any,
+        rng: Rng,
         total: int,
         model_state: PyTree = None,
     ) -> Sums:
@@ -434,7 +440,7 @@ class Accumulator:
         sums = self._widened(Sums(grads, *zeros), params)
         return sums._replace(model_state=model_state)
 
-    def _checked(self, fn: Callable, *args: Any) -> Any:
+    def _checked(self, fn: Callable, *args: Any) -> PyTree:
         """Return the abstract results of fn, which evaluates the loss function."""
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         check_constraints(jaxpr.jaxpr, self.axis)
@@ -443,7 +449,13 @@ class Accumulator:
     # traced and lowered once, however many pieces of a half-round compute microbatches
     @functools.partial(jax.jit, static_argnames="total")
     def _gradient(
-        self, params: PyTree, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: Rng,
+        state: PyTree,
+        total: int,
+        i: int | jax.Array,
     ) -> Sums:
         """Return one microbatch's contribution on one worker (no leading axis)."""
         loss_of = self._loss_of(batch, key, state, total, i)
@@ -452,7 +464,7 @@ class Accumulator:
         return Sums(grads, loss, weight, aux, model_state=state)
 
     def _loss_of(
-        self, batch: PyTree, key: Any, state: PyTree, total: int, i: Any
+        self, batch: PyTree, key: Rng, state: PyTree, total: int, i: int | jax.Array
     ) -> Callable:
         """Return params -> (loss, (weight, aux, state)) of microbatch i of `total`."""
 
@@ -460,7 +472,7 @@ class Accumulator:
             x = x.reshape(total, x.shape[0] // total, *x.shape[1:])
             return lax.dynamic_index_in_dim(x, i, keepdims=False)
 
-        def loss_of(params: PyTree) -> Any:
+        def loss_of(params: PyTree) -> Evaluated:
             with naming_constraints(self.axis):
                 microbatch = jax.tree.map(pick, batch)
                 return evaluate(self.loss_fn, microbatch, key, state, params)

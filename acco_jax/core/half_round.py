@@ -12,7 +12,7 @@ execution.
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jax import lax
 
 from acco_jax.core.dtypes import promoted
 from acco_jax.core.gradients import Accumulator, Sums
-from acco_jax.core.leaves import PyTree
+from acco_jax.core.leaves import PyTree, Rng
+from acco_jax.core.state import StateT
 
 barrier = lax.optimization_barrier
 
@@ -30,8 +31,8 @@ class Hop(NamedTuple):
 
     # decodes what the hop before brought, lets its owner act on it, and encodes what
     # is sent next; no large collective
-    encode: Callable[[Any], Any]
-    collective: Callable[[Any], Any]  # only the collective
+    encode: Callable[[PyTree], PyTree]
+    collective: Callable[[PyTree], PyTree]  # only the collective
 
 
 class Inputs(NamedTuple):
@@ -40,10 +41,10 @@ class Inputs(NamedTuple):
     gradients: Accumulator
     batch: PyTree  # leaves (n * microbatches * b, ...), row after row of each worker
     counts: jax.Array | None  # (n,) int32: microbatches of each worker; None: all
-    rng: Any
+    rng: Rng
 
 
-class Round(abc.ABC):
+class Round(abc.ABC, Generic[StateT]):
     """One call of a method: a computation, and an exchange in several hops.
 
     With `overlaps`, the exchange sends what the call before left in the state, and the
@@ -56,7 +57,7 @@ class Round(abc.ABC):
     drops: bool = True  # whether it has each worker's gradients before they are reduced
 
     @abc.abstractmethod
-    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Any]:
+    def open(self, params: PyTree, state: StateT) -> tuple[PyTree, PyTree, PyTree]:
         """Take a state apart.
 
         Returns:
@@ -66,18 +67,18 @@ class Round(abc.ABC):
 
     @abc.abstractmethod
     def compute(
-        self, k: int, progress: Any, params: PyTree, rest: Any, inputs: Inputs
-    ) -> Any:
+        self, k: int, progress: PyTree, params: PyTree, rest: PyTree, inputs: Inputs
+    ) -> PyTree:
         """Compute the k-th piece of the computation, one for each hop.
 
         `progress` is what the piece before returned; None for the first, piece 0.
         """
 
-    def close(self, progress: Any, rest: Any, inputs: Inputs) -> Any:
+    def close(self, progress: PyTree, rest: PyTree, inputs: Inputs) -> PyTree:
         """Return the work of all pieces as it is kept. No collective."""
         return progress
 
-    def outgoing(self, params: PyTree, rest: Any, progress: Any) -> Any:
+    def outgoing(self, params: PyTree, rest: PyTree, progress: PyTree) -> PyTree:
         """Return the outbox that a closed computation leaves. No collective.
 
         Called only where the round does not overlap.
@@ -85,21 +86,26 @@ class Round(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def send(self, in_flight: Any, owner: Any, extra: dict[str, Any]) -> Any:
+    def send(self, in_flight: PyTree, owner: PyTree, extra: dict[str, Any]) -> PyTree:
         """Return the parcel before the first hop; sum what is small."""
 
-    def decode(self, message: Any, params: PyTree) -> Any:
+    def decode(self, message: PyTree, params: PyTree) -> PyTree:
         """Return what the last hop brought, as `finish` needs it. No collective."""
         return message
 
-    def out_shardings(self, owner: Any) -> Any:
+    def out_shardings(self, owner: PyTree) -> PyTree:
         """Return the shardings of what `decode` returns; None: the compiler chooses."""
         return None
 
     @abc.abstractmethod
     def finish(
-        self, params: PyTree, rest: Any, inputs: Inputs, progress: Any, received: Any
-    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        self,
+        params: PyTree,
+        rest: PyTree,
+        inputs: Inputs,
+        progress: PyTree,
+        received: PyTree,
+    ) -> tuple[PyTree, StateT, Sums, jax.Array]:
         """End the call with closed work and a decoded delivery; no large collective.
 
         Returns:
@@ -110,11 +116,13 @@ class Round(abc.ABC):
 
 def run(
     hops: tuple[Hop, ...],
-    message: Any,
+    message: PyTree,
     params: PyTree = None,
-    compute: Callable[[int, Any, PyTree], Any] = lambda k, progress, params: progress,
-    progress: Any = None,
-) -> tuple[Any, Any, PyTree]:
+    compute: Callable[[int, PyTree, PyTree], PyTree] = lambda k, progress, params: (
+        progress
+    ),
+    progress: PyTree = None,
+) -> tuple[PyTree, PyTree, PyTree]:
     """Take a parcel over the hops, a piece of computation beside each.
 
     Barriers pin the order: without them a compiler overlaps at most one collective. The
@@ -131,12 +139,16 @@ def run(
 
 
 def run_call(
-    round: Round, params: PyTree, state: Any, inputs: Inputs, extra: dict[str, Any]
-) -> tuple[PyTree, Any, dict[str, Any]]:
+    round: Round[StateT],
+    params: PyTree,
+    state: StateT,
+    inputs: Inputs,
+    extra: dict[str, Any],
+) -> tuple[PyTree, StateT, dict[str, Any]]:
     """Run a call of the train step as one program; see `acco_jax.make_train_step`."""
     in_flight, owner, rest = round.open(params, state)
 
-    def compute(k: int, progress: Any, params: PyTree) -> Any:
+    def compute(k: int, progress: PyTree, params: PyTree) -> PyTree:
         return round.compute(k, progress, params, rest, inputs)
 
     if round.overlaps:
@@ -153,7 +165,7 @@ def run_call(
     return params, state, metrics(sums, inputs.counts, norm, state.steps)
 
 
-def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
+def computed(round: Round, params: PyTree, rest: PyTree, inputs: Inputs) -> PyTree:
     """Run the whole computation of a call, with nothing beside it.
 
     The pieces are those beside an exchange, so that sums are bitwise identical.
@@ -165,8 +177,12 @@ def computed(round: Round, params: PyTree, rest: Any, inputs: Inputs) -> Any:
 
 
 def exchanged(
-    round: Round, in_flight: Any, owner: Any, params: PyTree, extra: dict[str, Any]
-) -> Any:
+    round: Round,
+    in_flight: PyTree,
+    owner: PyTree,
+    params: PyTree,
+    extra: dict[str, Any],
+) -> PyTree:
     """Run a whole exchange, with nothing beside it, and return its delivery."""
     message = barrier(round.send(in_flight, owner, extra))
     return round.decode(run(round.hops, message)[0], params)

@@ -30,6 +30,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from acco_jax.core import buffers
 from acco_jax.core.buffers import (
@@ -55,7 +56,7 @@ class Layout:
 
     mesh: Mesh
     axis: tuple[str, ...]  # the data axes, slowest network first
-    treedef: Any  # the parameters' tree structure
+    treedef: jax.tree_util.PyTreeDef  # the parameters' tree structure
     leaves: tuple[Leaf, ...]  # one record per parameter, in tree order
     # for each array of the optimizer's state the number of the parameter that it is a
     # moment of, or None
@@ -71,7 +72,7 @@ class Layout:
         *,
         mesh: Mesh,
         axis: tuple[str, ...],
-        comm_dtype: Any = None,
+        comm_dtype: DTypeLike | None = None,
         param_specs: PyTree | None = None,
     ) -> Self:
         """Lay these parameters out; arguments and errors are as for `describe`."""
@@ -94,7 +95,7 @@ class Layout:
                 type(self), lambda _: {}, lambda layout, _: layout, override=True
             )
 
-    def __copy__(self, memo: Any = None) -> Self:
+    def __copy__(self, memo: dict[int, Any] | None = None) -> Self:
         return self
 
     __deepcopy__ = __copy__
@@ -162,7 +163,7 @@ class Layout:
     def _home(self, leaf: Leaf) -> NamedSharding:
         return NamedSharding(self.mesh, leaf.stored_spec(self.reduce_order))
 
-    def everywhere(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def everywhere(self, fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         """Run fn on each device's own blocks, manual over every axis of the mesh."""
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -226,7 +227,7 @@ class Layout:
         mapped = [other(x) if i is None else fn(self.leaves[i], x) for i, x in each]
         return jax.tree.unflatten(treedef, mapped)
 
-    def _spread(self, x: Any) -> NamedSharding:
+    def _spread(self, x: jax.Array) -> NamedSharding:
         """Return the sharding of an array that mirrors no leaf: split if large."""
         shape = jnp.shape(x)
         fits = [d for d, s in enumerate(shape) if s % self.workers == 0]
@@ -245,7 +246,7 @@ class Layout:
         rows: Any = self.sharding(self.axis)
         whole: Any = tuple(self.sharding(self.axis, *s) for s in self._whole_specs)
 
-        def home(x: Any) -> Any:
+        def home(x: PyTree) -> PyTree:
             if isinstance(x, InFlight):
                 states = jax.tree.map(lambda _: rows, x.model_state)
                 return InFlight((own,) * len(x.buffers), whole, rows, rows, states)
@@ -264,7 +265,7 @@ class Layout:
         inner = self.inner_shardings(state.inner)
         return out_shardings._replace(inner=inner, model_state=carried)
 
-    def holds_shards(self, x: Any) -> bool:
+    def holds_shards(self, x: PyTree) -> bool:
         """Return whether x is a tree of stored shards."""
         leaves, treedef = jax.tree.flatten(x)
         shapes = [leaf.stored for leaf in self.leaves]
@@ -274,7 +275,7 @@ class Layout:
         """Return NamedShardings of rows (n, ...), split as their parameters are."""
         number_of = numbering(self.leaves)
 
-        def home(path: Sequence[Any], x: Any) -> NamedSharding:
+        def home(path: Sequence[Any], x: jax.Array) -> NamedSharding:
             i = number_of(path)
             if i < 0 or x.shape != (self.workers, *self.leaves[i].shape):
                 return self.sharding(self.axis)
@@ -330,7 +331,7 @@ class Layout:
         each = zip(self.leaves, jax.tree.leaves(tree), strict=True)
         return tuple(x for leaf, x in each if leaf.whole)
 
-    def _lay(self, tree: PyTree, dtype: Any = None) -> Arrays:
+    def _lay(self, tree: PyTree, dtype: DTypeLike | None = None) -> Arrays:
         """Pack the leaves that are split, blocks (n, *part), into buffers."""
         blocks = jax.tree.leaves(tree)
         return tuple(g.lay([blocks[i] for i in g.leaves], dtype) for g in self.groups)
@@ -366,7 +367,12 @@ class Layout:
     # ---- gradients, to the shards' owners
 
     def pack(
-        self, grads: PyTree, weight: jax.Array, loss: Any = None, *, check: bool = False
+        self,
+        grads: PyTree,
+        weight: jax.Array,
+        loss: jax.Array | None = None,
+        *,
+        check: bool = False,
     ) -> InFlight:
         """Pack local gradients for the network, without communication.
 
@@ -471,7 +477,7 @@ class Layout:
 
     # ---- parameters, to all workers
 
-    def join(self, shards: PyTree, dtype: Any = None) -> Arrays:
+    def join(self, shards: PyTree, dtype: DTypeLike | None = None) -> Arrays:
         """Pack shards into buffers to gather, in communication dtypes or `dtype`."""
         pack = lambda shards: self._lay(self.map(Leaf.blocks, shards), dtype)  # noqa: E731
         return self.everywhere(pack, (self._shard_specs,), self._own)(shards)
@@ -492,7 +498,7 @@ class Layout:
         buffers = self.everywhere(local, (before,), after)(outgoing.buffers)
         return outgoing._replace(buffers=buffers)
 
-    def unpack(self, gathered: Outgoing, dtype: Any = None) -> PyTree:
+    def unpack(self, gathered: Outgoing, dtype: DTypeLike | None = None) -> PyTree:
         """Turn what was gathered into parameters, without communication.
 
         Leaves that were split get `dtype`, or their own if that is None.

@@ -1,23 +1,24 @@
 """Leaves of a tree by their names in a checkpoint, keys as their data."""
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, TypeGuard
 
 import jax
 
-PyTree = Any
+from acco_jax.core.leaves import Array, PyTree
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Array) -> TypeGuard[jax.Array | jax.ShapeDtypeStruct]:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def key_impl(x: Any) -> Any:
+def key_impl(x: Array) -> Hashable:
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
     return impls[0]
 
 
-def data(x: Any) -> Any:
+def data(x: Array) -> Array:
     """Return the data of a key, array or abstract, which orbax can write; else x."""
     if not is_key(x):
         return x
@@ -27,7 +28,7 @@ def data(x: Any) -> Any:
     return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=x.sharding)
 
 
-def as_key(like: Any, x: jax.Array) -> jax.Array:
+def as_key(like: Array, x: jax.Array) -> jax.Array:
     """Return x, read as `data` of `like`, as a key if `like` is one."""
     if not is_key(like):
         return x

@@ -11,10 +11,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from acco_jax.core.dtypes import promoted
 
 PyTree = Any
+Rng = jax.Array | None  # a key of jax.random; None: the loss function needs none
+Array = jax.Array | np.ndarray | jax.ShapeDtypeStruct  # with a shape and a dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +207,7 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(promoted(x.dtype, jnp.float32))
 
 
-def axes_in(entry: Any) -> tuple[str, ...]:
+def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the mesh axes that one entry of a PartitionSpec names."""
     if entry is None:
         return ()
@@ -230,7 +233,7 @@ def numbering(leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], int]:
     return number
 
 
-def check_floating(name: str, dtype: Any) -> None:
+def check_floating(name: str, dtype: DTypeLike | None) -> None:
     """Raise a ValueError for an argument that is neither None nor floating point."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -243,9 +246,9 @@ def describe(
     params: PyTree,
     mesh: Mesh,
     axis: tuple[str, ...],
-    comm_dtype: Any,
+    comm_dtype: DTypeLike | None,
     param_specs: PyTree | None,
-) -> tuple[Any, tuple[Leaf, ...]]:
+) -> tuple[jax.tree_util.PyTreeDef, tuple[Leaf, ...]]:
     """Describe the parameters before they are split over the workers.
 
     Args:
@@ -295,7 +298,7 @@ def _check_specs_visible(mesh: Mesh, axis: tuple[str, ...]) -> None:
             )
 
 
-def _visible_spec(x: Any) -> P | None:
+def _visible_spec(x: Array) -> P | None:
     """Return the spec that an Explicit array's type shows."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, jax.Array):
@@ -303,7 +306,7 @@ def _visible_spec(x: Any) -> P | None:
     return getattr(sharding, "spec", None)
 
 
-def _check_trainable(name: str, x: Any) -> None:
+def _check_trainable(name: str, x: Array) -> None:
     if not hasattr(x, "dtype"):
         raise ValueError(f"{name} is {x!r}: params must be a tree of arrays.")
     dtype = x.dtype

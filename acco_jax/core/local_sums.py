@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from acco_jax.core.collectives import Alone
-from acco_jax.core.gradients import Accumulator, PyTree
+from acco_jax.core.gradients import Accumulator
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.loss import counted
-from acco_jax.core.microbatches import differ
+from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.workers import axis_names, check_compiled, from_row, to_row
 
 
@@ -19,7 +21,7 @@ def local_gradients(
     mesh: Mesh,
     microbatches: int,
     axis_name: str | tuple[str, ...] = "data",
-    accumulate_dtype: Any = None,
+    accumulate_dtype: DTypeLike | None = None,
     drop_nonfinite: bool = False,
 ) -> Callable[..., tuple[PyTree, jax.Array, PyTree]]:
     """Make a function that sums each worker's microbatch gradients.
@@ -76,7 +78,7 @@ def local_gradients(
         return sums.grads, sums.weight, jax.tree.map(lambda x: x.sum(0), aux)
 
     def gradients(
-        params: PyTree, batch: PyTree, counts: Any = None, rng: Any = None
+        params: PyTree, batch: PyTree, counts: Counts = None, rng: Rng = None
     ) -> tuple[PyTree, jax.Array, PyTree]:
         check_compiled()
         batch = acc.place_batch(batch)

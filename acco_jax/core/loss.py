@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
+from jax.typing import DTypeLike
 
 from acco_jax.core.dtypes import promoted
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.model_state import check_call, check_same
 from acco_jax.core.select import choose, masked
 
-PyTree = Any
+# a loss, and (weight, aux, model state)
+Evaluated = tuple[jax.Array, tuple[jax.Array, PyTree, PyTree]]
 
 
 class Sums(NamedTuple):
@@ -36,8 +39,8 @@ def with_arrays(fn: Callable[..., Any]) -> Partial:
 
 
 def with_state(
-    loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Any
-) -> Any:
+    loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Rng
+) -> tuple[jax.Array, jax.Array, PyTree]:
     """Return (loss, weight, aux), where the new model state is not needed."""
     return loss_fn(params, batch, rng, state)[:3]
 
@@ -61,10 +64,10 @@ def _check_numbers(out: PyTree) -> None:
 def evaluate(
     loss_fn: Callable[..., Any],
     microbatch: PyTree,
-    rng: Any,
+    rng: Rng,
     model_state: PyTree,
     params: PyTree,
-) -> tuple[jax.Array, tuple[jax.Array, PyTree, PyTree]]:
+) -> Evaluated:
     """Return (loss [], (weight [], aux, model_state)), with None for absent parts.
 
     Raises:
@@ -155,7 +158,7 @@ def widened(sums: Sums) -> Sums:
     This lets booleans be summed and keeps small increments.
     """
 
-    def wide(x: jax.Array, least: Any = jnp.float32) -> jax.Array:
+    def wide(x: jax.Array, least: DTypeLike = jnp.float32) -> jax.Array:
         return x.astype(promoted(x.dtype, least))
 
     def number(x: jax.Array) -> jax.Array:

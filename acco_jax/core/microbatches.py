@@ -1,15 +1,21 @@
 """The microbatches of each worker: their counts, and their division into pieces."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+# microbatches of each worker; None: all that there are
+Counts = ArrayLike | Sequence[int] | jax.ShapeDtypeStruct | None
+Count = TypeVar("Count", int, jax.Array)  # of one worker
 
 
-def differ(counts: Any) -> bool:
+def differ(counts: Counts) -> bool:
     """Return whether workers' counts may differ; a jax.Array is not read."""
     if counts is None:
         return False
@@ -19,7 +25,7 @@ def differ(counts: Any) -> bool:
 
 
 def place_counts(
-    counts: Any, workers: int, most: int, sharding: NamedSharding
+    counts: Counts, workers: int, most: int, sharding: NamedSharding
 ) -> jax.Array | None:
     """Put microbatch counts on their workers; see `Accumulator.place_counts`."""
     if counts is None:
@@ -29,17 +35,16 @@ def place_counts(
             f"counts has shape {np.shape(counts)}: give one count per worker, "
             f"shape ({workers},)."
         )
-    on_device = isinstance(counts, jax.Array)
-    counts = counts if on_device else np.asarray(counts)
-    if not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(f"counts are {counts.dtype}: they must be integers.")
-    if on_device:
-        counts = _clip(counts, most)
-    elif counts.min() < 0 or counts.max() > most:
+    given = counts if isinstance(counts, jax.Array) else np.asarray(counts)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"counts are {given.dtype}: they must be integers.")
+    if isinstance(given, jax.Array):
+        given = _clip(given, most)
+    elif given.min() < 0 or given.max() > most:
         raise ValueError(
-            f"counts {counts.tolist()} must lie between 0 and microbatches = {most}."
+            f"counts {given.tolist()} must lie between 0 and microbatches = {most}."
         )
-    return jax.device_put(jnp.asarray(counts, jnp.int32), sharding)
+    return jax.device_put(jnp.asarray(given, jnp.int32), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -47,7 +52,7 @@ def _clip(counts: jax.Array, most: int) -> jax.Array:
     return jnp.clip(counts.astype(jnp.int32), 0, most)
 
 
-def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
+def piece(count: Count, k: int, parts: int) -> tuple[Count, Count]:
     """Return (first, end) of the microbatches of the k-th of `parts` pieces.
 
     Half of `count`, rounded down, comes before the middle. The remainder of a further
@@ -55,7 +60,7 @@ def piece(count: Any, k: int, parts: int) -> tuple[Any, Any]:
     """
     middle, before = parts // 2, count // 2
 
-    def bound(k: int) -> Any:
+    def bound(k: int) -> Count:
         if k <= middle:
             return before * k // middle
         return count - (count - before) * (parts - k) // middle

@@ -2,8 +2,8 @@
 
 import difflib
 import importlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 
 def suggestion(name: object, names: Iterable[str]) -> str:
@@ -25,7 +25,13 @@ def check_name(what: str, name: object, names: Iterable[str]) -> None:
         )
 
 
-def named(field: str, name: str | None) -> Any:
+@overload
+def named(field: str, name: str) -> Callable[..., Any]: ...
+@overload
+def named(field: str, name: None) -> None: ...
+@overload
+def named(field: str, name: str | None) -> Callable[..., Any] | None: ...
+def named(field: str, name: str | None) -> Callable[..., Any] | None:
     """Return the function that 'package.module:function' names; None for None.
 
     Raises:

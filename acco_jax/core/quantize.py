@@ -9,7 +9,6 @@ sent four or eight to a 32-bit word: TPUs gather words asynchronously, but not b
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +84,7 @@ def dequantized_sum(q: jax.Array, bits: int, senders: int) -> jax.Array:
     long as these additions.
     """
 
-    def add(total: jax.Array, sent: Any) -> tuple[jax.Array, None]:
+    def add(total: jax.Array, sent: list[jax.Array]) -> tuple[jax.Array, None]:
         words, scales = sent
         return total + _integers(words, bits) * scales, None
 

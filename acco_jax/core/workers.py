@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 PyTree = Any
 
@@ -37,7 +37,7 @@ def check_compiled() -> None:
 
 
 def over_data(
-    fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: Any, out_specs: Any
+    fn: Callable, mesh: Mesh, axis: tuple[str, ...], in_specs: PyTree, out_specs: PyTree
 ) -> Callable:
     """Run fn on each worker's part, manual over only the data axes.
 
@@ -55,7 +55,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
         return jax.device_put(tree, shardings)
     shardings = jax.tree.broadcast(shardings, tree)
 
-    def one(x: Any, sharding: Any) -> Any:
+    def one(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         at = x.sharding or sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
 

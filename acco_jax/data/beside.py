@@ -71,7 +71,7 @@ def eos(path: Path) -> str | None:
     return token
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     """Return a token of tokenizer_config.json as text, None if it is not text."""
     token = token.get("content") if isinstance(token, dict) else token
     try:

@@ -65,7 +65,7 @@ class TextFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
             builder=self, features=tfds.features.FeaturesDict(features)
         )
 
-    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+    def _split_generators(self, dl_manager: object) -> dict[str, Any]:
         del dl_manager  # nothing is downloaded
         config = self.builder_config
         paths = [*config.train, *config.validation]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 BLOCK = 4096  # bytes that have a checksum of their own
 _MOST = 2**26  # tokens of a slice that are held in memory
@@ -73,7 +74,9 @@ class Tokens:
         found = np.frombuffer(self._read(first, -(-stop // each)), self.dtype)
         return found[start - first * each : max(stop - first * each, 0)]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         for first in range(0, len(self._sums), 256):
             self._read(first, first + 256)
         mapped = np.memmap(self._path, self.dtype, mode="r")

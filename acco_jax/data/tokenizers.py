@@ -393,7 +393,7 @@ def _check_growth(path: Path, said: dict[str, Any]) -> None:
             )
 
 
-def _growth(node: Any) -> float:
+def _growth(node: object) -> float:
     """Return the most characters that the replacements in a node may make of one."""
     parts = node if isinstance(node, list) else []
     own = 0

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, path_names
@@ -18,7 +19,7 @@ from acco_jax.core.leaves import Leaf, path_names
 PyTree = Any
 
 
-def place_weight(layout: Layout, weight: Any) -> jax.Array:
+def place_weight(layout: Layout, weight: ArrayLike | None) -> jax.Array:
     """Put (n,) weights on their workers; None means 1 each.
 
     A jax.Array is not read, since reading would block: a weight below 0 becomes 0.
@@ -169,11 +170,11 @@ def _by_name(tree: PyTree) -> dict[str, Any]:
     return {"/".join(path_names(path)): x for path, x in named}
 
 
-def _described(x: Any) -> str:
+def _described(x: ArrayLike | None) -> str:
     return "absent" if x is None else f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
+def _compatible(old: ArrayLike | None, new: ArrayLike | None, in_loop: bool) -> bool:
     """Return whether jnp.where gives the two a result of the dtype of either."""
     if new is None or old is None or jnp.shape(new) != jnp.shape(old):
         return False
@@ -182,7 +183,7 @@ def _compatible(old: Any, new: Any, in_loop: bool) -> bool:
         return jnp.result_type(new, old) in dtypes
 
 
-def check_optimizer(name: str, optimizer: Any, give: str) -> None:
+def check_optimizer(name: str, optimizer: object, give: str) -> None:
     """Raise a ValueError unless an argument is an optax transformation."""
     if isinstance(optimizer, optax.GradientTransformation):
         return

@@ -59,11 +59,13 @@ class FusedRound(ShardedRound):
     drops = False
 
     def compute(
-        self, k: int, progress: Any, params: PyTree, rest: Rest, inputs: Inputs
+        self, k: int, progress: PyTree, params: PyTree, rest: Rest, inputs: Inputs
     ) -> tuple[InFlight, Sums]:
         return progress if k else _accumulate(self.pipelined, rest, params, inputs)
 
-    def close(self, progress: Any, rest: Rest, inputs: Inputs) -> tuple[InFlight, Sums]:
+    def close(
+        self, progress: PyTree, rest: Rest, inputs: Inputs
+    ) -> tuple[InFlight, Sums]:
         return progress
 
 

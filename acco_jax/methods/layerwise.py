@@ -127,12 +127,15 @@ def _first(reduction: Reduction, leaves: Sequence[int]) -> Callable[..., Arrays]
 # ------------------------------------------------------------------- reading the loss
 
 
-def _body(eqn: Any) -> core.ClosedJaxpr:
+def _body(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
     body = called(eqn.params)
+    assert body is not None
     return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
 
 
-def _find_uses(jaxpr: Any, tags: dict[Any, int], uses: dict[int, list[bool]]) -> None:
+def _find_uses(
+    jaxpr: core.Jaxpr, tags: dict[Any, int], uses: dict[int, list[bool]]
+) -> None:
     """Note each use of the tagged leaves: True if a scan takes the leaf apart.
 
     A conversion is not a use. The uses of its result are.
@@ -170,12 +173,14 @@ class _Evaluation(NamedTuple):
         """Return what is added to the gradients of these leaves, and their shards."""
         return [self.earlier[i] for i in leaves], [self.shards[i] for i in leaves]
 
-    def run(self, closed: Any, args: Sequence[Any], tags: dict[Any, int]) -> list[Any]:
+    def run(
+        self, closed: core.ClosedJaxpr, args: Sequence[Any], tags: dict[Any, int]
+    ) -> list[Any]:
         jaxpr, tags = closed.jaxpr, dict(tags)
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
-        def read(v: Any) -> Any:
+        def read(v: core.Literal | core.Var) -> jax.Array:
             return v.val if isinstance(v, core.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
@@ -195,7 +200,9 @@ class _Evaluation(NamedTuple):
             env |= dict(zip(eqn.outvars, outs, strict=True))
         return [jnp.asarray(read(v), v.aval.dtype) for v in jaxpr.outvars]
 
-    def call(self, eqn: Any, values: list[Any], leaves: dict[int, int]) -> list[Any]:
+    def call(
+        self, eqn: core.JaxprEqn, values: list[Any], leaves: dict[int, int]
+    ) -> list[Any]:
         body = _body(eqn)
         tags = {body.jaxpr.invars[k]: i for k, i in leaves.items()}
 
@@ -207,7 +214,9 @@ class _Evaluation(NamedTuple):
             return jax.checkpoint(call, **options)(*values)
         return call(*values)
 
-    def scan(self, eqn: Any, values: list[Any], positions: dict[int, int]) -> list[Any]:
+    def scan(
+        self, eqn: core.JaxprEqn, values: list[Any], positions: dict[int, int]
+    ) -> list[Any]:
         """Run the scan with the slices of the tagged leaves wrapped in its body."""
         begin, end = carry_of(eqn.params, eqn.invars)
         body, reduction = core.jaxpr_as_fun(eqn.params["jaxpr"]), self.reduction
@@ -225,7 +234,7 @@ class _Evaluation(NamedTuple):
             # iteration i of the backward pass reduces what iteration i + 1 has left
             shards = [_shift(s, eqn.params["reverse"]) for s in shards]
 
-        def step(carry: Any, slices: Any) -> tuple[Any, list[Any]]:
+        def step(carry: PyTree, slices: PyTree) -> tuple[Any, list[Any]]:
             (carry, buffers), (xs, earlier, shards) = carry, slices
             own = [xs[k - end] for k in positions]
             own, buffers = identity(own, earlier, shards, self.valid, buffers)

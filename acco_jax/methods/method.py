@@ -2,17 +2,19 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, Self, TypedDict, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
 from acco_jax.core.half_round import Round
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, check_floating
 from acco_jax.core.model_state import check_trained
+from acco_jax.core.state import State, StateT
 from acco_jax.core.workers import axis_names, check_compiled
 
 
@@ -32,31 +34,9 @@ class CommonOptions(TypedDict, total=False):
     """
 
     axis_name: str | tuple[str, ...]
-    comm_dtype: Any
-    accumulate_dtype: Any
+    comm_dtype: DTypeLike | None
+    accumulate_dtype: DTypeLike | None
     param_specs: PyTree | None
-
-
-class State(Protocol):
-    """The state of a method: a NamedTuple with these and other fields."""
-
-    layout: Layout  # static
-    calls_done: jax.Array  # int32 []: calls so far
-    steps: jax.Array  # int32 []: steps of the inner optimizer so far
-
-    def shardings(self) -> Any:
-        """Return a NamedSharding for every array of this, possibly abstract, state."""
-
-    def committed(self, params: PyTree) -> PyTree:
-        """Return the parameters to evaluate; see `committed_params`."""
-
-    def theta(self, params: PyTree) -> PyTree:
-        """Return the parameters of `committed`, inside jax.jit, on other devices.
-
-        For states whose mesh is not available: the arrays may have any placement.
-
-        Of states whose mesh is not there: the arrays may lie anyhow.
-        """
 
 
 @runtime_checkable
@@ -65,7 +45,9 @@ class Method(Protocol):
 
     mesh: Mesh  # the devices
     axis: tuple[str, ...]  # the data axes, slowest first
-    accumulate_dtype: Any  # of the gradient accumulator; None: each parameter's own
+    accumulate_dtype: (
+        DTypeLike | None
+    )  # of the gradient accumulator; None: each parameter's own
     delayed: bool  # communication overlaps the computation of later gradients
     local: bool  # each worker takes optimizer steps of its own, on its own row
     calls_per_step: (
@@ -82,10 +64,10 @@ class Method(Protocol):
     def changes(self) -> str:
         """The option that makes calls differ, so that steps count them; '' for none."""
 
-    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Any:
+    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Self:
         """Return the same method, of the same options, on another mesh's data axes."""
 
-    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, State]:
         """Return the parameters of the loop and the initial state.
 
         Raises:
@@ -94,7 +76,7 @@ class Method(Protocol):
 
     def start_shardings(
         self, params: PyTree, model_state: PyTree = None
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, State]:
         """Return NamedShardings of what `start` returns for abstract arrays."""
 
     def phase(self, call: int) -> Hashable:
@@ -113,7 +95,7 @@ class Method(Protocol):
     def steps_done(self, calls: int) -> int | None:
         """Return the steps done after `calls` calls; None in the middle of a step."""
 
-    def place(self, params: PyTree, state: Any) -> PyTree:
+    def place(self, params: PyTree, state: State) -> PyTree:
         """Return the parameters of the loop on their devices.
 
         Raises:
@@ -165,7 +147,7 @@ def layout_of(
     return layout_type.of(params, **{name: common[name] for name in names})
 
 
-def check_method(tx: Any) -> None:
+def check_method(tx: object) -> None:
     """Raise a ValueError unless tx is a method of this library, as it was made."""
     if not isinstance(tx, Method):
         raise ValueError(
@@ -175,12 +157,12 @@ def check_method(tx: Any) -> None:
         )
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: object) -> TypeGuard[State]:
     """Return whether x is the state of a method of this library."""
     return isinstance(getattr(x, "layout", None), Layout)
 
 
-def find_state(state: PyTree) -> Any:
+def find_state(state: PyTree) -> State:
     """Return the state of the one method in an optimizer state, wrapped or not.
 
     Raises:
@@ -195,7 +177,7 @@ def find_state(state: PyTree) -> Any:
     return states[0]
 
 
-def placed_state(make: Callable[[PyTree], Any], params: PyTree) -> Any:
+def placed_state(make: Callable[[PyTree], StateT], params: PyTree) -> StateT:
     """Return the state make(params), every array placed as its `shardings` say."""
     check_compiled()
     like = jax.jit(make).eval_shape(params)  # traced once for both
@@ -262,7 +244,9 @@ def committed_model_state(state: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, found)
 
 
-def start(tx: Method, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+def start(
+    tx: Method, params: PyTree, model_state: PyTree = None
+) -> tuple[PyTree, State]:
     """Return the parameters and the state from which a train step starts.
 
     Args:

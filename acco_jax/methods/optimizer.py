@@ -13,6 +13,7 @@ from acco_jax.core.buffers import Totals
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, axes_in
 from acco_jax.core.select import choose, masked
+from acco_jax.core.state import StateT
 from acco_jax.methods.checks import checked_update
 
 
@@ -84,7 +85,7 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
         return lambda *args: out_shardings
     shown = jax.tree.map(lambda s: _shown(s, explicit), out_shardings)
 
-    def made_auto(*args: Any) -> Any:
+    def made_auto(*args: Any) -> PyTree:
         run, captured = with_captured(fn, *args)
         in_region = jax.sharding.auto_axes(run, axes=explicit, out_sharding=shown)
         out = in_region(captured, *args)
@@ -111,14 +112,14 @@ def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
 
-    def run(captured: list[Any], *args: Any) -> Any:
+    def run(captured: list[Any], *args: Any) -> PyTree:
         leaves = jax.core.eval_jaxpr(closed.jaxpr, captured, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
     return run, closed.consts
 
 
-def in_place(layout: Layout, state: Any) -> Any:
+def in_place(layout: Layout, state: StateT) -> StateT:
     """Return the state in its place, where the next update must find it."""
     kinds = set(layout.mesh.axis_types)
     if kinds == {AxisType.Explicit}:

@@ -126,7 +126,9 @@ def _update(
     whole = _by_path(state.inner_state)
 
     def run(part: _Part) -> tuple[list[Any], State]:
-        def update(grads: PyTree, state: State, params: PyTree) -> Any:
+        def update(
+            grads: PyTree, state: State, params: PyTree
+        ) -> tuple[list[jax.Array], State]:
             own = part.treedef.unflatten(state[path] for path in part.axes)
             grads, own = inner.update(grads, own, params, **extra)
             return jax.tree.leaves(grads), _by_path(own)
@@ -151,7 +153,7 @@ class _Part:
     # axis that counts layers; None: the array is kept once, for no leaf
     axes: dict[str, int | None]
 
-    def over_layers(self, fn: Callable, in_axes: Any, out_axes: Any) -> Callable:
+    def over_layers(self, fn: Callable, in_axes: PyTree, out_axes: PyTree) -> Callable:
         """Turn fn for one layer into fn for all of them."""
         if self.layers is None:
             return fn
@@ -320,7 +322,7 @@ def _dependences(
     gradient and parameter.
     """
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return inner.update(grads, state, params, **extra)
 
     first, state = jax.make_jaxpr(inner.init, return_shape=True)(tree)

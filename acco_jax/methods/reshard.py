@@ -30,7 +30,7 @@ from acco_jax.core.leaves import Leaf, PyTree, axes_in, wide
 from acco_jax.methods import method
 
 
-def reshard(old: Any, tx: method.Method) -> Any:
+def reshard(old: PyTree, tx: method.Method) -> PyTree:
     """Return a state, and the parameters beside it, for the workers of another mesh.
 
     Args:
@@ -99,7 +99,7 @@ def anywhere(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * free[0], mesh.axis_names) if free else P())
 
 
-def moved(old: Any, new: Any) -> Any:
+def moved(old: PyTree, new: PyTree) -> PyTree:
     """Return a state, or (params, state), as other workers store it.
 
     All arrays are global ones: run it inside jax.jit, with the new one's shardings.
@@ -116,14 +116,14 @@ def moved(old: Any, new: Any) -> Any:
         return jax.tree.map(rows, old[0], new[0]), moved(old[1], new[1])
     source, target = old.layout, new.layout
 
-    def is_unit(x: Any) -> bool:
+    def is_unit(x: PyTree) -> bool:
         return (
             isinstance(x, InFlight | RoundingError | Layout)
             or method.is_state(x)
             or source.holds_shards(x)
         )
 
-    def convert(a: Any, b: Any) -> Any:
+    def convert(a: PyTree, b: PyTree) -> PyTree:
         if isinstance(a, Layout):
             return b
         if method.is_state(a):
@@ -155,7 +155,9 @@ def moved(old: Any, new: Any) -> Any:
     return type(old)(**fields)
 
 
-def _as(source: Layout, target: Layout, a: jax.Array, b: Any) -> jax.Array:
+def _as(
+    source: Layout, target: Layout, a: jax.Array, b: jax.Array | jax.ShapeDtypeStruct
+) -> jax.Array:
     """Return rows of n workers as rows of m; an array common to all as it is."""
     if a.shape == b.shape:
         return a
@@ -177,7 +179,7 @@ def _as(source: Layout, target: Layout, a: jax.Array, b: Any) -> jax.Array:
     return _placed(target, mean, a)
 
 
-def _placed(target: Layout, fn: Callable[[Any], PyTree], x: Any) -> PyTree:
+def _placed(target: Layout, fn: Callable[[Any], PyTree], x: PyTree) -> PyTree:
     """Return the rows fn(x) of the target's workers, placed by the compiler in fn."""
     mesh = target.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 
 from acco_jax.core.buffers import InFlight, Totals
 from acco_jax.core.codec import Codec, Codecs, codecs
@@ -25,12 +26,13 @@ from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, wide
 from acco_jax.core.model_state import check_state
 from acco_jax.core.select import choose
+from acco_jax.core.state import ShardedState, is_delayed
 from acco_jax.core.workers import check_compiled, over_data, place, to_row
 from acco_jax.methods import checks, method, optimizer
 
 StateType = TypeVar("StateType", bound=type)
 Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]
-Start = Callable[[Layout, PyTree, PyTree], Any]
+Start = Callable[[Layout, PyTree, PyTree], Any]  # -> a `ShardedState`
 Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
 
 
@@ -78,21 +80,24 @@ class Rest(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedRound(ExchangeRound):
+class ShardedRound(ExchangeRound[ShardedState]):
     """A half-round that computes microbatch gradients and exchanges gradients."""
 
     exchange: Exchange
     overlaps: bool
 
-    def open(self, params: PyTree, state: Any) -> tuple[Any, Any, Rest]:
+    def open(
+        self, params: PyTree, state: ShardedState
+    ) -> tuple[InFlight | None, ShardedState, Rest]:
         rest = Rest(state.layout, _own_states(state))
         if not self.overlaps:
             return None, state, rest
+        assert is_delayed(state)
         return state.in_flight, state._replace(in_flight=None), rest
 
     def compute(
-        self, k: int, progress: Any, params: PyTree, rest: Rest, inputs: Inputs
-    ) -> Any:
+        self, k: int, progress: PyTree, params: PyTree, rest: Rest, inputs: Inputs
+    ) -> PyTree:
         gradients, batch, counts, rng = inputs
         args = params, batch, rng, counts, rest.model_state
         return gradients.part(k, len(self.hops), progress, *args)
@@ -113,7 +118,9 @@ class ShardedRound(ExchangeRound):
         in_flight = in_flight._replace(model_state=progress.model_state)
         return in_flight, progress._replace(grads=None, model_state=None)
 
-    def outgoing(self, params: PyTree, rest: Rest, progress: Any) -> InFlight:
+    def outgoing(
+        self, params: PyTree, rest: Rest, progress: tuple[InFlight, Sums]
+    ) -> InFlight:
         return progress[0]
 
     def finish(
@@ -121,26 +128,26 @@ class ShardedRound(ExchangeRound):
         params: PyTree,
         rest: Rest,
         inputs: Inputs,
-        progress: Any,
+        progress: tuple[InFlight, Sums],
         received: Received,
-    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+    ) -> tuple[PyTree, ShardedState, Sums, jax.Array]:
         in_flight, sums = progress
         state = received.state
         if self.overlaps:
             state = state._replace(in_flight=in_flight)
-        elif "in_flight" in state._fields:  # warming up: nothing is left to be sent
+        elif is_delayed(state):  # warming up: nothing is left to be sent
             own = state.in_flight._replace(model_state=in_flight.model_state)
             state = state._replace(in_flight=own)
         return received.params, state, sums, received.grad_norm
 
 
-def _own_states(state: Any) -> PyTree:
+def _own_states(state: ShardedState) -> PyTree:
     """Return the model state from which each worker goes on: rows.
 
     A delayed method goes on from each worker's own state of the last half-round, whose
     mean is not communicated yet. Other methods go on from the mean.
     """
-    if "in_flight" in state._fields:
+    if is_delayed(state):
         return state.in_flight.model_state
     return _rows(state.layout, state.model_state)
 
@@ -167,8 +174,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformation
     mesh: Mesh
     axis: tuple[str, ...]
-    comm_dtype: Any
-    accumulate_dtype: Any
+    comm_dtype: DTypeLike | None
+    accumulate_dtype: DTypeLike | None
     param_specs: PyTree | None
     codecs: Codecs  # how each half-round communicates
     state_type: type  # the NamedTuple that is the method's state
@@ -184,17 +191,17 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     steps_per_call = 1
 
     def __new__(cls, **attributes: Any) -> Self:
-        def init(params: PyTree) -> Any:
+        def init(params: PyTree) -> ShardedState:
             return self._init(params)
 
         def update(
             grads: PyTree,
-            state: Any,
+            state: ShardedState,
             params: PyTree | None = None,
             *,
-            weight: Any = None,
+            weight: ArrayLike | None = None,
             **extra: Any,
-        ) -> tuple[PyTree, Any]:
+        ) -> tuple[PyTree, ShardedState]:
             return self._update(grads, state, params, weight, extra)
 
         self = super().__new__(cls, init, update)
@@ -207,7 +214,9 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         attributes = {k: v for k, v in vars(self).items() if k != "_updated"}
         return type(self)(**attributes | {"mesh": mesh, "axis": axis})
 
-    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+    def start(
+        self, params: PyTree, model_state: PyTree = None
+    ) -> tuple[PyTree, ShardedState]:
         state = self.init(params)
         if model_state is None:
             return params, state
@@ -216,7 +225,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         copies = jax.tree.map(lambda x: jnp.array(x, copy=True), model_state)
         model_state = jax.device_put(copies, layout.sharding())
         state = state._replace(model_state=model_state)
-        if "in_flight" in state._fields:
+        if is_delayed(state):
             rows = jax.jit(
                 functools.partial(_rows, layout),
                 out_shardings=layout.sharding(layout.axis),
@@ -226,7 +235,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     def start_shardings(
         self, params: PyTree, model_state: PyTree = None
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, ShardedState]:
         state = jax.eval_shape(self.start, params, model_state)[1]
         return state.layout.params_shardings, state.shardings()
 
@@ -258,7 +267,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         done = calls - int(self.delayed and calls > self.warmup)
         return None if done % self.calls_per_step else done // self.calls_per_step
 
-    def place(self, params: PyTree, state: Any) -> PyTree:
+    def place(self, params: PyTree, state: ShardedState) -> PyTree:
         if not method.is_state(state):
             method.find_state(state)  # says what it is instead
             raise ValueError(
@@ -269,7 +278,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         checks.check_params(state.layout, params)
         return place(params, state.layout.params_shardings)
 
-    def check_state(self, state: Any) -> None:
+    def check_state(self, state: object) -> None:
         """Raise a ValueError for a state of another method."""
         layout = type(getattr(state, "layout", None))
         ours: Any = state
@@ -294,7 +303,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     # ---- what it does
 
-    def _init(self, params: PyTree) -> Any:
+    def _init(self, params: PyTree) -> ShardedState:
         checks.refuse_wrappers()
         params = checks.as_updated(params)
         whole = method.layout_of(params, vars(self), self.layout_type)
@@ -305,7 +314,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         def begin(master: PyTree) -> PyTree:
             return layout.store_state(self.inner.init(layout.view(master)))
 
-        def make(params: PyTree) -> Any:
+        def make(params: PyTree) -> ShardedState:
             master = layout.shard(params)
             run = optimizer.in_auto(begin, layout, layout.inner_shardings(like))
             state = self._start(layout, master, run(master))
@@ -314,8 +323,12 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return method.placed_state(make, params)
 
     def advance(
-        self, state: Any, gradient: PyTree, totals: Totals, extra: dict[str, Any]
-    ) -> tuple[Any, Point]:
+        self,
+        state: ShardedState,
+        gradient: PyTree,
+        totals: Totals,
+        extra: dict[str, Any],
+    ) -> tuple[ShardedState, Point]:
         """Take the optimizer's step on the shards of `gradient`, in the master dtype.
 
         MEAN_LOSS among the extra arguments of the optimizer stands for the mean loss of
@@ -330,9 +343,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
             return self._advance(state, gradient, totals, step)
 
-        point = Point(
-            jax.tree.map(lambda s: s.sharding, layout.shards), layout.sharding()
-        )
+        everywhere: Any = layout.sharding()  # in the place of an array
+        point = Point(jax.tree.map(lambda s: s.sharding, layout.shards), everywhere)
         number = state.calls_done + 1
         state = state._replace(calls_done=number, **dict.fromkeys(aside))
         out_shardings = (layout.state_shardings(state), point)
@@ -341,8 +353,13 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return state._replace(**aside), point
 
     def _update(
-        self, grads: PyTree, state: Any, params: PyTree | None, weight: Any, extra: Any
-    ) -> tuple[PyTree, Any]:
+        self,
+        grads: PyTree,
+        state: ShardedState,
+        params: PyTree | None,
+        weight: ArrayLike | None,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, ShardedState]:
         check_compiled()
         self.check_state(state)
         layout = state.layout
@@ -360,23 +377,24 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return self._updated(grads, state, params, weight, extra)
 
     @functools.cached_property
-    def _updated(self) -> Callable[..., tuple[PyTree, Any]]:
+    def _updated(self) -> Callable[..., tuple[PyTree, ShardedState]]:
         return jax.jit(functools.partial(_plain_update, self))
 
 
 def _plain_update(
     tx: ShardedMethod,
     grads: PyTree,
-    state: Any,
+    state: ShardedState,
     params: PyTree,
     weight: jax.Array,
     extra: dict[str, Any],
-) -> tuple[PyTree, Any]:
+) -> tuple[PyTree, ShardedState]:
     """Run a half-round on given gradients, with nothing beside the exchange."""
     layout, call = state.layout, state.calls_done
     sent = computed = layout.pack(grads, weight, check=True)
     if tx.delayed:
         warming = call < tx.warmup
+        assert is_delayed(state)
         sent, in_flight = state.in_flight, computed
         if tx.warmup:
             sent = choose(warming, computed, sent)

@@ -8,12 +8,12 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from acco_jax.core.groups import ROWS, TENSOR
 from acco_jax.models import flash
@@ -25,7 +25,7 @@ _BLOCK = 512  # queries and keys of a block of splash attention, at most
 _LANES = 128  # of which a block of a TPU's kernel is a multiple
 
 
-def default(dtype: Any, segments: bool, width: int, capped: bool = False) -> str:
+def default(dtype: DTypeLike, segments: bool, width: int, capped: bool = False) -> str:
     """Return the implementation that `attention` takes by default.
 
     Scores stay out of memory wherever there is a kernel for it. It needs 16 bits, and
@@ -118,7 +118,9 @@ def _in_groups(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     rows, heads = (axis if axis in axes else None for axis in (ROWS, TENSOR))
     spec, out_spec = P(rows, None, heads, None), P(rows, None, heads)
 
-    def run(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
         devices = automatic_axes().get(TENSOR, 1)
         if (copies := devices // math.gcd(k.shape[2], devices)) > 1:
             k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
@@ -174,8 +176,15 @@ def masked(
 
 
 def _scores(
-    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
-) -> Any:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
     if softcap is not None:
         return _capped(q, k, v, segments, scale, window, softcap)
     mask = None
@@ -191,8 +200,14 @@ def _scores(
 
 
 def _capped(
-    q: Any, k: Any, v: Any, segments: Any, scale: float, window: Any, softcap: float
-) -> Any:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float,
+) -> jax.Array:
     before = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
     seen = (before >= 0)[None]
     if window is not None:
@@ -204,8 +219,15 @@ def _capped(
 
 
 def _cudnn(
-    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
-) -> Any:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
     if softcap is not None:
         raise ValueError(
             f"attention is 'cudnn', which has no score_softcap={softcap}: leave it "
@@ -228,8 +250,15 @@ def _cudnn(
 
 
 def _pallas(
-    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
-) -> Any:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
     return flash.attention(
         q, k, v, segments, scale=scale, window=window, softcap=softcap,
         interpret=platform() == "cpu",
@@ -237,8 +266,15 @@ def _pallas(
 
 
 def _splash(
-    q: Any, k: Any, v: Any, segments: Any, *, scale: float, window: Any, softcap: Any
-) -> Any:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
     # here, for it is not part of JAX on every platform
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
@@ -251,7 +287,7 @@ def _splash(
     size = min(_BLOCK, _LANES * math.ceil(T / _LANES))
     length = -T % size
     shape = T + length, T + length
-    mask: Any = masks.CausalMask(shape)
+    mask: masks.Mask = masks.CausalMask(shape)
     if window is not None:
         mask = masks.LocalMask(shape, (window - 1, 0), 0)
     blocks = splash.BlockSizes(

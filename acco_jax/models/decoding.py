@@ -62,7 +62,9 @@ def prefill(config: Config, params: Params, tokens_BxT: jax.Array, size: int) ->
     T = tokens_BxT.shape[1]
     model, cache = bound(config, params), empty_cache(config, len(tokens_BxT), size)
 
-    def attend(q: Any, k: Any, v: Any, past: _Past, **how: Any) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, past: _Past, **how: Any
+    ) -> jax.Array:
         past.keep((slice(None), slice(T)), k, v)
         return attention(q, k, v, implementation=config.attention, **how)
 
@@ -93,7 +95,13 @@ def step(
     before_BxS = place_B[:, None] - jnp.arange(keys.shape[2])
 
     def attend(
-        q: Any, k: Any, v: Any, past: _Past, *, window: int | None, **how: Any
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        past: _Past,
+        *,
+        window: int | None,
+        **how: Any,
     ) -> jax.Array:
         keys_BxSxKxH, values_BxSxKxH = past.keep((rows, place_B), k[:, 0], v[:, 0])
         seen_BxS = before_BxS >= 0
@@ -120,7 +128,9 @@ class _Past:
     def __init__(self, arrays: tuple[jax.Array, jax.Array], layer: jax.Array) -> None:
         self.arrays, self._layer = arrays, layer
 
-    def keep(self, places: Any, *new: jax.Array) -> list[jax.Array]:
+    def keep(
+        self, places: tuple[slice | jax.Array, ...], *new: jax.Array
+    ) -> list[jax.Array]:
         """Put new keys and values to places (of B and S); return all of this layer."""
         at = (self._layer, *places)
         keys, values = (x.at[at].set(y) for x, y in zip(self.arrays, new, strict=True))
@@ -141,7 +151,9 @@ def _through(
 
     # the cache is carried, so that it is written in place, not copied layer by layer
     @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry)
-    def repeat(blocks: nnx.Dict, layer: jax.Array, carry: Any) -> Any:
+    def repeat(
+        blocks: nnx.Dict, layer: jax.Array, carry: tuple[jax.Array, Cache]
+    ) -> tuple[jax.Array, Cache]:
         x_BxTxD, cache = carry
         for name in config.blocks:
             past = _Past(cache[name], layer)

@@ -41,7 +41,12 @@ class Split:
     def gradient_spec(self) -> P:
         return P(self.vocabulary, self.rows if self.wide else None)
 
-    def run(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        in_specs: tuple[P, ...],
+        out_specs: P | tuple[P, ...],
+    ) -> Callable:
         """Run fn on each device's own part; compilers would split it otherwise."""
         if not self.axes:
             return fn
@@ -58,7 +63,7 @@ class Split:
         """Sum over the devices that have other parts of the table."""
         return x if self.vocabulary is None else lax.psum(x, self.vocabulary)
 
-    def first(self, table: jax.Array) -> Any:
+    def first(self, table: jax.Array) -> int | jax.Array:
         """Return the number of the first row of this device's part of the table."""
         if self.vocabulary is None:
             return 0
@@ -115,18 +120,24 @@ def _lookup(table: jax.Array, numbers: jax.Array, split: Split) -> jax.Array:
     return split.run(local, (split.table_spec, rows), rows)(table, numbers)
 
 
-def _own(table: jax.Array, numbers: jax.Array, split: Split) -> tuple[Any, Any]:
+def _own(
+    table: jax.Array, numbers: jax.Array, split: Split
+) -> tuple[jax.Array, jax.Array]:
     """Return numbers in this device's part of the table, and which are in it."""
     own = numbers - split.first(table)
     return jnp.clip(own, 0, table.shape[0] - 1), (own >= 0) & (own < table.shape[0])
 
 
-def _lookup_forward(table: Any, numbers: Any, split: Split) -> Any:
+def _lookup_forward(
+    table: jax.Array, numbers: jax.Array, split: Split
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _lookup(table, numbers, split), (table, numbers)
 
 
-def _lookup_backward(split: Split, saved: Any, g: jax.Array) -> Any:
-    def local(table: Any, numbers: Any, g: Any) -> jax.Array:
+def _lookup_backward(
+    split: Split, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, np.ndarray]:
+    def local(table: jax.Array, numbers: jax.Array, g: jax.Array) -> jax.Array:
         own, here = _own(table, numbers, split)
         gradient = jnp.zeros(table.shape, g.dtype)
         gradient = gradient.at[own].add(jnp.where(here[..., None], g, 0))

@@ -10,6 +10,7 @@ Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ SAVED = "attention"  # name, for policies of jax.checkpoint, of what is saved
 _LOG2E = math.log2(math.e)
 _HIDDEN = -1e30  # score of a key that a query does not see
 
+# a block in the memory of a kernel; the types of JAX do not describe its `at`
+Ref = Any
+Index = int | jax.Array  # of a block
+# q, k, v, segments, o and log2 of the sums of exponentials
+_Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
@@ -35,7 +42,14 @@ class _Kernel:
     columns: int  # of a block of keys
     interpret: bool
 
-    def scores(self, q_RxH: Any, k_CxH: Any, i: Any, j: Any, segments: Any) -> Any:
+    def scores(
+        self,
+        q_RxH: jax.Array,
+        k_CxH: jax.Array,
+        i: Index,
+        j: Index,
+        segments: Ref | None,
+    ) -> jax.Array:
         """Return the scores of query block i and key block j, as exponents of two."""
         s_RxC = plgpu.dot(q_RxH, k_CxH.T) * (self.scale * _LOG2E)
         if self.softcap is not None:
@@ -52,7 +66,7 @@ class _Kernel:
             seen &= of_rows[:, None] == of_columns[None, :]
         return jnp.where(seen, s_RxC, _HIDDEN)
 
-    def before_cap(self, ds_RxC: Any, s_RxC: Any) -> Any:
+    def before_cap(self, ds_RxC: jax.Array, s_RxC: jax.Array) -> jax.Array:
         """Return gradients of scores before the soft cap, from those of `scores`."""
         if self.softcap is None:
             return ds_RxC
@@ -60,27 +74,29 @@ class _Kernel:
         part_RxC = jnp.maximum(s_RxC / (self.softcap * _LOG2E), -1.0)
         return ds_RxC * (1.0 - part_RxC * part_RxC)
 
-    def rows_at(self, i: Any) -> Any:
+    def rows_at(self, i: Index) -> slice | pl.Slice:
         return pl.ds(i * self.rows, self.rows)
 
-    def columns_at(self, j: Any) -> Any:
+    def columns_at(self, j: Index) -> slice | pl.Slice:
         return pl.ds(j * self.columns, self.columns)
 
-    def columns_of(self, i: Any) -> tuple[Any, Any]:
+    def columns_of(self, i: Index) -> tuple[Index, Index]:
         """Return the first and the end of the key blocks that query block i sees."""
-        first: Any = 0
+        first: Index = 0
         if self.window is not None:
             first = jnp.maximum(i * self.rows - self.window + 1, 0) // self.columns
         return first, pl.cdiv((i + 1) * self.rows, self.columns)
 
-    def rows_of(self, j: Any, length: int) -> tuple[Any, Any]:
+    def rows_of(self, j: Index, length: int) -> tuple[Index, Index]:
         """Return the first and the end of the query blocks that see key block j."""
-        end: Any = length
+        end: Index = length
         if self.window is not None:
             end = jnp.minimum((j + 1) * self.columns + self.window - 1, length)
         return j * self.columns // self.rows, pl.cdiv(end, self.rows)
 
-    def call(self, body: Any, name: str, **options: Any) -> Any:
+    def call(
+        self, body: Callable[..., None], name: str, **options: Any
+    ) -> Callable[..., Any]:
         return pl.pallas_call(
             body,
             compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
@@ -91,7 +107,7 @@ class _Kernel:
 
 
 def _forward_kernel(
-    kernel: _Kernel, q: Any, k: Any, v: Any, segments: Any, o: Any, lse: Any
+    kernel: _Kernel, q: Ref, k: Ref, v: Ref, segments: Ref | None, o: Ref, lse: Ref
 ) -> None:
     """Compute a block of queries' outputs and log2 of its sums of exponentials.
 
@@ -100,7 +116,9 @@ def _forward_kernel(
     i = pl.program_id(2)
     q_RxH = plgpu.load(q)
 
-    def block(j: Any, carry: Any) -> Any:
+    def block(
+        j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc_RxH, largest_R, sum_R = carry
         s_RxC = kernel.scores(
             q_RxH, plgpu.load(k.at[kernel.columns_at(j), :]), i, j, segments
@@ -122,14 +140,14 @@ def _forward_kernel(
 
 def _queries_kernel(
     kernel: _Kernel,
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
-    do: Any,
-    lse: Any,
-    delta: Any,
-    dq: Any,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    segments: Ref | None,
+    do: Ref,
+    lse: Ref,
+    delta: Ref,
+    dq: Ref,
 ) -> None:
     """Compute one block of queries' gradient.
 
@@ -139,7 +157,7 @@ def _queries_kernel(
     q_RxH, do_RxH = plgpu.load(q), plgpu.load(do)
     lse_R, delta_R = plgpu.load(lse), plgpu.load(delta)
 
-    def block(j: Any, dq_RxH: Any) -> Any:
+    def block(j: jax.Array, dq_RxH: jax.Array) -> jax.Array:
         k_CxH = plgpu.load(k.at[kernel.columns_at(j), :])
         v_CxH = plgpu.load(v.at[kernel.columns_at(j), :])
         s_RxC = kernel.scores(q_RxH, k_CxH, i, j, segments)
@@ -155,15 +173,15 @@ def _queries_kernel(
 
 def _keys_kernel(
     kernel: _Kernel,
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
-    do: Any,
-    lse: Any,
-    delta: Any,
-    dk: Any,
-    dv: Any,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    segments: Ref | None,
+    do: Ref,
+    lse: Ref,
+    delta: Ref,
+    dk: Ref,
+    dv: Ref,
 ) -> None:
     """Compute the gradients of one block of keys and values, for one head of queries.
 
@@ -172,7 +190,9 @@ def _keys_kernel(
     j = pl.program_id(2)
     k_CxH, v_CxH = plgpu.load(k), plgpu.load(v)
 
-    def block(i: Any, carry: Any) -> Any:
+    def block(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         dk_CxH, dv_CxH = carry
         at = kernel.rows_at(i)
         q_RxH, do_RxH = plgpu.load(q.at[at, :]), plgpu.load(do.at[at, :])
@@ -238,11 +258,19 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: Any, k: Any, v: Any, segments: Any, kernel: _Kernel) -> jax.Array:
+def _attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    kernel: _Kernel,
+) -> jax.Array:
     return _forward(q, k, v, segments, kernel)[0]
 
 
-def _specs(shape: Any, group: int) -> Any:
+def _specs(
+    shape: tuple[int, ...], group: int
+) -> tuple[Callable[..., pl.BlockSpec], ...]:
     """Return makers of block specs of (B, T, N or K, H) and (B, N, T) arrays."""
     _, T, _, H = shape
 
@@ -262,14 +290,18 @@ def _specs(shape: Any, group: int) -> Any:
     return block, whole, numbers
 
 
-def _segments_spec(segments: Any) -> Any:
+def _segments_spec(segments: jax.Array | None) -> pl.BlockSpec | None:
     if segments is None:
         return None
     return pl.BlockSpec((None, segments.shape[1]), lambda b, h, i: (b, 0))
 
 
 def _forward(
-    q: Any, k: Any, v: Any, segments: Any, kernel: _Kernel
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    kernel: _Kernel,
 ) -> tuple[jax.Array, jax.Array]:
     B, T, N, _ = q.shape
     group = N // k.shape[2]
@@ -291,13 +323,19 @@ def _forward(
 
 
 def _attention_forward(
-    q: Any, k: Any, v: Any, segments: Any, kernel: _Kernel
-) -> tuple[jax.Array, Any]:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    kernel: _Kernel,
+) -> tuple[jax.Array, _Saved]:
     o, lse = checkpoint_name(_forward(q, k, v, segments, kernel), SAVED)
     return o, (q, k, v, segments, o, lse)
 
 
-def _attention_backward(kernel: _Kernel, saved: Any, do: jax.Array) -> Any:
+def _attention_backward(
+    kernel: _Kernel, saved: _Saved, do: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segments, o, lse = saved
     B, T, N, H = q.shape
     K = k.shape[2]

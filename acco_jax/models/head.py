@@ -5,7 +5,8 @@ Shapes: B batch, T length, D width, V vocabulary, C tokens of a row in a chunk.
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.models.embedding import Split, split_of
 from acco_jax.models.placement import platform
+
+T = TypeVar("T")
+_Saved = tuple[jax.Array, jax.Array, jax.Array]  # gradients of x and w, and targets
 
 LOGITS = 2**25  # of a chunk, at most: 128 MiB in float32
 
@@ -109,16 +113,18 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _sum(
-    x: Any,
-    w: Any,
-    targets: Any,
-    weights: Any,
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
     size: int,
     split: Split,
     softcap: float | None,
 ) -> jax.Array:
-    def local(x: Any, w: Any, targets: Any, weights: Any) -> jax.Array:
-        def chunk(i: Any, total: jax.Array) -> jax.Array:
+    def local(
+        x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        def chunk(i: int | jax.Array, total: jax.Array) -> jax.Array:
             losses, *_ = _losses(
                 _part(x, i, size), w, _part(targets, i, size), split, softcap
             )
@@ -133,12 +139,14 @@ def _sum(
     return split.run(local, in_specs, P())(x, w, targets, weights)
 
 
-def _part(x: jax.Array, i: Any, size: int) -> jax.Array:
+def _part(x: jax.Array, i: int | jax.Array, size: int) -> jax.Array:
     """Return chunk i of an array (B, T, ...)."""
     return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
 
-def _over_chunks(x: jax.Array, size: int, chunk: Any, start: Any) -> Any:
+def _over_chunks(
+    x: jax.Array, size: int, chunk: Callable[[int | jax.Array, T], T], start: T
+) -> T:
     number = x.shape[1] // size
     if number > 1 and platform() != "tpu":
         return lax.fori_loop(0, number, chunk, start)
@@ -149,8 +157,12 @@ def _over_chunks(x: jax.Array, size: int, chunk: Any, start: Any) -> Any:
 
 
 def _losses(
-    x_BxCxD: Any, w_VxD: Any, targets_BxC: Any, split: Split, softcap: float | None
-) -> tuple[Any, Any, Any, Any]:
+    x_BxCxD: jax.Array,
+    w_VxD: jax.Array,
+    targets_BxC: jax.Array,
+    split: Split,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return cross-entropies (B, C), and what turns them into gradients of logits.
 
     The latter are the logits (B, C, V) of this device's part of the vocabulary, the
@@ -178,16 +190,20 @@ def _losses(
 
 
 def _sum_forward(
-    x: Any,
-    w: Any,
-    targets: Any,
-    weights: Any,
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
     size: int,
     split: Split,
     softcap: float | None,
-) -> Any:
-    def local(x: Any, w: Any, targets: Any, weights: Any) -> Any:
-        def chunk(i: Any, carry: Any) -> Any:
+) -> tuple[jax.Array, _Saved]:
+    def local(
+        x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def chunk(
+            i: int | jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             total, dx, dw = carry
             x_BxCxD, weights_BxC = _part(x, i, size), _part(weights, i, size)
             losses, logits_BxCxV, total_BxC, is_target_BxCxV = _losses(
@@ -220,8 +236,8 @@ def _sum_forward(
 
 
 def _sum_backward(
-    size: int, split: Split, softcap: float | None, saved: Any, g: jax.Array
-) -> Any:
+    size: int, split: Split, softcap: float | None, saved: _Saved, g: jax.Array
+) -> tuple[jax.Array, jax.Array, np.ndarray, jax.Array]:
     del size, split, softcap
     dx, dw, targets = saved
     none = np.zeros(targets.shape, jax.dtypes.float0)

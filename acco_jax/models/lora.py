@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
+from jax.tree_util import KeyPath, Partial
 
 from acco_jax.core.leaves import path_names
 
@@ -74,7 +74,7 @@ def merge(params: PyTree, adapters: Adapters, scale: float) -> PyTree:
             "give the parameters that lora.init was given."
         )
 
-    def merged(path: Any, w: jax.Array) -> jax.Array:
+    def merged(path: KeyPath, w: jax.Array) -> jax.Array:
         name = _name(path)
         if name not in adapters:
             return w
@@ -103,7 +103,9 @@ def loss_fn(loss_fn: Callable[..., Any], base: PyTree, scale: float) -> Partial:
       constant in its HLO text.
     """
 
-    def loss(base: PyTree, adapters: Adapters, microbatch: PyTree, rng: Any) -> Any:
+    def loss(
+        base: PyTree, adapters: Adapters, microbatch: PyTree, rng: jax.Array | None
+    ) -> PyTree:
         return loss_fn(merge(base, adapters, scale), microbatch, rng)
 
     return Partial(loss, base)
@@ -152,5 +154,5 @@ def _by_name(params: PyTree) -> dict[str, Any]:
     return {_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
-def _name(path: Any) -> str:
+def _name(path: KeyPath) -> str:
     return "/".join(path_names(path))

@@ -5,7 +5,7 @@ Shapes: B rows, S tokens that a row has room for, V vocabulary.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,9 +121,14 @@ def padded_length(tokens: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begin(
-    config: Config, size: int, params: Params, padded: Any, lengths: Any, limits: Any,
-    keys: Any,
-) -> Texts:  # fmt: skip
+    config: Config,
+    size: int,
+    params: Params,
+    padded: jax.Array,
+    lengths: jax.Array,
+    limits: jax.Array,
+    keys: jax.Array,
+) -> Texts:
     cache = decoding.prefill(config, params, padded, size)
     tokens = jnp.pad(padded, ((0, 0), (0, size - padded.shape[1])))
     return Texts(tokens, lengths, jnp.zeros(len(padded), bool), limits, keys, cache)

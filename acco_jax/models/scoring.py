@@ -5,7 +5,7 @@ Shapes: B rows, T targets of a row.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,9 @@ def score(config: Config, params: Params, rows: Sequence[ScoredRow]) -> list[Sco
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scores(config: Config, params: Params, tokens: Any, mask: Any) -> Any:
+def _scores(
+    config: Config, params: Params, tokens: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return nats and bools (B,) of tokens (B, T + 1), with a target mask (B, T)."""
     x_BxTxD, w_VxD = bound(config, params)(tokens[:, :-1])
     nats_BxT, likeliest_BxT = head.each(

@@ -13,15 +13,16 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
+from acco_jax.core.leaves import PyTree
 from acco_jax.plan import programs
 from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
@@ -146,6 +147,7 @@ class _Prepared:
         self.program: Program = programs.describe(other, mesh)
         lowered = self.program.step.lower(*self.program.arguments)
         text = lowered.compile().as_text()
+        assert text is not None
         self.schedule: Schedule = self.program.read(text)
         self._arguments = [_array(x) for x in self.program.arguments]
 
@@ -156,7 +158,7 @@ class _Prepared:
         self._arguments[:2] = jax.block_until_ready((params, state))
 
 
-def _array(tree: Any) -> Any:
+def _array(tree: PyTree) -> PyTree:
     """Make arrays like abstract ones: small floats, zeros of other kinds."""
 
     def make(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -268,7 +270,7 @@ def _taken(call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
     return _interleaved([run])[0]
 
 
-def _split(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _split(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     sharding = NamedSharding(mesh, P("data"))
     return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=sharding)()
 

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax.core.groups import data_axes, members
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.loss import with_arrays
 from acco_jax.core.microbatches import piece
 from acco_jax.run.build import models, optimizers
@@ -32,8 +33,6 @@ from acco_jax.schedule.compiled import Compiled, DoesNotFit, Memory, what_it_nee
 from acco_jax.schedule.footprint import bytes_held
 from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.topologies import Topology
-
-PyTree = Any
 
 # Fields of the methods' states.
 _NAMES = {
@@ -222,7 +221,7 @@ class Program:
         return Memory(parts, sum(parts.values()), shards)
 
 
-def _compiled(lowered: Any, mesh: Mesh) -> dict[str, Any]:
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, Any]:
     """Compile; return a plan's data of the program, as JSON-ready values."""
     try:
         compiled = lowered.compile()
@@ -423,7 +422,7 @@ def assemble(
     adaptive: bool = False,
     halves: tuple[int, ...] = (),
     beside: Mapping[str, Any] | None = None,
-    rng: Any = None,
+    rng: Rng = None,
     drop_nonfinite: bool = False,
 ) -> Program:
     """Describe the half-round of any model of tokens, int32 (rows, length) in a batch.

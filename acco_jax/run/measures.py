@@ -4,15 +4,15 @@ from typing import Any
 
 from absl import logging
 
+from acco_jax.core.leaves import PyTree
+from acco_jax.core.state import State
 from acco_jax.run.config import fields as configs
 from acco_jax.run.observe import timing
 from acco_jax.run.preparation import Experiment, batches, counts_of, to_devices
 from acco_jax.schedule import footprint as footprints
 
-PyTree = Any
 
-
-def footprint(experiment: Experiment, params: PyTree, state: Any) -> dict[str, Any]:
+def footprint(experiment: Experiment, params: PyTree, state: State) -> dict[str, Any]:
     """Return a worker's bytes sent in the whole run, and a device's bytes held."""
     e = experiment
     arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))

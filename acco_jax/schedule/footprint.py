@@ -90,7 +90,9 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
     return round(sum(c.sent for c in large))
 
 
-def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Transfer]:
+def collectives(
+    lowered: jax.stages.Lowered, mesh: Mesh | None = None
+) -> list[Transfer]:
     """Return a program's collectives in order; of a conditional the costliest branch.
 
     Those within the groups of devices of a mesh are left out.
@@ -99,6 +101,7 @@ def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Transfer]:
       ValueError: as `bytes_sent`.
     """
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     size = 1 if mesh is None else members(mesh).shape[1]
     with module.context:
         functions = {
@@ -113,7 +116,9 @@ def collectives(lowered: Any, mesh: Mesh | None = None) -> list[Transfer]:
         return called("main")
 
 
-def _of(op: Any, called: Callable[[str], list[Transfer]], size: int) -> list[Transfer]:
+def _of(
+    op: ir.OpView | ir.Operation, called: Callable[[str], list[Transfer]], size: int
+) -> list[Transfer]:
     """Return the collectives in an operation and in what it holds or calls.
 
     `size` devices, one after the other, are a worker.
@@ -137,7 +142,7 @@ def _of(op: Any, called: Callable[[str], list[Transfer]], size: int) -> list[Tra
     return collectives
 
 
-def _within(op: Any, kind: str, size: int) -> bool:
+def _within(op: ir.Operation, kind: str, size: int) -> bool:
     """Return whether a collective stays within groups of `size` devices."""
     if size == 1:
         return False
@@ -147,7 +152,7 @@ def _within(op: Any, kind: str, size: int) -> bool:
     return all(len({i // size for i in row}) == 1 for row in _rows(op.attributes[name]))
 
 
-def _collective(op: Any, kind: str) -> list[Transfer]:
+def _collective(op: ir.Operation, kind: str) -> list[Transfer]:
     """Return a collective for each array that the operation moves."""
     if kind == "collective_permute":
         pairs = _rows(op.attributes["source_target_pairs"])
@@ -159,7 +164,7 @@ def _collective(op: Any, kind: str) -> list[Transfer]:
     return [Transfer(kind, str(t.element_type), tuple(t.shape), group) for t in types]
 
 
-def _group_size(op: Any) -> int:
+def _group_size(op: ir.Operation) -> int:
     """Count the devices that take part together."""
     if named := _named_axes(op):
         axes, sizes = named
@@ -167,7 +172,7 @@ def _group_size(op: Any) -> int:
     return len(_rows(op.attributes["replica_groups"])[0])
 
 
-def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
+def _named_axes(op: ir.Operation) -> tuple[set[str], dict[str, int]] | None:
     """Return a collective's mesh axes and the sizes of all axes (newer jax's form).
 
     Returns None where the devices are numbered instead.
@@ -179,6 +184,7 @@ def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
     axes = re.findall(r'axis_ref<name = "([^"]+)"', groups)
     module = op.operation
     while module.name != "builtin.module":
+        assert module.parent is not None
         module = module.parent.operation
     operations = module.regions[0].blocks[0].operations
     mesh = next(o for o in operations if str(o.attributes["sym_name"]) == f'"{name}"')
@@ -186,11 +192,11 @@ def _named_axes(op: Any) -> tuple[set[str], dict[str, int]] | None:
     return set(axes), {axis: int(size) for axis, size in sizes}
 
 
-def _rows(attribute: Any) -> list[list[int]]:
+def _rows(attribute: ir.Attribute) -> list[list[int]]:
     return np.asarray(ir.DenseIntElementsAttr(attribute)).tolist()
 
 
-def _trip_count(loop: Any) -> int:
+def _trip_count(loop: ir.Operation) -> int:
     """Return the iterations of a loop `for (i = start; i < stop; i += step)`.
 
     Raises:
@@ -215,11 +221,11 @@ def _trip_count(loop: Any) -> int:
     )
 
 
-def _last(block: Any) -> Any:
+def _last(block: ir.Block) -> ir.OpView:
     return block.operations[len(block.operations) - 1]
 
 
-def _constant(value: Any) -> int | None:
+def _constant(value: ir.Value) -> int | None:
     """Return an integer constant, also one that a loop or region passes on."""
     owner = value.owner
     if not isinstance(owner, ir.Block):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from acco_jax.command.charts import subplots
@@ -81,7 +82,7 @@ def timeline(
 
 
 def _execution(
-    ax: Any,
+    ax: Axes,
     prediction: Prediction,
     begin: float,
     end: float,
@@ -101,7 +102,7 @@ def _execution(
         if right <= left or (collective and right - left < 0.02 * thin):
             continue
         width = max(right - left, thin if collective else 0.0)
-        box = {"left": left * scale, "width": width * scale}
+        box: dict[str, Any] = {"left": left * scale, "width": width * scale}
         if span.track == "waiting":
             ax.barh(1, **box, height=0.7, fc="white", ec="0.6", hatch="////", lw=0)
             seen["waiting"] = Patch(fc="white", ec="0.6", hatch="////")

@@ -35,7 +35,9 @@ def folder() -> Path | None:
     return Path(home).expanduser() / "acco_jax" / "plan"
 
 
-def key(lowered: Any, options: Mapping[str, Any], devices: np.ndarray) -> str:
+def key(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any], devices: np.ndarray
+) -> str:
     """Return the name of an entry.
 
     Args:

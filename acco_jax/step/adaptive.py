@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.gradients import Accumulator, Span, Sums
 from acco_jax.core.half_round import Inputs
 from acco_jax.core.leaves import PyTree
 from acco_jax.methods.method import Method
@@ -78,8 +78,8 @@ class AdaptiveStep(LoggedStep, SplitStep):
         return False  # each microbatch is a program
 
     def _lowered_compute(
-        self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs
-    ) -> tuple[list[Any], Callable[[], Any]]:
+        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
+    ) -> tuple[list[jax.stages.Lowered], Callable[[], PyTree]]:
         if inputs.counts is None and self._log is not None:
             none = self._gradients.counts_here([0] * self._gradients.workers)
             inputs = inputs._replace(counts=none)
@@ -96,10 +96,10 @@ class AdaptiveStep(LoggedStep, SplitStep):
         self,
         programs: Programs,
         params: PyTree,
-        rest: Any,
+        rest: PyTree,
         inputs: Inputs,
         exchange: Future | None,
-    ) -> tuple[Any, Inputs]:
+    ) -> tuple[PyTree, Inputs]:
         gradients, counts = self._gradients, inputs.counts
         if counts is None and self._log is not None:
             counts = gradients.counts_here(self._log.line(self.call))
@@ -134,7 +134,7 @@ def _one_more(
     """Add microbatch i; with counts, only on the workers that have that many."""
     gradients, batch, counts, rng = inputs
 
-    def span(count: Any) -> tuple[Any, Any]:
+    def span(count: int | jax.Array) -> Span:
         return i, i + 1 if counts is None else i + (count > i).astype(i.dtype)
 
     return gradients.add(sums, params, batch, rng, counts, span), i + 1

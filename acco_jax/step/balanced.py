@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.state import State
 from acco_jax.methods.method import Method
 from acco_jax.step.balance import Balanced, Balancer
 from acco_jax.step.fused import Arguments, model_state
@@ -99,7 +100,7 @@ class BalancedStep(LoggedStep):
 
     def _run(
         self, phase: Hashable, args: Arguments
-    ) -> tuple[PyTree, Any, dict[str, Any]]:
+    ) -> tuple[PyTree, State, dict[str, Any]]:
         if args.inputs.counts is None:
             line = self._next(args)
             self._put(line)
@@ -147,7 +148,7 @@ class BalancedStep(LoggedStep):
         self._since += 1
         return self._balancer.counts
 
-    def _prober(self, state: Any) -> Probe:
+    def _prober(self, state: State) -> Probe:
         if self._probe is None:
             own, held = self._tx.local, self._batches.microbatches
             carried = jax.tree.map(jnp.copy, model_state(state))  # a step donates it

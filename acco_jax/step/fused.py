@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from acco_jax.core.collectives import Alone
 from acco_jax.core.compiler import naming_unknown_options
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.half_round import Inputs, run_call
-from acco_jax.core.leaves import PyTree
-from acco_jax.core.microbatches import differ
+from acco_jax.core.leaves import PyTree, Rng
+from acco_jax.core.microbatches import Counts, differ
+from acco_jax.core.state import State
 from acco_jax.core.workers import check_compiled, place
 from acco_jax.methods.method import Method
 
@@ -24,7 +26,7 @@ class Arguments(NamedTuple):
     """The arguments of a call, as its programs take them."""
 
     params: PyTree
-    state: Any
+    state: State
     inputs: Inputs
     extra: dict[str, Any]
 
@@ -48,17 +50,17 @@ class TrainStep:
         self._returned: list[weakref.ref[Any]] = []
         self._numbers_calls = bool(tx.changes)  # whether they differ by their number
         # the counter of the state that was returned last, and its value
-        self._counted: tuple[Any, int] = None, 0
+        self._counted: tuple[jax.Array | None, int] = None, 0
 
     def __call__(
         self,
         params: PyTree,
-        state: Any,
+        state: State,
         batch: PyTree,
-        counts: Any = None,
-        rng: Any = None,
+        counts: Counts = None,
+        rng: Rng = None,
         extra: dict[str, Any] | None = None,
-    ) -> tuple[PyTree, Any, dict[str, Any]]:
+    ) -> tuple[PyTree, State, dict[str, Any]]:
         """Run one call; see `acco_jax.make_train_step`."""
         check_compiled()
         args = self._arguments(params, state, batch, counts, rng, extra)
@@ -76,7 +78,9 @@ class TrainStep:
         self._returned = [weakref.ref(x) for x in jax.tree.leaves((params, state))]
         return params, state, metrics
 
-    def lower(self, *args: Any, call: int | None = None, **named: Any) -> Any:
+    def lower(
+        self, *args: Any, call: int | None = None, **named: Any
+    ) -> jax.stages.Lowered:
         """Return the program for abstract or real arguments, as jax.jit's `lower`.
 
         Args:
@@ -93,7 +97,7 @@ class TrainStep:
 
     def lowered(
         self, *args: Any, call: int | None = None, **named: Any
-    ) -> tuple[Any, ...]:
+    ) -> tuple[jax.stages.Lowered, ...]:
         """Return the programs that one call runs; arguments are as for `lower`."""
         if call is None:
             call = self._tx.calls_per_step - 1
@@ -142,10 +146,10 @@ class TrainStep:
     def _arguments(
         self,
         params: PyTree,
-        state: Any,
+        state: State,
         batch: PyTree,
         counts: Any = None,
-        rng: Any = None,
+        rng: Rng = None,
         extra: dict[str, Any] | None = None,
     ) -> Arguments:
         inputs = Inputs(self._gradients, batch, counts, rng)
@@ -162,7 +166,7 @@ class TrainStep:
         inputs = inputs._replace(batch=batch, counts=counts)
         return args._replace(params=params, inputs=inputs)
 
-    def _may_differ(self, counts: Any) -> bool:
+    def _may_differ(self, counts: Counts) -> bool:
         """Return whether workers may compute different numbers of microbatches."""
         return differ(counts)
 
@@ -170,7 +174,7 @@ class TrainStep:
         """Return the arguments without the values of parameters, state and batch."""
         mesh = self._tx.mesh
 
-        def one(x: Any) -> Any:
+        def one(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if isinstance(x, jax.ShapeDtypeStruct):
                 return x
             at = getattr(x, "sharding", None)
@@ -205,7 +209,7 @@ class TrainStep:
     def _refuse_trace(self) -> None:
         """Raise a ValueError unless the step may be part of a caller's program."""
 
-    def _call(self, state: Any) -> int:
+    def _call(self, state: State) -> int:
         """Return the number of the next call; block only after a restore."""
         counter, call = self._counted
         if not self._numbers_calls or state.calls_done is counter:
@@ -220,13 +224,17 @@ class TrainStep:
 
     def _run(
         self, phase: Hashable, args: Arguments
-    ) -> tuple[PyTree, Any, dict[str, Any]]:
+    ) -> tuple[PyTree, State, dict[str, Any]]:
         return self._program(phase, args.state)(*args)
 
-    def _lowered(self, phase: Hashable, args: Arguments) -> tuple[Any, ...]:
+    def _lowered(
+        self, phase: Hashable, args: Arguments
+    ) -> tuple[jax.stages.Lowered, ...]:
         return (self._program(phase, args.state).lower(*args),)
 
-    def _program(self, phase: Hashable, state: Any, nested: bool = False) -> Any:
+    def _program(
+        self, phase: Hashable, state: State, nested: bool = False
+    ) -> jax.stages.Wrapped:
         """Return the program of a phase, which leaves the state where it came from.
 
         If it is `nested` in a caller's program, compiler options and donation are the
@@ -245,26 +253,27 @@ class TrainStep:
         return self._programs[key]
 
     def _key(
-        self, phase: Hashable, state: Any, nested: bool = False
+        self, phase: Hashable, state: State, nested: bool = False
     ) -> tuple[Any, ...]:
         like = state.layout, jax.tree.structure(model_state(state))
         return like, phase, nested
 
-    def _out_shardings(self, state: Any) -> tuple[PyTree, Any]:
+    def _out_shardings(self, state: State) -> tuple[PyTree, State]:
         """Return the shardings of the parameters of the loop and of the state."""
         layout = state.layout
         rows = layout.grads_shardings if self._tx.local else layout.params_shardings
         return rows, state.shardings()
 
 
-def model_state(state: Any) -> PyTree:
+def model_state(state: State) -> PyTree:
     return getattr(state, "model_state", None)
 
 
-def _memory(x: Any) -> set[Any]:
+def _memory(x: object) -> set[Hashable]:
     """Return where an array lies on this process's devices, or which object it is."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    if not concrete or x.is_deleted():
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return {id(x)}
+    if x.is_deleted():
         return {id(x)}
     try:
         shards = x.addressable_shards

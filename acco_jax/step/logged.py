@@ -3,7 +3,8 @@
 from typing import Any
 
 from acco_jax.core.gradients import Accumulator
-from acco_jax.core.microbatches import differ
+from acco_jax.core.microbatches import Counts, differ
+from acco_jax.core.state import State
 from acco_jax.methods.method import Method
 from acco_jax.step.fused import TrainStep
 from acco_jax.step.halves import Halves, Turns
@@ -46,10 +47,10 @@ class LoggedStep(TrainStep):
         self._log, self.call = lines, log.first
         self._uneven = any(map(differ, lines.lines))
 
-    def _may_differ(self, counts: Any) -> bool:
+    def _may_differ(self, counts: Counts) -> bool:
         return self._uneven if counts is None else differ(counts)
 
-    def _call(self, state: Any) -> int:
+    def _call(self, state: State) -> int:
         call = super()._call(state)
         if isinstance(self._log, Turns):
             self.call = call

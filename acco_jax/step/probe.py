@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.half_round import Inputs
-from acco_jax.core.leaves import PyTree
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.workers import from_row, to_row
 
 WORKER = "worker"
@@ -59,7 +59,7 @@ class Probe:
         self._kept: tuple[PyTree, Any] | None = None  # a microbatch, and its key
         self._threads = ThreadPoolExecutor(len(here), "acco-probe")
 
-    def _timed(self, gradients: Accumulator, params: PyTree, batch: PyTree, rng: Any):  # type: ignore[no-untyped-def]
+    def _timed(self, gradients: Accumulator, params: PyTree, batch: PyTree, rng: Rng):  # type: ignore[no-untyped-def]
         """Return, for each worker here, numbers that depend on the whole gradient."""
 
         def local(gradients, params, batch, rng):  # type: ignore[no-untyped-def]
@@ -73,7 +73,7 @@ class Probe:
         run = gradients.over_data(local, specs, self._rows)
         return run(gradients, params, batch, rng)
 
-    def _here(self, x: Any, spec: P) -> Any:
+    def _here(self, x: jax.Array, spec: P) -> jax.Array:
         """Return a global array's part on this process's devices; move nothing."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             impl, data = jax.random.key_impl(x), jax.random.key_data(x)
@@ -107,7 +107,7 @@ class Probe:
         params = jax.tree.map(lambda x: self._here(x, self._params), params)
         return self._gradients, params, *kept
 
-    def lower(self, params: PyTree, inputs: Inputs) -> Any:
+    def lower(self, params: PyTree, inputs: Inputs) -> jax.stages.Lowered:
         """Return the program that is timed, as jax.jit's `lower`."""
         return self._program.lower(*self._arguments(params, inputs))
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.half_round import Inputs, Round, computed, exchanged, metrics
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.state import State
 from acco_jax.methods.method import Method
 from acco_jax.step.fused import Arguments, TrainStep
 
@@ -50,7 +51,7 @@ class SplitStep(TrainStep):
 
     def _run(
         self, phase: Hashable, args: Arguments
-    ) -> tuple[PyTree, Any, dict[str, Any]]:
+    ) -> tuple[PyTree, State, dict[str, Any]]:
         if self._fuses(phase):
             return jax.block_until_ready(super()._run(phase, args))
         params, state, inputs, extra = args
@@ -78,17 +79,17 @@ class SplitStep(TrainStep):
         """Return whether calls of a phase are one program, since nothing overlaps."""
         return not self._tx.round(phase).overlaps
 
-    def _communicate(self, programs: Programs, *args: Any) -> Any:
+    def _communicate(self, programs: Programs, *args: Any) -> PyTree:
         return jax.block_until_ready(programs.communicate(*args))
 
     def _compute(
         self,
         programs: Programs,
         params: PyTree,
-        rest: Any,
+        rest: PyTree,
         inputs: Inputs,
         exchange: Future | None,
-    ) -> tuple[Any, Inputs]:
+    ) -> tuple[PyTree, Inputs]:
         """Compute the work of this call, beside an exchange if there is one.
 
         Returns the closed work once it is done, and the inputs as they were used.
@@ -96,7 +97,7 @@ class SplitStep(TrainStep):
         del exchange
         return jax.block_until_ready(programs.compute(params, rest, inputs)), inputs
 
-    def _split(self, phase: Hashable, params: PyTree, state: Any) -> Programs:
+    def _split(self, phase: Hashable, params: PyTree, state: State) -> Programs:
         key = self._key(phase, state)
         if key not in self._programs:
             round = self._tx.round(phase)
@@ -119,7 +120,9 @@ class SplitStep(TrainStep):
             )
         return self._programs[key]
 
-    def _lowered(self, phase: Hashable, args: Arguments) -> tuple[Any, ...]:
+    def _lowered(
+        self, phase: Hashable, args: Arguments
+    ) -> tuple[jax.stages.Lowered, ...]:
         if self._fuses(phase):
             return super()._lowered(phase, args)
         params, state, inputs, extra = args
@@ -137,15 +140,17 @@ class SplitStep(TrainStep):
         return tuple(lowered)
 
     def _lowered_compute(
-        self, programs: Programs, params: PyTree, rest: Any, inputs: Inputs
-    ) -> tuple[list[Any], Callable[[], Any]]:
+        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
+    ) -> tuple[list[jax.stages.Lowered], Callable[[], PyTree]]:
         """Return the programs of `_compute`, and a function for its abstract work."""
         progress = (params, rest, inputs)
         lowered = programs.compute.lower(*progress)
         return [lowered], lambda: placed(lowered, programs.compute, *progress)
 
 
-def placed(lowered: Any, program: Any, *args: Any) -> Any:
+def placed(
+    lowered: jax.stages.Lowered, program: Callable[..., Any], *args: Any
+) -> PyTree:
     """Return the abstract results of a program, where its compiled form leaves them."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

@@ -195,7 +195,7 @@ def test_the_default_is_valid_and_starts_no_backend():
     script = """
 import jax
 from jax._src import xla_bridge
-from acco_jax.run import config as configs
+from acco_jax.run.config import fields as configs
 from acco_jax.run.build.validation import validate
 validate(configs.default_config())
 assert not xla_bridge.backends_are_initialized()

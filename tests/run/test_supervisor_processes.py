@@ -26,7 +26,7 @@ def start():
     """start(job): its command, a process of its own."""
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from acco_jax.run import supervisor, meeting\n"
+        "from acco_jax.run.supervise import supervisor, meeting\n"
         "job = json.loads(sys.argv[1]); job['workdir'] = Path(job['workdir'])\n"
         "job['limits'] = meeting.Limits(**job['limits'])\n"
         "sys.exit(supervisor.supervise(supervisor.Job(**job)))"

@@ -52,6 +52,9 @@ from acco_jax.methods.optimizer import pinned
 
 ROW = 256  # entries; a place in it fits 8 bits
 
+# layout, every worker's words, e_i(t+1), and w_i or their sum
+Sparse = tuple[Layout, jax.Array, PyTree, jax.Array]
+
 
 class CellmState(NamedTuple):
     """State of `cellm`; the parameters of the loop are rows, all equal."""
@@ -184,7 +187,7 @@ def _message(layout: Layout, k: int) -> list[jax.ShapeDtypeStruct]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseRound(LocalRound):
+class SparseRound(LocalRound[CellmState]):
     """H inner steps of every worker, and one gather of what changed most."""
 
     steps: InnerSteps
@@ -198,20 +201,24 @@ class SparseRound(LocalRound):
     def hops(self) -> tuple[Hop, ...]:  # type: ignore[override]
         return (Hop(lambda x: x, self._gather),)
 
-    def open(self, params: PyTree, state: CellmState) -> tuple[Any, Any, CellmState]:
+    def open(
+        self, params: PyTree, state: CellmState
+    ) -> tuple[None, tuple[()], CellmState]:
         return None, (), state
 
     def theta(self, rows: PyTree, rest: CellmState) -> PyTree:
         return local_method.to_rows(rest.layout, rest.master)
 
-    def send(self, in_flight: Any, owner: Any, extra: dict[str, Any]) -> Any:
+    def send(
+        self, in_flight: Sparse, owner: tuple[()], extra: dict[str, Any]
+    ) -> Sparse:
         """Return the message: layout, every worker's words, e_i(t+1), and sum_i w_i."""
         layout, words, error, weight = in_flight
         return layout, words, error, weight.sum()
 
     def outgoing(
         self, params: PyTree, rest: CellmState, progress: LocalProgress
-    ) -> Any:
+    ) -> Sparse:
         """(layout, every worker's words, e_i(t+1), w_i)."""
         layout = rest.layout
         weight = counted(progress.sums.weight, self.weighted)
@@ -242,7 +249,7 @@ class SparseRound(LocalRound):
         words, error = run(weight, rest.master, progress.theta, rest.error)
         return layout, words, error, weight
 
-    def _gather(self, message: Any) -> Any:
+    def _gather(self, message: Sparse) -> Sparse:
         layout, words, error, total = message
 
         def local(words: jax.Array) -> jax.Array:
@@ -266,7 +273,9 @@ class SparseRound(LocalRound):
         like = _message(layout, self.k)
 
         def local(words: jax.Array) -> PyTree:
-            def add(total: list[jax.Array], words: jax.Array) -> Any:
+            def add(
+                total: list[jax.Array], words: jax.Array
+            ) -> tuple[list[jax.Array], None]:
                 parts = _from_words(words, like)
                 parcels = zip(total, parts[::2], parts[1::2], strict=True)
                 return [add_at(*message) for message in parcels], None
@@ -293,7 +302,7 @@ class SparseRound(LocalRound):
         return moved, choose(valid, new, outer)
 
     def conclude(
-        self, rows: PyTree, rest: CellmState, progress: LocalProgress, received: Any
+        self, rows: PyTree, rest: CellmState, progress: LocalProgress, received: Sparse
     ) -> tuple[PyTree, CellmState]:
         layout, words, error, total = received
         sums = self._sum(layout, words)
@@ -392,7 +401,7 @@ def cellm(
     )
 
 
-def _entries(keep: Any) -> int:
+def _entries(keep: object) -> int:
     """How many of every 256 are sent."""
     if isinstance(keep, int) and not isinstance(keep, bool) and 1 <= keep <= ROW:
         return keep

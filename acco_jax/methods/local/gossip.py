@@ -104,6 +104,9 @@ def matchings(n: int) -> list[np.ndarray]:
     return pairings
 
 
+# layout, call number, x_i in float32 or wider; then also what mixing has changed
+Starting = tuple[Layout, jax.Array, PyTree]
+Mixing = tuple[Layout, jax.Array, PyTree, PyTree]
 # (x in the communication dtype, call number) -> a part of sum_j W_ij x_j,
 # inside a shard_map
 Term = Callable[[jax.Array, jax.Array], jax.Array]
@@ -118,11 +121,11 @@ def terms(
     """
     me = np.arange(n)
 
-    def taken(peers: Any) -> Callable[[jax.Array], jax.Array]:  # peers[i]'s on i
+    def taken(peers: np.ndarray) -> Callable[[jax.Array], jax.Array]:  # peers[i]'s on i
         pairs = [(int(p), i) for i, p in enumerate(peers)]
         return lambda x: wide(lax.ppermute(x, axis, pairs))
 
-    def with_partner(peers: Any) -> Callable[[jax.Array], jax.Array]:
+    def with_partner(peers: np.ndarray) -> Callable[[jax.Array], jax.Array]:
         return lambda x: (wide(x) + taken(peers)(x)) / 2
 
     def behind(x: jax.Array, call: jax.Array) -> jax.Array:
@@ -154,7 +157,7 @@ def terms(
 
 
 @dataclasses.dataclass(frozen=True)
-class GossipRound(LocalRound):
+class GossipRound(LocalRound[GossipState]):
     """H inner steps of every worker, and beside them one exchange with neighbours."""
 
     steps: InnerSteps
@@ -169,19 +172,23 @@ class GossipRound(LocalRound):
             Hop(same, functools.partial(self._exchange, term)) for term in self.terms
         )
 
-    def open(self, params: PyTree, state: GossipState) -> tuple[Any, Any, GossipState]:
+    def open(
+        self, params: PyTree, state: GossipState
+    ) -> tuple[Starting, tuple[()], GossipState]:
         """Workers send the parameters with which they start."""
         theta = params if state.master is None else state.master
         return (state.layout, state.calls_done, theta), (), state
 
-    def send(self, in_flight: Any, owner: Any, extra: dict[str, Any]) -> Any:
+    def send(
+        self, in_flight: Starting, owner: tuple[()], extra: dict[str, Any]
+    ) -> Mixing:
         """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
         layout, call, theta = in_flight
         sent = layout.map(lambda leaf, x: x.astype(leaf.comm_dtype), theta)
         change = jax.tree.map(jnp.negative, local_method.widened(layout, sent))
         return layout, call, sent, change
 
-    def _exchange(self, term: Term, message: Any) -> Any:
+    def _exchange(self, term: Term, message: Mixing) -> Mixing:
         """Add a term; one buffer of each communication dtype."""
         layout, call, sent, change = message
         by_dtype: dict[np.dtype, list[int]] = {}
@@ -203,7 +210,7 @@ class GossipRound(LocalRound):
         return layout, call, sent, run(call, sent, change)
 
     def conclude(
-        self, rows: PyTree, rest: GossipState, progress: LocalProgress, received: Any
+        self, rows: PyTree, rest: GossipState, progress: LocalProgress, received: Mixing
     ) -> tuple[PyTree, GossipState]:
         theta = jax.tree.map(jnp.add, progress.theta, received[-1])
         master = None if rest.master is None else theta

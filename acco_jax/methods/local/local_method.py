@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,29 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from acco_jax.core.gradients import Accumulator, Sums
 from acco_jax.core.half_round import Inputs, Round
 from acco_jax.core.layout import Layout
-from acco_jax.core.leaves import PyTree, wide
+from acco_jax.core.leaves import PyTree, Rng, wide
 from acco_jax.core.select import choose, masked
+from acco_jax.core.state import State, StateT
 from acco_jax.core.workers import from_row, over_data, place, to_row
 from acco_jax.methods import checks
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.method import find_state, is_state
 from acco_jax.methods.sharded import ShardedMethod
+
+
+class LocalState(State, Protocol):
+    """The state of a local method."""
+
+    @property
+    def inner(self) -> PyTree: ...  # rows: each worker's own optimizer state
+
+
+LocalT = TypeVar("LocalT", bound=LocalState)
 
 
 class LocalProgress(NamedTuple):
@@ -54,7 +66,7 @@ class InnerSteps:
         """No step taken: zero sums, beside the workers' parameters and states."""
 
         def local(
-            gradients: Accumulator, theta: PyTree, batch: PyTree, rng: Any
+            gradients: Accumulator, theta: PyTree, batch: PyTree, rng: Rng
         ) -> tuple[Sums, jax.Array]:
             total = self.steps * gradients.microbatches
             params = narrowed(layout, from_row(theta))
@@ -86,17 +98,16 @@ class InnerSteps:
             gradients: Accumulator,
             progress: LocalProgress,
             batch: PyTree,
-            rng: Any,
-            counts: Any,
+            rng: Rng,
+            counts: jax.Array | None,
         ) -> LocalProgress:
             one_step = functools.partial(self._step, gradients, layout)
-            count: Any = gradients.microbatches
+            count: int | jax.Array = gradients.microbatches
             if counts is not None:
                 count = jnp.clip(counts[0], 0, gradients.microbatches)
             body = functools.partial(one_step, batch, rng, count)
-            start, end = span
-            if end - start == 1:
-                end = gradients.opaque(end)
+            start, stop = span
+            end = gradients.opaque(stop) if stop - start == 1 else stop
             return to_row(lax.fori_loop(start, end, body, from_row(progress)))
 
         gradients, batch, counts, rng = inputs
@@ -109,9 +120,9 @@ class InnerSteps:
         gradients: Accumulator,
         layout: Layout,
         batch: PyTree,
-        rng: Any,
-        count: Any,
-        h: Any,
+        rng: Rng,
+        count: int | jax.Array,
+        h: int | jax.Array,
         progress: LocalProgress,
     ) -> LocalProgress:
         """One worker's step h on its own mean gradient; without weight, none."""
@@ -171,7 +182,7 @@ def master_rows(layout: Layout, params: PyTree) -> PyTree | None:
     return to_rows(layout, widened(layout, params))
 
 
-def shardings(state: Any, rows: tuple[str, ...]) -> Any:
+def shardings(state: StateT, rows: tuple[str, ...]) -> StateT:
     """A NamedSharding for every array of a local method's state, possibly abstract.
 
     The fields `rows` hold a row per worker; states of sharding methods lie where their
@@ -179,7 +190,7 @@ def shardings(state: Any, rows: tuple[str, ...]) -> Any:
     """
     layout = state.layout
 
-    def of(field: str, value: Any) -> Any:
+    def of(field: str, value: PyTree) -> PyTree:
         if field in rows:
             return layout.row_shardings(value)
         home = layout.sharding()
@@ -187,11 +198,11 @@ def shardings(state: Any, rows: tuple[str, ...]) -> Any:
             lambda x: x.shardings() if is_state(x) else home, value, is_leaf=is_state
         )
 
-    fields = zip(state._fields, state, strict=True)
-    return type(state)(*(v if f == "layout" else of(f, v) for f, v in fields))
+    fields = [field for field in state._fields if field != "layout"]
+    return state._replace(**{f: of(f, getattr(state, f)) for f in fields})
 
 
-class LocalRound(Round):
+class LocalRound(Round[LocalT]):
     """One call of a local method: inner steps, and an exchange."""
 
     steps: InnerSteps
@@ -202,13 +213,18 @@ class LocalRound(Round):
         """How many of the steps run beside the hops; the rest after they are done."""
         return self.steps.steps
 
-    def theta(self, rows: PyTree, rest: Any) -> PyTree:
+    def theta(self, rows: PyTree, rest: LocalT) -> PyTree:
         """Where the workers start, rows in the master dtype."""
         master = getattr(rest, "master", None)
         return widened(rest.layout, rows) if master is None else master
 
     def compute(
-        self, k: int, progress: Any, params: PyTree, rest: Any, inputs: Inputs
+        self,
+        k: int,
+        progress: LocalProgress | None,
+        params: PyTree,
+        rest: LocalT,
+        inputs: Inputs,
     ) -> LocalProgress:
         """The k-th piece of the steps beside the hops; after the last, the others."""
         parts, layout = len(self.hops), rest.layout
@@ -220,24 +236,26 @@ class LocalRound(Round):
             span = (self.beside, self.steps.steps)
         return self.steps.run(span, progress, layout, inputs)
 
-    def merge(self, rest: Any, progress: LocalProgress, received: Any) -> LocalProgress:
+    def merge(
+        self, rest: LocalT, progress: LocalProgress, received: PyTree
+    ) -> LocalProgress:
         """Lets a delivery into the workers' parameters, before the last steps."""
         return progress
 
     @abc.abstractmethod
     def conclude(
-        self, rows: PyTree, rest: Any, progress: LocalProgress, received: Any
-    ) -> tuple[PyTree, Any]:
+        self, rows: PyTree, rest: LocalT, progress: LocalProgress, received: PyTree
+    ) -> tuple[PyTree, LocalT]:
         """The rows and the state that the call returns, but for its counters."""
 
     def finish(
         self,
         params: PyTree,
-        rest: Any,
+        rest: LocalT,
         inputs: Inputs,
         progress: LocalProgress,
-        received: Any,
-    ) -> tuple[PyTree, Any, Sums, jax.Array]:
+        received: PyTree,
+    ) -> tuple[PyTree, LocalT, Sums, jax.Array]:
         progress = self.merge(rest, progress, received)
         progress = self.compute(len(self.hops), progress, params, rest, inputs)
         rows, state = self.conclude(params, rest, progress, received)
@@ -254,7 +272,7 @@ class LocalMethod:
 
     mesh: Mesh
     axis: tuple[str, ...]
-    accumulate_dtype: Any
+    accumulate_dtype: DTypeLike | None
     inner: optax.GradientTransformation  # each worker's
     steps_per_call: int
     state_type: type  # the NamedTuple that is the method's state
@@ -280,7 +298,7 @@ class LocalMethod:
             )
         raise AttributeError(why)
 
-    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, Any]:
+    def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, State]:
         _refuse(model_state)
         state = self.make_state(params)
         layout = state.layout
@@ -292,7 +310,7 @@ class LocalMethod:
 
     def start_shardings(
         self, params: PyTree, model_state: PyTree = None
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, State]:
         _refuse(model_state)
         state = jax.eval_shape(self.make_state, params)
         return state.layout.grads_shardings, state.shardings()
@@ -315,7 +333,7 @@ class LocalMethod:
     def steps_done(self, calls: int) -> int:
         return calls * self.steps_per_call
 
-    def place(self, params: PyTree, state: Any) -> PyTree:
+    def place(self, params: PyTree, state: State) -> PyTree:
         if type(state) is not self.state_type:
             raise ValueError(
                 f"the state is {type(find_state(state)).__name__}, wrapped or of "
@@ -323,7 +341,7 @@ class LocalMethod:
                 "for the tx the step was built with."
             )
         self.check_parts(state)
-        layout: Layout = state.layout  # type: ignore[attr-defined]
+        layout = state.layout
         try:
             check_grads(layout, params)
         except ValueError:
@@ -361,7 +379,7 @@ def _refuse(model_state: PyTree) -> None:
         )
 
 
-def check_optimizer(name: str, optimizer: Any, why: str) -> None:
+def check_optimizer(name: str, optimizer: object, why: str) -> None:
     """Raises a ValueError unless an argument is a plain optax transformation."""
     give = f"a plain optax optimizer, because {why}"
     checks.check_optimizer(name, optimizer, give)
@@ -402,6 +420,6 @@ def check_wire(layout: Layout, weighted: bool) -> None:
         )
 
 
-def check_steps(name: str, value: Any) -> None:
+def check_steps(name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1.")

@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from acco_jax.core.buffers import InFlight
 from acco_jax.core.exchange import Exchange, ExchangeRound, Received
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.state import ShardedState
 from acco_jax.core.workers import over_data, to_row
 from acco_jax.methods.local import local_method
 from acco_jax.methods.local.local_method import (
@@ -96,7 +98,7 @@ def counted(weight: jax.Array, weighted: bool) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterRound(ExchangeRound, LocalRound):
+class OuterRound(ExchangeRound[RoundState], LocalRound[RoundState]):
     """H inner steps of every worker and one step of an outer method."""
 
     steps: InnerSteps
@@ -104,7 +106,9 @@ class OuterRound(ExchangeRound, LocalRound):
     overlaps: bool
     weighted: bool  # see `local_rounds`
 
-    def open(self, params: PyTree, state: RoundState) -> tuple[Any, Any, RoundState]:
+    def open(
+        self, params: PyTree, state: RoundState
+    ) -> tuple[InFlight | None, ShardedState, RoundState]:
         outer, rest = state.outer, state._replace(outer=None)
         if not self.overlaps:
             return None, outer, rest
@@ -148,7 +152,7 @@ def local_rounds(
     *,
     local_steps: int,
     weighted: bool = True,
-    accumulate_dtype: Any = None,
+    accumulate_dtype: DTypeLike | None = None,
 ) -> LocalMethod:
     """Local steps of `inner`, and `outer` on the weighted differences of each round.
 

@@ -34,6 +34,7 @@ from acco_jax.core.exchange import Exchange, ExchangeRound, Received
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.core.select import choose
+from acco_jax.core.state import ShardedState
 from acco_jax.core.workers import over_data
 from acco_jax.methods.delayed import dpu
 from acco_jax.methods.local import local_method
@@ -148,7 +149,7 @@ def put(layout: Layout, tree: PyTree, part: Fragment) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingRound(ExchangeRound, LocalRound):
+class StreamingRound(ExchangeRound[StreamingState], LocalRound[StreamingState]):
     """H/P inner steps of every worker; fragment `phase` is sent at their end."""
 
     steps: InnerSteps
@@ -173,7 +174,7 @@ class StreamingRound(ExchangeRound, LocalRound):
 
     def open(
         self, params: PyTree, state: StreamingState
-    ) -> tuple[Any, Any, StreamingState]:
+    ) -> tuple[InFlight | None, ShardedState, StreamingState]:
         """The arriving fragment's state is its owner's, what is pending too stays."""
         owner, outer = state.outer[self.arriving], list(state.outer)
         others = set(owner._fields) - {"layout", "in_flight"}

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from acco_jax.core.groups import TENSOR, group_specs
+from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.names import check_name, named
 from acco_jax.models import lora, transformer
 from acco_jax.models.model import Batch, Model
@@ -16,7 +17,6 @@ from acco_jax.models.placement import split_rows
 from acco_jax.run.config.fields import dtype
 from acco_jax.run.weights import pretrained
 
-PyTree = Any
 Described = Mapping[str, Any]  # the content of a config.json
 # Sizes of a model that may be None.
 MAY_BE_UNSET = ("kv_heads", "mlp_width", "experts", "experts_per_token")
@@ -195,7 +195,7 @@ def trained(
             return lora.init(shapes, key, dict(c.ranks))
         return lora.init(shapes, key, c.rank, c.pattern)
 
-    def loss(params: PyTree, batch: Batch, rng: Any) -> Any:
+    def loss(params: PyTree, batch: Batch, rng: Rng) -> PyTree:
         return model.loss(params, split_rows(batch), rng)
 
     if not c.rank and not c.ranks:

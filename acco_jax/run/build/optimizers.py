@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import optax.contrib
 from jax.sharding import AbstractMesh, Mesh
+from jax.tree_util import KeyPath
 from ml_collections import ConfigDict
 
 from acco_jax import methods
 from acco_jax.core.leaves import path_names
 from acco_jax.core.names import check_name, suggestion
+from acco_jax.core.state import ShardedState
 from acco_jax.methods import METHODS
 from acco_jax.methods.method import Method
 from acco_jax.methods.per_layer import per_layer
@@ -199,7 +201,7 @@ def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransform
 def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
     """Return a tree of bools: whether weight decay acts on a leaf."""
 
-    def decayed(path: Any, leaf: Any) -> bool:
+    def decayed(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
         names = path_names(path)
         if no_decay is not None:
             return re.search(no_decay, "/".join(names)) is None
@@ -214,7 +216,7 @@ def _labels(patterns: list[str], params: PyTree) -> PyTree:
     A leaf without a pattern has the number after the last.
     """
 
-    def label(path: Any, leaf: Any) -> int:
+    def label(path: KeyPath, leaf: object) -> int:
         name = "/".join(path_names(path))
         matches = (i for i, p in enumerate(patterns) if re.search(p, name))
         return next(matches, len(patterns))
@@ -253,7 +255,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def averaged(state: Any, decay: float) -> Any:
+def averaged(state: ShardedState, decay: float) -> ShardedState:
     """Return a sharded method's state whose committed parameters are the average.
 
     Args:
@@ -291,14 +293,14 @@ def evaluated(state: Any) -> Any:
 def _schedule_free_x(b1: jax.Array, z: PyTree, y: PyTree) -> PyTree:
     """Return x of y = (1 - b1) z + b1 x, and y where z is of another group."""
 
-    def x(z: Any, y: jax.Array) -> jax.Array:
+    def x(z: jax.Array | optax.MaskedNode, y: jax.Array) -> jax.Array:
         return y if masked(z) else ((y - (1 - b1) * z) / b1).astype(y.dtype)
 
     masked = lambda z: isinstance(z, optax.MaskedNode)  # noqa: E731
     return jax.tree.map(x, z, y, is_leaf=masked)
 
 
-def _states(state: Any, kind: type) -> list[Any]:
+def _states(state: PyTree, kind: type) -> list[Any]:
     """Return the optimizer states of one kind, wherever they are in a state."""
     is_kind = lambda x: isinstance(x, kind)  # noqa: E731
     return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
@@ -311,7 +313,7 @@ def method(
     axis_name: str | tuple[str, ...],
     stacked: Stacked | None = None,
     specs: PyTree | None = None,
-) -> Any:
+) -> Method:
     """Build a method around the config's optimizer.
 
     A method with an `inner_learning_rate` gets the optimizer's schedule, unless

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from acco_jax.command import exits, heartbeat, signals
 from acco_jax.run.compare import network
@@ -120,7 +121,7 @@ class Pool:
             raise exits.Stopped("stopped: the same command continues.")
         return codes
 
-    def signal(self, number: int, frame: Any) -> None:
+    def signal(self, number: int, frame: types.FrameType | None) -> None:
         """Pass on a signal: the first as SIGTERM, later ones unchanged."""
         self._received.append(number)
         for _, processes in self._running.values():

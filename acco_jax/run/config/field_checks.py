@@ -375,6 +375,6 @@ def _dotted(config: ConfigDict, prefix: str = "") -> Iterator[str]:
             yield from _dotted(value, f"{prefix}{field}.")
 
 
-def _is_a(kind: type, value: Any) -> bool:
+def _is_a(kind: type, value: object) -> bool:
     wider = {float: (float, int), tuple: (tuple, list)}
     return isinstance(value, wider.get(kind, kind))

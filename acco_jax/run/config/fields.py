@@ -390,7 +390,7 @@ def replayed(config: ConfigDict) -> str:
     return file if kind == "replay" else ""
 
 
-def dtype(field: str, name: str | None) -> Any:
+def dtype(field: str, name: str | None) -> jnp.dtype | None:
     """Return a floating dtype by name, None for None; an error names the field."""
     if name is None:
         return None

@@ -33,5 +33,5 @@ def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
     return ""
 
 
-def _is_place(name: str, value: Any) -> bool:
+def _is_place(name: str, value: object) -> bool:
     return name in PLACES and isinstance(value, str) and value not in PLACES[name]

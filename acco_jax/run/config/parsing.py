@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags, logging
 
@@ -21,7 +20,9 @@ except ModuleNotFoundError as error:
 DAY = 86400.0  # seconds: the longest wait that a flag may set
 
 
-def config_flag(flag_values: Any = flags.FLAGS, argv: Sequence[str] = ()) -> Any:
+def config_flag(
+    flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] = ()
+) -> flags.FlagHolder:
     """Define --config, with a flag for each field that argv (the command line) has."""
     # Unknown fields are accepted here and rejected by config.validate, in one line.
     return config_flags.DEFINE_config_file(
@@ -74,7 +75,7 @@ class ModelFlags:
 
 
 def parser(
-    config: Any = None,
+    config: flags.FlagHolder | None = None,
     *,
     names: bool = False,
     groups: Mapping[str, Sequence[str]] | None = None,

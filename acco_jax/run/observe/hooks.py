@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
     return hooks
 
 
-def _package(config: ConfigDict) -> Any:
+def _package(config: ConfigDict) -> types.ModuleType:
     """Return the module wandb; raise a ValueError if it is not installed."""
     try:
         return importlib.import_module("wandb")
@@ -174,7 +175,7 @@ def _package(config: ConfigDict) -> Any:
         ) from error
 
 
-def _wandb(wandb: Any, config: ConfigDict, workdir: Path) -> Hook:
+def _wandb(wandb: types.ModuleType, config: ConfigDict, workdir: Path) -> Hook:
     """Return a hook that logs rows to a run of Weights & Biases.
 
     The run's id belongs to the workdir, so that a continued run goes on in it.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.groups import data_axes
@@ -82,7 +83,7 @@ def gradient_seconds(
     counts: jax.Array | None,
     *,
     microbatches: int,
-    accumulate_dtype: Any = None,
+    accumulate_dtype: DTypeLike | None = None,
     times: int = 5,
 ) -> float:
     """Time the local gradients of one batch, in seconds of all workers.
@@ -106,7 +107,10 @@ def gradient_seconds(
 
     @jax.jit
     def gradients(
-        accumulator: Accumulator, params: PyTree, batch: PyTree, counts: Any
+        accumulator: Accumulator,
+        params: PyTree,
+        batch: PyTree,
+        counts: jax.Array | None,
     ) -> PyTree:
         return accumulator.add(None, params, batch, None, counts)
 

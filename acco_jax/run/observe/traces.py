@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax.profiler import ProfileData
+from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
 
 from acco_jax.run.observe import intervals
 
@@ -114,7 +114,7 @@ def _unknown(planes: list[str], devices: list[Activity], workers: int) -> str:
     return ""
 
 
-def _device(plane: Any) -> Activity:
+def _device(plane: ProfilePlane) -> Activity:
     """Read the plane of a GPU or a TPU."""
     work: list[tuple[str, Span]] = []
     transfers: list[tuple[str, Span]] = []
@@ -129,7 +129,7 @@ def _device(plane: Any) -> Activity:
     return _activity(plane.name, work, transfers, steps)
 
 
-def _threads(plane: Any) -> Iterator[Activity]:
+def _threads(plane: ProfilePlane) -> Iterator[Activity]:
     """Read the CPU devices whose operations ran in the host's threads."""
     work: dict[int, list[tuple[str, Span]]] = {}
     for line in plane.lines:
@@ -185,15 +185,15 @@ def _innermost(events: list[Any]) -> Iterator[Any]:
             yield event
 
 
-def _operation(event: Any) -> str:
+def _operation(event: ProfileEvent) -> str:
     """Return an event's HLO operation if it communicates, else the event's name."""
     operation = str(_statistics(event).get("hlo_op", ""))
     return operation if kind_of(operation) else event.name
 
 
-def _statistics(event: Any) -> dict[str, Any]:
+def _statistics(event: ProfileEvent) -> dict[str, Any]:
     return {name: value for name, value in event.stats if name is not None}
 
 
-def _span(event: Any) -> Span:
+def _span(event: ProfileEvent) -> Span:
     return round(event.start_ns), round(event.start_ns + event.duration_ns)

@@ -289,7 +289,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     """Format a config's value: text unchanged, else JSON, at most 200 letters."""
     if value is None:
         return UNKNOWN

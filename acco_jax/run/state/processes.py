@@ -6,11 +6,11 @@ ValueError. Here it is `Parted`, which no caller takes for a rejected value.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
 
 
 class Parted(RuntimeError):
@@ -25,7 +25,7 @@ def _together() -> Iterator[None]:
         raise Parted(f"the processes have lost each other: {error}") from error
 
 
-def gathered(x: Any) -> np.ndarray:
+def gathered(x: ArrayLike) -> np.ndarray:
     """Return every process's x, (processes, *x.shape).
 
     Raises:
@@ -37,7 +37,7 @@ def gathered(x: Any) -> np.ndarray:
         return np.asarray(multihost_utils.process_allgather(x))
 
 
-def from_process_0(x: Any) -> np.ndarray:
+def from_process_0(x: ArrayLike) -> np.ndarray:
     """Return process 0's x; shape and dtype must be equal on all processes.
 
     Raises:

@@ -52,7 +52,7 @@ def workers_of(axes: dict[str, int]) -> int:
     return math.prod(size for axis, size in axes.items() if axis in AXES[:2])
 
 
-def is_axes(axes: Any) -> TypeGuard[dict[str, int]]:
+def is_axes(axes: object) -> TypeGuard[dict[str, int]]:
     """Return whether a value of a file is a mesh's axes."""
     if not isinstance(axes, dict) or "data" not in axes:
         return False

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 from ml_collections import ConfigDict
 
 from acco_jax.command.files import read_object
@@ -111,8 +112,10 @@ def generation(path: str) -> dict[str, Any]:
     return said
 
 
-def _ids(path: Path, name: str, value: Any) -> list[int]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+def _ids(path: Path, name: str, value: object) -> list[int]:
+    ids: list[Any] = (
+        value if isinstance(value, list) else [] if value is None else [value]
+    )
     if not all(type(i) is int for i in ids) or (name != "eos_token_id" and ids[1:]):
         raise ValueError(
             f"{path} has {name}={value!r:.200} in {CONFIG} or {GENERATION}: give an "
@@ -207,7 +210,9 @@ def load(config: transformer.Config, folder: Folder, shardings: PyTree) -> PyTre
       ValueError: if a weight is missing, or its file is damaged.
     """
 
-    def placed(path: Any, x: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    def placed(
+        path: KeyPath, x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+    ) -> jax.Array:
         name, parts = "/".join(path_names(path)), dict[str, np.ndarray]()
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
