@@ -300,7 +300,8 @@ def slug(title):
 
 
 def prose(page):
-    return re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.S | re.M)
+    text = TEXTS.get(page) or page.read_text()  # a result is not a page
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -325,7 +326,10 @@ def test_every_page_is_in_the_navigation():
 
     listed = list(pages(config["nav"]))
     results = (ROOT / "experiments" / "results").glob("*.md")
-    added = ["architecture.md", *(f"results/{x.name}" for x in results)]  # docs/hooks.py
+    added = [
+        "architecture.md",
+        *(f"results/{x.name}" for x in results),
+    ]  # docs/hooks.py
     assert sorted(listed) == sorted([*map(name, PAGES), *added])
     assert len(listed) == len(set(listed))
 

@@ -8,19 +8,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
 PAGES = [ROOT / "README.md", *sorted(SITE.rglob("*.md"))]
-MEAN, MOST = 18, 40  # words of a sentence: at most on average, and each
+MEAN, MOST = 18, 25  # words of a sentence: on average and at most
 
 # Words that have a better one (the glossary, docs/site/glossary.md), outside of code.
 # `--require-hidden`, `assert_hidden` and quoted output are code.
 WORDS = (
-    r"to the bit", r"bit for bit", r"hid(?:den|es?|ing)", r"pending gradients?",
+    r"to the bit", r"bit for bit", r"hid(?:den|e|ing)", r"pending gradients?",
     r"few(?:er)? bits", r"Psi", r"anew", r"but for", r"master cop(?:y|ies)", r"primes?",
     r"priming", r"machines? that (?:is|are) not here", r"the wire", r"refused?s?",
     r"split form", r"fused form", r"trips", r"waited for",
 )  # fmt: skip
 
-# Not yet rewritten, with today's mean number of words: it may not grow.
-WAITING: dict[str, float] = {}
+# Not yet rewritten, with the mean number of words that it may not exceed.
+WAITING = {"faults.md": 16.0, "howto/clusters.md": 17.0, "howto/huggingface.md": 17.0}
 
 
 def name(page: Path) -> str:
@@ -39,7 +39,9 @@ def prose(text: str) -> str:
 
 def sentences(text: str) -> list[str]:
     """Sentences of three words or more; a list's item and a paragraph end one."""
-    parts = re.split(r"[.?!][*)]*(?:\s|$)|\n\n|^ *(?:-|\d+\.) ", prose(text), flags=re.M)
+    parts = re.split(
+        r"[.?!][*)]*(?:\s|$)|\n\n|^ *(?:-|\d+\.) ", prose(text), flags=re.M
+    )
     return [x for x in (" ".join(part.split()) for part in parts) if x.count(" ") > 1]
 
 
@@ -53,14 +55,14 @@ def mean(page: Path) -> float:
 
 
 def test_sentences_are_found():
-    text = "# A title\n\nOne two three. It is `a b`, so:\n\n    code\n\n- [An item](x.md) ends\n"
+    text = "# A title\n\nOne two three. It is `a b`, so:\n\n    code\n"
+    text += "\n- [An item](x.md) ends\n"
     assert sentences(text) == ["One two three", "It is `code`, so:", "An item ends"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_sentences_are_short(page):
-    if page.name != "api.md":
-        assert mean(page) <= WAITING.get(name(page), MEAN)
+    assert mean(page) <= WAITING.get(name(page), MEAN)
     if name(page) not in WAITING:
         assert [x for x in sentences(page.read_text()) if len(x.split()) > MOST] == []
 
