@@ -73,6 +73,12 @@ def test_words_are_the_glossarys(page):
     assert found == [] or name(page) in WAITING
 
 
+def test_tutorials_are_short():
+    tutorials = [page for page in PAGES if page.parent.name == "tutorials"]
+    assert len(tutorials) == 4
+    assert max(len(page.read_text().split()) for page in tutorials) <= 500
+
+
 if __name__ == "__main__":
     for page in PAGES:
         found = lengths(page)
