@@ -276,6 +276,32 @@ def test_every_figure_of_time_has_a_record():
         assert any(f"results/{file}.md" in text for text in TEXTS.values()), file
 
 
+# What a page says, and the line of the result that it rests on.
+FIGURES = {
+    ("rent.md", "0.65 at 0.5 Gbit/s"): ("network", r"\| 0\.5 \|.*\| 0\.652 \|"),
+    ("rent.md", "1.7 to 45 Gbit/s"): ("network", r"from 1\.7 to 45 Gbit/s"),
+    ("rent.md", "at 3.7 Gbit/s"): ("network", r"\| 3\.7 \|.*\| 1\.400 \|"),
+    ("rent.md", "6.0 ms of a step of 268 ms"): ("audit", r"zero1.* 6\.0 .* 267\.8 "),
+    ("rent.md", "3 h 43 with zero1"): ("plans", r"4x8.*zero1 \| 48\.7 .*3 h 43"),
+    ("rent.md", "3 h 21 with acco"): ("plans", r"4x8.*acco \| 0\.0 .*3 h 21"),
+    ("rent.md", "1.34 times as fast"): ("published", r"acco is 1\.34 times as fast"),
+    ("methods.md", "+3.2 ± 0.4 % (n = 5)"): ("dynamics", r"acco .*\+3\.24 ± 0\.44 %"),
+    ("methods.md", "-0.6 ± 0.1 % (n = 34)"): ("dynamics", r"-0\.62 ± 0\.13 %"),
+    ("methods.md", "+0.643 nats"): ("dynamics", r"1,000 .*\+0\.6433"),
+    ("methods.md", "+0.068 nats"): ("dynamics", r"1,000 .*\+0\.0679"),
+    ("methods.md", "+1.7 % (n = 1)"): ("dynamics", r"diloco, H = 50.*\+1\.7 %"),
+    ("overlap.md", "| 88 % | 63 %"): ("audit", r"plain_dp .*h100.* 87\.7%"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "words"), FIGURES)
+def test_figures_are_those_of_the_results(page, words):
+    file, line = FIGURES[page, words]
+    assert words in " ".join(TEXTS[SITE / page].split())
+    result = ROOT / "experiments" / "results" / f"{file}.md"
+    assert re.search(line, result.read_text())
+
+
 def test_the_table_of_methods_is_what_the_program_prints():
     path = ROOT / "benchmarks" / "methods_table.py"
     spec = importlib.util.spec_from_file_location("methods_table", path)
@@ -290,6 +316,15 @@ def test_the_table_of_methods_is_what_the_program_prints():
     assert all(f"| `{method}" in text for method in METHODS)
 
 
+def test_causes_are_those_of_the_program():
+    rows = re.findall(
+        r"^\| ([a-z][^|]+) \|", TEXTS[SITE / "howto" / "exposed.md"], re.M
+    )
+    program = (ROOT / "acco_jax" / "schedule" / "causes.py").read_text()
+    assert len(rows) > 10
+    assert [x for x in rows if x != "message" and x not in program] == []
+
+
 # --------------------------------------------------------------------------- links
 
 
@@ -300,7 +335,8 @@ def slug(title):
 
 
 def prose(page):
-    return re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.S | re.M)
+    text = TEXTS.get(page) or page.read_text()  # a result is not a page
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -324,7 +360,12 @@ def test_every_page_is_in_the_navigation():
                 yield from [value] if isinstance(value, str) else pages(value)
 
     listed = list(pages(config["nav"]))
-    assert sorted(listed) == sorted(map(name, PAGES))
+    results = (ROOT / "experiments" / "results").glob("*.md")
+    added = [
+        "architecture.md",
+        *(f"results/{x.name}" for x in results),
+    ]  # docs/hooks.py
+    assert sorted(listed) == sorted([*map(name, PAGES), *added])
     assert len(listed) == len(set(listed))
 
 
