@@ -17,9 +17,9 @@ PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "site" / "config.m
 
 HEAD = """# Config fields
 
-An experiment is a Python file whose `get_config()` returns a config. `default_config()` of
-`acco_jax.run.config.fields` returns one with all fields, and an experiment changes some.
-Every field is also a flag of `train`, `compare` and `plan`:
+An experiment is a Python file whose `get_config()` returns a config. `default_config()`
+of `acco_jax.run.config.fields` returns one with all fields, and an experiment changes
+some. Every field is also a flag of `train`, `compare` and `plan`:
 `--config.optimizer.name=lion`. Flags win over the file.
 
 `experiments/quickstart.py` is the shortest example. [Training runs](howto/train.md)
@@ -28,9 +28,9 @@ shows how to use the fields, [commands](commands.md) lists the other flags.
 A value of another type or out of bounds raises a ValueError before any device work. The
 message has the field, the value and the remedy.
 
-The fields of a run identify it. Those with *yes* in the column **later** may change while
-a run continues. Where it is *moved*, a file or folder may lie elsewhere. Its content must
-stay the same.
+The fields of a run identify it. Those with *yes* in the column **later** may change
+while a run continues. Where it is *moved*, a file or folder may lie elsewhere. Its
+content must stay the same.
 """
 BAR = r"\|"  # of a cell's text
 TABLE = "| field | default | values | later | |\n|---|---|---|---|---|"
