@@ -159,13 +159,12 @@ def _train(claim: contextlib.ExitStack) -> None:
         )
         # slow, and only now may anything touch devices
         from acco_jax.run import loop, preparation
-        from acco_jax.run.build import validation
         from acco_jax.run.config import fields
         from acco_jax.run.state import checkpoints
         from acco_jax.run.state import workdir as workdirs
         from acco_jax.run.trained import trained_runs
 
-        validation.validate(config)
+        preparation.check(config)
         workdirs.check_shared(workdir)
         again = _ORDERS is not None and _ORDERS.attempt > 1
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
@@ -174,16 +173,13 @@ def _train(claim: contextlib.ExitStack) -> None:
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
             new += [missing] if process_index() == 0 else []
+        experiment = preparation.build(config, workdir, began=began)
+        fields.profiled(config.profile, experiment.total_calls)
         replay = None
-
-        def check(experiment: preparation.Experiment) -> None:
-            nonlocal replay
-            fields.profiled(config.profile, experiment.total_calls)
-            if _REPLAY.value is not None:
-                folder = paths.expanded(_REPLAY.value)
-                replay = preparation.repeating(experiment, folder)
-
-        experiment = preparation.prepare(config, workdir, began=began, check=check)
+        if _REPLAY.value is not None:
+            folder = paths.expanded(_REPLAY.value)
+            replay = preparation.repeating(experiment, folder)
+        preparation.record(experiment)
     except (ValueError, OSError):
         for made in new:
             paths.remove(made)

@@ -27,8 +27,4 @@ def on_page_markdown(markdown, page, **_):
     }
     for link, there in links.items():
         markdown = re.sub(link, there, markdown)
-    return re.sub(r"<!-- source: (\S+) -->", _source, markdown)
-
-
-def _source(match):
-    return f"```python\n{(ROOT / match[1]).read_text()}```"
+    return markdown

@@ -63,7 +63,7 @@ def load_corpus(
     """Prepare a corpus, or find it prepared, and open its tokens.
 
     Args:
-      config: the fields of `data`, documented in `run/config/fields.py`:
+      config: the fields of `data`, documented in `run/config/schema.py`:
         of the data set name, path, text_feature, train_split, validation_split,
         held_out, task and data_dir; of the tokenizer tokenizer, vocab_size and
         end_of_text.

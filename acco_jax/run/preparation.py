@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +41,31 @@ from acco_jax.step.balanced import BalancedStep
 PyTree = Any
 
 
-@dataclasses.dataclass(frozen=True)
+class Amounts(NamedTuple):
+    """How much the calls of a run compute."""
+
+    microbatches: int  # of each worker in a half-round, or in an inner step of one
+    varying: counts.Varying | None  # how microbatches are counted, where they vary
+    rows_per_step: int  # of all workers together
+    steps_per_call: int  # of the method
+
+    @property
+    def capacity(self) -> int:
+        """Microbatches that a batch has room for."""
+        return self.varying.most if self.varying else self.microbatches
+
+
+class Trainable(NamedTuple):
+    """A model, and the parameters that are trained: its own or adapters."""
+
+    model: Model
+    loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
+    init: Callable[[], PyTree]  # makes the trained parameters; jit-compatible
+    start: Callable[[], PyTree]  # makes the first parameters, on their devices
+    specs: PyTree  # how a group of devices splits the parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Checked parts of a run, before any training."""
 
@@ -53,14 +77,13 @@ class Experiment:
     tx: acco_jax.Method
     step: acco_jax.TrainStep
     schedule: optax.Schedule
-    microbatches: int  # of each worker in a half-round, or in an inner step of one
-    capacity: int  # microbatches that a batch has room for; more where counts adapt
+    microbatches: int  # as of `Amounts`
+    capacity: int
     identity: dict[str, Any]  # fields that distinguish it from other runs
-    repairs: bool  # whether remains of killed processes in the workdir are removed
-    loss_fn: Callable[..., Any]  # a function, or a Partial that carries a frozen model
-    init: Callable[[], PyTree]  # makes the trained parameters; jit-compatible
-    start: Callable[[], PyTree]  # makes the first parameters, on their devices
-    specs: PyTree  # how a group of devices splits the parameters
+    loss_fn: Callable[..., Any]  # as of `Trainable`
+    init: Callable[[], PyTree]
+    start: Callable[[], PyTree]
+    specs: PyTree
     began: float  # when its process or its preparation began, in seconds since 1970
 
     @functools.cached_property
@@ -68,7 +91,7 @@ class Experiment:
         """Checkpoints, opened on first access: a rejected run leaves no folder."""
         folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
         fence = functools.partial(check_held, *own(self.workdir, folder))
-        return Checkpoints(folder, keep, repair=self.repairs, fence=fence)
+        return Checkpoints(folder, keep, fence=fence)
 
     @property
     def checkpoint_folder(self) -> epath.Path:
@@ -118,53 +141,123 @@ class Experiment:
 
 
 def prepare(
-    config: ConfigDict,
-    workdir: Path,
-    devices: Sequence[jax.Device] | None = None,
-    *,
-    repair: bool = True,
-    began: float | None = None,
-    check: Callable[[Experiment], None] = lambda experiment: None,
+    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
 ) -> Experiment:
-    """Build an experiment.
+    """Check a config, build its experiment, and record it in the workdir.
 
     Args:
       config: of `acco_jax.run.config.fields.default_config`'s form.
       workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
       devices: to train on; None: all.
-      repair: False to leave the workdir unchanged, as it may be another run's.
-      began: when the process started, in seconds since 1970; None: now.
-      check: raises a ValueError to reject the experiment, before config.json is
-        written.
 
     Raises:
       ValueError: if something cannot work.
     """
-    began = time.time() if began is None else began
+    check(config)
+    experiment = build(config, workdir, devices)
+    record(experiment)
+    return experiment
+
+
+def check(config: ConfigDict) -> None:
+    """Raise a ValueError for a config that cannot be trained.
+
+    Raises:
+      ValueError: with the field, its value and the remedy.
+    """
     validate(config)
     hooks.check(config)
+
+
+def build(
+    config: ConfigDict,
+    workdir: Path,
+    devices: Sequence[jax.Device] | None = None,
+    began: float | None = None,
+) -> Experiment:
+    """Build the experiment of a config that `check` accepts.
+
+    Args:
+      config: of the experiment.
+      workdir: as for `prepare`; config.json is not written.
+      devices: to train on; None: all.
+      began: when the process started, in seconds since 1970; None: now.
+
+    Raises:
+      ValueError: if the machine, the workdir or the data do not fit the config.
+    """
+    began = time.time() if began is None else began
     devices = jax.devices() if devices is None else list(devices)
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
-    began_with = _first_workers(config, workdir, workers)
-    identity = json.loads(config.to_json_best_effort()) | {"workers": began_with}
+    first = _first_workers(config, workdir, workers)
+    identity = _identity_of(config, first)
+    _check_workdir(workdir, identity)
+    _check_processes(workers)
+    config, amounts = _amounts(config, mesh, first)
+    corpus = _corpus(config, workdir, identity)
+    config = _with_steps(config, workers, amounts, corpus)
+    trainable = _trainable(config, mesh, corpus)
+    tx = optimizers.method(
+        config, config.method, mesh, data_axes(mesh), trainable.model.stacked,
+        trainable.specs,
+    )  # fmt: skip
+    step = acco_jax.make_train_step(
+        trainable.loss_fn, tx, microbatches=amounts.varying or amounts.microbatches,
+        form=config.form, drop_nonfinite=optimizers.drops_nonfinite(config, tx),
+    )  # fmt: skip
+    experiment = Experiment(
+        config=config, workdir=workdir, mesh=mesh, corpus=corpus, tx=tx, step=step,
+        schedule=optimizers.checked_rate(config), microbatches=amounts.microbatches,
+        capacity=amounts.capacity, identity=identity, began=began,
+        **trainable._asdict(),
+    )  # fmt: skip
+    _check_experiment(experiment)
+    return experiment
+
+
+def record(experiment: Experiment) -> None:
+    """Write config.json, by which the workdir is this run's."""
+    if jax.process_index() == 0:
+        text = json.dumps(experiment.identity, indent=2) + "\n"
+        write_whole(experiment.workdir / "config.json", text)
+
+
+def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
+    """Return what distinguishes a run that began with so many workers."""
+    identity = json.loads(config.to_json_best_effort()) | {"workers": first}
     if config.init_from is not None:
         identity["pretrained"] = pretrained.identity(
             config.init_from, config.ignore_weights
         )
-    identity["generation"] = pretrained.kept_generation(config)
-    _check_workdir(workdir, identity)
-    _check_processes(workers)
-    # Raises before there is a corpus, which gives the length and the model.
+    return identity | {"generation": pretrained.kept_generation(config)}
+
+
+def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Amounts]:
+    """Return what calls compute, and the config with the counts of today's workers.
+
+    Raises:
+      ValueError: if the method rejects its options, or the numbers do not fit.
+    """
+    # a method without a model: what is wrong with it raises before there is a corpus
     tx = optimizers.method(config, config.method, mesh, data_axes(mesh))
+    workers = len(members(mesh))
     total_calls = tx.calls(config.steps)
-    microbatches = configs.call_microbatches(config, tx.calls_per_step, began_with)
-    rows_per_step = sum(config.counts or [microbatches] * began_with)
+    microbatches = configs.call_microbatches(config, tx.calls_per_step, first)
+    rows_per_step = sum(config.counts or [microbatches] * first)
     rows_per_step *= tx.calls_per_step * config.microbatch_size
-    if workers != began_with:
-        config, microbatches = _dealt(config, microbatches, began_with, workers)
-    counted = counts.counted(config, microbatches, total_calls, began_with, workers)
-    capacity = counted.most if counted else microbatches
+    if workers != first:
+        config, microbatches = _dealt(config, microbatches, first, workers)
+    varying = counts.counted(config, microbatches, total_calls, first, workers)
+    return config, Amounts(microbatches, varying, rows_per_step, tx.steps_per_call)
+
+
+def _corpus(config: ConfigDict, workdir: Path, identity: dict[str, Any]) -> data.Corpus:
+    """Return the corpus, which joins the identity.
+
+    Raises:
+      ValueError: if it is not that of the run in the workdir, or of other processes.
+    """
     corpus = data.load_corpus(pretrained.data_fields(config), workdir=workdir)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
     if jax.process_count() > 1:
@@ -176,22 +269,38 @@ def prepare(
         "tokens": corpus.checksum,
     }
     _check_workdir(workdir, identity)
+    return corpus
+
+
+def _with_steps(
+    config: ConfigDict, workers: int, amounts: Amounts, corpus: data.Corpus
+) -> ConfigDict:
+    """Return the config with the run's number of steps.
+
+    Raises:
+      ValueError: if the corpus has less than a batch, or there are too many steps.
+    """
     lengths = tuple(config.data.lengths)
     rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
-    most = workers * capacity * tx.steps_per_call * config.microbatch_size
+    most = workers * amounts.capacity * amounts.steps_per_call * config.microbatch_size
     data.check_rows(corpus, rows_per_epoch, config.length, most, lengths)
-    config = configs.with_steps(
-        config, rows_per_step, rows_per_epoch, tx.steps_per_call
+    return configs.with_steps(
+        config, amounts.rows_per_step, rows_per_epoch, amounts.steps_per_call
     )
+
+
+def _trainable(config: ConfigDict, mesh: Mesh, corpus: data.Corpus) -> Trainable:
+    """Return the model for a corpus, and how its parameters begin.
+
+    Raises:
+      ValueError: if the model does not fit the tokenizer, or its weights are missing.
+    """
     model = models.model(config, corpus.tokenizer.vocab_size)
     models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
     loss_fn, init = models.trained(
         config, model, lambda make: trained_runs.start(config, make, model, mesh)
     )
     specs = models.specs(model, jax.eval_shape(init), mesh)
-    tx = optimizers.method(
-        config, config.method, mesh, data_axes(mesh), model.stacked, specs
-    )
     adapts = config.lora.rank or config.lora.ranks
     if config.base and not adapts:
         init = Partial(_identity, trained_runs.start(config, init, model, mesh))
@@ -200,30 +309,22 @@ def prepare(
     )
     if config.init_from and not adapts:  # read when needed, and not held
         start = functools.partial(trained_runs.start, config, init, model, mesh)
-    step = acco_jax.make_train_step(
-        loss_fn, tx, microbatches=counted or microbatches, form=config.form,
-        drop_nonfinite=optimizers.drops_nonfinite(config, tx),
-    )  # fmt: skip
-    schedule = optimizers.checked_rate(config)
-    experiment = Experiment(
-        config, workdir, mesh, corpus, model, tx, step, schedule, microbatches,
-        capacity, identity, repair, loss_fn, init, start, specs, began,
-    )  # fmt: skip
+    return Trainable(model, loss_fn, init, start, specs)
+
+
+def _check_experiment(experiment: Experiment) -> None:
+    """Raise a ValueError for documents, an optimizer or checkpoints that do not fit."""
     first = batches(experiment)  # raises if a worker's documents are too few
     held_out_batches(experiment, None)
     try:
-        tx.check(abstract_params(experiment))
+        experiment.tx.check(abstract_params(experiment))
     except Exception as error:
         raise ValueError(
-            f"optimizer {config.optimizer.name} with the options given does not work "
-            f"here: {error}"
+            f"optimizer {experiment.config.optimizer.name} with the options given does "
+            f"not work here: {error}"
         ) from error
-    check_whole(workdir, experiment.checkpoint_folder)
+    check_whole(experiment.workdir, experiment.checkpoint_folder)
     _check_checkpoint(experiment, first)
-    check(experiment)
-    if repair and jax.process_index() == 0:
-        write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
-    return experiment
 
 
 def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:

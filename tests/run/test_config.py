@@ -53,7 +53,7 @@ WRONG = [
     ("lora.rank", -1, r"lora.rank is -1: give 0 for no adapters"),
     ("lora.ranks", (("mlp", 0.5),), r"lora.ranks has \('mlp', 0.5\): give pairs"),
     ("lora.ranks", ("mlp", 4), r"lora.ranks has 'mlp': give pairs"),
-    ("data.skew", 1.5, r"data.skew is 1.5: it must lie from 0 to 1"),
+    ("data.skew", 1.5, r"data.skew is 1.5: it must be at least 0 and at most 1"),
     ("data.task", "instuct", r"data.task is 'instuct': did you mean 'instruct'\?"),
     ("data.lengths", (64, 128), r"lengths is \(64, 128\), but rows of 'pretrain' have"),
     ("lora.rnak", 1, r"no field lora.rnak: did you mean 'lora.rank'\?"),

@@ -159,4 +159,4 @@ def test_a_run_that_has_ended_has_no_more_wall_time(tmp_path, clock):
 
 
 def test_the_preparation_counts(tiny, tmp_path):
-    assert preparation.prepare(tiny(), tmp_path, began=12.5).began == 12.5
+    assert preparation.build(tiny(), tmp_path, began=12.5).began == 12.5

@@ -12,7 +12,7 @@ from acco_jax.run.state import processes
 REFUSED = [
     (
         {"microbatches_per_step": 3},
-        "is 3, which does not divide into the 2 half-rounds",
+        "is 3, which does not divide into the 2 calls of a step",
     ),
     ({"counts": (1, 1, 1)}, "give one number from 0 to 2 for each of the 2 workers"),
     ({"counts": (3, 1)}, "give one number from 0 to 2 for each of the 2 workers"),

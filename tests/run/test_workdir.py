@@ -232,12 +232,9 @@ def test_a_failed_write_leaves_no_partial_file(tmp_path):
 
 def test_a_refusal_after_the_preparation_leaves_no_config(tiny, tmp_path):
     """As of --replay=/nowhere: the workdir stays free for another seed."""
-
-    def check(experiment):
-        preparation.repeating(experiment, tmp_path / "nowhere")
-
+    experiment = preparation.build(tiny(), tmp_path, jax.devices()[:2])
     with pytest.raises(ValueError, match=r"nowhere/config\.json cannot be read"):
-        preparation.prepare(tiny(), tmp_path, jax.devices()[:2], check=check)
+        preparation.repeating(experiment, tmp_path / "nowhere")
     assert not (tmp_path / "config.json").exists()
     preparation.prepare(tiny(seed=5), tmp_path, jax.devices()[:2])
 

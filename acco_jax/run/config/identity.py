@@ -1,37 +1,25 @@
-"""Identity of a run: every field of its config except those named here."""
+"""Identity of a run: the fields of its config of which the schema says so."""
 
 from typing import Any
 
-# A run may continue in its workdir with other values of these.
-HARMLESS = frozenset(
-    {"log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-     "checkpoints", "compare_replicas_every", "metrics_hook", "wandb_project",
-     "spike.policy", "spike.threshold", "spike.calls", "spike.tokens",
-     "drop_nonfinite", "most_dropped_in_a_row",
-     "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
-     "devices", "form", "workers", "profile", "data.data_dir", "data.path",
-     "ignore_weights", "generation"}
-)  # fmt: skip
-# Nor where these lie; their content, as that of data.path, is part of an identity.
-PLACES = {"init_from": (), "data.tokenizer": ("bytes", "bpe")}  # except these names
+from acco_jax.run.config.schema import FIELDS
+
+# Beside fields, config.json has these; a run may continue with others.
+HARMLESS = ("workers", "generation")
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
     """Return the first field in which two configs differ; '' if none matters."""
     for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if prefix + key in HARMLESS:
+        a, b, field = old.get(key), new.get(key), FIELDS.get(prefix + key)
+        if prefix + key in HARMLESS or (field and not field.identity):
             continue
         if isinstance(a, dict) and isinstance(b, dict):
             if difference := differing_field(a, b, f"{prefix}{key}."):
                 return difference
-        elif _is_place(prefix + key, a) and _is_place(prefix + key, b):
+        elif field and field.is_place(a) and field.is_place(b):
             continue
         elif a != b:
             name = repr(prefix + key)[1:-1]  # of a file that may hold anything
             return f"{name}={a!r}, not {b!r}"
     return ""
-
-
-def _is_place(name: str, value: object) -> bool:
-    return name in PLACES and isinstance(value, str) and value not in PLACES[name]

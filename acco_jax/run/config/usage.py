@@ -1,43 +1,19 @@
 """The command line of a command: how its flags are spelled, what `--help` prints."""
 
-import operator
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from absl import flags
 
 from acco_jax import cli
+from acco_jax.run.config.schema import FIELDS
 
 WIDTH = 79
 INDENT = 20  # of a flag's description
 FULL = ("--helpfull", "-helpfull")  # all flags of all modules
 ASKING = ("--help", "-help", "-h", "--helpshort", "-helpshort", "-?", "--?", *FULL)
 NEEDED = "Needed"  # the group of flags that a command cannot do without
-
-# Fields that many runs change, each with a description; config.py has all of them.
-FIELDS = {
-    "method": "acco, zero1, fused_zero1, ddp, dpu, wp, diloco, ...",
-    "steps": "optimizer steps; or say `tokens` or `epochs`",
-    "devices": "CPU devices of each process",
-    "microbatch_size": "rows of a microbatch",
-    "microbatches_per_step": "of each worker in an optimizer step",
-    "length": "targets of a row",
-    "optimizer.name": "of optax or optax.contrib",
-    "optimizer.learning_rate": "its peak",
-    "optimizer.schedule": "cosine, linear, wsd, constant, or one of optax",
-    "optimizer.warmup_steps": "before the schedule",
-    "model.family": "gpt-neo, llama, gemma3, ...; or say `model.size`",
-    "model.size": "a published size",
-    "init_from": "a Hugging Face folder to start from",
-    "data.name": "stdlib, text_folder, jsonl, parquet, huggingface, or of tfds",
-    "data.path": "of text_folder, jsonl, parquet and huggingface",
-    "log_every": "steps between rows of metrics",
-    "eval_every": "steps between evaluations",
-    "checkpoint_every": "steps between checkpoints",
-    "profile": "START:STOP, half-rounds to trace",
-}
 
 
 def asked(argv: Sequence[str], words: Sequence[str] = ASKING) -> bool:
@@ -94,12 +70,13 @@ def text(
     title = "Optional" if groups else "Flags"
     lines = [doc.strip(), *_groups({**groups, title: others}, defined)]
     if "config" in defined:
+        lines += ["", "Fields of the config are flags, too: --config.method=zero1."]
         lines += [
-            "",
-            "Fields of the config are flags, too: --config.method=zero1. Often",
-            "changed, with defaults (acco_jax/run/config/fields.py has all of them):",
-            *_fields(),
+            "Often changed, with defaults (acco_jax/run/config/schema.py has all):"
         ]
+        for name, field in FIELDS.items():
+            if field.help:
+                lines += _entry(f"--config.{name}", field.summary, indent=35)
     lines += ["", f"Exit codes:{codes.rstrip()}"]
     if "helpfull" in defined:
         lines += ["", "Flags of absl: --helpfull"]
@@ -129,17 +106,6 @@ def _groups(
             shown = f"--[no]{name}" if flag.default is True else f"--{name}"
             says, *_ = flag.help.split(";\n")  # absl adds to that of repeatable ones
             yield from _entry(shown, f"{says}{default}")
-
-
-def _fields() -> Iterator[str]:
-    # audit has no config, and does without ml_collections
-    from acco_jax.run.config.fields import default_config
-
-    config = default_config()
-    for name, says in FIELDS.items():
-        value: Any = operator.attrgetter(name)(config)
-        default = "" if value is None else f" [{value}]"
-        yield from _entry(f"--config.{name}", f"{says}{default}", indent=35)
 
 
 def _entry(name: str, says: str, indent: int = INDENT) -> Iterator[str]:

@@ -23,6 +23,7 @@ from acco_jax.step.balanced import BalancedStep
 from acco_jax.step.replay import check_counts, read_counts
 
 FILE = "counts.jsonl"
+Varying = acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay
 
 
 class CountsLog:
@@ -84,7 +85,7 @@ def check_log(log: Path, total_calls: int, workers: int, most: int) -> None:
 
 def counted(
     config: ConfigDict, microbatches: int, total_calls: int, first: int, workers: int
-) -> acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay | None:
+) -> Varying | None:
     """Return how a half-round's microbatches are counted, None where they are fixed.
 
     Args:
