@@ -87,7 +87,7 @@ def test_a_launcher_without_what_jax_needs(launched, monkeypatch, environment, m
 def test_peers_that_do_not_come_end_it_with_a_line_and_5(tmp_path):
     """Without a supervisor, as under SLURM: JAX alone would abort with 134."""
     program = """
-from acco_jax.run import devices
+from acco_jax.command import devices
 devices.connect(None, None, None, start_within=0.5)
 """
     task = {"SLURM_NTASKS": "4", **SLURM, "SLURM_STEP_NODELIST": "localhost"}

@@ -184,10 +184,10 @@ def test_summary_and_picture(acco_run):
 
 def test_nothing_is_compiled_twice(acco_run):
     *_, names = acco_run
-    ours = [n for n in names if n in ("jit(half_round)", "jit(add)", "jit(<lambda>)")]
+    ours = [n for n in names if n in ("jit(run_call)", "jit(add)", "jit(<lambda>)")]
     repeated = {n for n in names if names.count(n) > 1 and "lambda" not in n}
-    assert "jit(half_round)" in names, names
-    assert [n for n in repeated if n in ("jit(half_round)", "jit(add)")] == [], names
+    assert "jit(run_call)" in names, names
+    assert [n for n in repeated if n in ("jit(run_call)", "jit(add)")] == [], names
     assert len(ours) <= 6, names
 
 
@@ -197,7 +197,7 @@ def test_a_resumed_run_compiles_its_step_once(train, tmp_path):
     train(tmp_path, stop_after=4)
     with compilations() as names:
         train(tmp_path, stop_after=9)
-    assert names.count("jit(half_round)") == 1, names
+    assert names.count("jit(run_call)") == 1, names
 
 
 def test_the_loop_makes_no_implicit_transfer(train, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def make_run(folder, *, loss, rate=1000.0, sent=4_000_000, alone=8e-4, rows=10):
         "loss": loss, "tokens": tokens, "steps": EVERY * rows, "seconds": tokens / rate,
         "bytes_sent_per_worker": sent, "state_bytes_per_device": 1_234_567,
         "gradient_seconds_per_token": alone,
-        "seconds_by_cause": {"calls": 200.0, "compiling": 30.0},
+        "seconds_by_cause": {"training": 200.0, "compiling": 30.0},
     }  # fmt: skip
     if alone is None:
         del summary["gradient_seconds_per_token"], summary["seconds_by_cause"]
