@@ -96,7 +96,7 @@ notebook: $(VENV)/.test ## execute the Colab notebooks here and keep their outpu
 
 # Without --quiet, which hides the warnings that --strict counts.
 docs: $(VENV)/.docs ## build the site into build/site, warnings are errors
-	$(VENV)/bin/codespell --ignore-words=docs/words.txt *.md docs/*.md docs/site
+	$(VENV)/bin/codespell --ignore-words=docs/words.txt --skip='*/katex/*' *.md docs/*.md docs/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f docs/mkdocs.yml
 
 package: $(VENV)/.package ## build wheel and sdist, install each, run README's quickstart

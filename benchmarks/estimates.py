@@ -31,6 +31,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parents[1]
@@ -232,9 +233,14 @@ def by_seed(rows: list[dict]) -> Losses:
     return found
 
 
+def percents(found: dict[int, float], base: dict[int, float]) -> list[float]:
+    """Returns the differences of equal seeds."""
+    return [100 * (found[i] / base[i] - 1) for i in found if i in base]
+
+
 def against(found: dict[int, float], base: dict[int, float]) -> str:
     """Returns the mean difference of equal seeds and its standard error."""
-    parts = [100 * (found[i] / base[i] - 1) for i in found if i in base]
+    parts = percents(found, base)
     if not parts:
         return "-"
     text = f"{statistics.fmean(parts):+.2f}"
@@ -258,29 +264,49 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def best(rows: list[dict]) -> str:
-    """Returns Markdown: each variant at its own best rate, against zero1 at its own.
+class Tuned(NamedTuple):
+    """A variant at its own best rate, and zero1 at its own: losses by seed."""
 
-    The rate is the best of the tuning seed, the differences are of all others; of
-    variants with five seeds there.
+    setting: str
+    name: str
+    rate: float
+    losses: dict[int, float]
+    base: dict[int, float]
+
+    def percents(self) -> list[float]:
+        """Differences of equal seeds."""
+        return percents(self.losses, self.base)
+
+
+def tuned(losses: Losses) -> list[Tuned]:
+    """Returns each variant at its own best rate, of variants with five seeds there.
+
+    The rate is the best of the tuning seed, the losses are of all others.
     """
-    losses = by_seed(rows)
-    tuned: dict[tuple[str, str], float] = {}
+    rates: dict[tuple[str, str], float] = {}
     for (setting, lr, name), found in losses.items():
-        old = losses.get((setting, tuned.get((setting, name), lr), name), {})
+        old = losses.get((setting, rates.get((setting, name), lr), name), {})
         if found.get(TUNING, math.inf) <= old.get(TUNING, math.inf):
-            tuned[setting, name] = lr
+            rates[setting, name] = lr
+    every = []
+    for (setting, name), lr in rates.items():
+        found, base = (
+            {i: x for i, x in losses[setting, at, n].items() if i != TUNING}
+            for n, at in ((name, lr), ("zero1", rates.get((setting, "zero1"), lr)))
+        )
+        if len(found) >= SEEDS:
+            every.append(Tuned(setting, name, lr, found, base))
+    return every
+
+
+def best(rows: list[dict]) -> str:
+    """Returns Markdown: each variant at its own best rate, against zero1 at its own."""
+    losses = by_seed(rows)
     lines = [
         "| learning | variant | its best rate | of | loss | against zero1 |",
         "|---|---|---|---|---|---|",
     ]
-    for (setting, name), lr in tuned.items():
-        found, base = (
-            {i: x for i, x in losses[setting, at, n].items() if i != TUNING}
-            for n, at in ((name, lr), ("zero1", tuned.get((setting, "zero1"), lr)))
-        )
-        if len(found) < SEEDS:
-            continue
+    for setting, name, lr, found, base in tuned(losses):
         tried = [k[1] for k in losses if (k[0], k[2]) == (setting, name)]
         rates = ", ".join(f"{x:g}" for x in sorted(set(tried)) if
                           TUNING in losses[setting, x, name])  # fmt: skip

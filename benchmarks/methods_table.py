@@ -8,9 +8,9 @@ Prints a Markdown table, of one worker:
     sent       per optimizer step (an inner step of local methods), in what collectives
                of at least 1 kB carry, by a ring's costs
     at once    the most that one call of the train step sends
-    held       between calls: parameters, state, what is pending
+    held       between calls: parameters, state, in-flight gradients
 
-Parameters, gradients and collectives are bfloat16, the master copy and the optimizer's
+Parameters, gradients and collectives are bfloat16, master weights and the optimizer's
 moments float32.
 """
 
@@ -47,6 +47,11 @@ METHODS = (
     ("gossip", {}),
     ("cellm", {"local_steps": 50}),
 )
+PARTS = {  # of what is held, and their fields of a method's state
+    "master weights": "master",
+    "optimizer state": "inner",
+    "in-flight gradients": "in_flight",
+}
 HEAD = (
     "| method | calls per step | sent per step | at once | held |\n" + "|---" * 5 + "|"
 )
@@ -58,8 +63,8 @@ def loss_fn(params, batch, rng):
     return jnp.mean(batch.astype(jnp.float32) ** 2)
 
 
-def row(name, options, workers):
-    """One line of the table."""
+def start(name, options, workers):
+    """A method's transformation, its mesh, and its abstract parameters and state."""
     mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
     tx = getattr(acco_jax, name)(optax.adamw(1e-3), mesh=mesh, **options)
     one = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
@@ -69,6 +74,27 @@ def row(name, options, workers):
         jax.eval_shape(lambda p: acco_jax.start(tx, p), params),
         acco_jax.start_shardings(tx, params),
     )
+    return tx, mesh, state
+
+
+def parts(name, options, workers):
+    """What is held between calls, in bytes per parameter, by what it is."""
+    _, _, (params, state) = start(name, options, workers)
+    held = {"parameters": bytes_held(params) / PARAMETERS}
+    for part, field in PARTS.items():
+        held[part] = bytes_held(getattr(state, field, ())) / PARAMETERS
+    held["other state"] = bytes_held((params, state)) / PARAMETERS - sum(held.values())
+    return held
+
+
+def label(name, options):
+    given = ", ".join(f"{k}={v}" for k, v in options.items())
+    return f"{name}({given})" if given else name
+
+
+def row(name, options, workers):
+    """One line of the table."""
+    tx, mesh, state = start(name, options, workers)
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=2)
     shape = (workers * 2 * tx.steps_per_call, WIDTH)
     rows = NamedSharding(mesh, P("data"))
@@ -79,10 +105,9 @@ def row(name, options, workers):
     }
     mean = sum(sent[k] * times for k, times in turns.items()) / sum(turns.values())
     calls = tx.calls_per_step / tx.steps_per_call
-    label = ", ".join(f"{k}={v}" for k, v in options.items())
     many = f"{calls:.0f}" if calls >= 1 else f"1 in {1 / calls:.0f}"
     return (
-        f"| `{name}{f'({label})' if label else ''}` | {many} | {mean * calls:.3g} "
+        f"| `{label(name, options)}` | {many} | {mean * calls:.3g} "
         f"| {max(sent.values()):.3g} | {bytes_held(state) / PARAMETERS:.3g} |"
     )
 

@@ -11,11 +11,13 @@ and dark. Nothing is run on a GPU.
 import json
 import math
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
+from acco_jax.command import palette
 from acco_jax.command.charts import subplots
 from acco_jax.plan import decision, planner
 from acco_jax.plan.outcomes import Outcome
@@ -23,7 +25,9 @@ from acco_jax.schedule import costs, topologies
 from acco_jax.schedule.machines import Constant, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
-ASSETS = ROOT / "docs" / "site" / "assets"
+sys.path.insert(0, str(ROOT))
+from benchmarks import pictures  # noqa: E402
+
 OUT = ROOT / "experiments" / "results" / "network.md"
 EXPERIMENT, TOPOLOGY = "openwebtext_125m", "gpu:a100:4x8"
 RATES = (0.5, 1, 2, 3, 3.7, 6, 12.5, 25, 50, 100, 200)  # Gbit/s of a device
@@ -31,13 +35,8 @@ SHOWN = 6  # Gbit/s, in the picture of a step
 CURVE = [0.4 * (250 / 0.4) ** (i / 160) for i in range(161)]  # Gbit/s
 
 COLORS = {
-    "computation": "#4c78a8",
-    "reduce-scatter": "#f58518",
-    "all-gather": "#54a24b",
-}
-STYLES = {  # ending of the file's name: ink, lines, waiting
-    "": ("#24292f", "#d0d7de", "#c4c9cf"),
-    "_dark": ("#e6edf3", "#3d444d", "#5a626b"),
+    "computation": palette.COMPUTATION,
+    **{x: palette.COLLECTIVES[x] for x in ("reduce-scatter", "all-gather")},
 }
 
 
@@ -80,14 +79,14 @@ def draw_speedup(
     ending: str,
 ) -> None:
     """Draws the curve with its interval, the band (Gbit/s) shaded."""
-    ink, lines, _ = STYLES[ending]
+    ink = pictures.STYLES[ending].ink
     figure, (ax,) = subplots(7.2, 3.1, 1)
     low, high = band
     machines = [at(machine, x) for x in CURVE]
     curve = [speedup(acco, zero1, m) for m in machines]
     least, most = zip(*(bounds(acco, zero1, m) for m in machines), strict=True)
-    color = COLORS["computation"]
-    ax.axvspan(low, high, color="#54a24b", alpha=0.16, lw=0)
+    color = palette.METHODS["acco"]
+    ax.axvspan(low, high, color=color, alpha=0.1, lw=0)
     ax.fill_between(CURVE, least, most, color=color, alpha=0.22, lw=0)
     ax.plot(CURVE, curve, color=color, lw=2)
     ax.axhline(1, color=ink, lw=0.8, ls=":")
@@ -104,12 +103,12 @@ def draw_speedup(
     )  # fmt: skip
     ax.text(low * 0.92, 1.03, "zero1 is faster", ha="right", color=ink, fontsize=9)
     ax.text(high * 1.1, 1.06, "no difference", ha="left", color=ink, fontsize=9)
-    _finish(figure, ax, ink, lines, ASSETS / f"speedup{ending}.svg")
+    pictures.save(figure, f"speedup{ending}.svg")
 
 
 def draw_step(acco: Outcome, zero1: Outcome, machine: Machine, ending: str) -> None:
     """Draws an optimizer step of both methods to scale: computation, communication."""
-    ink, lines, waits = STYLES[ending]
+    ink, _, waits = pictures.STYLES[ending]
     figure, axes = subplots(7.2, 2.9, 2, sharex=True)
     longest = seconds(zero1, machine)
     for ax, outcome in zip(axes, (zero1, acco), strict=True):
@@ -138,8 +137,7 @@ def draw_step(acco: Outcome, zero1: Outcome, machine: Machine, ending: str) -> N
         handles=handles, loc="outside lower center", ncols=4, frameon=False,
         labelcolor=ink,
     )  # fmt: skip
-    for ax in axes:
-        _finish(figure, ax, ink, lines, ASSETS / f"step{ending}.svg")
+    pictures.save(figure, f"step{ending}.svg")
 
 
 def _bar(ax: Any, begin: float, span: costs.Span, waits: str) -> None:
@@ -150,16 +148,6 @@ def _bar(ax: Any, begin: float, span: costs.Span, waits: str) -> None:
         ax.barh(1, **box, height=0.7, color=COLORS["computation"], lw=0)
     elif span.name in COLORS:  # the others are too short to be seen
         ax.barh(0, **box, height=0.7, color=COLORS[span.name], lw=0)
-
-
-def _finish(figure: Any, ax: Any, ink: str, lines: str, path: Path) -> None:
-    """Colours the axes and writes the picture; the page's colour shows through."""
-    ax.tick_params(colors=ink)
-    for side in ax.spines.values():
-        side.set_color(lines)
-    ax.xaxis.label.set_color(ink)
-    ax.yaxis.label.set_color(ink)
-    figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 # ---- the page
@@ -185,9 +173,7 @@ acco is at least {faster:.0%} faster from {low:.2g} to {high:.2g} Gbit/s. It sen
 twice zero1's bytes. Below {even:.2g} Gbit/s it exposes more seconds than zero1 does,
 and zero1 is faster.
 
-![The speed-up against the network](../../docs/site/assets/speedup.svg)
-
-![An optimizer step of both at {shown:g} Gbit/s](../../docs/site/assets/step.svg)
+{pictures}
 """
 
 
@@ -214,9 +200,7 @@ def main() -> None:
     low, high = (rate * 8 / 1e9 for rate in ends)
     slower = [x for x in CURVE if speedup(acco, zero1, at(plan.machine, x)) < 1]
     even = max(x for x in slower if x < low)
-    mpl.rcParams["svg.hashsalt"] = "acco-jax"  # the same file from the same figures
-    for ending, (ink, lines, _) in STYLES.items():
-        mpl.rcParams |= {"text.color": ink, "grid.color": lines}
+    for ending in pictures.styled():
         draw_speedup(acco, zero1, plan.machine, (low, high), ending)
         draw_step(acco, zero1, at(plan.machine, SHOWN), ending)
     OUT.write_text(
@@ -224,7 +208,13 @@ def main() -> None:
             model=f"GPT-Neo, {acco.program.parameters / 1e6:.0f}M parameters,",
             experiment=EXPERIMENT, topology=TOPOLOGY, tokens=round(tokens.pop()),
             rows="\n".join(row(acco, zero1, plan.machine, x) for x in RATES),
-            faster=decision.WINS - 1, low=low, high=high, even=even, shown=SHOWN,
+            pictures="\n\n".join(
+                pictures.both(name, alt) for name, alt in (
+                    ("speedup", "The predicted speed-up against the network"),
+                    ("step", f"An optimizer step of both at {SHOWN:g} Gbit/s"),
+                )
+            ),
+            faster=decision.WINS - 1, low=low, high=high, even=even,
         )
     )  # fmt: skip
     print(json.dumps({"band": [low, high], "even": even}))

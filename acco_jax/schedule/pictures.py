@@ -1,6 +1,5 @@
 """Pictures of a plan: timelines at equal tokens, and how a run grows with devices."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,21 +8,16 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from acco_jax.command import palette
 from acco_jax.command.charts import subplots
 from acco_jax.schedule.costs import OTHER, PRODUCTS, Prediction
 
 _COLORS = {
-    PRODUCTS: "#4c78a8",
-    OTHER: "#b8c9de",
-    "reduce-scatter": "#f58518",
-    "all-gather": "#54a24b",
-    "all-reduce": "#e45756",
-    "send-recv": "#b279a2",
-    "all-to-all": "#9d755d",
-    "collective-permute": "#72b7b2",
+    PRODUCTS: palette.COMPUTATION,
+    OTHER: palette.OTHER_COMPUTATION,
+    **palette.COLLECTIVES,
 }
 _ROWS = {"communication": 0, "computation": 1}
-_METHOD_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d")
 
 
 class TimelineRow(NamedTuple):
@@ -129,7 +123,7 @@ def scaling(
     methods = list(dict.fromkeys(r["method"] for r in rows))
     longest = max(max(r["computation"], r["communication"]) for r in rows)
     unit, scale = ("s", 1) if longest > 2 else ("ms", 1e3)
-    for method, color in zip(methods, itertools.cycle(_METHOD_COLORS)):
+    for method, color in palette.of_methods(methods).items():
         points = sorted(
             (r for r in rows if r["method"] == method), key=lambda r: r["devices"]
         )

@@ -33,7 +33,8 @@ def prose(text: str) -> str:
     text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"\n\n(?:    .*\n|      +.*\n|\n)+", "\n\n", text)  # indented code
     text = re.sub(r"^(?:\||#|:::).*$", "\n", text, flags=re.M)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"`[^`]+`", "`code`", text)
 
 

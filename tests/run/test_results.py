@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from matplotlib import image
 
+from acco_jax.command import palette
 from acco_jax.run.compare import results
 
-BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
+ACCO, ZERO1 = (
+    tuple(bytes.fromhex(palette.METHODS[name][1:])) for name in ("acco", "zero1")
+)
 EVERY = 100  # half-rounds between evaluations
 
 
@@ -150,13 +153,13 @@ def pixels(path, colour):
 
 def test_draws_every_method_against_tokens_time_and_bytes(found, tmp_path):
     results.draw(found, tmp_path / "loss.png")
-    blue, (height, width, _) = pixels(tmp_path / "loss.png", BLUE)
+    acco, (height, width, _) = pixels(tmp_path / "loss.png", ACCO)
     assert width > 1200 and height > 400
-    assert min(blue) > 300
-    orange, _ = pixels(tmp_path / "loss.png", ORANGE)
-    assert min(orange[:2]) > 300 > orange[2]  # its bytes are not known
+    assert min(acco) > 300
+    zero1, _ = pixels(tmp_path / "loss.png", ZERO1)
+    assert min(zero1[:2]) > 300 > zero1[2]  # its bytes are not known
     # the band: half of acco's colour, where the seeds differ
-    band, _ = pixels(tmp_path / "loss.png", [255 - 0.2 * (255 - c) for c in BLUE])
+    band, _ = pixels(tmp_path / "loss.png", [255 - 0.2 * (255 - c) for c in ACCO])
     assert min(band) > 1000
 
 
@@ -168,7 +171,7 @@ def test_draws_a_single_evaluation(tmp_path):
     result = results.read(folder, "acco", 0)
     assert result.tokens_per_second is None and result.exposed_ms_per_step is None
     results.draw([result], tmp_path / "loss.png")
-    assert sum(pixels(tmp_path / "loss.png", BLUE)[0]) > 30
+    assert sum(pixels(tmp_path / "loss.png", ACCO)[0]) > 30
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from acco_jax.command import palette
 from acco_jax.command.charts import legend_below, subplots
 from acco_jax.command.files import is_number, read_object
 from acco_jax.run.observe import metrics
@@ -339,6 +340,7 @@ def curve(runs: list[Result]) -> Curve:
 def draw(runs: list[Result], path: Path) -> None:
     """Draw held-out loss against tokens, time and bytes; bands are seeds' ranges."""
     curves = {name: curve(group) for name, group in by_method(runs).items()}
+    colors = palette.of_methods(curves)
     figure, axes = subplots(13, 4.6, 1, 3, sharey=True)
     panels = (("tokens", "tokens", ""), ("seconds", "time", "s"),
               ("bytes_sent", "sent by each worker", "B"))  # fmt: skip
@@ -347,7 +349,7 @@ def draw(runs: list[Result], path: Path) -> None:
             x = getattr(c, field)
             if x is None:
                 continue
-            style = {"color": f"C{i % 10}", "ls": ("-", "--", ":")[i // 10 % 3]}
+            style = {"color": colors[name], "ls": ("-", "--", ":")[i // 12 % 3]}
             ax.plot(x, c.mean, label=name, lw=1.6, marker="o", ms=2.5, **style)
             ax.fill_between(x, c.low, c.high, color=style["color"], alpha=0.2, lw=0)
         ax.set_xlabel(label)

@@ -18,7 +18,7 @@ from pathlib import Path
 from absl import logging
 
 from acco_jax import methods
-from acco_jax.command import exits
+from acco_jax.command import exits, palette
 from acco_jax.command.charts import legend_below, subplots
 from acco_jax.run.compare import results
 from acco_jax.run.compare.pool import Pool, RunFailed, Task, raise_failed
@@ -371,9 +371,9 @@ def draw(
     else:
         place = ticks.index
     ax.set_xticks([place(value) for value in ticks], ticks)
-    for i, (method, group) in enumerate(groups.items()):
-        best = chosen[method]
-        color = f"C{i % 10}"
+    colors = palette.of_methods(groups)
+    for method, group in groups.items():
+        best, color = chosen[method], colors[method]
         at = {c: (place(c.point[0][1]), scores[c].mean) for c in group
               if math.isfinite(scores[c].mean)}  # fmt: skip
         whole = sorted(xy for c, xy in at.items() if scores[c].part == 1)

@@ -20,10 +20,9 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
+from acco_jax.command import palette
 from acco_jax.run.pages.run_records import Row, RunRecords
 
-COLORS = ("#3f7fd9", "#e0792b", "#2a9d7c", "#d1446c", "#8b68d4", "#a87b23", "#3d9bb5",
-          "#7d9126", "#c05ab4", "#808080")  # fmt: skip
 POINTS = 400  # most points of a line: more rows are averaged
 ROWS = 8  # least rows of metrics.jsonl for a figure of throughput
 Figures = dict[str, Any]
@@ -32,8 +31,7 @@ Scale = tuple[str, float]  # a unit's name and size
 
 def colors(runs: Sequence[RunRecords]) -> dict[str, str]:
     """Map each group of runs to its colour."""
-    groups = dict.fromkeys(run.group for run in runs)
-    return dict(zip(groups, itertools.cycle(COLORS)))
+    return palette.of_methods(run.group for run in runs)
 
 
 def thinned(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
