@@ -46,6 +46,7 @@ METHODS = (
     ("streaming_diloco", {"local_steps": 100, "fragments": 4}),
     ("gossip", {}),
     ("cellm", {"local_steps": 50}),
+    ("sparseloco", {"local_steps": 50}),
 )
 HEAD = (
     "| method | calls per step | sent per step | at once | held |\n" + "|---" * 5 + "|"

@@ -125,6 +125,7 @@ LOCAL = {
     "gossip": {"local_steps": 2},
     "streaming_diloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
     "cellm": {"local_steps": 2},
+    "sparseloco": {"local_steps": 2},
 }
 
 
