@@ -129,7 +129,7 @@ LOCAL = {
 }
 
 
-ALIKE = ("slowmo", "co2")  # whose states are diloco's
+ALIKE = ("slowmo", "co2", "sparseloco")  # whose states are diloco's or cellm's
 
 
 @pytest.mark.fast("diloco", "gossip")

@@ -167,17 +167,18 @@ def _from_words(words: jax.Array, like: list[jax.ShapeDtypeStruct]) -> list[jax.
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
     """The lowest `bits` bits of each integer, one after another: uint8 [bytes]."""
-    stream = codes.reshape(-1, 1) >> jnp.arange(bits, dtype=codes.dtype) & 1
+    stream = codes.reshape(-1, 1) >> lax.iota(codes.dtype, bits)[None] & 1
     stream = stream.astype(jnp.uint8).reshape(-1)
     stream = jnp.pad(stream, (0, -stream.size % 8)).reshape(-1, 8)
-    return (stream << jnp.arange(8, dtype=jnp.uint8)).sum(1, dtype=jnp.uint8)
+    return (stream << lax.iota(jnp.uint8, 8)[None]).sum(1, dtype=jnp.uint8)
 
 
 def unpacked(sent: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `packed`: int32 of this shape."""
-    stream = (sent[:, None] >> jnp.arange(8, dtype=jnp.uint8) & 1).astype(jnp.int32)
-    stream = stream.reshape(-1)[: math.prod(shape) * bits].reshape(*shape, bits)
-    return (stream << jnp.arange(bits, dtype=jnp.int32)).sum(-1, dtype=jnp.int32)
+    stream = (sent[:, None] >> lax.iota(jnp.uint8, 8)[None] & 1).astype(jnp.int32)
+    stream = stream.reshape(-1)[: math.prod(shape) * bits].reshape(-1, bits)
+    stream = stream << lax.iota(jnp.int32, bits)[None]
+    return stream.sum(1, dtype=jnp.int32).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +299,8 @@ class SparseRound(LocalRound[SparseState]):
                 return weight[0].astype(e.dtype) * (x - theta[0]) + before
 
             u = jax.tree.leaves(jax.tree.map(moved, x, theta, error))
-            words, unsent = [], []
+            words: list[jax.Array] = []
+            unsent = []
             buffers = _to_chunks(layout, u, self.message.chunk)
             for buffer, group in zip(buffers, _groups(layout), strict=True):
                 places, values = largest(buffer, self.message.k)
@@ -348,7 +350,7 @@ class SparseRound(LocalRound[SparseState]):
                 parts = _from_words(words, like)
                 sent = zip(total, parts[::2], parts[1::2], strict=True)
                 decode = self.message.decode
-                return [add_at(x, *decode(*each, x.dtype)) for x, *each in sent], None
+                return [add_at(x, *decode(a, b, x.dtype)) for x, a, b in sent], None
 
             leaves = [layout.leaves[group[0]] for group in _groups(layout)]
             sizes = [sum(_sizes(layout, group)) for group in _groups(layout)]
