@@ -12,13 +12,15 @@ e_r stands in for an outer momentum. w_r is worker r's weight: with weighted=Fal
 
 An entry is 12 bits of place, a sign and the other value bits. Q divides the range from
 a chunk's smallest to its largest sent magnitude into 2^(value_bits - 1) equal intervals
-and sends the middle of one. The range is 32 bits a chunk. The paper's chunks are blocks
-of 64 by 64 of a matrix, here they are consecutive entries.
+and sends the middle of one. The range is 32 bits a chunk. The authors' earlier code,
+CCLoco, differs in three points: its chunks are blocks of 64 by 64 of a matrix, here
+they are consecutive entries; its Q sends a table of means; and it divides an entry by
+the number of workers that sent it, the equation above by all.
 
-At 1 % and 2 bits an entry of the parameters costs 0.0185 bytes, (n - 1) times: all
-workers gather what every other one sends, where diloco's reduction and gather stay
-below 4 bytes in bfloat16. So it sends 216 / n times fewer bytes, and from 217 workers
-on more of them. docs/site/methods.md has a table by keep, value_bits and n.
+At 1 % and 2 bits a worker sends 0.0185 bytes per parameter, (n - 1) times: all workers
+gather every message. diloco's reduction and gather stay below 4 bytes in bfloat16. So
+sparseloco sends 216 / n times fewer bytes than diloco, and from 217 workers on more.
+docs/site/methods.md has a table by keep, value_bits and n.
 """
 
 from typing import Unpack
