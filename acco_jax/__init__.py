@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from acco_jax.methods.local.gossip import gossip as gossip
     from acco_jax.methods.local.rounds import local_rounds as local_rounds
     from acco_jax.methods.local.slowmo import slowmo as slowmo
+    from acco_jax.methods.local.sparseloco import sparseloco as sparseloco
     from acco_jax.methods.local.streaming import streaming_diloco as streaming_diloco
     from acco_jax.methods.method import Method as Method
     from acco_jax.methods.method import committed_model_state as committed_model_state

@@ -46,6 +46,7 @@ METHODS = (
     ("streaming_diloco", {"local_steps": 100, "fragments": 4}),
     ("gossip", {}),
     ("cellm", {"local_steps": 50}),
+    ("sparseloco", {"local_steps": 50}),
 )
 PARTS = {  # of what is held, and their fields of a method's state
     "master weights": "master",

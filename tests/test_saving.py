@@ -20,6 +20,7 @@ LOCAL = {
     "diloco": {"local_steps": 2},
     "gossip": {},
     "cellm": {"local_steps": 2},
+    "sparseloco": {"local_steps": 2},
     "streaming_diloco": STREAMING,
 }
 

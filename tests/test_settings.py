@@ -38,6 +38,7 @@ VARIANTS = {  # each code path that computes with dtypes or shapes of its own, o
     "streaming_diloco at once": ("streaming_diloco", {"overlap_steps": 0}),
     "gossip": ("gossip", {"topology": "random"}),
     "cellm": ("cellm", {"weighted": False}),
+    "sparseloco": ("sparseloco", {}),
 }
 
 

@@ -16,6 +16,7 @@ MODULES = {
     "fused_zero1": "fused_zero1",
     "gossip": "local.gossip",
     "slowmo": "local.slowmo",
+    "sparseloco": "local.sparseloco",
     "streaming_diloco": "local.streaming",
     "wp": "delayed",
     "zero1": "zero1",

@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 import acco_jax
 from tests.reference import AUTO, EXPLICIT, make_mesh, parameters
 
-LOCAL = ("diloco", "slowmo", "co2", "streaming_diloco", "gossip", "cellm")
+LOCAL = (
+    "diloco", "slowmo", "co2", "streaming_diloco", "gossip", "cellm", "sparseloco",
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -125,10 +125,11 @@ LOCAL = {
     "gossip": {"local_steps": 2},
     "streaming_diloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
     "cellm": {"local_steps": 2},
+    "sparseloco": {"local_steps": 2},
 }
 
 
-ALIKE = ("slowmo", "co2")  # whose states are diloco's
+ALIKE = ("slowmo", "co2", "sparseloco")  # whose states are diloco's or cellm's
 
 
 @pytest.mark.fast("diloco", "gossip")

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.core.gradients import Sums
-from acco_jax.methods.local.cellm import _entries
 from acco_jax.methods.local.local_method import LocalProgress
+from acco_jax.methods.local.sparse import entries
 from acco_jax.models import lora, transformer
 from acco_jax.schedule import footprint
 from tests.methods.local import problem
@@ -307,7 +307,7 @@ def test_refuses(options, message):
 
 
 def test_a_small_part_is_at_least_one_entry():
-    assert [_entries(k) for k in (1e-9, 1 / 64, 0.5, 1.0, 1)] == [
+    assert [entries(k, 256) for k in (1e-9, 1 / 64, 0.5, 1.0, 1)] == [
         1, 4, 128, 256, 1,
     ]  # fmt: skip
 

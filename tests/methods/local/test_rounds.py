@@ -262,6 +262,7 @@ def test_a_split_model_s_optimizer_state_is_split_too():
         acco_jax.gossip,
         functools.partial(acco_jax.streaming_diloco, fragments=1, overlap_steps=1),
         acco_jax.cellm,
+        acco_jax.sparseloco,
     ):
         tx = make(problem.adamw(), mesh=mesh, local_steps=2, param_specs=MODEL)
         _, state = acco_jax.start(tx, params)
