@@ -222,7 +222,9 @@ def prepare(
     _check_checkpoint(experiment, first)
     check(experiment)
     if repair and jax.process_index() == 0:
-        write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
+        known = {"parameters": model.parameters(), "total_steps": config.steps}
+        text = json.dumps(identity | known, indent=2) + "\n"
+        write_whole(workdir / "config.json", text)
     return experiment
 
 

@@ -215,7 +215,7 @@ def test_several_runs_are_told_apart(two):
     assert re.search(r"seed 0 1 0", says) and "length" not in says
     boxes = [a["value"] for tag, a in two.tags if tag == "input"]
     assert boxes == ["acco", "zero1"]  # seeds of a method have one colour
-    assert "unfinished, step 10 of 10" in two.sections["overview"]
+    assert "failed, step 10 of 10" in two.sections["overview"]
 
 
 def test_bytes_of_an_unfinished_run_are_not_made_up(two):
@@ -229,7 +229,7 @@ def test_a_run_that_has_just_begun(tmp_path):
         (folder / f"{name}.jsonl").unlink()
     (folder / "lock.json").write_text("{}")
     says = made(folder).sections
-    assert "unfinished, step 0 of 20; lock.json is there" in says["overview"]
+    assert "running, step 0 of 20" in says["overview"]
     assert "Nothing is recorded" in says["goodput"]
     assert "not recorded yet" in says["microbatches"]
 

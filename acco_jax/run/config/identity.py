@@ -10,7 +10,7 @@ HARMLESS = frozenset(
      "drop_nonfinite", "most_dropped_in_a_row",
      "samples", "sample_prompt", "sample_tokens", "mesh.fsdp", "mesh.tensor", "domains",
      "devices", "form", "workers", "profile", "data.data_dir", "data.path",
-     "ignore_weights", "generation"}
+     "ignore_weights", "generation", "parameters", "total_steps"}
 )  # fmt: skip
 # Nor where these lie; their content, as that of data.path, is part of an identity.
 PLACES = {"init_from": (), "data.tokenizer": ("bytes", "bpe")}  # except these names

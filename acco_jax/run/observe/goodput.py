@@ -42,7 +42,8 @@ CAUSES = (
     "profiling", "waiting", "down",
 )  # fmt: skip
 
-Row = dict[str, Any]  # time (s since 1970), cause; half_round, compiling, waiting, over
+# time (s since 1970), cause; half_round, compiling, waiting, over, stopped
+Row = dict[str, Any]
 
 
 class Record:
@@ -78,6 +79,7 @@ class Record:
         *,
         waiting: float = 0.0,
         over: bool = False,
+        stopped: bool = False,
     ) -> None:
         """Record the cause of the time since the last mark.
 
@@ -86,13 +88,15 @@ class Record:
           half_round: half-rounds done now; fewer than before if some were lost.
           waiting: seconds of that time that the host waited.
           over: whether the run has ended.
+          stopped: whether it has stopped before its end, and saved.
         """
         if not self._writes:
             return
         row = {"time": time.time(), "cause": cause, "half_round": half_round}
         seconds = timing.covered(self._compiled, self._rows[-1]["time"])
         self._compiled.clear()
-        more = {"compiling": seconds, "waiting": waiting, "over": over}
+        more = {"compiling": seconds, "waiting": waiting, "over": over,
+                "stopped": stopped}  # fmt: skip
         self._add(row | {name: value for name, value in more.items() if value})
 
     def trained(self, half_round: int, fetching: float = 0.0) -> None:

@@ -115,7 +115,7 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
             ("method", "", lambda run: run.config["method"], str),
             ("state", "", lambda run: run.status, str),
             ("workers", "", _workers, str),
-            ("parameters", "", of("parameters"), whole),
+            ("parameters", "", lambda run: run.parameters, whole),
             ("tokens", "targets of training", _last("tokens"), whole),
             ("final loss", "nats per token, all held-out documents", of("loss"), loss),
             ("bits per byte", "the same", of("bits_per_byte"), loss),
@@ -128,15 +128,15 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
                 loss,
             ),
             ("tokens per second", "median of the logging intervals but the first, "
-             "without evaluations", _rate, whole),
+             "without evaluations", lambda run: run.rate, whole),
             ("model FLOPs utilization", "median; only on accelerators whose peak is "
              "known", _utilization, "{:.1%}".format),
             ("time", "of the run, compilations and evaluations included; not that "
              "between restarts", _last("seconds"), duration),
             ("compiling", "of the wall time, start-up included", _compiling,
              duration),
-            ("goodput", "share of the wall time in half-rounds that counted", _share,
-             "{:.1%}".format),
+            ("goodput", "share of the wall time in half-rounds that counted",
+             lambda run: run.goodput, "{:.1%}".format),
         ],
     )  # fmt: skip
 
@@ -153,10 +153,6 @@ def _last(field: str) -> Callable[[RunRecords], Any]:
     return lambda run: max((row[field] for row in run.rows), default=None)
 
 
-def _rate(run: RunRecords) -> float | None:
-    return results.typical_rate(run.rows)
-
-
 def _utilization(run: RunRecords) -> float | None:
     name = "model_flops_utilization"
     found = [r[name] for r in run.train if r.get(name) is not None]
@@ -167,13 +163,9 @@ def _compiling(run: RunRecords) -> float | None:
     return goodput.spent(run.record)["compiling"] if run.record else None
 
 
-def _share(run: RunRecords) -> float | None:
-    return goodput.share(goodput.spent(run.record)) if run.record else None
-
-
 def _communication(runs: Sequence[RunRecords]) -> Iterator[Plot]:
     def exposed(run: RunRecords) -> float | None:
-        return results.exposed_ms(_rate(run), run.summary)
+        return results.exposed_ms(run.rate, run.summary)
 
     def per_half_round(run: RunRecords) -> float | None:
         return run.bytes_at(1)
