@@ -14,6 +14,7 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 
 from acco_jax.run.compare import results
+from acco_jax.run.config.identity import HARMLESS
 from acco_jax.run.observe import goodput, profiling
 from acco_jax.run.pages import curves, run_records
 from acco_jax.run.pages.run_records import RunRecords
@@ -49,6 +50,16 @@ class ProfileTable(NamedTuple):
     rows: list[list[str]]
 
 
+class Paired(NamedTuple):
+    """Final losses of runs that differ only in their seed, against others' seeds."""
+
+    name: str
+    seeds: str
+    loss: str  # the mean
+    change: str  # mean and standard error; '' of the first, which others are against
+    pairs: str
+
+
 class Bar(NamedTuple):
     """A run's wall time by cause."""
 
@@ -81,6 +92,7 @@ def written(runs: Sequence[RunRecords], now: datetime.datetime) -> str:
         script=script,
         divs=divs,
         overview=list(_overview(runs)),
+        paired=_paired(runs),
         fields=[(n, list(map(_value, v))) for n, v in run_records.differences(runs)],
         microbatches=[(run, _microbatches(run)) for run in runs],
         communication=list(_communication(runs)),
@@ -139,6 +151,28 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
              lambda run: run.goodput, "{:.1%}".format),
         ],
     )  # fmt: skip
+
+
+def _paired(runs: Sequence[RunRecords]) -> list[Paired]:
+    """Return finished runs by method, against the seeds that the first one shares.
+
+    Runs of a method with other fields, such as another learning rate, are apart.
+    """
+    same = HARMLESS | {"method", "seed"}
+    fields = [n for n, _ in run_records.differences(runs) if n not in same]
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run.state == "finished":
+            others = (f", {name}={_value(run.config.get(name))}" for name in fields)
+            group = losses.setdefault("".join([run.config["method"], *others]), {})
+            group[run.config.get("seed", 0)] = run.summary["loss"]
+    rows, first = [], next(iter(losses.values()), {})
+    for name, group in losses.items():
+        if changes := results.changes(first, group):
+            text = "" if group is first else results.change_text(changes)
+            loss = f"{statistics.fmean(group.values()):.4f}"
+            rows.append(Paired(name, str(len(group)), loss, text, str(len(changes))))
+    return rows if len(rows) > 1 else []
 
 
 def _workers(run: RunRecords) -> str | None:

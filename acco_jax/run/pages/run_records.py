@@ -187,7 +187,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> RunRecords:
     """Read one run's folder; raise as `read`."""
-    numbers = ("parameters", "steps", "total_steps")
+    numbers = ("parameters", "seed", "steps", "total_steps")
     config = results.numbers(folder / "config.json", (), numbers)
     if not isinstance(config.get("method"), str):
         raise ValueError(
