@@ -33,6 +33,9 @@ _TIME_GRADIENTS = flags.DEFINE_bool(
 _REPLAY = flags.DEFINE_string(
     "replay", None, "Workdir of a run of this config to repeat, to the bit."
 )
+_EXTEND = flags.DEFINE_bool(
+    "extend", False, "A longer run follows the schedule of its new length from here on."
+)
 _STRICT_HOOKS = flags.DEFINE_bool(
     "strict_hooks", False, "End the run where metrics_hook, W&B or TensorBoard fails."
 )
@@ -183,7 +186,9 @@ def _train(claim: contextlib.ExitStack) -> None:
                 folder = paths.expanded(_REPLAY.value)
                 replay = preparation.repeating(experiment, folder)
 
-        experiment = preparation.prepare(config, workdir, began=began, check=check)
+        experiment = preparation.prepare(
+            config, workdir, began=began, extend=_EXTEND.value, check=check
+        )
     except (ValueError, OSError):
         for made in new:
             paths.remove(made)
@@ -213,7 +218,7 @@ def _train(claim: contextlib.ExitStack) -> None:
 GROUPS = {
     usage.NEEDED: ("config", "workdir"),
     "One start of a run": (
-        "stop_after", "time_gradients", "replay", "strict_hooks",
+        "stop_after", "time_gradients", "replay", "extend", "strict_hooks",
     ),
     "Several processes, where no launcher says it (SLURM, MPI, Kubernetes, TPU)": (
         "coordinator", "processes", "process",

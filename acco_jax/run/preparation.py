@@ -30,7 +30,7 @@ from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
 from acco_jax.run.config.identity import differing_field
 from acco_jax.run.observe import goodput, hooks, metrics
-from acco_jax.run.state import counts, processes, worlds
+from acco_jax.run.state import counts, lengths, processes, worlds
 from acco_jax.run.state.checkpoints import Checkpoints
 from acco_jax.run.state.workdir import check_held, own
 from acco_jax.run.trained import trained_runs  # fmt: skip
@@ -124,6 +124,7 @@ def prepare(
     *,
     repair: bool = True,
     began: float | None = None,
+    extend: bool | None = None,
     check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> Experiment:
     """Build an experiment.
@@ -134,6 +135,8 @@ def prepare(
       devices: to train on; None: all.
       repair: False to leave the workdir unchanged, as it may be another run's.
       began: when the process started, in seconds since 1970; None: now.
+      extend: whether a run in the workdir may become longer. None: no; False: if its
+        learning rate so far would be the same; True: yes.
       check: raises a ValueError to reject the experiment, before config.json is
         written.
 
@@ -141,6 +144,7 @@ def prepare(
       ValueError: if something cannot work.
     """
     began = time.time() if began is None else began
+    config, old = lengths.recorded(config, workdir)
     validate(config)
     hooks.check(config)
     devices = jax.devices() if devices is None else list(devices)
@@ -153,7 +157,8 @@ def prepare(
             config.init_from, config.ignore_weights
         )
     identity["generation"] = pretrained.kept_generation(config)
-    _check_workdir(workdir, identity)
+    grows: Sequence[str] = () if extend is None else lengths.FIELDS
+    _check_workdir(workdir, identity, grows)
     _check_processes(workers)
     # Raises before there is a corpus, which gives the length and the model.
     tx = optimizers.method(config, config.method, mesh, data_axes(mesh))
@@ -175,14 +180,18 @@ def prepare(
         "tokenizer": corpus.tokenizer.fingerprint,
         "tokens": corpus.checksum,
     }
-    _check_workdir(workdir, identity)
-    lengths = tuple(config.data.lengths)
-    rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
+    _check_workdir(workdir, identity, grows)
+    row_lengths = tuple(config.data.lengths)
+    rows_per_epoch = data.rows_per_epoch(corpus, config.length, row_lengths)
     most = workers * capacity * tx.steps_per_call * config.microbatch_size
-    data.check_rows(corpus, rows_per_epoch, config.length, most, lengths)
+    data.check_rows(corpus, rows_per_epoch, config.length, most, row_lengths)
     config = configs.with_steps(
         config, rows_per_step, rows_per_epoch, tx.steps_per_call
     )
+    if extend is not None:
+        done = max(_saved_calls(config, workdir), default=0)
+        config = lengths.lengthened(config, identity, old, tx, done, extend=extend)
+        identity["extended"] = [list(pair) for pair in config.extended]
     model = models.model(config, corpus.tokenizer.vocab_size)
     models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
     loss_fn, init = models.trained(
@@ -219,11 +228,13 @@ def prepare(
             f"here: {error}"
         ) from error
     check_whole(workdir, experiment.checkpoint_folder)
-    _check_checkpoint(experiment, first)
+    _check_checkpoint(experiment, first, lengths.FIELDS if old else ())
     check(experiment)
     if repair and jax.process_index() == 0:
         known = {"parameters": model.parameters(), "total_steps": config.steps}
         text = json.dumps(identity | known, indent=2) + "\n"
+        if old.get("total_steps", config.steps) != config.steps:
+            (workdir / "summary.json").unlink(missing_ok=True)  # of its former end
         write_whole(workdir / "config.json", text)
     return experiment
 
@@ -233,12 +244,15 @@ def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
 
     Their microbatches are the batch, whichever workers compute them later.
     """
-    begun = (workdir / "config.json").exists() and any(
-        path.name.isdigit()
-        for path in trained_runs.checkpoint_folder(config, workdir).glob("*")
-    )
+    begun = (workdir / "config.json").exists() and _saved_calls(config, workdir)
     first = read_object(workdir / "config.json").get("workers") if begun else workers
     return first if type(first) is int and 0 < first <= worlds.MOST else workers
+
+
+def _saved_calls(config: ConfigDict, workdir: Path) -> list[int]:
+    """Return the calls at which checkpoints were saved, sound or not."""
+    names = trained_runs.checkpoint_folder(config, workdir).glob("*")
+    return [int(path.name) for path in names if path.name.isdigit()]
 
 
 def _dealt(
@@ -280,8 +294,13 @@ def _check_processes(workers: int) -> None:
         )
 
 
-def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
-    """Raise a ValueError for a checkpoint of another run or with invalid host data."""
+def _check_checkpoint(
+    experiment: Experiment, first: data.Batches, but: Sequence[str]
+) -> None:
+    """Raise a ValueError for a checkpoint of another run or with invalid host data.
+
+    The fields `but` may differ.
+    """
     checkpoints, identity = experiment.checkpoints, experiment.identity
     if (latest := checkpoints.latest()) is None:
         return
@@ -291,6 +310,7 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
         raise ValueError(
             f"{path} does not say which run it is of: use another workdir."
         )
+    old |= {name: identity[name] for name in but}
     if field := differing_field(old, old | identity):
         raise ValueError(
             f"{path} is of a run with {field}: use another workdir, or the same config."
@@ -350,12 +370,17 @@ def _identity(params: PyTree) -> PyTree:
     return params
 
 
-def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
-    """Raise a ValueError if the workdir's run has another config, workers or corpus."""
+def _check_workdir(
+    workdir: Path, identity: dict[str, Any], but: Sequence[str] = ()
+) -> None:
+    """Raise a ValueError if the workdir's run has another config, workers or corpus.
+
+    The fields `but` may differ.
+    """
     path = workdir / "config.json"
     if not path.exists():
         return
-    old = read_object(path)
+    old = read_object(path) | {name: identity[name] for name in but}
     field = differing_field(old, old | identity)
     if field.startswith("corpus.documents"):
         fields = identity["data"]

@@ -166,6 +166,13 @@ def _check_length(config: ConfigDict) -> None:
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "
             "steps."
         )
+    for pair in config.extended:
+        ints = _is_a(tuple, pair) and list(map(type, pair)) == [int, int]
+        if not ints or not 0 <= pair[0] <= pair[1] <= STEPS:
+            raise ValueError(
+                f"extended has {pair!r}: give pairs of a step and the steps of a run, "
+                "such as ((500, 1000),)."
+            )
     constant = config.microbatches == "halves" or (
         config.microbatches == "balanced" and not config.balance.grows
     )

@@ -44,6 +44,9 @@ def default_config() -> ConfigDict:
     # over the training documents.
     c.tokens = PLACEHOLDER(int)
     c.epochs = PLACEHOLDER(float)
+    # Pairs (step, steps): before that optimizer step the learning rate is that of a run
+    # of so many steps. `train --extend` adds one when it makes a run longer.
+    c.extended = ()
     c.devices = PLACEHOLDER(int)  # CPU devices of each process; None: one
     # Consecutive groups of devices, each on a fast network (hosts of GPUs, slices of
     # TPUs). Several make two data axes (hierarchical reduction): gradients are reduced

@@ -1,10 +1,11 @@
 """Goodput: the share of a run's wall time in half-rounds that counted (goodput.jsonl).
 
 Wall time begins with the first start of the run in its workdir and ends with its final
-evaluation, whatever stopped or killed it in between. Process 0 appends a line when
-something ends: its time, the cause of the time since the line before, and the
-half-rounds done so far. A killed process has written its lines. The time after its last
-line counts for the line with which the next process starts, `down`.
+evaluation, whatever stopped or killed it in between. The time between a run's end and
+the start that makes it longer does not count. Process 0 appends a line when something
+ends: its time, the cause of the time since the line before, and the half-rounds done so
+far. A killed process has written its lines. The time after its last line counts for the
+line with which the next process starts, `down`.
 
 Every second has one cause:
 
@@ -158,8 +159,9 @@ def spent(rows: Sequence[Row]) -> dict[str, float]:
     kept: list[tuple[int, int, float]] = []  # training: from, to, seconds
     times = itertools.accumulate((row["time"] for row in rows), max)
     reached = 0
-    for (before, now), row in zip(itertools.pairwise(times), rows[1:], strict=True):
-        left = now - before
+    pairs = itertools.pairwise(times)
+    for last, (before, now), row in zip(rows, pairs, rows[1:], strict=False):
+        left = 0.0 if last.get("over") else now - before
         for cause in ("compiling", "waiting"):
             part = min(row.get(cause, 0.0), left)
             seconds[cause] += part
