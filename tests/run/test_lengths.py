@@ -48,7 +48,9 @@ def test_longer_is_exact_or_needs_a_flag(tiny, schedule, fields, done, changes):
     if changes:
         with pytest.raises(ValueError, match="give --extend") as error:
             asked(tiny, 9, done, **fields)
-        assert "\n" not in str(error.value) and f"{done} steps done" in str(error.value)
+        assert "\n" not in str(error.value) and f"first {done} steps of 6" in str(
+            error.value
+        )
     config = asked(tiny, 9, done, extend=True, **fields)
     assert config.extended == (((done, 6),) if changes else ())
     short, long = tiny(steps=6), tiny(steps=9)

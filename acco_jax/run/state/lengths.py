@@ -77,7 +77,8 @@ def lengthened(
             "the workdir's config.json does not say how many steps its run has, so "
             "they cannot change: use another workdir."
         )
-    begun = _steps_begun(tx, done)
+    ahead = config.method == "wp" and done > 0  # it predicts the next step
+    begun = _steps_begun(tx, done) + ahead
     if now < before:
         raise ValueError(
             f"the run in the workdir has {before} steps, and {now} are fewer: it can "
@@ -91,8 +92,8 @@ def lengthened(
         return config
     if not extend:
         raise ValueError(
-            f"a run of {now} steps has another learning rate than the {begun} steps "
-            f"done of {before} had, as optimizer.schedule is "
+            f"a run of {now} steps has another learning rate than the first {begun} "
+            f"steps of {before} had, as optimizer.schedule is "
             f"{config.optimizer.schedule!r}: give --extend, to follow the schedule of "
             f"{now} steps from here on."
         )
@@ -106,7 +107,7 @@ def lengthened(
 
 
 def _steps_begun(tx: Method, done: int) -> int:
-    """Return how many steps have begun in so many calls: later ones have a rate yet."""
+    """Return how many steps have begun in so many calls."""
     while (steps := tx.steps_done(done)) is None:
         done += 1
     return max(steps, 0)
