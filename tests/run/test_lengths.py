@@ -8,6 +8,7 @@ import pytest
 from acco_jax.run import loop, preparation
 from acco_jax.run.build import optimizers
 from acco_jax.run.observe import goodput
+from acco_jax.run.pages import run_table
 from acco_jax.run.state import lengths
 from tests.run.test_loop import arrays_of, rows_of
 
@@ -129,9 +130,14 @@ def test_an_extended_run_resumes_and_is_repeated_bitwise(go, tmp_path):
     with pytest.raises(ValueError, match="'cosine': give --extend"):
         go(tmp_path / "a", 4)
     go(tmp_path / "a", 4, stop_after=6, extend=True)
+    (row,) = run_table.rows_of(tmp_path)
+    assert row["state"] == "stopped" and row["steps"] == 4
     resumed, _ = go(tmp_path / "a", 4)
     kept = json.loads((tmp_path / "a" / "config.json").read_text())
     assert kept["extended"] == [[2, 2]] and kept["total_steps"] == kept["steps"] == 4
+    (row,) = run_table.rows_of(tmp_path)
+    assert row["state"] == "finished" and row["step"] == row["steps"] == 4
+    assert row["parameters"] == resumed.model.parameters()
     again, _ = go(tmp_path / "b", 4, extended=((2, 2),))
     assert arrays_of(again) == arrays_of(resumed)
     assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
