@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "predict a run on target hardware by ahead-of-time compilation",
     "audit": "measure how much communication a JAX program overlaps",
     "doctor": "check a machine before it trains",
+    "runs": "list runs with their state, loss and speed",
     "report": "write an HTML page of runs",
     "generate": "continue a prompt with a model",
     "evaluate": "compute loss, perplexity and bits per byte",

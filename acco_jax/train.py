@@ -33,6 +33,9 @@ _TIME_GRADIENTS = flags.DEFINE_bool(
 _REPLAY = flags.DEFINE_string(
     "replay", None, "Workdir of a run of this config to repeat, to the bit."
 )
+_EXTEND = flags.DEFINE_bool(
+    "extend", False, "A longer run follows the schedule of its new length from here on."
+)
 _STRICT_HOOKS = flags.DEFINE_bool(
     "strict_hooks", False, "End the run where metrics_hook, W&B or TensorBoard fails."
 )
@@ -173,7 +176,9 @@ def _train(claim: contextlib.ExitStack) -> None:
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
             new += [missing] if process_index() == 0 else []
-        experiment = preparation.build(config, workdir, began=began)
+        experiment = preparation.build(
+            config, workdir, began=began, extend=_EXTEND.value
+        )
         fields.profiled(config.profile, experiment.total_calls)
         replay = None
         if _REPLAY.value is not None:
@@ -209,7 +214,7 @@ def _train(claim: contextlib.ExitStack) -> None:
 GROUPS = {
     usage.NEEDED: ("config", "workdir"),
     "One start of a run": (
-        "stop_after", "time_gradients", "replay", "strict_hooks",
+        "stop_after", "time_gradients", "replay", "extend", "strict_hooks",
     ),
     "Several processes, where no launcher says it (SLURM, MPI, Kubernetes, TPU)": (
         "coordinator", "processes", "process",

@@ -15,6 +15,7 @@ METHODS = {  # each reads on light and on dark pages
     "ddp": "#808080",
     "gossip": "#6b76c9",
     "cellm": "#b5544a",
+    "sparseloco": "#4f8a5b",
 }
 COMPUTATION, OTHER_COMPUTATION = "#4c78a8", "#b8c9de"
 COLLECTIVES = {

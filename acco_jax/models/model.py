@@ -34,6 +34,8 @@ class Model:
         tree of PartitionSpecs; raises a ValueError for an impossible size. None: the
         model cannot be split.
       draws: whether `loss` samples random numbers in training (dropout).
+      apply: (parameters, tokens int32 (b, t)) -> logits (b, t, vocab), for `apply` of a
+        loaded run; None: the model does not give them.
       dtype: of the matmuls, a floating dtype's name; plan times bfloat16's.
     """
 
@@ -43,6 +45,7 @@ class Model:
     stacked: Stacked | None = None
     tensor: Callable[[PyTree, int], PyTree] | None = None
     draws: bool = False
+    apply: Callable[[PyTree, jax.Array], jax.Array] | None = None
     dtype: str = "bfloat16"
 
     def parameters(self) -> int:

@@ -517,6 +517,7 @@ def model(config: Config) -> Model:
         flops_per_token=functools.partial(flops_per_token, config),
         stacked=stacked,
         tensor=functools.partial(tensor_specs, config),
+        apply=functools.partial(apply, config),
         dtype=jnp.dtype(config.dtype).name,
     )
 

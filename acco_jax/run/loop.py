@@ -313,6 +313,10 @@ class _Run:
         """Return the goodput so far, on process 0."""
         return self._goodput.summary()
 
+    def stopped(self) -> None:
+        """Record that the run has stopped before its end, and saved."""
+        self._goodput.mark("checkpoints", self.done, stopped=True)
+
     def close(self) -> None:
         self._close_records()
         self._goodput.close()
@@ -389,6 +393,7 @@ def run(
             seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
+    runner.stopped()
     stopped_at = f"stopped after half-round {runner.done} of {total}"
     logging.info("%s: the same command continues", stopped_at)
     return None

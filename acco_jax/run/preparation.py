@@ -23,6 +23,7 @@ from acco_jax import data
 from acco_jax.command.files import is_number, read_object, write_whole
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.groups import data_axes, members
+from acco_jax.methods.method import Method
 from acco_jax.methods.reshard import moved
 from acco_jax.models.model import Model
 from acco_jax.run.build import meshes, models, optimizers
@@ -30,7 +31,7 @@ from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
 from acco_jax.run.config.identity import differing_field
 from acco_jax.run.observe import goodput, hooks, metrics
-from acco_jax.run.state import counts, processes, worlds
+from acco_jax.run.state import counts, lengths, processes, worlds
 from acco_jax.run.state.checkpoints import Checkpoints
 from acco_jax.run.state.workdir import check_held, own
 from acco_jax.run.trained import trained_runs  # fmt: skip
@@ -47,7 +48,7 @@ class Amounts(NamedTuple):
     microbatches: int  # of each worker in a half-round, or in an inner step of one
     varying: counts.Varying | None  # how microbatches are counted, where they vary
     rows_per_step: int  # of all workers together
-    steps_per_call: int  # of the method
+    method: Method  # for no model yet
 
     @property
     def capacity(self) -> int:
@@ -141,7 +142,11 @@ class Experiment:
 
 
 def prepare(
-    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
+    config: ConfigDict,
+    workdir: Path,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    extend: bool | None = None,
 ) -> Experiment:
     """Check a config, build its experiment, and record it in the workdir.
 
@@ -149,12 +154,14 @@ def prepare(
       config: of `acco_jax.run.config.fields.default_config`'s form.
       workdir: for checkpoints, metrics and tokenizer; a run in it is continued.
       devices: to train on; None: all.
+      extend: whether a run in the workdir may become longer. None: no; False: if its
+        learning rate so far would be the same; True: yes.
 
     Raises:
       ValueError: if something cannot work.
     """
     check(config)
-    experiment = build(config, workdir, devices)
+    experiment = build(config, workdir, devices, extend=extend)
     record(experiment)
     return experiment
 
@@ -173,7 +180,9 @@ def build(
     config: ConfigDict,
     workdir: Path,
     devices: Sequence[jax.Device] | None = None,
+    *,
     began: float | None = None,
+    extend: bool | None = None,
 ) -> Experiment:
     """Build the experiment of a config that `check` accepts.
 
@@ -182,21 +191,30 @@ def build(
       workdir: as for `prepare`; config.json is not written.
       devices: to train on; None: all.
       began: when the process started, in seconds since 1970; None: now.
+      extend: as for `prepare`.
 
     Raises:
       ValueError: if the machine, the workdir or the data do not fit the config.
     """
     began = time.time() if began is None else began
+    config, old = lengths.recorded(config, workdir)
+    grows: Sequence[str] = () if extend is None else lengths.FIELDS
     devices = jax.devices() if devices is None else list(devices)
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
     first = _first_workers(config, workdir, workers)
     identity = _identity_of(config, first)
-    _check_workdir(workdir, identity)
+    _check_workdir(workdir, identity, grows)
     _check_processes(workers)
     config, amounts = _amounts(config, mesh, first)
-    corpus = _corpus(config, workdir, identity)
+    corpus = _corpus(config, workdir, identity, grows)
     config = _with_steps(config, workers, amounts, corpus)
+    if extend is not None:
+        done = max(_saved_calls(config, workdir), default=0)
+        config = lengths.lengthened(
+            config, identity, old, amounts.method, done, extend=extend
+        )
+        identity["extended"] = [list(pair) for pair in config.extended]
     trainable = _trainable(config, mesh, corpus)
     tx = optimizers.method(
         config, config.method, mesh, data_axes(mesh), trainable.model.stacked,
@@ -212,15 +230,20 @@ def build(
         capacity=amounts.capacity, identity=identity, began=began,
         **trainable._asdict(),
     )  # fmt: skip
-    _check_experiment(experiment)
+    _check_experiment(experiment, lengths.FIELDS if old else ())
     return experiment
 
 
 def record(experiment: Experiment) -> None:
     """Write config.json, by which the workdir is this run's."""
-    if jax.process_index() == 0:
-        text = json.dumps(experiment.identity, indent=2) + "\n"
-        write_whole(experiment.workdir / "config.json", text)
+    if jax.process_index() > 0:
+        return
+    path, steps = experiment.workdir / "config.json", experiment.config.steps
+    former = read_object(path).get("total_steps", steps) if path.exists() else steps
+    if former != steps:
+        (experiment.workdir / "summary.json").unlink(missing_ok=True)  # of that end
+    known = {"parameters": experiment.model.parameters(), "total_steps": steps}
+    write_whole(path, json.dumps(experiment.identity | known, indent=2) + "\n")
 
 
 def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
@@ -249,10 +272,12 @@ def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Am
     if workers != first:
         config, microbatches = _dealt(config, microbatches, first, workers)
     varying = counts.counted(config, microbatches, total_calls, first, workers)
-    return config, Amounts(microbatches, varying, rows_per_step, tx.steps_per_call)
+    return config, Amounts(microbatches, varying, rows_per_step, tx)
 
 
-def _corpus(config: ConfigDict, workdir: Path, identity: dict[str, Any]) -> data.Corpus:
+def _corpus(
+    config: ConfigDict, workdir: Path, identity: dict[str, Any], grows: Sequence[str]
+) -> data.Corpus:
     """Return the corpus, which joins the identity.
 
     Raises:
@@ -268,7 +293,7 @@ def _corpus(config: ConfigDict, workdir: Path, identity: dict[str, Any]) -> data
         "tokenizer": corpus.tokenizer.fingerprint,
         "tokens": corpus.checksum,
     }
-    _check_workdir(workdir, identity)
+    _check_workdir(workdir, identity, grows)
     return corpus
 
 
@@ -280,12 +305,17 @@ def _with_steps(
     Raises:
       ValueError: if the corpus has less than a batch, or there are too many steps.
     """
-    lengths = tuple(config.data.lengths)
-    rows_per_epoch = data.rows_per_epoch(corpus, config.length, lengths)
-    most = workers * amounts.capacity * amounts.steps_per_call * config.microbatch_size
-    data.check_rows(corpus, rows_per_epoch, config.length, most, lengths)
+    row_lengths = tuple(config.data.lengths)
+    rows_per_epoch = data.rows_per_epoch(corpus, config.length, row_lengths)
+    most = (
+        workers
+        * amounts.capacity
+        * amounts.method.steps_per_call
+        * config.microbatch_size
+    )
+    data.check_rows(corpus, rows_per_epoch, config.length, most, row_lengths)
     return configs.with_steps(
-        config, amounts.rows_per_step, rows_per_epoch, amounts.steps_per_call
+        config, amounts.rows_per_step, rows_per_epoch, amounts.method.steps_per_call
     )
 
 
@@ -312,7 +342,7 @@ def _trainable(config: ConfigDict, mesh: Mesh, corpus: data.Corpus) -> Trainable
     return Trainable(model, loss_fn, init, start, specs)
 
 
-def _check_experiment(experiment: Experiment) -> None:
+def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
     """Raise a ValueError for documents, an optimizer or checkpoints that do not fit."""
     first = batches(experiment)  # raises if a worker's documents are too few
     held_out_batches(experiment, None)
@@ -324,7 +354,7 @@ def _check_experiment(experiment: Experiment) -> None:
             f"not work here: {error}"
         ) from error
     check_whole(experiment.workdir, experiment.checkpoint_folder)
-    _check_checkpoint(experiment, first)
+    _check_checkpoint(experiment, first, but)
 
 
 def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
@@ -332,12 +362,15 @@ def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
 
     Their microbatches are the batch, whichever workers compute them later.
     """
-    begun = (workdir / "config.json").exists() and any(
-        path.name.isdigit()
-        for path in trained_runs.checkpoint_folder(config, workdir).glob("*")
-    )
+    begun = (workdir / "config.json").exists() and _saved_calls(config, workdir)
     first = read_object(workdir / "config.json").get("workers") if begun else workers
     return first if type(first) is int and 0 < first <= worlds.MOST else workers
+
+
+def _saved_calls(config: ConfigDict, workdir: Path) -> list[int]:
+    """Return the calls at which checkpoints were saved, sound or not."""
+    names = trained_runs.checkpoint_folder(config, workdir).glob("*")
+    return [int(path.name) for path in names if path.name.isdigit()]
 
 
 def _dealt(
@@ -379,8 +412,13 @@ def _check_processes(workers: int) -> None:
         )
 
 
-def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
-    """Raise a ValueError for a checkpoint of another run or with invalid host data."""
+def _check_checkpoint(
+    experiment: Experiment, first: data.Batches, but: Sequence[str]
+) -> None:
+    """Raise a ValueError for a checkpoint of another run or with invalid host data.
+
+    The fields `but` may differ.
+    """
     checkpoints, identity = experiment.checkpoints, experiment.identity
     if (latest := checkpoints.latest()) is None:
         return
@@ -390,6 +428,7 @@ def _check_checkpoint(experiment: Experiment, first: data.Batches) -> None:
         raise ValueError(
             f"{path} does not say which run it is of: use another workdir."
         )
+    old |= {name: identity[name] for name in but}
     if field := differing_field(old, old | identity):
         raise ValueError(
             f"{path} is of a run with {field}: use another workdir, or the same config."
@@ -449,12 +488,17 @@ def _identity(params: PyTree) -> PyTree:
     return params
 
 
-def _check_workdir(workdir: Path, identity: dict[str, Any]) -> None:
-    """Raise a ValueError if the workdir's run has another config, workers or corpus."""
+def _check_workdir(
+    workdir: Path, identity: dict[str, Any], but: Sequence[str] = ()
+) -> None:
+    """Raise a ValueError if the workdir's run has another config, workers or corpus.
+
+    The fields `but` may differ.
+    """
     path = workdir / "config.json"
     if not path.exists():
         return
-    old = read_object(path)
+    old = read_object(path) | {name: identity[name] for name in but}
     field = differing_field(old, old | identity)
     if field.startswith("corpus.documents"):
         fields = identity["data"]

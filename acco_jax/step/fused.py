@@ -189,7 +189,10 @@ class TrainStep:
     def _donated(self, args: Arguments) -> Arguments:
         """Return the arguments, parameters and state copied where they share memory.
 
-        Arrays that the last call returned share none.
+        Arrays that the last call returned share none, and are not checked.
+
+        Raises:
+          ValueError: if an earlier call has taken the memory of one.
         """
         given, treedef = jax.tree.flatten((args.params, args.state))
         others = jax.tree.leaves((args.inputs, args.extra))
@@ -197,6 +200,7 @@ class TrainStep:
         ids = set(map(id, given))
         if len(ids) == len(given) and ids <= ours and ours.isdisjoint(map(id, others)):
             return args
+        _check_kept(params=args.params, state=args.state)
         seen = {where for x in others for where in _memory(x)}
         for i, x in enumerate(given):
             here = _memory(x)
@@ -267,6 +271,19 @@ class TrainStep:
 
 def model_state(state: State) -> PyTree:
     return getattr(state, "model_state", None)
+
+
+def _check_kept(**trees: PyTree) -> None:
+    """Raise a ValueError if an array was donated: on several devices JAX may crash."""
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        if concrete and x.is_deleted():
+            (root, *inner) = path
+            raise ValueError(
+                f"{root.key}{jax.tree_util.keystr(tuple(inner))} was given to an "
+                "earlier call, which has used its memory: params, state, metrics = "
+                "step(params, state, batch) returns the arrays to give next."
+            )
 
 
 def _memory(x: object) -> set[Hashable]:

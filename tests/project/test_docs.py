@@ -25,6 +25,7 @@ COMMANDS = (
     "plan",
     "audit",
     "doctor",
+    "runs",
     "report",
     "generate",
     "evaluate",

@@ -15,7 +15,8 @@ from acco_jax.run.state import replicas
 from acco_jax.run.state.checkpoints import Damaged
 
 PACKAGE = Path(acco_jax.__file__).parent
-COMMANDS = ("train", "compare", "evaluate", "generate", "export", "report", "doctor")
+COMMANDS = ("train", "compare", "evaluate", "generate", "export", "runs", "report",
+            "doctor")  # fmt: skip
 
 
 class Panic(BaseException):

@@ -325,8 +325,8 @@ for command in sys.argv[1:]:
             os._exit(99)
         print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
-COMMANDS = ("train", "compare", "plan", "audit", "doctor", "report", "generate",
-            "evaluate", "export")  # fmt: skip
+COMMANDS = ("train", "compare", "plan", "audit", "doctor", "runs", "report",
+            "generate", "evaluate", "export")  # fmt: skip
 
 
 def test_help_of_every_command_ends_with_0(tmp_path):
@@ -341,7 +341,8 @@ def test_help_of_every_command_ends_with_0(tmp_path):
     assert done.stdout.split() == ["0"] * 4 * len(COMMANDS), done
     pages = {path.name: path.read_text() for path in tmp_path.iterdir()}
     flag = dict.fromkeys(COMMANDS, "workdir") | {
-        "plan": "topology", "audit": "topology", "report": "out"
+        "plan": "topology", "audit": "topology", "report": "out",
+        "runs": "json",
     }  # fmt: skip
     for name, page in pages.items():
         assert f"--{flag[name.partition('-')[0]]}" in page and "Exit codes:" in page

@@ -215,7 +215,25 @@ def test_several_runs_are_told_apart(two):
     assert re.search(r"seed 0 1 0", says) and "length" not in says
     boxes = [a["value"] for tag, a in two.tags if tag == "input"]
     assert boxes == ["acco", "zero1"]  # seeds of a method have one colour
-    assert "unfinished, step 10 of 10" in two.sections["overview"]
+    assert "failed, step 10 of 10" in two.sections["overview"]
+
+
+def test_methods_are_compared_seed_by_seed(tmp_path, two):
+    losses = {"acco": (2.0, 2.2, 2.4), "zero1": (2.02, 2.2, 2.376), "lion": (2.1,)}
+    for name, found in losses.items():
+        method, options = ("zero1", {"name": "lion"}) if name == "lion" else (name, {})
+        for seed, loss in enumerate(found, start=0 if name == "acco" else 1):
+            more = {"optimizer": default_config().optimizer.to_dict() | options}
+            folder = tmp_path / f"{name}-{seed}"
+            write(folder, loss=loss, method=method, seed=seed, **more)
+    says = made(tmp_path).sections["overview"]
+    # seeds 1 and 2: 2.02 / 2.2 and 2.2 / 2.4, -8.18 % and -8.33 %
+    assert "against acco, optimizer.name=adamw pairs" in " ".join(says.split())
+    for row in (r"acco, optimizer.name=adamw 3 2\.2000",
+                r"zero1, optimizer.name=adamw 3 2\.1987 -8\.26 ± 0\.08 % 2",
+                r"zero1, optimizer.name=lion 1 2\.1000 -4\.55 % 1"):  # fmt: skip
+        assert re.search(row, " ".join(says.split())), says
+    assert "seed by seed" not in two.sections["overview"]  # one of them is unfinished
 
 
 def test_bytes_of_an_unfinished_run_are_not_made_up(two):
@@ -229,7 +247,7 @@ def test_a_run_that_has_just_begun(tmp_path):
         (folder / f"{name}.jsonl").unlink()
     (folder / "lock.json").write_text("{}")
     says = made(folder).sections
-    assert "unfinished, step 0 of 20; lock.json is there" in says["overview"]
+    assert "running, step 0 of 20" in says["overview"]
     assert "Nothing is recorded" in says["goodput"]
     assert "not recorded yet" in says["microbatches"]
 

@@ -1,11 +1,13 @@
 """A trained run, read on the devices that there are."""
 
 import contextlib
+import dataclasses
 import json
 
 import chex
 import jax
 import pytest
+from optax import softmax_cross_entropy_with_integer_labels
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 import acco_jax
@@ -67,13 +69,37 @@ def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     assert host["held_out_loss"] == rows[-1]["loss"]
 
 
+def test_logits_are_those_of_the_loss(saved, tmp_path):
+    _, theta = saved(tmp_path, 2)
+    run = load_run(tmp_path, jax.devices()[:1])
+    tokens = jax.random.randint(jax.random.key(0), (2, 33), 0, 257)
+    logits = run.apply(tokens[:, :-1])
+    assert logits.shape == (2, 32, 257)
+    losses = softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    expected, number, _ = run.model.loss(theta, {"tokens": tokens}, None)
+    assert (
+        losses.sum() == pytest.approx(float(expected), rel=1e-5)
+        and number == losses.size
+    )
+    for wrong, says in ((tokens[0], "int32"), (tokens * 0.5, "float32"),
+                        (tokens, "rows of 33, but the model has 32")):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            run.apply(wrong)
+    bare = dataclasses.replace(run, model=dataclasses.replace(run.model, apply=None))
+    with pytest.raises(ValueError, match="set its field `apply`"):
+        bare.apply(tokens[:, :-1])
+
+
 @pytest.mark.slow
 def test_groups_are_left_and_formed(saved, tmp_path):
     group = {"mesh.fsdp": 2, "mesh.tensor": 2}
     _, theta = saved(tmp_path, 8, **group)
+    logits = load_run(tmp_path, jax.devices()[:1]).apply([[1, 2, 3]])
     for devices, split in ((3, None), (8, None), (2, {"tensor": 2})):
         run = load_run(tmp_path, jax.devices()[:devices], split)
         chex.assert_trees_all_equal(jax.device_get(run.params), theta)
+        found = jax.device_get((run.apply([[1, 2, 3]]), logits))
+        chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
     kernel = run.params["h"]["0_global"]["attn"]["q_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 

@@ -152,3 +152,25 @@ def test_what_a_step_returned_is_not_copied(monkeypatch):
     monkeypatch.setattr(jnp, "copy", None)
     monkeypatch.setattr(acco_jax.step.fused, "_memory", None)
     step(params, state, batch_for(tx))
+
+
+@pytest.mark.parametrize(
+    ("form", "old", "leaf"),
+    [
+        ("fused", "params", r"\['b1'\]"),
+        ("fused", "state", r"\..*"),
+        ("split", "state", r"\..*"),
+    ],
+)
+def test_what_was_donated_is_named_with_the_remedy(form, old, leaf):
+    """On several devices JAX 0.10.2 crashes where it is given such an array."""
+    tx = method("acco")
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
+    first = step(*acco_jax.start(tx, separate()), batch_for(tx))[:2]
+    params, state, _ = step(*first, batch_for(tx))
+    given = (first[0], state) if old == "params" else (params, first[1])
+    with pytest.raises(ValueError, match=f"^{old}{leaf} was given to an ear") as error:
+        step(*given, batch_for(tx))
+    said = str(error.value)
+    assert "\n" not in said and "params, state, metrics = step(params, state" in said
+    step(params, state, batch_for(tx))

@@ -50,7 +50,8 @@ def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedu
     The warm-up is linear. 'cosine' and 'linear' then decay to `final_fraction` of the
     peak at the last step; 'wsd' (warm-up, stable, decay: MiniCPM, arXiv 2404.06395)
     stays at the peak and decays linearly over the last `decay_fraction` of all steps.
-    Any other name is a schedule of optax, with `schedule_options`.
+    Any other name is a schedule of optax, with `schedule_options`. Before the steps in
+    `extended` it is the schedule of a shorter run.
 
     Args:
       config: of the experiment.
@@ -60,21 +61,56 @@ def learning_rate(config: ConfigDict, peak: float | None = None) -> optax.Schedu
       ValueError: if optax has no such schedule, or it does not take the options.
     """
     c = config.optimizer
-    peak, warmup = c.learning_rate if peak is None else peak, c.warmup_steps
-    steps, final = max(config.steps - warmup, 1), c.final_fraction * peak
+    peak = c.learning_rate if peak is None else peak
+    rate = _rate(c, peak, config.steps)
+    if not config.extended:
+        return rate
+    earlier = [(until, _rate(c, peak, steps)) for until, steps in config.extended]
+
+    def extended(step: Any) -> Any:
+        value = rate(step)
+        for until, shorter in reversed(earlier):
+            value = jnp.where(step < until, shorter(step), value)
+        return value
+
+    return extended
+
+
+def _rate(c: ConfigDict, peak: float, total: int) -> optax.Schedule:
+    """Return the schedule of a run of `total` steps; `c` is config.optimizer."""
+    warmup, final = c.warmup_steps, c.final_fraction * peak
+    steps = max(total - warmup, 1)
     if c.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, steps, c.final_fraction)
     elif c.schedule == "linear":
         decay = optax.linear_schedule(peak, final, steps)
     elif c.schedule == "wsd":
-        length = min(max(round(c.decay_fraction * config.steps), 1), steps)
-        decay = optax.linear_schedule(peak, final, length, steps - length)
+        begin = decay_begin(c, total) - warmup
+        decay = optax.linear_schedule(peak, final, steps - begin, begin)
     elif c.schedule == "constant":
         decay = optax.constant_schedule(peak)
     else:
         decay = _by_name(c.schedule, peak, c.schedule_options.to_dict())
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
     return optax.join_schedules([ramp, decay], [warmup]) if warmup else decay
+
+
+def decay_begin(c: ConfigDict, total: int) -> int:
+    """Return the step after which the learning rate follows from the steps in all.
+
+    It is `total` for schedules that do not depend on it.
+
+    Args:
+      c: config.optimizer.
+      total: steps of the run.
+    """
+    if c.schedule in ("cosine", "linear"):
+        return c.warmup_steps
+    if c.schedule == "wsd":
+        steps = max(total - c.warmup_steps, 1)
+        length = min(max(round(c.decay_fraction * total), 1), steps)
+        return c.warmup_steps + steps - length
+    return total
 
 
 def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:

@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,23 +247,32 @@ def _against(first: list[Result]) -> Cell:
     def cell(results: list[Result]) -> str:
         if results[0].method == first[0].method:
             return ""
-        changes = _changes(first, results)
-        if not changes:
-            return "n/a"
-        mean = f"{statistics.fmean(changes):+.2f}"
-        if len(changes) == 1:
-            return f"{mean} %"
-        return f"{mean} ± {statistics.stdev(changes) / len(changes) ** 0.5:.2f} %"
+        found = changes(_by_seed(first), _by_seed(results))
+        return change_text(found) if found else "n/a"
 
     return cell
 
 
-def _changes(first: list[Result], others: list[Result]) -> list[float]:
-    """Return, in percent, how far losses lie above those of the same seeds."""
-    losses = {r.seed: r.final_loss for r in first}
-    return [
-        100 * (r.final_loss / losses[r.seed] - 1) for r in others if r.seed in losses
-    ]
+def changes(first: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
+    """Return, in percent, how far losses lie above those of the same seeds.
+
+    Args:
+      first: seed -> final loss of the runs compared with.
+      others: likewise, of the runs compared.
+    """
+    return [100 * (x / first[seed] - 1) for seed, x in others.items() if seed in first]
+
+
+def change_text(changes: Sequence[float]) -> str:
+    """Format the mean of `changes`, and for several its standard error."""
+    mean = f"{statistics.fmean(changes):+.2f}"
+    if len(changes) == 1:
+        return f"{mean} %"
+    return f"{mean} ± {statistics.stdev(changes) / len(changes) ** 0.5:.2f} %"
+
+
+def _by_seed(runs: Sequence[Result]) -> dict[int, float]:
+    return {run.seed: run.final_loss for run in runs}
 
 
 def seeds_needed(changes: Sequence[float]) -> int:
@@ -277,11 +286,12 @@ def seeds_needed(changes: Sequence[float]) -> int:
 def _more_seeds(groups: dict[str, list[Result]]) -> str:
     """Return a sentence on how many seeds would decide; '' if that is not known."""
     first, *others = groups.values()
-    found = [(rs[0].method, _changes(first, rs)) for rs in others]
+    known = _by_seed(first)
+    found = [(rs[0].method, changes(known, _by_seed(rs))) for rs in others]
     needed = [
-        f"{name} {max(seeds_needed(changes) - len(changes), 0):,}"
-        for name, changes in found
-        if len(changes) > 1
+        f"{name} {max(seeds_needed(paired) - len(paired), 0):,}"
+        for name, paired in found
+        if len(paired) > 1
     ]
     if not needed:
         return ""

@@ -13,7 +13,7 @@ from acco_jax import methods
 from acco_jax.command.paths import expanded
 from acco_jax.core.names import check_name, named, suggestion
 from acco_jax.run.config.fields import dtype, profiled, replayed
-from acco_jax.run.config.schema import FIELDS, INTEGERS, Field
+from acco_jax.run.config.schema import FIELDS, INTEGERS, STEPS, Field
 
 # Arguments of a method that are not method_options: the config has fields for them.
 ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype", "param_specs")
@@ -107,6 +107,13 @@ def _check_length(config: ConfigDict) -> None:
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "
             "steps."
         )
+    for pair in config.extended:
+        ints = _is_a(tuple, pair) and list(map(type, pair)) == [int, int]
+        if not ints or not 0 <= pair[0] <= pair[1] <= STEPS:
+            raise ValueError(
+                f"extended has {pair!r}: give pairs of a step and the steps of a run, "
+                "such as ((500, 1000),)."
+            )
     constant = config.microbatches == "halves" or (
         config.microbatches == "balanced" and not config.balance.grows
     )

@@ -5,7 +5,7 @@ from typing import Any
 from acco_jax.run.config.schema import FIELDS
 
 # Beside fields, config.json has these; a run may continue with others.
-HARMLESS = ("workers", "generation")
+HARMLESS = ("workers", "generation", "parameters", "total_steps")
 
 
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

@@ -96,6 +96,8 @@ FIELDS = {
         most=math.inf),
     "epochs": Field(None, "Passes over the training documents. They determine `steps`.",
         float, above=0),
+    "extended": Field((), "Pairs (step, steps): before that optimizer step the "
+        "learning rate is that of a run of so many steps. `train --extend` adds one."),
     "devices": Field(None, "CPU devices of each process; None: one.", int, least=1,
         most=1024, identity=False, help=True),
     "domains": Field(None, "Groups of devices on a fast network each. Gradients are "

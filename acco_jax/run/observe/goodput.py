@@ -1,10 +1,11 @@
 """Goodput: the share of a run's wall time in half-rounds that counted (goodput.jsonl).
 
 Wall time begins with the first start of the run in its workdir and ends with its final
-evaluation, whatever stopped or killed it in between. Process 0 appends a line when
-something ends: its time, the cause of the time since the line before, and the
-half-rounds done so far. A killed process has written its lines. The time after its last
-line counts for the line with which the next process starts, `down`.
+evaluation, whatever stopped or killed it in between. The time between a run's end and
+the start that makes it longer does not count. Process 0 appends a line when something
+ends: its time, the cause of the time since the line before, and the half-rounds done so
+far. A killed process has written its lines. The time after its last line counts for the
+line with which the next process starts, `down`.
 
 Every second has one cause:
 
@@ -42,7 +43,8 @@ CAUSES = (
     "profiling", "waiting", "down",
 )  # fmt: skip
 
-Row = dict[str, Any]  # time (s since 1970), cause; half_round, compiling, waiting, over
+# time (s since 1970), cause; half_round, compiling, waiting, over, stopped
+Row = dict[str, Any]
 
 
 class Record:
@@ -78,6 +80,7 @@ class Record:
         *,
         waiting: float = 0.0,
         over: bool = False,
+        stopped: bool = False,
     ) -> None:
         """Record the cause of the time since the last mark.
 
@@ -86,13 +89,15 @@ class Record:
           half_round: half-rounds done now; fewer than before if some were lost.
           waiting: seconds of that time that the host waited.
           over: whether the run has ended.
+          stopped: whether it has stopped before its end, and saved.
         """
         if not self._writes:
             return
         row = {"time": time.time(), "cause": cause, "half_round": half_round}
         seconds = timing.covered(self._compiled, self._rows[-1]["time"])
         self._compiled.clear()
-        more = {"compiling": seconds, "waiting": waiting, "over": over}
+        more = {"compiling": seconds, "waiting": waiting, "over": over,
+                "stopped": stopped}  # fmt: skip
         self._add(row | {name: value for name, value in more.items() if value})
 
     def trained(self, half_round: int, fetching: float = 0.0) -> None:
@@ -154,8 +159,9 @@ def spent(rows: Sequence[Row]) -> dict[str, float]:
     kept: list[tuple[int, int, float]] = []  # training: from, to, seconds
     times = itertools.accumulate((row["time"] for row in rows), max)
     reached = 0
-    for (before, now), row in zip(itertools.pairwise(times), rows[1:], strict=True):
-        left = now - before
+    pairs = itertools.pairwise(times)
+    for last, (before, now), row in zip(rows, pairs, rows[1:], strict=False):
+        left = 0.0 if last.get("over") else now - before
         for cause in ("compiling", "waiting"):
             part = min(row.get(cause, 0.0), left)
             seconds[cause] += part

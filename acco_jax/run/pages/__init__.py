@@ -1,1 +1,1 @@
-"""Page of python -m acco_jax.report: runs' results as HTML."""
+"""Runs' results: the HTML page of acco_jax.report, the table of acco_jax.runs."""

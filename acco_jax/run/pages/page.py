@@ -14,6 +14,8 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 
 from acco_jax.run.compare import results
+from acco_jax.run.config.identity import HARMLESS
+from acco_jax.run.config.schema import FIELDS
 from acco_jax.run.observe import goodput, profiling
 from acco_jax.run.pages import curves, run_records
 from acco_jax.run.pages.run_records import RunRecords
@@ -49,6 +51,16 @@ class ProfileTable(NamedTuple):
     rows: list[list[str]]
 
 
+class Paired(NamedTuple):
+    """Final losses of runs that differ only in their seed, against others' seeds."""
+
+    name: str
+    seeds: str
+    loss: str  # the mean
+    change: str  # mean and standard error; '' of the first, which others are against
+    pairs: str
+
+
 class Bar(NamedTuple):
     """A run's wall time by cause."""
 
@@ -81,6 +93,7 @@ def written(runs: Sequence[RunRecords], now: datetime.datetime) -> str:
         script=script,
         divs=divs,
         overview=list(_overview(runs)),
+        paired=_paired(runs),
         fields=[(n, list(map(_value, v))) for n, v in run_records.differences(runs)],
         microbatches=[(run, _microbatches(run)) for run in runs],
         communication=list(_communication(runs)),
@@ -115,7 +128,7 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
             ("method", "", lambda run: run.config["method"], str),
             ("state", "", lambda run: run.status, str),
             ("workers", "", _workers, str),
-            ("parameters", "", of("parameters"), whole),
+            ("parameters", "", lambda run: run.parameters, whole),
             ("tokens", "targets of training", _last("tokens"), whole),
             ("final loss", "nats per token, all held-out documents", of("loss"), loss),
             ("bits per byte", "the same", of("bits_per_byte"), loss),
@@ -128,17 +141,40 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
                 loss,
             ),
             ("tokens per second", "median of the logging intervals but the first, "
-             "without evaluations", _rate, whole),
+             "without evaluations", lambda run: run.rate, whole),
             ("model FLOPs utilization", "median; only on accelerators whose peak is "
              "known", _utilization, "{:.1%}".format),
             ("time", "of the run, compilations and evaluations included; not that "
              "between restarts", _last("seconds"), duration),
             ("compiling", "of the wall time, start-up included", _compiling,
              duration),
-            ("goodput", "share of the wall time in half-rounds that counted", _share,
-             "{:.1%}".format),
+            ("goodput", "share of the wall time in half-rounds that counted",
+             lambda run: run.goodput, "{:.1%}".format),
         ],
     )  # fmt: skip
+
+
+def _paired(runs: Sequence[RunRecords]) -> list[Paired]:
+    """Return finished runs by method, against the seeds that the first one shares.
+
+    Runs of a method with other fields, such as another learning rate, are apart.
+    """
+    harmless = {name for name, field in FIELDS.items() if not field.identity}
+    same = {"method", "seed", *HARMLESS, *harmless}
+    fields = [n for n, _ in run_records.differences(runs) if n not in same]
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run.state == "finished":
+            others = (f", {name}={_value(run.config.get(name))}" for name in fields)
+            group = losses.setdefault("".join([run.config["method"], *others]), {})
+            group[run.config.get("seed", 0)] = run.summary["loss"]
+    rows, first = [], next(iter(losses.values()), {})
+    for name, group in losses.items():
+        if changes := results.changes(first, group):
+            text = "" if group is first else results.change_text(changes)
+            loss = f"{statistics.fmean(group.values()):.4f}"
+            rows.append(Paired(name, str(len(group)), loss, text, str(len(changes))))
+    return rows if len(rows) > 1 else []
 
 
 def _workers(run: RunRecords) -> str | None:
@@ -153,10 +189,6 @@ def _last(field: str) -> Callable[[RunRecords], Any]:
     return lambda run: max((row[field] for row in run.rows), default=None)
 
 
-def _rate(run: RunRecords) -> float | None:
-    return results.typical_rate(run.rows)
-
-
 def _utilization(run: RunRecords) -> float | None:
     name = "model_flops_utilization"
     found = [r[name] for r in run.train if r.get(name) is not None]
@@ -167,13 +199,9 @@ def _compiling(run: RunRecords) -> float | None:
     return goodput.spent(run.record)["compiling"] if run.record else None
 
 
-def _share(run: RunRecords) -> float | None:
-    return goodput.share(goodput.spent(run.record)) if run.record else None
-
-
 def _communication(runs: Sequence[RunRecords]) -> Iterator[Plot]:
     def exposed(run: RunRecords) -> float | None:
-        return results.exposed_ms(_rate(run), run.summary)
+        return results.exposed_ms(run.rate, run.summary)
 
     def per_half_round(run: RunRecords) -> float | None:
         return run.bytes_at(1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from acco_jax.command.files import read_object
+from acco_jax.command.files import is_number, read_object
 from acco_jax.run.compare import results
 from acco_jax.run.config.fields import default_config
 from acco_jax.run.observe import goodput, metrics, profiling
@@ -21,12 +21,8 @@ Row = dict[str, Any]
 NEEDED = ("loss", "tokens", "steps", "seconds", "state_bytes_per_device")
 OPTIONAL = ("bytes_sent_per_worker", "gradient_seconds_per_token", "bits_per_byte",
             "bigram_bits_per_byte", "devices", "workers", "parameters")  # fmt: skip
-FOUND = (
-    "corpus",
-    "generation",
-    "pretrained",
-    "workers",
-)  # keys of config.json that are not fields
+# Keys of config.json that are not fields.
+FOUND = ("corpus", "generation", "parameters", "pretrained", "total_steps", "workers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +40,7 @@ class RunRecords:
     counts: list[list[int]]  # where they adapt: of each half-round, one per worker
     failures: list[str]  # names of the folders in failures/
     profiles: list[tuple[str, dict[str, Any]]]  # process, summary of its trace
-    locked: bool
+    held: bool | None  # by a process that lives; None: it has no lock
 
     @property
     def train(self) -> list[Row]:
@@ -76,14 +72,61 @@ class RunRecords:
         return found
 
     @property
-    def status(self) -> str:
+    def state(self) -> str:
+        """'running', 'finished', 'stopped', 'failed', or 'unknown' before any record.
+
+        A run that was stopped has saved; one that has failed may have lost steps.
+        """
+        if self.held:
+            return "running"
         if self.summary and self.final:
             return "finished"
-        step = next((r["step"] for r in reversed(self.rows) if "step" in r), 0)
+        if self.held is None and not self.record:
+            return "unknown"
+        saved = self.held is None and self.record[-1].get("stopped")
+        return "stopped" if saved else "failed"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        steps = (row.get("step") for row in reversed(self.rows))
+        return next((int(step) for step in steps if is_number(step)), 0)
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the whole run; None if they are not known."""
         fixed = self.config.get("tokens") is None and self.config.get("epochs") is None
-        of = f" of {self.config.get('steps')}" if fixed else ""
-        lock = f"; {workdir.LOCK} is there: running, or killed" if self.locked else ""
-        return f"unfinished, step {step}{of}{lock}"
+        known = self.config.get("steps") if fixed else self.summary.get("steps")
+        return self.config.get("total_steps", known)
+
+    @property
+    def parameters(self) -> int | None:
+        """Number of the model's parameters; None if it is not known."""
+        return self.summary.get("parameters", self.config.get("parameters"))
+
+    @property
+    def model(self) -> str:
+        """Name of the model: a factory, a folder, a published size, or a family."""
+        names = ("model.factory", "init_from", "model.size", "model.family")
+        return str(next(filter(None, map(self.config.get, names)), ""))
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second: median of the logging intervals; None if not known."""
+        return results.typical_rate(self.rows)
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the wall time in half-rounds that counted; None if not recorded."""
+        return goodput.share(goodput.spent(self.record)) if self.record else None
+
+    @property
+    def status(self) -> str:
+        """State, and how far the run is unless it has finished."""
+        if self.state == "finished":
+            return "finished"
+        of = "" if self.steps is None else f" of {self.steps}"
+        return f"{self.state}, step {self.step}{of}"
 
     def bytes_at(self, half_round: int) -> float | None:
         """Return the bytes that a worker has sent; half-rounds count equally."""
@@ -108,7 +151,8 @@ def read(folders: Sequence[Path]) -> list[RunRecords]:
     """
     found = list(dict.fromkeys(run for folder in folders for run in _runs_in(folder)))
     return [
-        _read(folder, name) for folder, name in zip(found, names_of(found), strict=True)
+        read_run(folder, name)
+        for folder, name in zip(found, names_of(found), strict=True)
     ]
 
 
@@ -141,8 +185,10 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _read(folder: Path, name: str) -> RunRecords:
-    config = read_object(folder / "config.json")
+def read_run(folder: Path, name: str) -> RunRecords:
+    """Read one run's folder; raise as `read`."""
+    numbers = ("parameters", "seed", "steps", "total_steps")
+    config = results.numbers(folder / "config.json", (), numbers)
     if not isinstance(config.get("method"), str):
         raise ValueError(
             f"{folder / 'config.json'} is of no run: name the workdir of a run."
@@ -164,7 +210,7 @@ def _read(folder: Path, name: str) -> RunRecords:
         counts=read_counts(counts, reached) if counts.exists() else [],
         failures=_failures(failures) if failures.is_dir() else [],
         profiles=profiling.summaries(folder),
-        locked=(folder / workdir.LOCK).exists(),
+        held=workdir.held(folder),
     )
 
 

@@ -190,7 +190,22 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _is_stale(path: Path, held: bytes) -> bool:
+def held(folder: Path) -> bool | None:
+    """Return whether a process that lives holds a folder; None if it has no lock.
+
+    Nothing is written.
+    """
+    path = folder / LOCK
+    try:
+        gone = _is_gone(small_files.content(path))
+        age = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return age <= STALE_SECONDS if gone is None else not gone
+
+
+def _is_gone(held: bytes) -> bool | None:
+    """Return whether a lock's process has ended; None if it is not of this host."""
     try:
         match json.loads(held):
             case {"processes": str(numbering), "pid": int(pid), "started": started} if (
@@ -199,6 +214,12 @@ def _is_stale(path: Path, held: bytes) -> bool:
                 return _started(pid) != started
     except (ValueError, RecursionError):  # a killed process left it cut
         pass
+    return None
+
+
+def _is_stale(path: Path, held: bytes) -> bool:
+    if (gone := _is_gone(held)) is not None:
+        return gone
     # a file's age is measured by the file system's own clock
     probe = path.with_name(f"{LOCK}.{secrets.token_hex(8)}.clock")
     try:

@@ -1,7 +1,7 @@
 """Trained runs: their parameters, loaded onto the available devices.
 
     run = load_run("runs/quickstart")
-    logits = transformer.apply(run.architecture, run.params, tokens)
+    logits = run.apply(tokens)
 
 Nothing of the workdir changes, and the data are not needed.
 """
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import ArrayLike
 from ml_collections import ConfigDict
 
 import acco_jax
@@ -47,6 +49,32 @@ class TrainedRun:
     half_round: int  # of the checkpoint
     architecture: transformer.Config | None  # of the model; None: a factory's
     mesh: Mesh  # that holds params, split by `models.specs`
+
+    def apply(self, tokens: ArrayLike) -> jax.Array:
+        """Return the logits (batch, time, vocabulary) of tokens (batch, time).
+
+        Raises:
+          ValueError: if tokens are no such integers, there are more in a row than the
+            model has positions, or a factory's model gives no logits.
+        """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens are {tokens.dtype}{list(tokens.shape)}: give integers of "
+                "shape (batch, time)."
+            )
+        if (logits := self.model.apply) is None:
+            raise ValueError(
+                f"model.factory {self.config.model.factory} makes a Model that gives "
+                "no logits: set its field `apply`."
+            )
+        most = tokens.shape[1]
+        if self.architecture is not None and most > self.architecture.max_length:
+            raise ValueError(
+                f"tokens have rows of {most}, but the model has "
+                f"{self.architecture.max_length} positions: give shorter ones."
+            )
+        return jax.jit(logits)(self.params, tokens)
 
 
 def load_run(
