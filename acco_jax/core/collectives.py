@@ -6,27 +6,28 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.workers import from_row, to_row
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # jax.extend imports all of Pallas
+    from jax.extend.core import Jaxpr, JaxprEqn
+
     from acco_jax.core.gradients import Accumulator
 
 # these name an axis and send nothing over it
 _SILENT = ("axis_index", "pvary", "pcast", "reduced_vary_cast")
 
 
-def _values(equation: JaxprEqn) -> list[Any]:
+def _values(equation: "JaxprEqn") -> list[Any]:
     """Return an equation's parameters, and the items of tuples among them."""
     values = equation.params.values()
     return [x for v in values for x in (v if isinstance(v, tuple | list) else (v,))]
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def _equations(jaxpr: "Jaxpr") -> "Iterator[JaxprEqn]":
     """Yield the equations of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
@@ -36,7 +37,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
                 yield from _equations(inner)
 
 
-def collective(jaxpr: Jaxpr, axis: tuple[str, ...]) -> str:
+def collective(jaxpr: "Jaxpr", axis: tuple[str, ...]) -> str:
     """Return the name of the first collective over a data axis, '' if there is none."""
     for equation in _equations(jaxpr):
         given = [equation.params.get(name) for name in ("axes", "axis_name")]
@@ -46,7 +47,7 @@ def collective(jaxpr: Jaxpr, axis: tuple[str, ...]) -> str:
     return ""
 
 
-def check_constraints(jaxpr: Jaxpr, axis: tuple[str, ...]) -> None:
+def check_constraints(jaxpr: "Jaxpr", axis: tuple[str, ...]) -> None:
     """Raise a ValueError if a sharding constraint names a data axis."""
     for equation in _equations(jaxpr):
         for x in _values(equation):
