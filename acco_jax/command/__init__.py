@@ -1,1 +1,1 @@
-"""What the commands share: devices, exit codes, files, signals."""
+"""Code that all commands share: devices, exit codes, files, signals."""

@@ -1,7 +1,7 @@
 """The exchange of a sharded method: reduce gradients, advance, gather parameters.
 
-    pending --send--> Reducing --(encode, reduce) over each data axis--> gradient sums
-    sums --advance--> Advanced --(encode, gather) over each--> Gathering --> Delivery
+    InFlight --send--> Reducing --(encode, reduce) over each data axis--> gradient sums
+    sums --advance--> Advanced --(encode, gather) over each--> Gathering --> Received
 
 Each data axis has a reduction and a gather, which are the hops. Between them comes the
 method's own `advance`, on the shards. The exchange does not depend on the computation

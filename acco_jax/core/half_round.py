@@ -1,10 +1,10 @@
 """A half-round: its communication, hop by hop, and the computation beside it.
 
-    outbox --send--> parcel --(encode, collective) of each hop--> parcel --decode--> new
-                                    beside: compute, a piece for each hop
+    in-flight --send--> message --(encode, collective) per hop--> decode --> received
+                                    overlapped: compute, a piece for each hop
 
 `Round` is what a method does in one call of the train step, and two functions run it:
-`run` takes a parcel over the hops, `run_call` is a whole call as one program. The
+`run` takes a message over the hops, `run_call` is a whole call as one program. The
 forms of a train step differ only in what runs beside the hops: nothing in a plain
 `update`, pieces of the computation in a single program, another thread in two-thread
 execution.
@@ -27,7 +27,7 @@ barrier = lax.optimization_barrier
 
 
 class Hop(NamedTuple):
-    """One collective of an exchange; both functions turn a parcel into a parcel."""
+    """One collective of an exchange; both functions turn a message into a message."""
 
     # decodes what the hop before brought, lets its owner act on it, and encodes what
     # is sent next; no large collective
@@ -61,7 +61,7 @@ class Round(abc.ABC, Generic[StateT]):
         """Take a state apart.
 
         Returns:
-          (outbox, owner, rest): what the call before left to be sent, or None if the
+          (in_flight, owner, rest): what the call before left to be sent, or None if the
           round does not overlap; what the owners of shards advance; everything else.
         """
 
@@ -75,11 +75,11 @@ class Round(abc.ABC, Generic[StateT]):
         """
 
     def close(self, progress: PyTree, rest: PyTree, inputs: Inputs) -> PyTree:
-        """Return the work of all pieces as it is kept. No collective."""
+        """Return the progress of all pieces as it is kept. No collective."""
         return progress
 
     def outgoing(self, params: PyTree, rest: PyTree, progress: PyTree) -> PyTree:
-        """Return the outbox that a closed computation leaves. No collective.
+        """Return what a closed computation leaves in flight. No collective.
 
         Called only where the round does not overlap.
         """
@@ -87,7 +87,7 @@ class Round(abc.ABC, Generic[StateT]):
 
     @abc.abstractmethod
     def send(self, in_flight: PyTree, owner: PyTree, extra: dict[str, Any]) -> PyTree:
-        """Return the parcel before the first hop; sum what is small."""
+        """Return the message before the first hop; sum what is small."""
 
     def decode(self, message: PyTree, params: PyTree) -> PyTree:
         """Return what the last hop brought, as `finish` needs it. No collective."""
@@ -106,7 +106,7 @@ class Round(abc.ABC, Generic[StateT]):
         progress: PyTree,
         received: PyTree,
     ) -> tuple[PyTree, StateT, Sums, jax.Array]:
-        """End the call with closed work and a decoded delivery; no large collective.
+        """End the call with closed progress and what was received; no large collective.
 
         Returns:
           The new parameters and state, the sums of this call without gradients, and the
@@ -123,13 +123,13 @@ def run(
     ),
     progress: PyTree = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Take a parcel over the hops, a piece of computation beside each.
+    """Take a message over the hops, a piece of computation beside each.
 
     Barriers pin the order: without them a compiler overlaps at most one collective. The
     last one is pinned too, or the computation would wait for it.
 
-    `compute` is (k, work, params) -> work, the k-th piece. Returns the parcel after the
-    last hop, the work, and params.
+    `compute` is (k, progress, params) -> progress, the k-th piece. Returns the message
+    after the last hop, the progress, and params.
     """
     for k, hop in enumerate(hops):
         message, progress, params = barrier((hop.encode(message), progress, params))
@@ -183,7 +183,7 @@ def exchanged(
     params: PyTree,
     extra: dict[str, Any],
 ) -> PyTree:
-    """Run a whole exchange, with nothing beside it, and return its delivery."""
+    """Run a whole exchange, with nothing beside it, and return what it brought."""
     message = barrier(round.send(in_flight, owner, extra))
     return round.decode(run(round.hops, message)[0], params)
 

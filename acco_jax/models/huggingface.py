@@ -47,7 +47,7 @@ _KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """What config.json and the state dict of a family look like."""
+    """The form of a family's config.json and state dict."""
 
     model_type: str
     architecture: str  # the class that has its output embedding

@@ -40,7 +40,7 @@ class LinearScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Return the factor of cosines and sines."""
         return 1.0
 
     def scaled(self, radians: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ class Llama3Scaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Return the factor of cosines and sines."""
         return 1.0
 
     def scaled(self, radians: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ class YarnScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Return the factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_magnitude(self.factor)

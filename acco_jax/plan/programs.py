@@ -41,7 +41,7 @@ _NAMES = {
     "outer": "outer optimizer's state",
     "in_flight": "in-flight gradients",
     "carry": "carried gradient",
-    "residual": "residue of few bits",
+    "residual": "error feedback",
 }
 
 

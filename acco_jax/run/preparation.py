@@ -43,7 +43,7 @@ PyTree = Any
 
 
 class Amounts(NamedTuple):
-    """How much the calls of a run compute."""
+    """The amounts that the calls of a run compute."""
 
     microbatches: int  # of each worker in a half-round, or in an inner step of one
     varying: counts.Varying | None  # how microbatches are counted, where they vary

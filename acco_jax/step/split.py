@@ -26,8 +26,8 @@ class Programs(NamedTuple):
     round: Round
     compute: Any  # (params, rest, inputs) -> closed work
     close: Any  # (work, rest, inputs) -> closed work
-    communicate: Any  # (outbox, owner, params, extra) -> what arrives
-    finish: Any  # (params, rest, inputs, work, delivery); see `Round`
+    communicate: Any  # (in_flight, owner, params, extra) -> received
+    finish: Any  # (params, rest, inputs, progress, received); see `Round`
 
 
 class SplitStep(TrainStep):

@@ -115,7 +115,7 @@ Term = Callable[[jax.Array, jax.Array], jax.Array]
 def terms(
     topology: str, axis: tuple[str, ...], n: int, phase: int, seed: int
 ) -> tuple[Term, ...]:
-    """What adds up to sum_j W_ij x_j, in float32 or wider; one collective each.
+    """Return the terms of sum_j W_ij x_j, in float32 or wider; one collective each.
 
     Of one worker, W is 1.
     """
@@ -182,7 +182,7 @@ class GossipRound(LocalRound[GossipState]):
     def send(
         self, in_flight: Starting, owner: tuple[()], extra: dict[str, Any]
     ) -> Mixing:
-        """The parcel: layout, call, r(x_i), and what mixing has changed so far."""
+        """Return the message: layout, call, r(x_i), and the change by mixing so far."""
         layout, call, theta = in_flight
         sent = layout.map(lambda leaf, x: x.astype(leaf.comm_dtype), theta)
         change = jax.tree.map(jnp.negative, local_method.widened(layout, sent))

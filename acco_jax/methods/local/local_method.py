@@ -1,4 +1,4 @@
-"""What every method is made of whose workers keep parameters of their own.
+"""Base of the methods whose workers keep parameters of their own.
 
 Between two exchanges every worker takes steps of an inner optimizer on its own copy of
 the parameters, so the parameters of the loop are rows: each leaf (n, *param.shape), row
@@ -44,7 +44,7 @@ LocalT = TypeVar("LocalT", bound=LocalState)
 
 
 class LocalProgress(NamedTuple):
-    """What inner steps change; every leaf is a row per worker."""
+    """The arrays that inner steps change; every leaf is a row per worker."""
 
     theta: PyTree  # (n, *param.shape): the parameters, float32 or wider
     inner: PyTree  # (n, ...): the inner optimizers' states
@@ -160,7 +160,7 @@ def narrowed(layout: Layout, tree: PyTree) -> PyTree:
 
 
 def to_rows(layout: Layout, tree: PyTree) -> PyTree:
-    """What is replicated -> rows: every worker's own copy. No communication."""
+    """Return rows of a replicated tree: every worker's own copy. No communication."""
     return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
 
 
@@ -210,11 +210,11 @@ class LocalRound(Round[LocalT]):
 
     @property
     def beside(self) -> int:
-        """How many of the steps run beside the hops; the rest after they are done."""
+        """Return how many steps overlap the hops; the rest follow them."""
         return self.steps.steps
 
     def theta(self, rows: PyTree, rest: LocalT) -> PyTree:
-        """Where the workers start, rows in the master dtype."""
+        """Return the point from which the workers start: rows in the master dtype."""
         master = getattr(rest, "master", None)
         return widened(rest.layout, rows) if master is None else master
 
@@ -239,7 +239,7 @@ class LocalRound(Round[LocalT]):
     def merge(
         self, rest: LocalT, progress: LocalProgress, received: PyTree
     ) -> LocalProgress:
-        """Lets a delivery into the workers' parameters, before the last steps."""
+        """Merge what was received into workers' parameters, before the last steps."""
         return progress
 
     @abc.abstractmethod

@@ -93,7 +93,7 @@ def differences(
 
 
 def counted(weight: jax.Array, weighted: bool) -> jax.Array:
-    """(n,) weights of an outer mean: as they are, or 1 for everyone who has any."""
+    """Return (n,) weights of an outer mean: as they are, or 1 where not 0."""
     return weight if weighted else (weight != 0).astype(weight.dtype)
 
 

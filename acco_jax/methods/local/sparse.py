@@ -86,7 +86,7 @@ def _committed(layout: Layout, master: PyTree) -> PyTree:
 
 
 def _groups(layout: Layout) -> list[list[int]]:
-    """Which leaves share rows: those of the same dtypes, split over the same axes.
+    """Return groups of leaves that share rows: of equal dtypes, split over equal axes.
 
     What is replicated over an axis of the model must not compete with what is not: all
     devices along that axis have to choose the same entries of it.
@@ -103,7 +103,7 @@ def _sizes(layout: Layout, group: list[int]) -> list[int]:
 
 
 def _to_chunks(layout: Layout, leaves: list[jax.Array], chunk: int) -> list[jax.Array]:
-    """[rows, chunk] of each group, filled up with zeros."""
+    """Return [rows, chunk] of each group, filled up with zeros."""
     buffers = []
     for group in _groups(layout):
         flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
@@ -112,7 +112,7 @@ def _to_chunks(layout: Layout, leaves: list[jax.Array], chunk: int) -> list[jax.
 
 
 def _to_leaves(layout: Layout, buffers: list[jax.Array]) -> list[jax.Array]:
-    """The inverse of `_to_chunks`."""
+    """Return the leaves of chunks: the inverse of `_to_chunks`."""
     by_number: dict[int, jax.Array] = {}
     for group, buffer in zip(_groups(layout), buffers, strict=True):
         flat, start = buffer.reshape(-1), 0
@@ -123,7 +123,7 @@ def _to_leaves(layout: Layout, buffers: list[jax.Array]) -> list[jax.Array]:
 
 
 def largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k entries of largest magnitude of each row: places and values.
+    """Return the k entries of largest magnitude of each row: places and values.
 
     Args:
       x: [rows, chunk].
@@ -137,7 +137,7 @@ def largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def add_at(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """x [rows, chunk] with values [rows, k] added, no two of a row at one place."""
+    """Add values [rows, k] to x [rows, chunk], no two of a row at one place."""
     row = jnp.arange(x.shape[0])[:, None]
     return x.at[row, places.astype(jnp.int32)].add(
         values.astype(x.dtype), unique_indices=True
@@ -145,7 +145,7 @@ def add_at(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _to_words(arrays: list[jax.Array]) -> jax.Array:
-    """The bytes of all arrays as uint32 [words]."""
+    """Return the bytes of all arrays as uint32 [words]."""
     flat = [lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in arrays]
     joined = jnp.concatenate(flat)
     joined = jnp.pad(joined, (0, -joined.size % 4)).reshape(-1, 4)
@@ -153,7 +153,7 @@ def _to_words(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _from_words(words: jax.Array, like: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """The inverse of `_to_words`."""
+    """Return the arrays of words: the inverse of `_to_words`."""
     flat, start, arrays = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1), 0, []
     for x in like:
         width = x.dtype.itemsize
@@ -166,7 +166,7 @@ def _from_words(words: jax.Array, like: list[jax.ShapeDtypeStruct]) -> list[jax.
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """The lowest `bits` bits of each integer, one after another: uint8 [bytes]."""
+    """Return the lowest `bits` bits of each integer, one after another: uint8."""
     stream = codes.reshape(-1, 1) >> lax.iota(codes.dtype, bits)[None] & 1
     stream = stream.astype(jnp.uint8).reshape(-1)
     stream = jnp.pad(stream, (0, -stream.size % 8)).reshape(-1, 8)
@@ -174,7 +174,7 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpacked(sent: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `packed`: int32 of this shape."""
+    """Return the integers of `packed`, int32 of this shape."""
     stream = (sent[:, None] >> lax.iota(jnp.uint8, 8)[None] & 1).astype(jnp.int32)
     stream = stream.reshape(-1)[: math.prod(shape) * bits].reshape(-1, bits)
     stream = stream << lax.iota(jnp.int32, bits)[None]
@@ -183,7 +183,7 @@ def unpacked(sent: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """How the k largest entries of every chunk are sent.
+    """The format in which the k largest entries of every chunk are sent.
 
     Without `value_bits` an entry is its place, uint8 in chunks of 256, and its value in
     the communication dtype. With them it is one integer: a place, a sign and
@@ -201,7 +201,7 @@ class Message:
         return (self.chunk - 1).bit_length()
 
     def shapes(self, rows: int, comm_dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """Of a group of chunks: what `encode` returns."""
+        """Return the shapes of what `encode` returns for a group of chunks."""
         of, size = jax.ShapeDtypeStruct, (rows, self.k)
         if self.value_bits is None:
             return [of(size, jnp.uint8), of(size, comm_dtype)]
@@ -240,7 +240,7 @@ class Message:
 
 
 def _message(layout: Layout, message: Message) -> list[jax.ShapeDtypeStruct]:
-    """What a worker sends: two arrays of each group."""
+    """Return the arrays that a worker sends: two of each group."""
     arrays = []
     for group in _groups(layout):
         rows = -(-sum(_sizes(layout, group)) // message.chunk)
@@ -285,7 +285,7 @@ class SparseRound(LocalRound[SparseState]):
     def outgoing(
         self, params: PyTree, rest: SparseState, progress: LocalProgress
     ) -> Sparse:
-        """(layout, every worker's words, e_i(t+1), w_i)."""
+        """Return (layout, every worker's words, e_i(t+1), w_i)."""
         layout = rest.layout
         weight = counted(progress.sums.weight, self.weighted)
 
@@ -332,7 +332,7 @@ class SparseRound(LocalRound[SparseState]):
         return layout, run(words), error, total
 
     def _specs(self, layout: Layout) -> tuple[PyTree, PyTree, P]:
-        """Of parameters, of rows, and of what each device has of its own."""
+        """Return the specs of parameters, of rows, and of each device's own arrays."""
         spec = lambda s: s.spec  # noqa: E731
         at = jax.tree.map(spec, layout.params_shardings)
         rows_at = jax.tree.map(spec, layout.grads_shardings)
@@ -447,7 +447,7 @@ def sparse_rounds(
 
 
 def entries(keep: object, chunk: int) -> int:
-    """How many of every chunk are sent."""
+    """Return how many entries of every chunk are sent."""
     if isinstance(keep, int) and not isinstance(keep, bool) and 1 <= keep <= chunk:
         return keep
     if isinstance(keep, float) and 0 < keep <= 1:

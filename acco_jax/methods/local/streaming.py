@@ -97,7 +97,7 @@ class StreamingState(NamedTuple):
 
 
 def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], ...]:
-    """Which leaves, by index, make each of `count` fragments of about equal bytes.
+    """Return the leaves, by index, of `count` fragments of about equal bytes.
 
     Where there are enough numbered blocks ("h/3/..."), they are dealt out in turn, so
     that each fragment spans the depth; all other leaves go, the largest first, to
@@ -175,7 +175,7 @@ class StreamingRound(ExchangeRound[StreamingState], LocalRound[StreamingState]):
     def open(
         self, params: PyTree, state: StreamingState
     ) -> tuple[InFlight | None, ShardedState, StreamingState]:
-        """The arriving fragment's state is its owner's, what is pending too stays."""
+        """Return the arriving fragment's state as the owner's; in-flight ones stay."""
         owner, outer = state.outer[self.arriving], list(state.outer)
         others = set(owner._fields) - {"layout", "in_flight"}
         outer[self.arriving] = owner._replace(**dict.fromkeys(others))
@@ -188,13 +188,13 @@ class StreamingRound(ExchangeRound[StreamingState], LocalRound[StreamingState]):
         return fragments_of(layout.leaves, self.fragments)[fragment]
 
     def _weights(self, rest: StreamingState, progress: LocalProgress) -> jax.Array:
-        """(n, P) at the end of this call's steps."""
+        """Return (n, P) weights at the end of this call's steps."""
         return rest.weights + progress.sums.weight[:, None]
 
     def outgoing(
         self, params: PyTree, rest: StreamingState, progress: LocalProgress
     ) -> InFlight:
-        """What fragment `phase` sends."""
+        """Return what fragment `phase` sends."""
         layout, anchor = rest.layout, rest.anchor[self.phase]
         theta = take(layout, self._members(layout, self.phase), progress.theta)
         weight = counted(self._weights(rest, progress)[:, self.phase], self.weighted)
