@@ -169,7 +169,8 @@ def _train(claim: contextlib.ExitStack) -> None:
 
         preparation.check(config)
         workdirs.check_shared(workdir)
-        again = _ORDERS is not None and _ORDERS.attempt > 1
+        # a scheduler may have restarted this run on another host, as a supervisor does
+        again = _ORDERS.attempt > 1 if _ORDERS else several
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
         folders = workdirs.own(workdir, trained_runs.checkpoint_folder(config, workdir))
         for folder in folders:

@@ -2,10 +2,10 @@
 
     python benchmarks/first_minutes.py [--source=REPOSITORY]
 
-Clones the repository into a new folder, runs what README.md and the site's front page
-tell a newcomer to run, in that order, and writes docs/first-ten-minutes.md. The
-commands are STEPS; one that fails ends it. Packages come from the index that pip is
-configured for, and it has cached what it has cached: `--cold` gives pip an empty cache.
+Clones the repository into a new folder and runs the commands of README.md and the
+site's front page, in that order. Writes docs/first-ten-minutes.md. The commands are
+STEPS; one that fails ends it. Packages come from pip's configured index and its cache.
+`--cold` gives pip an empty cache.
 """
 
 import argparse
@@ -55,15 +55,15 @@ STEPS = (
     Step(
         "Look at the machine",
         ".venv/bin/python -m acco_jax.doctor",
-        "devices, the form that would be chosen, each problem with its remedy",
+        "devices, the execution that would be chosen, each problem with its remedy",
     ),
     Step(
         "Train",
         "make train",
-        "losses as they fall, and the held-out loss beside a smoothed bigram's",
+        "falling losses, and the held-out loss beside a smoothed bigram's",
     ),
     Step(
-        "Let it write",
+        "Generate text",
         f"{'.venv/bin/python -m acco_jax.generate'} --workdir=runs/quickstart "
         "--prompt='def mean(' --tokens=100",
         "a hundred bytes that look like Python",
@@ -80,15 +80,15 @@ STEPS = (
         "losses, times and bytes of both, and what each column means",
     ),
     Step(
-        "Get the compilers of machines that are not here",
+        "Install the compilers for target hardware",
         ".venv/bin/pip install -q -e '.[plan]' -c requirements.txt",
         "nothing",
     ),
     Step(
-        "Ask about 64 H100",
+        "Plan for 64 H100",
         ".venv/bin/python -m acco_jax.plan --config=experiments/openwebtext_125m.py "
         "--topology=gpu:h100:8x8 --nofit",
-        "how much of the communication a compiled schedule hides, and the step's time",
+        "how much communication a compiled schedule overlaps, and the step's time",
     ),
 )
 
@@ -96,10 +96,10 @@ TEXT = """# The first ten minutes
 
     python benchmarks/first_minutes.py
 
-goes a new user's way in a fresh clone and a new environment, step by step, and writes
-this page. Here: {machine}.
+times a new user's path, step by step, in a fresh clone and a new environment. It writes
+this page. The machine: {machine}.
 
-| | step | seconds | since the start | what there is to see |
+| | step | seconds | since the start | what it shows |
 |---|---|---|---|---|
 {rows}
 
@@ -109,8 +109,8 @@ The commands:
 
 ## Fifteen questions, one click from the front page
 
-The table on the [front page](site/index.md) links to each of these pages; the script
-has looked there for the word.
+The table on the [front page](site/index.md) links to each of these pages. The script
+checked that each page has the word.
 
 | question | page | word |
 |---|---|---|

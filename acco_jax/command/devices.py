@@ -187,7 +187,8 @@ def connect(
 ) -> None:
     """Join the other processes as flags or a launcher name them, if there are several.
 
-    If they do not come in time, the process ends with `exits.LOST`.
+    If they do not come in time, or JAX does not find them, the process ends with
+    `exits.LOST`.
 
     Args:
       coordinator: address:port of process 0; None: the launcher's.
@@ -198,7 +199,7 @@ def connect(
       supervised: whether a command decides when the others are late.
 
     Raises:
-      ValueError: if the others were not found.
+      ValueError: if a supervised process did not find the others.
     """
     if coordinator is None and not are_several(None, processes):
         return
@@ -220,7 +221,11 @@ def connect(
             heartbeat_timeout_seconds=max(100, int(2 * lost_after)),
         )
     except RuntimeError as error:
-        raise ValueError(f"the processes did not find each other: {error}") from error
+        what = f"the processes did not find each other: {error}"
+        if supervised:
+            raise ValueError(what) from error
+        # the first pod may have no address yet: a scheduler starts all of them again
+        exits.end(exits.LOST, what)
     finally:
         late.cancel()
     if jax.process_index():

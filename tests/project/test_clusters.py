@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -141,6 +142,16 @@ def test_slurm_requeues_what_goes_on(cluster, tmp_path, code, requeues):
     assert said.endswith("python -m acco_jax.train --workdir=a b")
 
 
+@pytest.mark.parametrize("code", [exits.STOPPED, exits.LOST])
+def test_slurm_keeps_the_code_if_the_requeue_fails(cluster, tmp_path, code):
+    """After a node failure SLURM itself may have requeued the job."""
+    (tmp_path / "stubs" / "scontrol").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "stubs" / "codes").write_text(f"{code}\n")
+    process = cluster("slurm.sh")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and "error:" not in err
+
+
 def test_slurm_does_not_requeue_what_was_cancelled(cluster, tmp_path):
     (tmp_path / "stubs" / "srun").write_text(
         '#!/bin/bash\ntouch "$STUBS/there"\nsleep 1\nexit 75\n'
@@ -179,6 +190,9 @@ def test_slurm_trains_stops_and_goes_on(cluster, tmp_path):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "stopped after half-round" in err, err
     assert len(logged(tmp_path)) == 1
+    lock = workdir / "lock.json"  # of a node that failed 20 seconds ago
+    lock.write_text('{"host": "lost", "pid": 1}')
+    os.utime(lock, (time.time() - 20,) * 2)
     process = cluster("slurm.sh", *flags)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and len(logged(tmp_path)) == 1, err
@@ -190,35 +204,172 @@ def documents(path):
     return list(yaml.safe_load_all(path.read_text()))
 
 
+def strict(*required, **properties):
+    """Return the schema of an object that has these fields only."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(required),
+        "properties": properties,
+    }
+
+
+def listed(items, **more):
+    return {"type": "array", "items": items, **more}
+
+
+TEXT, FLAG = {"type": "string"}, {"type": "boolean"}
+COUNT = {"type": "integer", "minimum": 0}
+JOB = {"type": "object"}  # the schema of batch/v1 judges it
+# What the fields of JobSet 0.10 may be: api/jobset/v1alpha2/jobset_types.go and
+# pkg/webhooks/jobset_webhook.go of kubernetes-sigs/jobset.
+JOBSET = strict(
+    "apiVersion", "kind", "metadata", "spec",
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata={"type": "object", "required": ["name"]},
+    spec=strict(
+        "replicatedJobs",
+        replicatedJobs=listed(
+            strict(
+                "name", "template",
+                name=TEXT, groupName=TEXT, replicas=COUNT, template=JOB,
+                dependsOn=listed(strict("name", "status", name=TEXT, status=TEXT)),
+            ),
+            minItems=1,
+        ),
+        network=strict(
+            enableDNSHostnames=FLAG, subdomain=TEXT, publishNotReadyAddresses=FLAG
+        ),
+        failurePolicy=strict(
+            maxRestarts=COUNT,
+            restartStrategy={"enum": ["Recreate", "BlockingRecreate"]},
+            rules=listed(
+                strict(
+                    "name", "action",
+                    name={"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+                    action={
+                        "enum": [
+                            "FailJobSet",
+                            "RestartJobSet",
+                            "RestartJobSetAndIgnoreMaxRestarts",
+                        ]
+                    },
+                    onJobFailureReasons=listed(
+                        {
+                            "enum": [
+                                "BackoffLimitExceeded",
+                                "DeadlineExceeded",
+                                "FailedIndexes",
+                                "MaxFailedIndexesExceeded",
+                                "PodFailurePolicy",
+                            ]
+                        },
+                        uniqueItems=True,
+                    ),
+                    onJobFailureMessagePatterns=listed(TEXT, uniqueItems=True),
+                    targetReplicatedJobs=listed(TEXT),
+                )
+            ),
+        ),
+        successPolicy=strict(
+            "operator",
+            operator={"enum": ["All", "Any"]}, targetReplicatedJobs=listed(TEXT),
+        ),
+        startupPolicy=strict("startupPolicyOrder", startupPolicyOrder=TEXT),
+        coordinator=strict(
+            "replicatedJob", replicatedJob=TEXT, jobIndex=COUNT, podIndex=COUNT
+        ),
+        suspend=FLAG,
+        managedBy=TEXT,
+        ttlSecondsAfterFinished=COUNT,
+    ),
+)  # fmt: skip
+
+
+def jobs_of(document):
+    """Return the Jobs that a Job or a JobSet stands for."""
+    if document["kind"] != "JobSet":
+        return [document] if document["kind"] == "Job" else []
+    set_name = document["metadata"]["name"]
+    return [
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": f"{set_name}-{job['name']}-{i}"},
+            **job["template"],
+        }
+        for job in document["spec"]["replicatedJobs"]
+        for i in range(job["replicas"])
+    ]
+
+
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
 def test_manifests_are_as_the_schemas_say(path, version):
     for document in documents(path):
-        kubernetes_validate.validate(document, version, strict=True)
+        of_kubernetes = [document]
+        if document["kind"] == "JobSet":
+            jsonschema.validate(document, JOBSET)
+            of_kubernetes = jobs_of(document)
+        for each in of_kubernetes:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("maxRestarts", "5"),
+        ("maxRestart", 5),
+        ("restartStrategy", "Blocking"),
+        ("rules", [{"name": "no-hyphens", "action": "FailJobSet"}]),
+        ("rules", [{"name": "lost", "action": "FailJob"}]),
+        ("rules", [{"action": "FailJobSet"}]),
+    ],
+)
+def test_the_schema_of_jobsets_rejects(field, value):
+    (document,) = (
+        d for d in documents(CLUSTERS / "kubernetes_jobset.yaml")
+        if d["kind"] == "JobSet"
+    )  # fmt: skip
+    document["spec"]["failurePolicy"][field] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, JOBSET)
+
+
+def actions_of(spec):
+    """Return what a Job's podFailurePolicy does with each exit code that it names."""
+    return {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": []})["values"]
+    }
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
 def test_the_parts_of_a_manifest_fit_together(path, monkeypatch):
     by_kind = {document["kind"]: document for document in documents(path)}
-    job, service = by_kind["Job"], by_kind["Service"]
+    (job,) = (job for document in by_kind.values() for job in jobs_of(document))
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert pod["subdomain"] == service["metadata"]["name"]
+    if "JobSet" in by_kind:  # its controller makes the service and names the subdomain
+        assert "Service" not in by_kind and "subdomain" not in pod
+        assert "network" not in by_kind["JobSet"]["spec"]
+        assert spec["backoffLimit"] == 0
+    else:
+        service = by_kind["Service"]
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+        assert pod["subdomain"] == service["metadata"]["name"]
+        assert actions_of(spec) == {
+            exits.REFUSED: "FailJob",
+            exits.DIVERGED: "FailJob",
+            exits.STOPPED: "Ignore",
+        }
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
+    assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     rules = spec["podFailurePolicy"]["rules"]
-    actions = {
-        code: rule["action"]
-        for rule in rules
-        for code in rule.get("onExitCodes", {"values": []})["values"]
-    }
-    assert actions == {
-        exits.REFUSED: "FailJob",
-        exits.DIVERGED: "FailJob",
-        exits.STOPPED: "Ignore",
-    }
     names = {r["onExitCodes"]["containerName"] for r in rules if "onExitCodes" in r}
     assert names == {container["name"]}
     mounted = {mount["name"] for mount in container["volumeMounts"]}
@@ -232,8 +383,48 @@ def test_the_parts_of_a_manifest_fit_together(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     *head, config = (x for x in container["command"] if "--workdir" not in x)
     assert head[:3] == ["python", "-m", "acco_jax.train"] and config
+    assert not [x for x in container["command"] if re.match("--(restarts|coord)", x)]
     flags = [x for x in container["command"] if x.startswith("--config")]
     validate(parsing.config_of(flags))
+
+
+@pytest.mark.parametrize(
+    ("ended", "action"),
+    [
+        (exits.REFUSED, "FailJobSet"),
+        (exits.DIVERGED, "FailJobSet"),
+        (exits.STOPPED, "RestartJobSetAndIgnoreMaxRestarts"),
+        ("DisruptionTarget", "RestartJobSetAndIgnoreMaxRestarts"),
+        (exits.LOST, "RestartJobSet"),
+        (exits.FAILED, "RestartJobSet"),
+        (128 + signal.SIGABRT, "RestartJobSet"),
+        (128 + signal.SIGKILL, "RestartJobSet"),
+    ],
+)
+def test_a_jobset_restarts_what_goes_on(ended, action):
+    """As Kubernetes' and JobSet's controllers match exit codes, rules and messages."""
+    (jobset,) = (
+        d for d in documents(CLUSTERS / "kubernetes_jobset.yaml")
+        if d["kind"] == "JobSet"
+    )  # fmt: skip
+    (job,) = jobs_of(jobset)
+    reason = message = "BackoffLimitExceeded"  # of no rule: backoffLimit is 0
+    for i, rule in enumerate(job["spec"]["podFailurePolicy"]["rules"]):
+        codes = rule.get("onExitCodes", {"values": []})["values"]
+        conditions = [x["type"] for x in rule.get("onPodConditions", [])]
+        if ended in [*codes, *conditions]:
+            assert rule["action"] == "FailJob"
+            reason = "PodFailurePolicy"
+            message = f"Pod acco ended with {ended} matching FailJob rule at index {i}"
+            break
+    found = "RestartJobSet"  # where no rule matches
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        matches = [re.search(x, message) for x in rule["onJobFailureMessagePatterns"]]
+        if reason in rule["onJobFailureReasons"] and any(matches):
+            found = rule["action"]
+            break
+    assert found == action
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,6 @@ WORDS = (
     r"split form", r"fused form", r"trips", r"waited for",
 )  # fmt: skip
 
-# Not yet rewritten, with the mean number of words that it may not exceed.
-WAITING = {"faults.md": 16.0, "howto/clusters.md": 17.0, "howto/huggingface.md": 17.0}
-
 
 def name(page: Path) -> str:
     return str(page.relative_to(SITE if SITE in page.parents else ROOT))
@@ -63,15 +60,14 @@ def test_sentences_are_found():
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_sentences_are_short(page):
-    assert mean(page) <= WAITING.get(name(page), MEAN)
-    if name(page) not in WAITING:
-        assert [x for x in sentences(page.read_text()) if len(x.split()) > MOST] == []
+    assert mean(page) <= MEAN
+    assert [x for x in sentences(page.read_text()) if len(x.split()) > MOST] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_words_are_the_glossarys(page):
     found = re.findall(rf"\b(?:{'|'.join(WORDS)})\b", prose(page.read_text()), re.I)
-    assert found == [] or name(page) in WAITING
+    assert found == []
 
 
 def test_tutorials_are_short():

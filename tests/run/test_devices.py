@@ -103,6 +103,23 @@ devices.connect(None, None, None, start_within=0.5)
     assert done.stderr.count("\n") == 1
 
 
+def test_peers_that_jax_does_not_find_end_it_with_5(launched, monkeypatch, capsys):
+    """As where the first pod has no address yet: a scheduler starts them again."""
+
+    def initialize(*args, **kwargs):
+        raise RuntimeError("Retry failed with all attempts exhausted")
+
+    launched({"SLURM_NTASKS": "4", **SLURM})
+    monkeypatch.setattr(devices.jax.distributed, "initialize", initialize)
+    with pytest.raises(SystemExit, match=str(exits.LOST)):
+        devices.connect(None, None, None)
+    assert (
+        "error: the processes did not find each other: Retry" in capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match="did not find each other"):
+        devices.connect(None, None, None, supervised=True)
+
+
 @pytest.fixture
 def metadata(monkeypatch):
     """metadata(endpoints): a Cloud TPU VM whose metadata say so; None: they are not."""
