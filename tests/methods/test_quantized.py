@@ -203,7 +203,7 @@ class Setup:
         params = jax.tree.map(lambda x: jnp.array(x / 4), params)
         return params, self.tx.init(params)
 
-    def half_round(self, form, params, state, h):
+    def run_call(self, form, params, state, h):
         counts = np.random.default_rng(h).integers(0, 3, N)
         if form != "plain":
             return self.steps[form](params, state, batch(h, 4 * N), counts)[:2]

@@ -103,15 +103,9 @@ assert not xla_bridge._backends
     done = runs("nowhere")
     assert done.returncode == 2, done
     assert refusal(done.stderr, f"{tmp_path}/nowhere does not exist", "name a folder")
-
-
-@pytest.mark.parametrize("words", [(), ("a", "b")])
-def test_it_takes_one_folder(words, monkeypatch, capsys):
-    from acco_jax import runs
-
-    with pytest.raises(SystemExit) as end:
-        runs.main(["runs", *words])
-    assert end.value.code == 2 and refusal(capsys.readouterr().err, "one folder")
+    for words in ((), ("a", "b")):
+        done = runs(*words)
+        assert done.returncode == 2 and refusal(done.stderr, "one folder"), done
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
