@@ -679,7 +679,8 @@ def by_command(quick: bool) -> Report:
         train("whole")
         train("resumed", f"--stop_after={middle}", code=exits.STOPPED)
         train("resumed")
-        losses = [r["loss"] for r in common.rows(place / "whole") if "loss" in r]
+        rows = common.rows(place / "whole")
+        losses = [r["loss"] for r in rows if r["kind"] == "train"]
         same = common.bits(place / "whole") == common.bits(place / "resumed")
     return outcome("acco_jax.train", losses, same)
 
