@@ -11,7 +11,7 @@ import pytest
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "one_gpu.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_with_a_part_that_fails(tmp_path):
     out = tmp_path / "one_gpu"
     command = [sys.executable, PROGRAM, "--quick", "--fail=schedule", f"--out={out}"]
