@@ -166,7 +166,7 @@ def config(case: Case) -> None:
 def metrics(case: Case) -> None:
     """Reads, continues and draws metrics.jsonl."""
     workdir = Path()
-    workdirs.check_whole(workdir, Path("checkpoints"))
+    preparation.check_whole(workdir, Path("checkpoints"))
     found = rows.read(workdir)
     rows.Recorder(workdir, done=2, tokens=16, seconds=1.0).close()
     _results(workdir)
@@ -177,7 +177,7 @@ def metrics(case: Case) -> None:
 def goodput(case: Case) -> None:
     """Reads and continues goodput.jsonl."""
     record.spent(record.read(Path()))
-    workdirs.check_whole(Path(), Path("checkpoints"))
+    preparation.check_whole(Path(), Path("checkpoints"))
     made = record.Record(Path(), time.time(), over=False)
     made.mark("start_up", 2)
     made.trained(3)
@@ -283,7 +283,7 @@ def checkpoints(case: Case) -> None:
     if case["sums"] != "kept" and folder.is_dir():
         _sum_files(folder)
     preparation.check_whole(made.workdir, made.checkpoint_folder)
-    preparation._check_checkpoint(made, preparation.batches(made))
+    preparation._check_checkpoint(made, preparation.batches(made), ())
     try:
         _restored(made)
     except saves.Damaged:

@@ -11,6 +11,7 @@ import acco_jax
 from acco_jax.step.halves import Turns
 from tests.reference import Unsharded, make_mesh
 
+pytestmark = pytest.mark.usefixtures("x64")
 N, ROWS, WIDTH = 4, 2, 6
 HALVES = acco_jax.Halves(1, 3)
 
@@ -35,7 +36,6 @@ def make(halves, form, name="acco", loss_fn=loss_fn):
     return step, acco_jax.start(tx, params)
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["fused", "split"])
 def test_half_rounds_compute_their_own_number(form):
     """The points are those of an unsharded loop over the same microbatches."""
@@ -61,7 +61,6 @@ def test_half_rounds_compute_their_own_number(form):
         np.testing.assert_allclose(found[number], here["w"], rtol=0, atol=1e-9)
 
 
-@pytest.mark.usefixtures("x64")
 def test_a_larger_second_half_is_stable_where_equal_ones_are_not():
     """kappa h is 2.5: e' = -kappa h (1 - f) e, and heavy ball is stable up to 3.8."""
     beta, kappa = 0.9, 2.5  # of curvature 1
@@ -85,7 +84,6 @@ def test_a_larger_second_half_is_stable_where_equal_ones_are_not():
     assert ends(HALVES, 3) < 0.1
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("first", [1, [1, 0, 1, 1]])
 def test_a_single_microbatch_is_what_its_count_would_compute(first):
     """Its program is another, its rows and its random numbers are not."""
