@@ -199,7 +199,7 @@ def counts(case: Case) -> None:
 def worlds(case: Case) -> None:
     """Reads, continues and replays worlds.jsonl."""
     found = record_of_worlds.recorded(Path())
-    replay = record_of_worlds.Replay(Path())
+    replay = record_of_worlds.WorldsReplay(Path())
     identity = json.loads(Path("config.json").read_text())
     for half_round, world in found[:9]:
         replay.check(identity, half_round, world)
