@@ -40,7 +40,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     with compilations() as names:
         whole, summary = train(tmp_path / "whole", **instructions)
     # a program for each length that occurs, and no more
-    assert 1 < names.count("jit(half_round)") <= 3
+    assert 1 < names.count("jit(run_call)") <= 3
     rows = [r for r in metrics.read(tmp_path / "whole") if r["kind"] == "train"]
     batches = preparation.batches(whole)
     targets = [next(batches)["mask"].sum() for _ in range(whole.total_calls)]

@@ -82,7 +82,7 @@ GPU = {
         event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", 5, 20),
         event("ncclDevKernel_AllGather_RING_LL(x)", 50, 75, hlo_op="all-gather-start"),
     ],
-    "XLA Modules": [event("jit_half_round", 5, 90)],
+    "XLA Modules": [event("jit_run_call", 5, 90)],
 }
 
 
@@ -100,7 +100,7 @@ def test_a_synthetic_gpu_trace():
 
 TPU = {
     "Steps": [event("7", 1000, 1100), event("8", 1100, 1200)],
-    "XLA Modules": [event("jit_half_round(1)", 1000, 1200)],
+    "XLA Modules": [event("jit_run_call(1)", 1000, 1200)],
     "XLA Ops": [
         event("%while.3", 1000, 1100),
         event("%all-gather-start.1", 1000, 1002),

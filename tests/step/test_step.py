@@ -251,7 +251,7 @@ def test_compiled_ahead_is_not_compiled_again(method, form, caplog):
     with jax.log_compiles(), caplog.at_level("WARNING"):
         jax.jit(lambda x: x + 1)(batch)  # the log works
         params, state, _ = step(params, state, batch)
-    ours = ("half_round", "computed", "exchanged")
+    ours = ("run_call", "computed", "exchanged")
     done = [m for m in caplog.messages if "Finished XLA compilation" in m]
     assert any("lambda" in m for m in done)
     assert not [m for m in done if any(name in m for name in ours)]
