@@ -60,7 +60,7 @@ class _Family:
     # the field that has the kinds of layers; None: all are of the family's only kind
     kinds: str | None = None
     nullable: tuple[str, ...] = ()  # fields of which null is not the default
-    period: int = 1  # where `layer_types` is left out, the last of so many is global
+    period: int = 1  # where `layer_types` is left out, the last of this many is global
     local_theta: str | None = None  # the field that has local_rope_theta
 
     @property

@@ -247,7 +247,7 @@ def record(experiment: Experiment) -> None:
 
 
 def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
-    """Return what distinguishes a run that began with so many workers."""
+    """Return what distinguishes a run that began with `first` workers."""
     identity = json.loads(config.to_json_best_effort()) | {"workers": first}
     if config.init_from is not None:
         identity["pretrained"] = pretrained.identity(

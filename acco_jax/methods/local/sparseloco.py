@@ -71,7 +71,8 @@ def sparseloco(
       A `LocalMethod`; one call of its train step is a round of H steps.
 
     Raises:
-      ValueError: in one line, before any device work, what does not fit.
+      ValueError: if `value_bits` is not 2, 3 or 4, `error_decay` is not from 0 to 1,
+        `keep` is not a part or number of a chunk, or `inner` is not of optax.
 
     References:
       Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo

@@ -107,7 +107,7 @@ def lengthened(
 
 
 def _steps_begun(tx: Method, done: int) -> int:
-    """Return how many steps have begun in so many calls."""
+    """Return how many steps have begun after this number of calls."""
     while (steps := tx.steps_done(done)) is None:
         done += 1
     return max(steps, 0)
