@@ -7,8 +7,14 @@ step is the body of a loop, the whole run one program), with what might bring it
 to zero1. A line of RUNS is a JSON object with fields of `Run`; what OUT has already is
 not run again, and `--part=0/2` takes every second line, for two processes. The model is
 experiments/quickstart.py's (0.45M parameters, float32, the source of Python's standard
-library), a step 4,096 tokens; or experiments/dynamics.py's (1.1M, 2,048 tokens).
-Without --runs it does SHOWN.
+library), a step 4,096 tokens; experiments/dynamics.py's (1.1M, 2,048 tokens); or
+`small` (0.27M, 2,048 tokens), also on `headers`, the C headers in this environment's
+packages. Without --runs it does SHOWN.
+
+`--tune=adamw,muon` looks for each variant's best rate instead, on seed 10: from a rate
+in the middle to its neighbours, a factor of 1.5 away, until the best is not at an edge.
+`--pairs=20` then runs each variant at its best rate on as many seeds more. Variants are
+named as the tables do: zero1, acco, f.75, f.75s1.15.
 
 Each line of OUT is the run with its held-out loss (nats per token, of the same 199k
 targets), the loss of its last 60 steps, and how far the point that it computed at was
@@ -26,9 +32,11 @@ import functools
 import json
 import math
 import os
+import re
 import runpy
 import statistics
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +61,12 @@ MICROBATCH = 4  # rows whose activations a core's cache holds
 OPTIMIZERS = {
     "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
     "nadamw": functools.partial(optax.nadamw, weight_decay=0.1),
+    "muon": lambda rate, mask: optax.contrib.muon(
+        rate, weight_decay=0.1, weight_decay_mask=mask
+    ),
+    "adan": functools.partial(optax.adan, weight_decay=0.1),
+    "lion": functools.partial(optax.lion, weight_decay=1.0),
+    "sgd": lambda rate, mask: optax.sgd(rate, momentum=0.9),
 }
 
 
@@ -74,7 +88,17 @@ class Run:
     follow: bool = False  # s follows the projection of past commits on past estimates
     batch: int = 1  # times the experiment's own
     experiment: str = "quickstart"
+    corpus: str = "stdlib"
     steps: int = 300
+
+    @property
+    def setting(self) -> str:
+        """What runs that are compared have in common."""
+        text = f"{self.opt}, warm-up {self.warm}"
+        text += f", batch x {self.batch}" if self.batch > 1 else ""
+        text += f", {self.steps:,} steps" if self.steps != Run.steps else ""
+        text += {"dynamics": ", 1.1M", "small": ", 0.27M"}.get(self.experiment, "")
+        return text + (f", {self.corpus}" if self.corpus != "stdlib" else "")
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -83,6 +107,7 @@ class Run:
         return *shared, self.clip, self.follow
 
 
+MIDDLE = {"sgd": 0.5, "lion": 3e-4, "muon": 6e-3}  # rates where tuning starts
 ZERO1 = {"name": "zero1", "k": 10**6}
 SHOWN = [{}, ZERO1, {"name": "f.75", "f": 0.75}, {"name": "s1.3", "s": 1.3}]
 
@@ -119,7 +144,7 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
             def add(total, microbatch):  # type: ignore[no-untyped-def]
                 return jax.tree.map(jnp.add, total, found(microbatch)), None
 
-            few = rows.reshape(-1, MICROBATCH, *rows.shape[1:])
+            few = rows.reshape(-1, min(MICROBATCH, len(rows)), *rows.shape[1:])
             none = jax.tree.map(jnp.zeros_like, jax.eval_shape(found, few[0]))
             ((nats, targets), grads), _ = jax.lax.scan(add, none, few)
             return nats / targets, jax.tree.map(lambda g: g / targets, grads)
@@ -164,16 +189,34 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
     return jax.jit(train)
 
 
+def headers(folder: Path) -> None:
+    """Writes the distinct C headers of installed packages as files of text."""
+    packages = Path(sysconfig.get_path("purelib"))
+    texts = {path.read_bytes() for path in packages.rglob("*.h")}
+    for i, text in enumerate(sorted(texts)):
+        (folder / f"{i:05}.txt").write_bytes(text)
+
+
 class Data:
     """What runs of a seed learn from."""
 
-    def __init__(self, experiment: str, seed: int, batch: int, steps: int) -> None:
-        path = ROOT / "experiments" / f"{experiment}.py"
+    def __init__(
+        self, experiment: str, corpus: str, seed: int, batch: int, steps: int
+    ) -> None:
+        small = experiment == "small"
+        path = ROOT / "experiments" / f"{'quickstart' if small else experiment}.py"
         c = runpy.run_path(str(path))["get_config"]()
+        if small:
+            c.model.width, c.microbatch_size = 96, 2
         rows = batch * c.devices * c.microbatch_size * c.microbatches_per_step
         c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, steps
         c.microbatch_size, c.microbatches_per_step = rows // 2, 2
         with tempfile.TemporaryDirectory() as folder:
+            if corpus == "headers":
+                c.data.name, c.data.path = "text_folder", str(Path(folder, "text"))
+                Path(c.data.path).mkdir()
+                headers(Path(c.data.path))
+                c.data.data_dir = str(Path(folder, "tokens"))
             e = preparation.prepare(c, Path(folder), jax.devices()[:1])
             batches = preparation.batches(e)
             self.tokens = jnp.stack([next(batches)["tokens"] for _ in range(steps + 1)])
@@ -188,19 +231,46 @@ def evaluated(loss_fn, params, tokens):  # type: ignore[no-untyped-def]
     return jnp.stack(loss_fn(params, {"tokens": tokens}, None)[:2])
 
 
+def named(name: str) -> dict[str, float]:
+    """Returns the fields of a variant's name."""
+    if name in ("acco", "zero1"):
+        return {"k": ZERO1["k"]} if name == "zero1" else {}
+    found = re.fullmatch(r"(?:f([.\d]+))?(?:s([.\d]+))?", name)
+    assert found, name
+    return {k: float(x) for k, x in zip("fs", found.groups(), strict=True) if x}
+
+
+def tune(runs: list[Run], out: Path) -> None:
+    """Climbs to the best rate of each run's variant, from the run's own."""
+    for run in runs:
+        losses: dict[int, float] = {}
+        best, wanted = 0, {-1, 0, 1}
+        while wanted:
+            for step in sorted(wanted, key=abs):
+                tried = dataclasses.replace(run, lr=float(f"{run.lr * 1.5**step:.3g}"))
+                run_all([tried], out)
+                found = next(r for r in done(out) if Run(**r["run"]) == tried)
+                losses[step] = found["loss"]
+            best = min(losses, key=lambda i: math.inf if math.isnan(losses[i]) else
+                       losses[i])  # fmt: skip
+            wanted = {best - 1, best + 1} - set(losses)
+
+
 def done(out: Path) -> list[dict]:
     if not out.exists():
         return []
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+programs = functools.cache(trainer)
+data = functools.lru_cache(1)(Data)
+
+
 def run_all(runs: list[Run], out: Path) -> None:
-    programs = functools.cache(trainer)
-    data = functools.lru_cache(1)(Data)
     for run in runs:
         if any(Run(**row["run"]) == run for row in done(out)):
             continue
-        d = data(run.experiment, run.seed, run.batch, run.steps)
+        d = data(run.experiment, run.corpus, run.seed, run.batch, run.steps)
         theta, (losses, errors) = programs(run.opt, run.f)(
             d.loss_fn, d.params, d.tokens, *map(jnp.asarray, run.numbers)
         )
@@ -225,11 +295,7 @@ def by_seed(rows: list[dict]) -> Losses:
     found: Losses = collections.defaultdict(dict)
     for row in rows:
         run = Run(**row["run"])
-        setting = f"{run.opt}, warm-up {run.warm}"
-        setting += f", batch x {run.batch}" if run.batch > 1 else ""
-        setting += f", {run.steps:,} steps" if run.steps != Run.steps else ""
-        setting += ", 1.1M" if run.experiment == "dynamics" else ""
-        found[setting, run.lr, run.name][run.seed] = row["loss"]
+        found[run.setting, run.lr, run.name][run.seed] = row["loss"]
     return found
 
 
@@ -278,16 +344,22 @@ class Tuned(NamedTuple):
         return percents(self.losses, self.base)
 
 
-def tuned(losses: Losses) -> list[Tuned]:
-    """Returns each variant at its own best rate, of variants with five seeds there.
-
-    The rate is the best of the tuning seed, the losses are of all others.
-    """
+def best_rates(losses: Losses) -> dict[tuple[str, str], float]:
+    """Returns the best rate of the tuning seed, by setting and variant."""
     rates: dict[tuple[str, str], float] = {}
     for (setting, lr, name), found in losses.items():
         old = losses.get((setting, rates.get((setting, name), lr), name), {})
         if found.get(TUNING, math.inf) <= old.get(TUNING, math.inf):
             rates[setting, name] = lr
+    return rates
+
+
+def tuned(losses: Losses) -> list[Tuned]:
+    """Returns each variant at its own best rate, of variants with five seeds there.
+
+    The rate is the best of the tuning seed, the losses are of all others.
+    """
+    rates = best_rates(losses)
     every = []
     for (setting, name), lr in rates.items():
         found, base = (
@@ -322,11 +394,33 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, help="a JSON object a line; default SHOWN")
     parser.add_argument("--out", type=Path, default=Path("estimates.jsonl"))
+    parser.add_argument("--tune", help="optimizers whose rates to look for")
+    parser.add_argument("--pairs", type=int, default=0, help="seeds at the best rates")
+    parser.add_argument("--variants", default="zero1,acco,f.75s1.15")
+    parser.add_argument("--experiment", default="small")
+    parser.add_argument("--corpus", default="stdlib", choices=("stdlib", "headers"))
     parser.add_argument("--part", default="0/1", help="I/N: every N-th line from I on")
     parser.add_argument("--table", type=Path, help="print a table of this and stop")
     args = parser.parse_args()
     if args.table:
         print(f"{best(done(args.table))}\n\n{table(done(args.table))}")
+        return
+    if args.tune:
+        asked_runs = [
+            Run(name=name, opt=opt, lr=MIDDLE.get(opt, 3e-3), seed=TUNING,
+                experiment=args.experiment, corpus=args.corpus, **named(name))  # type: ignore[arg-type]
+            for opt in args.tune.split(",") for name in args.variants.split(",")
+        ]  # fmt: skip
+        tune(asked_runs, args.out)
+        rates = best_rates(by_seed(done(args.out)))
+        run_all(
+            [
+                dataclasses.replace(run, lr=rates[run.setting, run.name], seed=seed)
+                for seed in (i for i in range(args.pairs + 1) if i != TUNING)
+                for run in asked_runs
+            ],
+            args.out,
+        )
         return
     asked = SHOWN
     if args.runs:
