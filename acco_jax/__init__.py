@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from acco_jax.step import Halves as Halves
     from acco_jax.step import Replay as Replay
     from acco_jax.step import TrainStep as TrainStep
+    from acco_jax.step import find_halves as find_halves
     from acco_jax.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
@@ -71,6 +72,7 @@ _LAZY = {name: f"methods.{module}" for name, module in MODULES.items()} | {
     "Halves": "step",
     "Replay": "step",
     "TrainStep": "step",
+    "find_halves": "step",
     "make_train_step": "step",
 }
 

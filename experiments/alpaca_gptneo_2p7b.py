@@ -24,6 +24,10 @@ workers keep adding microbatches, which makes steps larger and fewer. Here that 
 epochs (experiments/heterogeneous.py is such a run); it has not been tried on GPUs.
 experiments/results/plans.md has what is predicted.
 
+The paper's halves are equal. --config.first_half=auto makes the first one a quarter
+where that covers the communication, which learns better
+(experiments/results/dynamics.md).
+
 To expect: acco and zero1 end with about the same held-out loss; the paper gives no
 number of it that could be compared, and 3 epochs are our choice. Rows are padded to the
 smallest of data.lengths that fits a whole batch, where the paper pads to its longest
@@ -45,6 +49,7 @@ def get_config():
     c.epochs = 3.0
     c.microbatch_size = 4
     c.microbatches_per_step = 4
+    c.first_half = 2  # equal halves, the paper's
     c.length = 512
     c.data.name = "parquet"
     c.data.task = "instruct"

@@ -16,6 +16,7 @@ def get_config():
     c.steps = 1000
     c.microbatch_size = 1
     c.microbatches_per_step = 2
+    c.first_half = 1  # equal halves, the paper's
     c.length = 128
     c.model.width = 208
     c.model.layers = 2

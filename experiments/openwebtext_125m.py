@@ -18,6 +18,10 @@ Hardware, the paper's: 8 H100 PCIe in one host, or 4 hosts of 8 A100.
 Time, the paper's, zero1 to acco: 4 h 41 to 4 h 25 on 8 GPUs, 14 h 41 to 10 h 55 on 32;
 experiments/results/plans.md has what is predicted.
 
+The paper's halves are equal. A first half of a quarter learns better
+(experiments/results/dynamics.md): --config.microbatch_size=12
+--config.microbatches_per_step=4 --config.first_half=auto.
+
 To expect, the paper's perplexities on LAMBADA and OpenWebText: on 8 GPUs 47.1 and 24.2
 with acco, 47.5 and 24.3 with zero1; on 32 GPUs 45.5 and 22.5 with acco, 44.1 and 21.7
 with zero1: there acco is the worse of the two. Which part of OpenWebText the paper held
@@ -39,6 +43,7 @@ def get_config():
     c.steps = 50_000
     c.microbatch_size = 24
     c.microbatches_per_step = 2
+    c.first_half = 1  # equal halves, the paper's
     c.length = 1024
     c.model.size = "gpt-neo-125m"
     c.model.vocab_size = 50257

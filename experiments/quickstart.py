@@ -11,8 +11,8 @@ def get_config():
     c = default_config()
     c.devices = 4
     c.steps = 400
-    c.microbatch_size = 4
-    c.microbatches_per_step = 2
+    c.microbatch_size = 2
+    c.microbatches_per_step = 4
     c.length = 128
     c.model.width = 128
     c.model.layers = 2

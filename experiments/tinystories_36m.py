@@ -16,6 +16,10 @@ change microbatches_per_step, so that a step still has the release's 80 x 16 row
 Time: 1.3e9 tokens are 3.0e17 FLOPs, some 5 minutes a run on 8 A100 at 40 % of their
 peak, 18 runs in all; experiments/results/plans.md has what is predicted.
 
+The paper's halves are equal. A first half of a quarter learns better
+(experiments/results/dynamics.md): --config.microbatch_size=40
+--config.microbatches_per_step=4 --config.first_half=auto.
+
 To expect: the curves of acco and zero1 coincide; dpu and wp are visibly worse, dpu most
 without a warm-up. The paper shows that as curves (36M, 8 workers) and gives no number;
 nor does it give the number of steps. 2,000 of them, about three epochs, are our choice.
@@ -35,6 +39,7 @@ def get_config():
     c.steps = 2000
     c.microbatch_size = 80
     c.microbatches_per_step = 2
+    c.first_half = 1  # equal halves, the paper's
     c.length = 512
     c.model.family = "gpt-neo"
     c.model.width = 768

@@ -26,6 +26,7 @@ from acco_jax.core.leaves import PyTree
 from acco_jax.plan import programs
 from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
+from acco_jax.run.config import fields as configs
 from acco_jax.schedule import costs
 from acco_jax.schedule.chips import Chip, of_kind
 from acco_jax.schedule.machines import Change, Constant, Machine, figures
@@ -142,8 +143,7 @@ class _Prepared:
     ) -> None:
         other = of_method(config, method)
         other.microbatches_per_step = microbatches
-        if other.microbatches == "halves":  # equal halves suffice
-            other.microbatches = "fixed"
+        other = configs.with_first_half(other, microbatches // 2)  # equal ones suffice
         self.program: Program = programs.describe(other, mesh)
         lowered = self.program.step.lower(*self.program.arguments)
         text = lowered.compile().as_text()

@@ -6,6 +6,7 @@ print(report.text(plan))
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +24,13 @@ from acco_jax.plan.programs import Program
 from acco_jax.run.build import models
 from acco_jax.run.build.optimizers import method as of_config
 from acco_jax.run.build.validation import validate
+from acco_jax.run.config import fields as configs
 from acco_jax.schedule import costs, optimizer_collectives, verdict
 from acco_jax.schedule.compiled import Compiled, DoesNotFit
 from acco_jax.schedule.machines import Change, Machine, figures
 from acco_jax.schedule.schedules import Collective, hidden_share
 from acco_jax.schedule.topologies import Topology
+from acco_jax.step.first_half import LONGER
 
 BASELINE = "zero1"
 COMPILES = 3  # at most, beside the experiment's own program, to find what fits
@@ -182,8 +185,6 @@ def of_method(config: ConfigDict, method: str) -> ConfigDict:
     with other.unlocked():
         if method != config.method:
             other.method_options = ConfigDict(type_safe=False)
-            if config.microbatches == "halves":  # only acco has it
-                other.microbatches = "fixed"
         other.method = method
     return other
 
@@ -200,13 +201,15 @@ def _check_devices(n: int, machine: Machine) -> None:
 def _outcome(
     program: Program, config: ConfigDict, machine: Machine, fit: bool
 ) -> Outcome:
+    program, config = _with_first_half(program, config, machine)
     method, shape = program.method, Shape(config.microbatch_size, program.per_step)
 
     def attempt(shape: Shape) -> Tried:
         other = of_method(config, method)
         other.microbatch_size, other.microbatches_per_step = shape
         if program.halves:  # their ratio stays
-            other.first_half *= shape.microbatches // program.per_step
+            times = shape.microbatches // program.per_step
+            other = configs.with_first_half(other, program.halves[0] * times)
         candidate = programs.describe(other, program.mesh)
         try:
             found = programs.compile_within(candidate, machine)
@@ -253,6 +256,33 @@ def _outcome(
         found,
         optimizers_own(program, compiled[0], machine.topology),
     )
+
+
+def _with_first_half(
+    program: Program, config: ConfigDict, machine: Machine
+) -> tuple[Program, ConfigDict]:
+    """Return the program with the smallest first half that makes no step longer.
+
+    The config returned is of the program's method, and has that first half.
+    """
+    config = of_method(config, program.method)
+    found = list[tuple[float, Program, ConfigDict]]()
+    for first in configs.first_halves(config, program.tx.calls_per_step):
+        other = configs.with_first_half(config, first)
+        candidate = programs.describe(other, program.mesh)
+        try:
+            compiled = programs.compile_within(candidate, machine)
+        except DoesNotFit:
+            found.append((math.inf, candidate, other))
+            continue
+        step = _predicted(compiled, machine)
+        found.append((step.total, candidate, other))
+        if step.exposed <= (LONGER - 1) * step.total:
+            break
+    if not found:
+        return program, config
+    least = min(seconds for seconds, *_ in found)
+    return next((p, c) for seconds, p, c in found if seconds <= LONGER * least)
 
 
 def _part(program: Program, compiled: Compiled, machine: Machine) -> Part:

@@ -373,15 +373,16 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
     microbatches = configs.call_microbatches(config, tx.calls_per_step, workers)
     if config.form == "split":
         raise ValueError("form is 'split', which is for CPUs: plan needs 'auto'.")
-    if config.microbatches not in ("fixed", "adaptive", "halves"):
+    if config.microbatches not in ("fixed", "adaptive"):
         raise ValueError(
             f"microbatches is {config.microbatches!r}, which a run finds or has "
-            "logged: plan needs 'fixed', 'halves' or 'adaptive'."
+            "logged: plan needs 'fixed' or 'adaptive'."
         )
     halves: tuple[int, ...] = ()
-    if config.microbatches == "halves":
-        halves = configs.halves(config, tx.calls_per_step)
-        microbatches = max(halves)
+    for first in configs.first_halves(config, tx.calls_per_step)[:1]:
+        if 2 * first != config.microbatches_per_step:
+            halves = first, config.microbatches_per_step - first
+            microbatches = max(halves)
     counts, adaptive = tuple(config.counts), config.microbatches == "adaptive"
     if adaptive:
         least, microbatches = microbatches, config.most_microbatches

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import multihost
 
 import acco_jax
 from acco_jax import data
 from acco_jax.command import exits, heartbeat, signals
 from acco_jax.core.gradients import with_arrays
-from acco_jax.run import measures, samples
+from acco_jax.run import measures, samples, trials
 from acco_jax.run.build import optimizers
 from acco_jax.run.config.fields import profiled
 from acco_jax.run.evaluation import Evaluator
@@ -39,7 +38,6 @@ from acco_jax.schedule import chips
 
 PyTree = Any
 ROLLBACKS = 3  # of one run, after spikes of the loss
-COMPILE_SECONDS = 1800  # a process may compile this much longer than another
 
 
 class _Run:
@@ -87,15 +85,9 @@ class _Run:
         self._hooks = hooks.of(e.config, e.workdir, strict=strict_hooks)
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
-        if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
-            for batch in self._batches.shapes():
-                rows = to_devices(batch, e.mesh)
-                e.step.compile(self.params, self.state, rows, self._counts, self._rng())
+        if jax.process_count() > 1:
+            trials.compile_together(e, self.params, self.state, self._batches.shapes())
             self._goodput.mark("compiling", self.done)
-            everyone = set(range(jax.process_count()))
-            multihost.sync_global_processes(
-                "ready to train", timeout=COMPILE_SECONDS, processes=everyone
-            )
         enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
         self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
         self._goodput.mark("waiting", self.done)
@@ -120,8 +112,9 @@ class _Run:
     def _open_records(self, seconds: float) -> None:
         """Open logs and metrics, after `seconds` so far, cut at `done`."""
         e = self._experiment
-        if e.config.microbatches != "fixed":
+        if e.logged:
             self._log = CountsLog(e.workdir, self.done)
+        if e.varying:
             e.step.call = self.done  # type: ignore[attr-defined]
         c = e.config.spike
         threshold = math.inf if c.policy == "off" else c.threshold
@@ -184,10 +177,11 @@ class _Run:
         heartbeat.reached(self.done)
         slow = self._watch.row(self.done)
         microbatches = list(e.config.counts) or [e.microbatches] * e.workers
-        if self._log is not None:
-            self._log.add(self._watch.counts(self._metrics))
-            microbatches = self._log.last
+        if e.varying:
+            microbatches = self._watch.counts(self._metrics)
             self._batches.computed(microbatches)
+        if self._log is not None:
+            self._log.add(microbatches)
         self._spikes.add(self.done, self.tokens - before, self._metrics)
         host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
                 "microbatches": microbatches} | slow  # fmt: skip
@@ -355,6 +349,7 @@ def run(
       exits.Failed: if a hook raised, and hooks are strict.
       ReplicasDiffer: if a worker's parameters differ from the others'; likewise.
     """
+    experiment = trials.settled(experiment)
     config, total = experiment.config, experiment.total_calls
     last = min(total, stop_after or total)
     if replay is not None:

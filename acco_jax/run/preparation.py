@@ -46,7 +46,8 @@ class Amounts(NamedTuple):
     """The amounts that the calls of a run compute."""
 
     microbatches: int  # of each worker in a half-round, or in an inner step of one
-    varying: counts.Varying | None  # how microbatches are counted, where they vary
+    varying: counts.Varying | None  # how microbatches are counted, where they differ
+    halves: list[acco_jax.Halves]  # that acco's step may have; [] for other steps
     rows_per_step: int  # of all workers together
     method: Method  # for no model yet
 
@@ -79,6 +80,8 @@ class Experiment:
     step: acco_jax.TrainStep
     schedule: optax.Schedule
     microbatches: int  # as of `Amounts`
+    varying: counts.Varying | None
+    halves: list[acco_jax.Halves]
     capacity: int
     identity: dict[str, Any]  # fields that distinguish it from other runs
     loss_fn: Callable[..., Any]  # as of `Trainable`
@@ -116,8 +119,15 @@ class Experiment:
     def world(self) -> worlds.World:
         """The devices that compute here, as the run's record has them."""
         counts = self.config.counts or [self.microbatches] * self.workers
-        adaptive = self.config.microbatches != "fixed"
-        return worlds.World.of(self.mesh, () if adaptive else counts, self.step.form)
+        first = self.config.first_half if self.halves else 0
+        return worlds.World.of(
+            self.mesh, () if self.varying else counts, self.step.form, first
+        )
+
+    @property
+    def logged(self) -> bool:
+        """Whether counts.jsonl has the microbatches of each call."""
+        return self.varying is not None or self.tx.calls_per_step == 2
 
     @property
     def total_calls(self) -> int:
@@ -133,7 +143,7 @@ class Experiment:
     @property
     def tokens(self) -> int:
         """Targets of a half-round of full rows, where their number is constant."""
-        same = self.config.microbatches in ("balanced", "halves")
+        same = isinstance(self.varying, acco_jax.Balanced | acco_jax.Halves)
         kept = same and self.config.batch == "kept"
         workers = self.identity["workers"] if kept else self.workers
         computed = self.config.counts or [self.microbatches] * workers
@@ -183,6 +193,7 @@ def build(
     *,
     began: float | None = None,
     extend: bool | None = None,
+    replay: Path | None = None,
 ) -> Experiment:
     """Build the experiment of a config that `check` accepts.
 
@@ -192,6 +203,7 @@ def build(
       devices: to train on; None: all.
       began: when the process started, in seconds since 1970; None: now.
       extend: as for `prepare`.
+      replay: workdir of a run that this one repeats.
 
     Raises:
       ValueError: if the machine, the workdir or the data do not fit the config.
@@ -206,6 +218,7 @@ def build(
     identity = _identity_of(config, first)
     _check_workdir(workdir, identity, grows)
     _check_processes(workers)
+    config = _with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
     corpus = _corpus(config, workdir, identity, grows)
     config = _with_steps(config, workers, amounts, corpus)
@@ -216,22 +229,64 @@ def build(
         )
         identity["extended"] = [list(pair) for pair in config.extended]
     trainable = _trainable(config, mesh, corpus)
+    tx, step = _step(config, mesh, trainable, amounts)
+    experiment = Experiment(
+        config=config, workdir=workdir, mesh=mesh, corpus=corpus, tx=tx, step=step,
+        schedule=optimizers.checked_rate(config), microbatches=amounts.microbatches,
+        varying=amounts.varying, halves=amounts.halves, capacity=amounts.capacity,
+        identity=identity, began=began, **trainable._asdict(),
+    )  # fmt: skip
+    _check_experiment(experiment, lengths.FIELDS if old else ())
+    return experiment
+
+
+def _step(
+    config: ConfigDict, mesh: Mesh, trainable: Trainable, amounts: Amounts
+) -> tuple[Method, acco_jax.TrainStep]:
+    """Return the method for a model, and its train step."""
     tx = optimizers.method(
         config, config.method, mesh, data_axes(mesh), trainable.model.stacked,
         trainable.specs,
     )  # fmt: skip
-    step = acco_jax.make_train_step(
+    return tx, acco_jax.make_train_step(
         trainable.loss_fn, tx, microbatches=amounts.varying or amounts.microbatches,
         form=config.form, drop_nonfinite=optimizers.drops_nonfinite(config, tx),
     )  # fmt: skip
-    experiment = Experiment(
-        config=config, workdir=workdir, mesh=mesh, corpus=corpus, tx=tx, step=step,
-        schedule=optimizers.checked_rate(config), microbatches=amounts.microbatches,
-        capacity=amounts.capacity, identity=identity, began=began,
-        **trainable._asdict(),
+
+
+def with_first_half(experiment: Experiment, number: int) -> Experiment:
+    """Return the experiment with one of its `halves`, the first one or another."""
+    e, chosen = experiment, experiment.halves[number]
+    per_step = e.config.microbatches_per_step
+    first = configs.first_halves(e.config, e.tx.calls_per_step)[number]
+    config = configs.with_first_half(e.config, first)
+    if number == 0:  # as it was built
+        return dataclasses.replace(e, config=config, halves=[chosen])
+    kept = e.workers == e.identity["workers"] or config.batch == "per_worker"
+    fixed = kept and 2 * first == per_step
+    amounts = Amounts(e.microbatches, None if fixed else chosen, [chosen], 0, e.tx)
+    trainable = Trainable(e.model, e.loss_fn, e.init, e.start, e.specs)
+    tx, step = _step(config, e.mesh, trainable, amounts)
+    return dataclasses.replace(
+        e, config=config, tx=tx, step=step, varying=amounts.varying, halves=[chosen],
+        capacity=amounts.capacity,
     )  # fmt: skip
-    _check_experiment(experiment, lengths.FIELDS if old else ())
-    return experiment
+
+
+def _with_recorded_half(
+    config: ConfigDict, record: Path, workdir: Path, mesh: Mesh
+) -> ConfigDict:
+    """Return the config with the first half that a record has for these devices."""
+    if config.first_half != "auto":
+        return config
+    done = max(_saved_calls(config, workdir), default=0)
+    same = [
+        world.first_half
+        for call, world in worlds.recorded(record)
+        if call <= done and world.axes == dict(mesh.shape)
+    ]
+    found = next((x for x in reversed(same) if x), 0)
+    return configs.with_first_half(config, found) if found else config
 
 
 def record(experiment: Experiment) -> None:
@@ -269,10 +324,15 @@ def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Am
     microbatches = configs.call_microbatches(config, tx.calls_per_step, first)
     rows_per_step = sum(config.counts or [microbatches] * first)
     rows_per_step *= tx.calls_per_step * config.microbatch_size
+    halves = counts.halves(config, tx.calls_per_step, first, workers)
+    uneven = halves[0] if optimizers.uneven(config) else None
     if workers != first:
-        config, microbatches = _dealt(config, microbatches, first, workers)
-    varying = counts.counted(config, microbatches, total_calls, first, workers)
-    return config, Amounts(microbatches, varying, rows_per_step, tx)
+        varies = config.microbatches != "fixed" or uneven is not None
+        config, microbatches = _dealt(config, microbatches, first, workers, varies)
+    varying = uneven or counts.counted(
+        config, microbatches, total_calls, first, workers
+    )
+    return config, Amounts(microbatches, varying, halves, rows_per_step, tx)
 
 
 def _corpus(
@@ -374,9 +434,11 @@ def _saved_calls(config: ConfigDict, workdir: Path) -> list[int]:
 
 
 def _dealt(
-    config: ConfigDict, microbatches: int, first: int, workers: int
+    config: ConfigDict, microbatches: int, first: int, workers: int, varies: bool
 ) -> tuple[ConfigDict, int]:
     """Return config and capacity (microbatches) for another number of workers.
+
+    Where counts vary from call to call, each call divides its own.
 
     Raises:
       ValueError: if they cannot go on with these data, or these counts.
@@ -386,7 +448,7 @@ def _dealt(
             f"data.skew is {config.data.skew}, so each of the {first} workers has rows "
             f"of its own, but now there are {workers}: start as many."
         )
-    if config.microbatches != "fixed":
+    if varies:
         return config, microbatches
     counts = list(config.counts) or [microbatches] * first
     if config.batch == "per_worker":
@@ -433,7 +495,7 @@ def _check_checkpoint(
         raise ValueError(
             f"{path} is of a run with {field}: use another workdir, or the same config."
         )
-    if experiment.config.microbatches != "fixed":
+    if experiment.logged:
         counts.kept(experiment.workdir, latest)
     if not _continues(checkpoints.host(latest), first):
         raise ValueError(
@@ -538,7 +600,6 @@ def _check_same_weights(identity: dict[str, Any]) -> None:
 def batches(experiment: Experiment) -> data.Batches:
     """Return this process's part of the training batches, from the first one on."""
     e, c = experiment, experiment.config.data
-    adaptive = e.config.microbatches != "fixed"
     return data.train_iterator(
         e.corpus,
         length=e.config.length,
@@ -549,7 +610,7 @@ def batches(experiment: Experiment) -> data.Batches:
         workers=e.workers,
         steps=e.tx.steps_per_call,
         microbatches=e.capacity,
-        counts=() if adaptive else tuple(e.config.counts) or None,
+        counts=() if e.varying else tuple(e.config.counts) or None,
         skew=c.skew,
         lengths=c.lengths,
         document_mask=c.document_mask,

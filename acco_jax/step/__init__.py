@@ -3,12 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from acco_jax.core.compiler import compiler_options as default_options
 from acco_jax.core.gradients import Accumulator
-from acco_jax.methods.method import Method, check_method
+from acco_jax.core.groups import members
+from acco_jax.core.leaves import PyTree, Rng
+from acco_jax.methods.method import Method, check_method, start
 from acco_jax.step.adaptive import Adaptive, AdaptiveStep
 from acco_jax.step.balance import Balanced
 from acco_jax.step.balanced import BalancedStep
+from acco_jax.step.first_half import first_halves, smallest, step_seconds
 from acco_jax.step.fused import TrainStep
 from acco_jax.step.halves import Halves
 from acco_jax.step.replay import Replay
@@ -102,6 +108,58 @@ def make_train_step(
         return AdaptiveStep(tx, gradients, compiler_options, counted)
     step = SplitStep if form == "split" else TrainStep
     return step(tx, gradients, compiler_options)
+
+
+def find_halves(
+    loss_fn: Callable[..., Any],
+    tx: Method,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    microbatches: int,
+    rng: Rng = None,
+) -> Halves:
+    """Return the smallest first half of acco's step that covers the communication.
+
+    It times steps on the devices of `tx`, with copies of the parameters. All processes
+    must call it, and get the same halves.
+
+    Args:
+      loss_fn: as for `acco_jax.make_train_step`.
+      tx: `acco_jax.acco(...)`.
+      params: as for `acco_jax.start`.
+      batch: leaves (n * microbatches * b, ...): the rows of a whole step, as every call
+        of a step with `microbatches` would take them.
+      microbatches: of each worker in a step, both halves together; at least 2.
+      rng: a key, if the loss samples.
+
+    Returns:
+      The halves: a quarter of the microbatches first, or half of them.
+
+    Raises:
+      ValueError: `microbatches` is less than 2, or `tx` has no two half-rounds.
+
+    Example:
+      halves = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
+      step = acco_jax.make_train_step(loss_fn, tx, microbatches=halves)
+    """
+    if microbatches < 2:
+        raise ValueError(
+            f"microbatches is {microbatches}: a step of two halves needs at least 2."
+        )
+    found = [Halves(x, microbatches - x) for x in first_halves(microbatches)]
+    step = make_train_step(loss_fn, tx, microbatches=found[0])
+    if len(found) == 1:
+        return found[0]
+    workers = len(members(tx.mesh))
+
+    def part(x: jax.Array) -> jax.Array:  # the rows that the step's batches hold
+        rows = x.reshape(workers, microbatches, -1, *x.shape[1:])[:, : found[0].most]
+        return rows.reshape(-1, *x.shape[1:])
+
+    params, state = start(tx, jax.tree.map(jnp.copy, params))
+    rows = jax.tree.map(part, batch)
+    return found[smallest(step_seconds(step, found, params, state, rows, None, rng))]
 
 
 def _model_axes(tx: Method) -> list[str]:

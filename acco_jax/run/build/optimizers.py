@@ -22,7 +22,7 @@ from acco_jax.methods import METHODS
 from acco_jax.methods.method import Method
 from acco_jax.methods.per_layer import per_layer
 from acco_jax.models.model import Stacked
-from acco_jax.run.config.fields import dtype
+from acco_jax.run.config.fields import dtype, first_halves
 
 PyTree = Any
 
@@ -32,6 +32,10 @@ DEFAULT_OPTIONS = {"adamw": {"b2": 0.95, "weight_decay": 0.1}}
 # Optimizers that look across leaves or sample noise, and are elementwise otherwise:
 # they are right on leaves that stack layers, and must not be run layer by layer.
 ACROSS_LEAVES = frozenset({"dadapt_adamw", "dog", "dowg", "noisy_sgd", "prodigy"})
+
+# How far acco's estimate goes where the first half is the smaller one, unless
+# method_options says so: experiments/results/dynamics.md.
+LOOK_AHEAD = 1.15
 
 # Optimizers' names for the mask of their weight decay.
 DECAY_MASKS = ("mask", "weight_decay_mask")
@@ -367,7 +371,10 @@ def method(
       ValueError: if the method rejects its options, or they conflict with averages.
     """
     make, options = METHODS[name], config.method_options.to_dict()
-    if "inner_learning_rate" in methods.options(name):
+    known = methods.options(name)
+    if "extrapolation" in known and uneven(config):
+        options = {"extrapolation": LOOK_AHEAD} | options
+    if "inner_learning_rate" in known:
         options = {"inner_learning_rate": learning_rate(config)} | options
     fields = {
         "comm_dtype": dtype("comm_dtype", config.comm_dtype),
@@ -396,6 +403,12 @@ def method(
             "out, or use a sharded method."
         )
     return tx
+
+
+def uneven(config: ConfigDict) -> bool:
+    """Return whether the first half of acco's steps is the smaller one."""
+    first = next(iter(first_halves(config, 2)), 0)
+    return 0 < 2 * first < config.microbatches_per_step
 
 
 def drops_nonfinite(config: ConfigDict, tx: Method) -> bool:

@@ -114,9 +114,7 @@ def _check_length(config: ConfigDict) -> None:
                 f"extended has {pair!r}: give pairs of a step and the steps of a run, "
                 "such as ((500, 1000),)."
             )
-    constant = config.microbatches == "halves" or (
-        config.microbatches == "balanced" and not config.balance.grows
-    )
+    constant = config.microbatches == "balanced" and not config.balance.grows
     if given and config.microbatches != "fixed" and not constant:
         raise ValueError(
             f"{given[0]} is {config[given[0]]}, but microbatches="
@@ -155,11 +153,11 @@ def _check_microbatches(config: ConfigDict) -> None:
             f"microbatch_size is {config.microbatch_size}, which mesh.fsdp="
             f"{config.mesh.fsdp} does not divide: use a multiple."
         )
-    kinds = ("fixed", "adaptive", "balanced", "halves")
+    kinds = ("fixed", "adaptive", "balanced")
     if config.microbatches not in kinds and not replayed(config):
         raise ValueError(
             f"microbatches is {config.microbatches!r}: choose 'fixed', 'adaptive', "
-            "'balanced', 'halves' or 'replay:FILE'."
+            "'balanced' or 'replay:FILE'."
         )
     if config.microbatches != "fixed" and len(config.counts):
         raise ValueError(
@@ -272,10 +270,13 @@ def _check_value(name: str, field: Field, value: Any) -> None:
     """Raise a ValueError for a value of another type, out of bounds, or unknown."""
     if value is None and field.default is None:
         return
+    if field.word and value == field.default:
+        return
     if not _is_a(field.kind, value):
         shown = value.to_dict() if isinstance(value, ConfigDict) else value
         raise ValueError(
-            f"{name} is {shown!r}: give a value of type {field.kind.__name__}."
+            f"{name} is {shown!r}: give a value of type {field.kind.__name__}"
+            f"{f', or {field.default!r}' * field.word}."
         )
     if type(value) is float and not math.isfinite(value):
         raise ValueError(f"{name} is {value}: it must be finite.")

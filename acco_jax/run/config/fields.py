@@ -11,6 +11,7 @@ from ml_collections import ConfigDict, config_dict
 
 from acco_jax.core.names import check_name
 from acco_jax.run.config.schema import FIELDS, STEPS
+from acco_jax.step import first_half
 
 
 def default_config() -> ConfigDict:
@@ -28,6 +29,8 @@ def default_config() -> ConfigDict:
         value = field.default
         if value is None:
             value = config_dict.placeholder(field.kind)
+        elif field.word:
+            value = config_dict.FieldReference(value, field_type=object)
         elif field.kind is dict:
             value = ConfigDict(value, type_safe=False)
         (config[section] if section else config)[last] = value
@@ -152,19 +155,33 @@ def call_microbatches(config: ConfigDict, calls_per_step: int, workers: int) -> 
     return microbatches
 
 
-def halves(config: ConfigDict, calls_per_step: int) -> tuple[int, int]:
-    """Return each worker's microbatches in a step's first and second half.
+def first_halves(config: ConfigDict, calls_per_step: int) -> tuple[int, ...]:
+    """Return the first halves that a step of the config may have, ascending.
+
+    A step of one call has none, nor one of given or varying counts.
 
     Raises:
-      ValueError: if there are not two half-rounds, or too few microbatches.
+      ValueError: if the config gives one that its steps cannot have.
     """
     per_step, first = config.microbatches_per_step, config.first_half
-    if calls_per_step != 2 or not 0 < first < per_step:
+    if calls_per_step != 2 or config.microbatches != "fixed" or config.counts:
+        return ()
+    if first == "auto":
+        return first_half.first_halves(per_step)
+    if first >= per_step:
         raise ValueError(
-            f"first_half is {first} of microbatches_per_step={per_step} with "
-            f"{config.method}: it is for acco, from 1 to one less than these."
+            f"first_half is {first} of microbatches_per_step={per_step}: give 1 to "
+            "one less than these, or 'auto'."
         )
-    return first, per_step - first
+    return (first,)
+
+
+def with_first_half(config: ConfigDict, first: int) -> ConfigDict:
+    """Return the config with a first half of so many microbatches."""
+    config = config.copy_and_resolve_references()
+    with config.ignore_type():
+        config.first_half = first
+    return config
 
 
 def replayed(config: ConfigDict) -> str:

@@ -41,9 +41,14 @@ class Field:
     help: bool = False  # whether --help lists it
 
     def __post_init__(self) -> None:
-        """Take the values' type from the default."""
-        if self.default is not None:
+        """Take the values' type from the default, unless it is given."""
+        if self.kind is object and self.default is not None:
             self.kind = type(self.default)
+
+    @property
+    def word(self) -> bool:
+        """Whether the default is a word beside values of another type."""
+        return self.default is not None and not isinstance(self.default, self.kind)
 
     @property
     def summary(self) -> str:
@@ -116,18 +121,18 @@ FIELDS = {
         "own.", str, form="dtype"),
     "form": Field("auto", "Single-program (`fused`) or two-thread execution (`split`).",
         choices=("auto", "fused", "split"), identity=False),
-    "microbatch_size": Field(8, "Rows of a microbatch.", least=1, help=True),
-    "microbatches_per_step": Field(2, "Of each worker in an optimizer step. acco takes "
-        "half of them in each half-round.", least=1, help=True),
+    "microbatch_size": Field(4, "Rows of a microbatch.", least=1, help=True),
+    "microbatches_per_step": Field(4, "Of each worker in an optimizer step. acco "
+        "divides them into two halves.", least=1, help=True),
     "batch": Field("kept", "When a run resumes with other workers: a step has the same "
         "microbatches, redistributed, or each worker computes as many as before.",
         choices=("kept", "per_worker")),
     "microbatches": Field("fixed", "How their number varies: `fixed`; `adaptive`, "
         "until communication is done (`split`); `balanced`, by measured speed "
-        "(`fused`); `halves`, acco's half-rounds differ; `replay:FILE`, those of a "
-        "counts.jsonl."),
-    "first_half": Field(1, "For `halves`: microbatches of a step's first half-round. "
-        "Use the smallest count that covers the communication."),
+        "(`fused`); `replay:FILE`, those of a counts.jsonl."),
+    "first_half": Field("auto", "Of acco: microbatches of a step's first half. `auto`: "
+        "a quarter of them where it covers the communication, which the run measures, "
+        "otherwise half of them. The paper has half.", int, least=1, help=True),
     "most_microbatches": Field(16, "Of each worker in a half-round, where they vary."),
     "balance.floor": Field(0, "Of balanced: least per worker.", least=0, zero="none"),
     "balance.grows": Field(False, "Whether the others add what they finish while the "

@@ -101,9 +101,6 @@ def counted(
     if config.microbatches == "fixed":
         return None
     capacity, balance = config.most_microbatches, config.balance
-    if config.microbatches == "halves":
-        return _halves(config, microbatches, first if config.batch == "kept" else 0,
-                       workers)  # fmt: skip
     if capacity < microbatches:
         raise ValueError(
             f"most_microbatches is {capacity}, less than the {microbatches} that "
@@ -124,14 +121,28 @@ def counted(
     return acco_jax.Balanced(total, capacity, balance.floor, balance.grows)
 
 
-def _halves(
-    config: ConfigDict, microbatches: int, first: int, workers: int
-) -> acco_jax.Halves:
-    """Return the halves of a step, redistributed if there were `first` workers."""
-    parts = configs.halves(config, config.microbatches_per_step // microbatches)
-    if first in (0, workers):
-        return acco_jax.Halves(*parts)
-    return acco_jax.Halves(*(worlds.dealt(part * first, workers) for part in parts))
+def halves(
+    config: ConfigDict, calls_per_step: int, first: int, workers: int
+) -> list[acco_jax.Halves]:
+    """Return the halves that a step of the config may have, smallest first half first.
+
+    Args:
+      config: of the experiment.
+      calls_per_step: of the method.
+      first: number of workers that the run began with, whose batch is kept.
+      workers: number of workers now.
+
+    Raises:
+      ValueError: if the config gives a first half that its steps cannot have.
+    """
+    per_step = config.microbatches_per_step
+    parts = ((x, per_step - x) for x in configs.first_halves(config, calls_per_step))
+    if first == workers or config.batch == "per_worker":
+        return [acco_jax.Halves(*pair) for pair in parts]
+    return [
+        acco_jax.Halves(*(worlds.dealt(part * first, workers) for part in pair))
+        for pair in parts
+    ]
 
 
 class Watch:

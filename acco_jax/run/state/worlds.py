@@ -31,10 +31,14 @@ class World:
     processes: int
     counts: list[int]  # microbatches of each worker; [] where they adapt
     form: str  # of the train step
+    first_half: int = 0  # of acco: microbatches of its first half; 0: counts determine
 
     @classmethod
-    def of(cls, mesh: Mesh, counts: Sequence[int], form: str) -> Self:
-        return cls(dict(mesh.shape), jax.process_count(), list(counts), form)
+    def of(
+        cls, mesh: Mesh, counts: Sequence[int], form: str, first_half: int = 0
+    ) -> Self:
+        axes = dict(mesh.shape)
+        return cls(axes, jax.process_count(), list(counts), form, first_half)
 
     @property
     def text(self) -> str:
@@ -88,7 +92,8 @@ def recorded(workdir: Path) -> list[tuple[int, World]]:
     worlds = []
     for row in read_rows(path, fields | {"half_round"}, seals=True):
         half_round, axes = row["half_round"], row["axes"]
-        if not is_axes(axes) or type(half_round) is not int or half_round < 0:
+        numbers = half_round, row["first_half"]
+        if not is_axes(axes) or any(type(x) is not int or x < 0 for x in numbers):
             raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
         worlds.append((half_round, World(**{name: row[name] for name in fields})))
     return worlds

@@ -1,0 +1,89 @@
+"""The smallest first half of acco's step that covers the communication, measured.
+
+The estimate is closer to the next commit the more of a step it has seen: the fewer
+microbatches the first half computes, the closer acco learns to a synchronous method
+(`Halves` has the recurrence). The first half's computation also has the estimate's
+communication beside it. So the best first half is the smallest that takes no longer.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from acco_jax.core.leaves import PyTree, Rng
+from acco_jax.core.state import State
+from acco_jax.step.fused import TrainStep
+from acco_jax.step.halves import Halves
+from acco_jax.step.logged import LoggedStep
+
+SMALLEST = 4  # a first half of a quarter of a step is the smallest whose loss is known
+LONGER = 1.03  # times as long, at most: what timing cannot tell from as long
+TIMES = 3  # timed steps of each candidate
+
+
+def first_halves(microbatches: int) -> tuple[int, ...]:
+    """Return the first halves to choose from: a quarter of a step, and a half.
+
+    Args:
+      microbatches: of each worker in a step.
+
+    Returns:
+      Microbatches, ascending: first_halves(4) is (1, 2), first_halves(2) is (1,).
+    """
+    quarter = -(-microbatches // SMALLEST)
+    return tuple(sorted({quarter, max(microbatches // 2, 1)}))
+
+
+def smallest(seconds: np.ndarray) -> int:
+    """Return the index of the first candidate that takes no longer than any other.
+
+    It takes longer if it did so each time: other load on a machine comes and goes.
+
+    Args:
+      seconds: (times, candidates).
+    """
+    ratios = (seconds / seconds.min(axis=1, keepdims=True)).min(axis=0)
+    return int(np.argmax(ratios <= LONGER))
+
+
+def step_seconds(
+    step: TrainStep,
+    halves: Sequence[Halves | None],
+    params: PyTree,
+    state: State,
+    batch: PyTree,
+    counts: Any = None,
+    rng: Rng = None,
+    *,
+    calls: int = 2,
+) -> np.ndarray:
+    """Time optimizer steps with each of some halves.
+
+    Args:
+      step: of halves, if any are given.
+      halves: to time one after the other; None: the step's own counts.
+      params, state, batch, counts, rng: of a call; params and state are donated.
+      calls: of a step.
+
+    Returns:
+      float32 (TIMES, candidates): seconds of a step, on the slowest process.
+    """
+    seconds = np.full((TIMES, len(halves)), np.inf, np.float32)
+    for turn in range(1 + TIMES):  # the first one compiles
+        for i, each in enumerate(halves):
+            if each is not None:
+                assert isinstance(step, LoggedStep)
+                step.alternate(each)
+            start = time.perf_counter()
+            for _ in range(calls):
+                params, state, metrics = step(params, state, batch, counts, rng)
+            jax.block_until_ready((params, state, metrics))
+            if turn:
+                seconds[turn - 1, i] = time.perf_counter() - start
+    if jax.process_count() > 1:
+        seconds = np.asarray(multihost_utils.process_allgather(seconds)).max(axis=0)
+    return seconds

@@ -1,0 +1,70 @@
+"""The first half of acco's step that is chosen by timing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import acco_jax
+from acco_jax.step import first_half
+from tests.reference import make_mesh
+
+N, ROWS, WIDTH = 2, 2, 4
+
+
+def loss_fn(params, microbatch, rng):
+    return jnp.mean((microbatch @ params["w"]) ** 2)
+
+
+def test_candidates_are_a_quarter_and_a_half():
+    found = {q: first_half.first_halves(q) for q in (2, 3, 4, 6, 8, 12, 16)}
+    assert found == {2: (1,), 3: (1,), 4: (1, 2), 6: (2, 3), 8: (2, 4), 12: (3, 6),
+                     16: (4, 8)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ([[1.0, 1.0]], 0),
+        ([[1.02, 1.0]], 0),  # as long
+        ([[1.1, 1.0]], 1),
+        ([[1.1, 1.0], [1.4, 1.3], [1.0, 1.2]], 0),  # no longer once: it was other load
+        ([[1.1, 1.0], [1.5, 1.3], [2.0, 1.2]], 1),
+        ([[2.0, 1.5, 1.0], [2.0, 1.0, 1.5]], 1),
+    ],
+)
+def test_the_smallest_that_takes_no_longer_is_chosen(seconds, chosen):
+    assert first_half.smallest(np.asarray(seconds)) == chosen
+
+
+@pytest.mark.parametrize(("slow", "first"), [(None, 1), (1, 2)])
+def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, first):
+    """Where calls with one microbatch are the long ones, halves are equal."""
+    clock, step_time = [0.0], {1: 3.0 if slow else 1.0, 2: 2.0, 3: 3.0}
+    if slow is None:
+        step_time[3] = 2.0
+    run = acco_jax.TrainStep.__call__
+
+    def timed(step, *args):
+        params, state, metrics = run(step, *args)
+        clock[0] += step_time[int(metrics["counts"][0])]
+        return params, state, metrics
+
+    monkeypatch.setattr(acco_jax.TrainStep, "__call__", timed)
+    monkeypatch.setattr(first_half.time, "perf_counter", lambda: clock[0])
+    mesh = make_mesh(N)
+    tx = acco_jax.acco(optax.adamw(1e-2), mesh=mesh)
+    params = {"w": jnp.ones((WIDTH, WIDTH))}
+    rows = np.arange(N * 4 * ROWS * WIDTH, dtype=np.float32).reshape(-1, WIDTH)
+    batch = jax.device_put(rows, NamedSharding(mesh, P("data")))
+    halves = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
+    assert halves == acco_jax.Halves(first, 4 - first)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=halves)
+    rows = rows[: N * halves.most * ROWS]
+    params, _, metrics = step(*acco_jax.start(tx, params), rows)
+    assert metrics["counts"].tolist() == [4 - first] * N
+    with pytest.raises(ValueError, match="microbatches is 1: a step of two halves"):
+        acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=1)
