@@ -31,7 +31,7 @@ from acco_jax.run.config.fields import default_config
 def get_config():
     c = default_config()
     c.devices, c.steps, c.length, c.microbatch_size = 2, 6, 32, 2
-    c.microbatches_per_step, c.log_every = 4, 1
+    c.microbatches_per_step, c.first_half, c.log_every = 4, 2, 1
     c.eval_every, c.eval_batches, c.checkpoint_every = 2, 2, 2
     c.model.family, c.model.width, c.model.layers, c.model.heads = "llama", 16, 1, 2
     c.model.dtype = c.model.param_dtype = "float32"

@@ -201,7 +201,7 @@ def _check_devices(n: int, machine: Machine) -> None:
 def _outcome(
     program: Program, config: ConfigDict, machine: Machine, fit: bool
 ) -> Outcome:
-    program, config = _with_first_half(program, config, machine)
+    program, config, compiled = _with_first_half(program, config, machine)
     method, shape = program.method, Shape(config.microbatch_size, program.per_step)
 
     def attempt(shape: Shape) -> Tried:
@@ -228,7 +228,7 @@ def _outcome(
         )
 
     try:
-        compiled = programs.compile_within(program, machine)
+        compiled = compiled or programs.compile_within(program, machine)
     except DoesNotFit as error:
         advice = (
             "lower it" if shape.rows > 1 else "set model.remat, or take more devices"
@@ -260,29 +260,32 @@ def _outcome(
 
 def _with_first_half(
     program: Program, config: ConfigDict, machine: Machine
-) -> tuple[Program, ConfigDict]:
+) -> tuple[Program, ConfigDict, tuple[Compiled, ...]]:
     """Return the program with the smallest first half that makes no step longer.
 
-    The config returned is of the program's method, and has that first half.
+    The config returned is of the program's method, and has that first half. What was
+    compiled of the program is the last value, () if there was nothing to choose.
     """
     config = of_method(config, program.method)
-    found = list[tuple[float, Program, ConfigDict]]()
-    for first in configs.first_halves(config, program.tx.calls_per_step):
+    firsts = configs.first_halves(config, program.tx.calls_per_step)
+    if len(firsts) < 2:
+        return program, config, ()
+    found = list[tuple[float, tuple[Program, ConfigDict, tuple[Compiled, ...]]]]()
+    for first in firsts:
         other = configs.with_first_half(config, first)
         candidate = programs.describe(other, program.mesh)
         try:
             compiled = programs.compile_within(candidate, machine)
         except DoesNotFit:
-            found.append((math.inf, candidate, other))
+            found.append((math.inf, (candidate, other, ())))
             continue
         step = _predicted(compiled, machine)
-        found.append((step.total, candidate, other))
+        seconds = step.total * candidate.repeats
+        found.append((seconds, (candidate, other, tuple(compiled))))
         if step.exposed <= (LONGER - 1) * step.total:
             break
-    if not found:
-        return program, config
-    least = min(seconds for seconds, *_ in found)
-    return next((p, c) for seconds, p, c in found if seconds <= LONGER * least)
+    least = min(seconds for seconds, _ in found)
+    return next(rest for seconds, rest in found if seconds <= LONGER * least)
 
 
 def _part(program: Program, compiled: Compiled, machine: Machine) -> Part:

@@ -261,16 +261,23 @@ def with_first_half(experiment: Experiment, number: int) -> Experiment:
     first = configs.first_halves(e.config, e.tx.calls_per_step)[number]
     config = configs.with_first_half(e.config, first)
     if number == 0:  # as it was built
-        return dataclasses.replace(e, config=config, halves=[chosen])
+        return _replaced(e, config=config, halves=[chosen])
     kept = e.workers == e.identity["workers"] or config.batch == "per_worker"
     fixed = kept and 2 * first == per_step
     amounts = Amounts(e.microbatches, None if fixed else chosen, [chosen], 0, e.tx)
     trainable = Trainable(e.model, e.loss_fn, e.init, e.start, e.specs)
     tx, step = _step(config, e.mesh, trainable, amounts)
-    return dataclasses.replace(
+    return _replaced(
         e, config=config, tx=tx, step=step, varying=amounts.varying, halves=[chosen],
         capacity=amounts.capacity,
     )  # fmt: skip
+
+
+def _replaced(experiment: Experiment, **fields: Any) -> Experiment:
+    """Return the experiment with other fields, and the same open checkpoints."""
+    new = dataclasses.replace(experiment, **fields)
+    new.__dict__["checkpoints"] = experiment.checkpoints
+    return new
 
 
 def _with_recorded_half(
@@ -325,7 +332,7 @@ def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Am
     rows_per_step = sum(config.counts or [microbatches] * first)
     rows_per_step *= tx.calls_per_step * config.microbatch_size
     halves = counts.halves(config, tx.calls_per_step, first, workers)
-    uneven = halves[0] if optimizers.uneven(config) else None
+    uneven = halves[0] if halves and optimizers.uneven(config) else None
     if workers != first:
         varies = config.microbatches != "fixed" or uneven is not None
         config, microbatches = _dealt(config, microbatches, first, workers, varies)

@@ -45,10 +45,11 @@ def settled(experiment: Experiment) -> Experiment:
             calls=e.tx.calls_per_step,
         )  # fmt: skip
         chosen = smallest(found)
-        times = found.min(axis=0)
+        times = [f"{seconds:.3g} s" for seconds in found.min(axis=0)]
         if isinstance(e.step, LoggedStep):
             e.step.alternate(e.halves[0])
-        said = f": {times[chosen]:.3g} s a step, half of them {times[-1]:.3g} s"
+        other = f"half of them {times[-1]}" if chosen == 0 else f"a quarter {times[0]}"
+        said = f": {times[chosen]} a step, {other}"
     settled = with_first_half(e, chosen)
     if len(e.halves) > 1:
         first, per_step = settled.config.first_half, e.config.microbatches_per_step

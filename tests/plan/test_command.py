@@ -151,8 +151,8 @@ def test_network_and_other_figures_from_the_command_line(stand_in, capsys):
         (["--config.form=split"], "form is 'split', which is for CPUs"),
         (["--config.microbatches=replay:x"], "which a run finds or has logged: plan"),
         (
-            ["--config.microbatches=halves", "--config.first_half=2"],
-            "first_half is 2 of microbatches_per_step=2 with acco: it is for acco,",
+            ["--config.first_half=2"],
+            "first_half is 2 of microbatches_per_step=2: give 1 to one less than these",
         ),
         (["--config.data.tokenizer=bpe"], "set model.vocab_size, or data.vocab_size"),
         (["--config.model.heads=3"], "width=128 is not divisible by heads=3"),

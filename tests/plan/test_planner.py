@@ -136,8 +136,8 @@ def test_a_local_method_is_timed_per_inner_step(
 
 def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
     file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
-    halves = "--config.microbatches=halves", "--config.microbatches_per_step=8"
-    arguments = *halves, f"--json={file}", f"--dump-hlo={hlo}"
+    arguments = "--config.microbatches_per_step=8", f"--json={file}"
+    arguments += (f"--dump-hlo={hlo}",)
     run(*arguments, "--config.first_half=2")
     out = capsys.readouterr().out
     assert "2 half-rounds per step, 2 and 6 microbatches in them" in out
@@ -162,9 +162,25 @@ def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
         assert program.halves[1] == 3 * program.halves[0]
 
     stand_in.clear()
-    run("--nofit", *arguments)  # one of eight: its program is another
+    # one of eight: its program is another
+    run("--nofit", *arguments, "--config.first_half=1")
     compiled = [(p.counts[0], p.single) for p in stand_in if p.method == "acco"]
     assert compiled == [(1, True), (7, False)]
+
+
+def test_the_first_half_is_the_smallest_that_covers_the_communication(
+    stand_in, tmp_path
+):
+    def planned(bandwidth):
+        file = tmp_path / "plan.json"
+        run("--nofit", "--methods=acco", "--config.microbatches_per_step=16",
+            f"--set=fast_bandwidth={bandwidth}", f"--json={file}")  # fmt: skip
+        plan = json.loads(file.read_text())
+        return [h["microbatches"] for h in plan["methods"]["acco"]["halves"]]
+
+    assert planned(450e9) == [4, 12]
+    halves = planned(23e9)  # a quarter would take longer, a half does not
+    assert halves == []
 
 
 @pytest.mark.slow

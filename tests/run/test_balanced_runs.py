@@ -79,7 +79,7 @@ def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, c
 
 @pytest.mark.slow
 def test_halves_go_on_with_other_workers_and_skip_no_row(run, tmp_path):
-    halves = {"microbatches": "halves", "first_half": 1}
+    halves = {"microbatches": "fixed", "first_half": 1}
     first, _ = run(tmp_path / "a", stop_after=4, **halves)
     two, _ = run(tmp_path / "a", devices=2, **halves)
     assert (first.capacity, two.capacity) == (3, 6) and two.tokens == first.tokens

@@ -18,7 +18,7 @@ from acco_jax.run.config.fields import default_config
 def get_config():
     c = default_config()
     c.devices, c.steps, c.length, c.microbatch_size = 2, 6, 32, 2
-    c.microbatches_per_step, c.log_every = 4, 1
+    c.microbatches_per_step, c.first_half, c.log_every = 4, 2, 1
     c.model.width, c.model.layers, c.model.heads, c.model.window = 16, 2, 2, 16
     c.model.dtype = c.model.param_dtype = "float32"
     c.data.name, c.data.path, c.data.held_out = "text_folder", {texts!r}, 0.2

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "recorded" / "schedules"
 QUICKSTART = ROOT / "experiments" / "quickstart.py"
 BUFFER = 14592 * 1024 * 2  # bytes of the recordings' packed buffer
+AS_RECORDED = ("--config.microbatch_size=4", "--config.microbatches_per_step=2")
 SCHEDULES = {"acco": "gpu_hidden", "zero1": "gpu_synchronous"}  # of the stand-in
 
 
@@ -38,7 +39,7 @@ def machine(name, slices=1, **changes):
 def run(*arguments, config=QUICKSTART, topology="gpu:h200:1x8"):
     """Runs the command in this process."""
     with flagsaver.flagsaver():
-        line = ["plan", f"--config={config}", *arguments]
+        line = ["plan", f"--config={config}", *AS_RECORDED, *arguments]
         if not any(x.startswith("--topology") for x in arguments):
             line.append(f"--topology={topology}")
         with warnings.catch_warnings(), mock.patch.object(sys, "argv", line):
