@@ -161,7 +161,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             supervised=_ORDERS is not None,
         )
         # slow, and only now may anything touch devices
-        from acco_jax.run import loop, preparation
+        from acco_jax.run import loop, preparation, trials
         from acco_jax.run.config import fields
         from acco_jax.run.state import checkpoints
         from acco_jax.run.state import workdir as workdirs
@@ -177,14 +177,15 @@ def _train(claim: contextlib.ExitStack) -> None:
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
             new += [missing] if process_index() == 0 else []
+        repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
+        config = trials.with_method(config, repeated or workdir)
         experiment = preparation.build(
-            config, workdir, began=began, extend=_EXTEND.value
+            config, workdir, began=began, extend=_EXTEND.value, replay=repeated
         )
         fields.profiled(config.profile, experiment.total_calls)
         replay = None
-        if _REPLAY.value is not None:
-            folder = paths.expanded(_REPLAY.value)
-            replay = preparation.repeating(experiment, folder)
+        if repeated:
+            replay = preparation.repeating(experiment, repeated)
         preparation.record(experiment)
     except (ValueError, OSError):
         for made in new:

@@ -32,8 +32,10 @@ def footprint(experiment: Experiment, params: PyTree, state: State) -> dict[str,
     }
 
 
-def gradient_seconds(experiment: Experiment, params: PyTree) -> float:
-    """Time local gradients by themselves: seconds of all workers per token."""
+def gradient_seconds(
+    experiment: Experiment, params: PyTree, *, per_token: bool = True
+) -> float:
+    """Time local gradients by themselves: seconds of all workers, per token or call."""
     e, counts = experiment, counts_of(experiment)
     steps, found = e.tx.steps_per_call, batches(e)
     batch = to_devices(next(found), e.mesh)
@@ -47,4 +49,4 @@ def gradient_seconds(experiment: Experiment, params: PyTree) -> float:
         microbatches=e.capacity * steps,
         accumulate_dtype=configs.dtype("accumulate_dtype", e.config.accumulate_dtype),
     )
-    return seconds / found.targets
+    return seconds / found.targets if per_token else seconds

@@ -1,15 +1,22 @@
 """Trials before a run: what is fastest on its devices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 from orbax.checkpoint import multihost
 
+from acco_jax.command.files import read_object
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.state import State
+from acco_jax.methods import METHODS, gaps
+from acco_jax.run import measures, preparation
 from acco_jax.run.preparation import (
     Experiment,
     batches,
@@ -18,10 +25,85 @@ from acco_jax.run.preparation import (
     to_devices,
     with_first_half,
 )
-from acco_jax.step.first_half import smallest, step_seconds
+from acco_jax.step.first_half import LONGER, smallest, step_seconds
+from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 
 COMPILE_SECONDS = 1800  # a process may compile this much longer than another
+
+
+def with_method(
+    config: ConfigDict, workdir: Path, devices: Sequence[jax.Device] | None = None
+) -> ConfigDict:
+    """Return the config with a method in place of 'auto'.
+
+    It is that of the run in the workdir, or else the fastest of those whose loss is
+    within the tolerance: a few steps of each are timed on the devices.
+
+    Args:
+      config: of the experiment, checked.
+      workdir: as for `acco_jax.run.preparation.prepare`.
+      devices: likewise.
+    """
+    if config.method != "auto":
+        return config
+    if (path := workdir / "config.json").exists():
+        old = read_object(path)
+        method, options = old.get("method"), old.get("method_options")
+        if isinstance(method, str) and method in METHODS and isinstance(options, dict):
+            return _of_method(config, method, options)
+        raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
+    name = config.optimizer.name
+    candidates, others = gaps.allowed(name, config.tolerance)
+    for why in others:
+        logging.info("method auto, with %s: not %s", name, why)
+    found, seconds, computing = list[ConfigDict](), list[float](), 0.0
+    for c in candidates:
+        found.append(_of_method(config, c.method, c.options))
+        e = preparation.build(found[-1], workdir, devices)
+        if len(candidates) == 1 or e.workers == 1:
+            why = "one worker" if e.workers == 1 else "the only one"
+            logging.info("method auto: %s, %s", c.name, why)
+            return found[0]
+        if not computing:  # the first holds all of a step's microbatches in a call
+            computing = measures.gradient_seconds(e, initial(e)[0], per_token=False)
+            logging.info("method auto: gradients take %.3g s a step", computing)
+        seconds.append(float(_timed(e, [None]).min()))
+        logging.info("method auto: %s takes %.3g s", c.name, seconds[-1])
+        if seconds[-1] <= LONGER * computing:
+            break  # no communication is left to overlap
+    chosen = next(i for i, s in enumerate(seconds) if s <= LONGER * min(seconds))
+    logging.info("method auto: %s", candidates[chosen].name)
+    if (exposed := 1 - computing / seconds[chosen]) > 1 / 3:
+        logging.warning(
+            "%.0f %% of a step is not its gradients: twice the microbatches_per_step "
+            "halve the communication per token, diloco with local_steps=100 sends a "
+            "hundredth of zero1's bytes", 100 * exposed,
+        )  # fmt: skip
+    return found[chosen]
+
+
+def _of_method(
+    config: ConfigDict, method: str, options: Mapping[str, Any]
+) -> ConfigDict:
+    config = config.copy_and_resolve_references()
+    config.method = method
+    config.method_options = ConfigDict(dict(options), type_safe=False)
+    return config
+
+
+def _timed(experiment: Experiment, halves: Sequence[Halves | None]) -> np.ndarray:
+    """Time steps of a run that has not begun; see `step_seconds`."""
+    e = experiment
+    params, state = initial(e)
+    rows = batches(e)
+    if jax.process_count() > 1:
+        compile_together(e, params, state, rows.shapes())
+    batch = to_devices(next(rows), e.mesh)
+    return step_seconds(
+        e.step, halves, params, state, batch, counts_of(e), _key(e),
+        calls=e.tx.calls_per_step,
+    )  # fmt: skip
 
 
 def settled(experiment: Experiment) -> Experiment:
@@ -35,15 +117,7 @@ def settled(experiment: Experiment) -> Experiment:
         return e
     chosen, said = 0, ""
     if len(e.halves) > 1 and e.workers > 1:
-        params, state = initial(e)
-        rows = batches(e)
-        if jax.process_count() > 1:
-            compile_together(e, params, state, rows.shapes())
-        batch = to_devices(next(rows), e.mesh)
-        found = step_seconds(
-            e.step, e.halves, params, state, batch, counts_of(e), _key(e),
-            calls=e.tx.calls_per_step,
-        )  # fmt: skip
+        found = _timed(e, e.halves)
         chosen = smallest(found)
         times = [f"{seconds:.3g} s" for seconds in found.min(axis=0)]
         if isinstance(e.step, LoggedStep):

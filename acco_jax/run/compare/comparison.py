@@ -141,6 +141,8 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
         try:
             flags = [*request.flags(entry), f"--config.seed={seed}"]
             config = parsing.config_of(flags)
+            if config.method == "auto":  # each run chooses: this one is always allowed
+                config.method = "zero1"
             experiment = preparation.prepare(config, folder)
         except (ValueError, OSError) as error:
             at = f" at {c.name}" if c.point else ""

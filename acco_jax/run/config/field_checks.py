@@ -53,6 +53,13 @@ def check(config: ConfigDict) -> None:
 
 def _check_method_options(config: ConfigDict) -> None:
     """Raise a ValueError for options that the method lacks or of another type."""
+    if config.method == "auto":
+        if config.method_options:
+            raise ValueError(
+                f"method_options is {config.method_options.to_dict()}, but method is "
+                "'auto': name the method that has them, or leave them out."
+            )
+        return
     known = methods.options(config.method)
     names = [name for name in known if name not in ARGUMENTS]
     for name, value in config.method_options.items():

@@ -1,0 +1,100 @@
+"""The method that is chosen by timing, and what a run keeps of the choice."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from acco_jax.methods import gaps
+from acco_jax.run import loop, preparation, trials
+
+
+@pytest.fixture
+def choose(tiny, monkeypatch, tmp_path):
+    """choose(seconds, **changes): the config, and what was timed and said."""
+
+    def go(seconds, computing=1.0, devices=2, workdir=tmp_path, **changes):
+        said, timed = [], []
+
+        def timing(experiment, halves):
+            assert halves == [None]
+            options = experiment.config.method_options
+            timed.append((experiment.config.method, len(options)))
+            return np.asarray([[seconds[timed[-1]]]])
+
+        monkeypatch.setattr(trials, "_timed", timing)
+        monkeypatch.setattr(
+            trials.measures, "gradient_seconds", lambda *_, **__: computing
+        )
+        for level in ("info", "warning"):
+            monkeypatch.setattr(
+                trials.logging, level, lambda text, *words: said.append(text % words)
+            )
+        config = trials.with_method(
+            tiny(method="auto", first_half="auto", **changes),
+            workdir,
+            jax.devices()[:devices],
+        )
+        return config, timed, said
+
+    return go
+
+
+def test_the_fastest_within_the_tolerance_is_taken(choose):
+    zero1, acco, gathers, both = ("zero1", 0), ("acco", 0), ("acco", 1), ("acco", 2)
+    config, timed, _ = choose({zero1: 2.0, acco: 1.5, gathers: 1.2, both: 1.1})
+    assert timed == [zero1, acco, gathers, both] and config.method == "acco"
+    assert dict(config.method_options) == {"gather_bits": 8, "reduce_bits": 8}
+    config, timed, said = choose({zero1: 2.0, acco: 1.02})  # nothing is left to hide
+    assert (
+        timed == [zero1, acco] and (config.method, len(config.method_options)) == acco
+    )
+    assert said[-1] == "method auto: acco"
+    config, *_ = choose({zero1: 1.01})
+    assert config.method == "zero1"
+    # as fast: what changes the optimizer's steps less
+    config, *_ = choose({zero1: 1.22, acco: 1.2, gathers: 1.21, both: 1.2})
+    assert config.method == "zero1"
+
+
+def test_an_unknown_loss_and_one_worker_leave_zero1(choose):
+    config, timed, said = choose({}, **{"optimizer.name": "lion"})
+    assert config.method == "zero1" and timed == []
+    assert "method auto, with lion: not acco: not measured" in said
+    assert said[-1] == "method auto: zero1, the only one"
+    config, timed, said = choose({}, devices=1)
+    assert config.method == "zero1" and said[-1] == "method auto: zero1, one worker"
+
+
+def test_a_tolerance_decides_by_the_measured_gap():
+    def names(*words):
+        return [c.name for c in gaps.allowed(*words)[0]]
+
+    assert names("adamw")[:2] == ["zero1", "acco"]
+    assert names("nadamw") == ["zero1"]
+    assert "acco" in names("nadamw", 1.0)
+    assert names("adamw", -1.0) == ["zero1"]
+
+
+def test_exposed_communication_is_said(choose):
+    times = {("zero1", 0): 9.0, ("acco", 0): 6.0, ("acco", 1): 5.0, ("acco", 2): 4.0}
+    *_, said = choose(times)
+    assert said[-1].startswith("75 % of a step is not its gradients")
+
+
+def test_a_run_keeps_its_method(choose, tiny, tmp_path):
+    config, *_ = choose({("zero1", 0): 2.0, ("acco", 0): 1.0})
+    e = preparation.prepare(config, tmp_path, jax.devices()[:2])
+    loop.run(preparation.with_first_half(e, 0), stop_after=3)
+    assert json.loads((tmp_path / "config.json").read_text())["method"] == "acco"
+    again, timed, _ = choose({("zero1", 0): 1.0})
+    assert again.method == "acco" and timed == []
+    (tmp_path / "config.json").write_text('{"method": 3}')
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        choose({})
+
+
+def test_options_are_of_a_method(tiny):
+    with pytest.raises(ValueError, match="name the method that has them"):
+        preparation.check(tiny(method="auto", **{"method_options.gather_bits": 8}))
