@@ -3,7 +3,8 @@
 python -m acco_jax.plan --config=experiments/quickstart.py --topology=gpu:h200:2x8
 
 Several of --topology or --network, or --tokens, make one table of all of them, with
-what the run would take and cost, and a sentence that says which to take. --calibrate
+what the run would take and cost, and a sentence that says which to take. --recommend
+says which method to take on one machine, and the command. --calibrate
 measures the devices that are here, and the step on them, beside what plan predicts;
 --calibration=FILE plans with what was measured.
 """
@@ -56,6 +57,9 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _RESTART = flags.DEFINE_string(
     "restart-seconds", "300", "From a failure to the next step."
+)
+_RECOMMEND = flags.DEFINE_bool(
+    "recommend", False, "Say which method to take there, and the command to copy."
 )
 _FIT = flags.DEFINE_bool(
     "fit", True, "Look for the best and the largest microbatch: a few more compiles."
@@ -121,6 +125,11 @@ def _run() -> "Sequence[Plan]":
     if networks and not several:
         changes["slow_bandwidth"] = networks[0]
     sizes = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
+    if _RECOMMEND.value and (several or sizes or _TOKENS.value or _METHODS.value):
+        raise ValueError(
+            "--recommend is for one machine and network: leave out --methods, "
+            "--devices, --tokens, and all but one --topology and --network."
+        )
     terms = _terms(places, networks, several)
     if terms is not None and (sizes or programs):
         raise ValueError(
@@ -128,9 +137,15 @@ def _run() -> "Sequence[Plan]":
             "one --topology and one --network."
         )
     # slow: after the flags' check
-    from acco_jax.plan import decision, exports, plan_text, planner
+    from acco_jax.plan import decision, exports, plan_text, planner, recommendation
 
     request = planner.PlanRequest(tuple(_METHODS.value), sizes, changes, _FIT.value)
+    if _RECOMMEND.value:
+        own = parsing.config_arguments()
+        best = recommendation.make(_CONFIG.value, places[0], request, own)
+        print(recommendation.text(best))
+        _write(json_file, lambda: recommendation.as_dict(best))
+        return [best.plan]
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(plan_text.text(plan))

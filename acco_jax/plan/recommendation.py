@@ -1,0 +1,180 @@
+"""The method to take on a machine, and the command that trains with it.
+
+It is chosen as `config.method="auto"` chooses, by predicted instead of measured time.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from acco_jax.methods import gaps
+from acco_jax.methods.gaps import Candidate
+from acco_jax.plan import planner
+from acco_jax.plan.planner import Plan, PlanRequest
+from acco_jax.run.config import fields as configs
+from acco_jax.schedule.tables import aligned, paragraph, seconds
+from acco_jax.schedule.topologies import Topology
+from acco_jax.step.first_half import LONGER, SMALLEST, first_halves
+
+EXPOSED = 1 / 3  # of a step: communication that a method with fewer bytes would save
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A candidate with its predicted speed."""
+
+    candidate: Candidate
+    gap: str  # of its loss to zero1's
+    tokens_per_second: float
+    step: float  # seconds, of the microbatches asked for
+    exposed: float  # of them: communication that nothing overlaps
+    fields: Mapping[str, Any]  # of the config, that the command sets
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """The candidates, the one to take, and how to start it."""
+
+    plan: Plan
+    timed: tuple[Timed, ...]
+    left_out: tuple[str, ...]  # whose loss is not known to be within the tolerance
+    chosen: Timed
+    command: str
+
+
+def make(
+    config: ConfigDict,
+    topology: Topology,
+    request: PlanRequest,
+    arguments: Sequence[str],
+) -> Recommendation:
+    """Plan zero1 and acco, and recommend a method.
+
+    Args:
+      config: of the experiment, checked; its method does not matter.
+      topology: the machine.
+      request: of a plan, without methods.
+      arguments: flags that give a command this config.
+
+    Raises:
+      ValueError: if the input is invalid (before any compile), or nothing fits.
+    """
+    config = _quarters(config)
+    found, left_out = gaps.allowed(config.optimizer.name, config.tolerance)
+    methods = tuple(dict.fromkeys(c.method for c in found))
+    plan = planner.make(config, topology, dataclasses.replace(request, methods=methods))
+    fits = [o.method for o in plan.outcomes]
+    timed = [
+        each
+        for c in found
+        if c.method in fits
+        for each in _timed(plan, c, config.optimizer.name)
+    ]
+    best = max(t.tokens_per_second for t in timed)
+    chosen = next(t for t in timed if LONGER * t.tokens_per_second >= best)
+    fields = {f"--config.{name}": value for name, value in chosen.fields.items()}
+    own = [x for x in arguments if x.partition("=")[0] not in fields]
+    words = ["python", "-m", "acco_jax.train", *own]
+    words += [f"{name}={value}" for name, value in fields.items()]
+    command = shlex.join([*words, "--workdir=runs/recommended"])
+    return Recommendation(plan, tuple(timed), tuple(left_out), chosen, command)
+
+
+def _quarters(config: ConfigDict) -> ConfigDict:
+    """Return the config with steps of at least four microbatches, of as many rows."""
+    config = planner.of_method(config, "acco")
+    while config.microbatches_per_step < SMALLEST and config.microbatch_size % 2 == 0:
+        config.microbatches_per_step *= 2
+        config.microbatch_size //= 2
+    first = first_halves(config.microbatches_per_step)[0]
+    return configs.with_first_half(config, first)
+
+
+def _timed(plan: Plan, candidate: Candidate, optimizer: str) -> list[Timed]:
+    """Return a candidate with its predictions; [] if there are none."""
+    method, options = candidate.method, candidate.options
+    row = plan.row(method)
+    outcome = next(o for o in plan.outcomes if o.method == method)
+    speed, step, exposed = row["tokens_per_second"], row["step"], row["exposed"]
+    shape = plan.config.microbatch_size, outcome.program.per_step
+    if outcome.fit and outcome.fit.best:
+        speed, shape = outcome.fit.best.tokens_per_second, outcome.fit.best.shape
+    if options:
+        bits = [options.get("gather_bits"), options.get("reduce_bits")]
+        few = [
+            r
+            for r in plan.few_bits
+            if [r["method"], r["gather_bits"], r["reduce_bits"]] == [method, *bits]
+        ]
+        if not few:
+            return []
+        speed *= few[0]["speedup"]
+        step, exposed = few[0]["step"], few[0]["exposed"]
+    fields = {"method": method, "microbatch_size": shape[0]}
+    fields |= {"microbatches_per_step": shape[1]}
+    fields |= {f"method_options.{name}": value for name, value in options.items()}
+    gap = candidate.gap(optimizer)
+    return [Timed(candidate, gap, speed, step, exposed, fields)]
+
+
+def text(recommendation: Recommendation) -> str:
+    """Return the table, the reason and the command as text."""
+    r, chosen = recommendation, recommendation.chosen
+    devices = len(r.plan.outcomes[0].program.tx.mesh.devices.flat)
+    rows = [["method", "step", "exposed", "tokens/s", "loss against zero1's"]]
+    rows += [
+        [
+            t.candidate.name, seconds(t.step), seconds(t.exposed),
+            f"{t.tokens_per_second:,.0f}", t.gap,
+        ]
+        for t in r.timed
+    ]  # fmt: skip
+    lines = [
+        f"{r.plan.topology}, {r.plan.machine.network}: PREDICTED from compiled "
+        "schedules; nothing was run",
+        aligned(rows, "lrrrl"),
+        *(f"  not measured well enough, or too far: {why}" for why in r.left_out),
+        "",
+        paragraph(f"RECOMMENDED: {chosen.candidate.name}{_why(r, devices)}", 0),
+        r.command,
+    ]
+    return "\n".join(lines)
+
+
+def _why(r: Recommendation, devices: int) -> str:
+    chosen = r.chosen
+    if devices == 1:
+        return ", which is plain optax on one device."
+    others = [t for t in r.timed if t.candidate.name == "zero1" and t is not chosen]
+    said = ""
+    for other in others:
+        times = chosen.tokens_per_second / other.tokens_per_second
+        said = f", {times:.2f} times as fast as zero1"
+    share = chosen.exposed / chosen.step
+    if share <= EXPOSED:
+        return f"{said}."
+    return (
+        f"{said}. {share:.0%} of its step is exposed communication: twice the "
+        "microbatches_per_step halve it per token, diloco with local_steps=100 sends a "
+        "hundredth of zero1's bytes (another loss: experiments/results/dynamics.md)."
+    )
+
+
+def as_dict(recommendation: Recommendation) -> dict[str, Any]:
+    """Return the recommendation as JSON-ready values, in SI units."""
+    return {
+        "recommended": recommendation.chosen.candidate.name,
+        "command": recommendation.command,
+        "candidates": [_plain(t) for t in recommendation.timed],
+        "left_out": list(recommendation.left_out),
+    }
+
+
+def _plain(t: Timed) -> dict[str, Any]:
+    return {
+        "name": t.candidate.name, "gap": t.gap, "step": t.step, "exposed": t.exposed,
+        "tokens_per_second": t.tokens_per_second, "fields": dict(t.fields),
+    }  # fmt: skip

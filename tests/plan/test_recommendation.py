@@ -1,0 +1,63 @@
+"""What plan recommends, on recorded schedules; nothing is compiled."""
+
+import json
+import shlex
+
+import pytest
+
+from acco_jax.run.config import parsing
+from tests.schedule.recordings import run
+
+FILE = "--recommend", "--nofit"
+
+
+def recommended(tmp_path, *arguments):
+    file = tmp_path / "recommended.json"
+    run(*FILE, f"--json={file}", *arguments)
+    return json.loads(file.read_text())
+
+
+def test_the_network_decides(stand_in, tmp_path, capsys):
+    """Acco in few bits on a slow one; zero1 where nothing is exposed."""
+    names = [
+        recommended(tmp_path, f"--set=fast_bandwidth={rate}")["recommended"]
+        for rate in (1e15, 5e9)
+    ]
+    assert names == ["zero1", "acco with 8 bits both ways"]
+    text = " ".join(capsys.readouterr().out.split())
+    assert "RECOMMENDED: acco with 8 bits both ways, " in text
+    assert "times as fast as zero1" in text and "of its step is exposed" in text
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_the_command_trains_so(stand_in, tmp_path):
+    found = recommended(
+        tmp_path, "--set=fast_bandwidth=5e9", "--config.seed=7", "--config.method=wp"
+    )
+    program, flag, module, *arguments, workdir = shlex.split(found["command"])
+    assert [program, flag, module] == ["python", "-m", "acco_jax.train"]
+    assert workdir == "--workdir=runs/recommended"
+    config = parsing.config_of(arguments)
+    assert (config.seed, config.method) == (7, "acco")
+    assert config.method_options.to_dict() == {"gather_bits": 8, "reduce_bits": 8}
+    # a step of as many rows, in four microbatches at least
+    assert (config.microbatch_size, config.microbatches_per_step) == (2, 4)
+    rows = {c["name"]: c for c in found["candidates"]}
+    assert rows["acco"]["gap"].startswith("-0.62") and rows["zero1"]["gap"] == "exact"
+    assert all(c["tokens_per_second"] > 0 for c in rows.values())
+
+
+def test_without_a_measured_loss_there_is_zero1(stand_in, tmp_path):
+    slow = "--set=fast_bandwidth=5e9"
+    found = recommended(tmp_path, slow, "--config.optimizer.name=lion")
+    assert found["recommended"] == "zero1"
+    assert "acco: not measured" in found["left_out"]
+    found = recommended(tmp_path, slow, "--config.tolerance=-1")
+    assert found["recommended"] == "zero1"
+
+
+@pytest.mark.parametrize(
+    "extra", ["--methods=acco", "--devices=16", "--tokens=1e9", "--network=10,20"]
+)
+def test_it_is_for_one_machine(refusal, extra):
+    assert "--recommend is for one machine" in refusal(*FILE, extra)
