@@ -23,7 +23,7 @@ def test_the_quickstart_runs():
     names = {"__name__": "readme"}
     exec(compile(block, "README.md", "exec"), names)
     assert names["metrics"]["step"] == 3  # seven calls: one fills, two make a step
-    assert names["metrics"]["weight"] == 2 * jax.device_count()
+    assert names["metrics"]["weight"] == 3 * jax.device_count()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(names["theta"]))
     assert jax.tree.map(np.shape, names["theta"]) == {"v": (16, 1), "w": (8, 16)}
     assert len(block.splitlines()) <= 27
