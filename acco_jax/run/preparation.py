@@ -118,11 +118,14 @@ class Experiment:
     @property
     def world(self) -> worlds.World:
         """The devices that compute here, as the run's record has them."""
-        counts = self.config.counts or [self.microbatches] * self.workers
+        counts, varying = self.config.counts, self.varying
+        counts = counts or [self.microbatches] * self.workers
+        if isinstance(varying, acco_jax.Halves) and varying.first == varying.second:
+            counts = varying.first  # divided among other workers than at first
+        elif varying:
+            counts = ()
         first = self.config.first_half if self.halves else 0
-        return worlds.World.of(
-            self.mesh, () if self.varying else counts, self.step.form, first
-        )
+        return worlds.World.of(self.mesh, counts, self.step.form, first)
 
     @property
     def logged(self) -> bool:
@@ -332,11 +335,12 @@ def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Am
     rows_per_step = sum(config.counts or [microbatches] * first)
     rows_per_step *= tx.calls_per_step * config.microbatch_size
     halves = counts.halves(config, tx.calls_per_step, first, workers)
-    uneven = halves[0] if halves and optimizers.uneven(config) else None
+    deals = workers != first and config.batch == "kept"
+    divided = halves[0] if halves and (optimizers.uneven(config) or deals) else None
     if workers != first:
-        varies = config.microbatches != "fixed" or uneven is not None
+        varies = config.microbatches != "fixed" or divided is not None
         config, microbatches = _dealt(config, microbatches, first, workers, varies)
-    varying = uneven or counts.counted(
+    varying = divided or counts.counted(
         config, microbatches, total_calls, first, workers
     )
     return config, Amounts(microbatches, varying, halves, rows_per_step, tx)
