@@ -210,6 +210,9 @@ FIELDS = {
     "lora.pattern": Field("attn/(q|v)_proj/kernel", "Searched in parameters' paths."),
     "lora.ranks": Field((), "Instead: pairs (pattern, rank). The first counts."),
     "lora.scale": Field(1.0, "W + scale * a @ b."),
+    "lora.init_from": Field(None, "A folder of adapters in PEFT's format to start "
+        "from, of the model in `init_from`. It has ranks and scale.", str, form="path",
+        place=()),
     "log_every": Field(10, "Between rows of metrics.", least=1, unit="steps",
         identity=False, help=True),
     "eval_every": Field(100, "Between evaluations.", least=1, unit="steps",
