@@ -405,7 +405,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         halves=halves,
         microbatch=(config.microbatch_size, max(data.lengths or [config.length]) + 1),
         beside={
-            **({"mask": jnp.float32} if data.task == "instruct" else {}),
+            **({"mask": jnp.float32} if data.task != "pretrain" else {}),
             **({"segments": jnp.int32} if data.document_mask else {}),
         },
         rng=jax.eval_shape(lambda: jax.random.key(0)) if model.draws else None,

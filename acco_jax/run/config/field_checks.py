@@ -102,7 +102,7 @@ def _check_length(config: ConfigDict) -> None:
         raise ValueError(
             f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
         )
-    if config.tokens is not None and config.data.task == "instruct":
+    if config.tokens is not None and config.data.task != "pretrain":
         raise ValueError(
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "
             "steps."
@@ -181,7 +181,7 @@ def _check_data(config: ConfigDict) -> None:
             f"data.document_mask is of task='pretrain': of {c.task!r} every row is one "
             "document; leave it out."
         )
-    if lengths and c.task != "instruct":
+    if lengths and c.task == "pretrain":
         raise ValueError(
             f"data.lengths is {lengths}, but rows of {c.task!r} have one length: set "
             "`length`."
