@@ -5,9 +5,10 @@ python -m acco_jax.export --workdir=runs/quickstart --out=FOLDER
 The folder holds config.json, generation_config.json, the weights in safetensors files
 and a tokenizer, which AutoModelForCausalLM and AutoTokenizer of transformers read. The
 weights are the committed parameters of the newest checkpoint, or of --half_round; the
-adapters of a LoRA run are merged into the model that they adapt. Of a tokenizer of
-bytes, or of a 'bpe', the end of text becomes the special token <|endoftext|>. The
-folder is there whole or not at all.
+adapters of a LoRA run are merged into the model that they adapt. With --adapters the
+folder holds only them, in the format of Hugging Face's PEFT, and the tokenizer. Of a
+tokenizer of bytes, or of a 'bpe', the end of text becomes the special token
+<|endoftext|>. The folder is there whole or not at all.
 """
 
 import os
@@ -31,6 +32,10 @@ _HALF_ROUND = flags.DEFINE_integer(
     "half_round", None, "Of the checkpoint; unless given, of the newest.", 0
 )
 
+_ADAPTERS = flags.DEFINE_bool(
+    "adapters", False, "Write only the adapters, in the format of Hugging Face's PEFT."
+)
+
 
 @exits.lines()
 def main(argv: list[str]) -> None:
@@ -44,6 +49,7 @@ def main(argv: list[str]) -> None:
         expanded(str(_OUT.value)),
         _DTYPE.value,
         _HALF_ROUND.value,
+        adapters=_ADAPTERS.value,
     )
     print(line)
 

@@ -1,6 +1,6 @@
 """How far transformers and this library are apart, family by family, both ways.
 
-    python -m benchmarks.families  # with torch and transformers installed here, too
+    python -m benchmarks.families  # with torch, transformers and peft here, too
 
 Each row is a small model of transformers with random weights and unusual options, in
 float32 on CPU. `save_pretrained` writes it. The columns are the largest differences of
@@ -10,6 +10,11 @@ logits of 2 rows of 40 tokens:
     export     transformers reads the folder that this library writes back
     decoded    this library's decoding with a cache, token by token
     scale      the standard deviation of transformers' logits
+
+The rows of a second table are adapters, random too, that peft has saved:
+
+    import     this library merges them into the model
+    export     peft reads the folder that this library writes of them
 """
 
 import functools
@@ -124,6 +129,61 @@ CASES = {
     ),
 }
 
+GPT2 = {"n_positions": 64, "n_embd": 36, "n_layer": 3, "n_head": 3}
+GPT_NEO = {
+    "max_position_embeddings": 64,
+    "hidden_size": 36,
+    "num_heads": 3,
+    "num_layers": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 7,
+}
+# what is unusual -> a model, fields of LoraConfig
+ADAPTED = {
+    "llama, queries and values": (
+        ("llama", UNTIED),
+        {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]},
+    ),
+    "llama, patterns": (
+        ("llama", TIED),
+        {
+            "r": 4,
+            "target_modules": "all-linear",
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6},
+            "alpha_pattern": {"down_proj": 3, r"layers\.[02]\..*_proj": 20},
+        },
+    ),
+    "llama, one layer, rsLoRA": (
+        ("llama", UNTIED),
+        {
+            "r": 9,
+            "target_modules": ["o_proj", "gate_proj"],
+            "layers_to_transform": [1],
+            "use_rslora": True,
+        },
+    ),
+    "gemma3, keys and gates": (
+        ("gemma3_text", GEMMA3),
+        {"r": 2, "target_modules": ["k_proj", "gate_proj"]},
+    ),
+    "qwen3-moe, attention": (
+        ("qwen3_moe", MOE | UNTIED),
+        {"r": 2, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    ),
+    "gpt-neo, three kernels": (
+        ("gpt_neo", GPT_NEO),
+        {"r": 4, "target_modules": ["q_proj", "out_proj", "c_fc"]},
+    ),
+    "gpt2, every kernel": (
+        ("gpt2", GPT2),
+        {"r": 4, "lora_alpha": 12, "target_modules": ["c_attn", "c_proj", "c_fc"]},
+    ),
+    "gpt2, only attention's": (
+        ("gpt2", GPT2),
+        {"r": 4, "target_modules": ["attn.c_proj", "h.1.attn.c_attn"]},
+    ),
+}
+
 
 def made(kind, fields, folder):
     """Saves a random model of transformers; returns its tokens and logits."""
@@ -132,7 +192,8 @@ def made(kind, fields, folder):
 
     torch.manual_seed(0)
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model(kind, **{**ROTARY, **tokens, **fields})
+    sizes = {"vocab_size": 97} if kind in ("gpt2", "gpt_neo") else ROTARY
+    config = AutoConfig.for_model(kind, **{**sizes, **tokens, **fields})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():  # larger than at initialization: every term must matter
         for parameter in model.parameters():
@@ -192,19 +253,84 @@ def row(kind, fields, place):
     )
 
 
-def main(names):
-    """Prints the table."""
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    print("| model | import | export | decoded | scale |")
-    print("|---|---|---|---|---|")
+def adapted_row(model, fields, place):
+    """Returns the largest differences of adapters, and the scale of the logits."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from acco_jax.models import huggingface, lora, transformer
+    from acco_jax.models import peft as adapters
+    from acco_jax.run.weights import folders
+
+    tokens, plain = made(*model, place / "base")
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(
+            place / "base", dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def logits(model):
+        with torch.no_grad():
+            return model.eval()(torch.as_tensor(tokens).long()).logits.numpy()
+
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **fields)
+    theirs = peft.get_peft_model(base(), config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(place / "theirs")
+    expected = logits(theirs)
+    assert abs(expected - plain).max() > 0.03
+
+    folder = folders.Folder(place / "base")
+    config = huggingface.config_of(
+        folder.config_json, dtype="float32", param_dtype="float32"
+    )
+    stored = folders.AdapterFolder(place / "theirs")
+    said = stored.config_json
+    found = adapters.from_state(config, said, stored.names, stored.weight)
+    scale = adapters.scale_of(said)
+    merged = lora.merge(huggingface.from_state(config, folder.weight), found, scale)
+    imported = jax.jit(transformer.apply, static_argnums=0)(config, merged, tokens)
+
+    ours = place / "ours"
+    ours.mkdir()
+    said = adapters.described(config, found, scale, str(place / "base"))
+    (ours / folders.ADAPTER_CONFIG).write_text(json.dumps(said))
+    state = dict(adapters.to_state(config, found))
+    folders.save_arrays(ours / folders.ADAPTERS, state)
+    back = logits(peft.PeftModel.from_pretrained(base(), ours))
+    return (
+        abs(imported - expected).max(),
+        abs(back - expected).max(),
+        expected.std(),
+    )
+
+
+def table(names, columns, cases, row):
+    """Prints a table, and its largest difference."""
+    print(f"| model | {columns} | scale |")
+    print("|---" * (columns.count("|") + 3) + "|")
     most = 0.0
-    for name in names or CASES:
+    for name in names or cases:
         with tempfile.TemporaryDirectory() as place:
-            *differences, scale = row(*CASES[name], pathlib.Path(place))
+            *differences, scale = row(*cases[name], pathlib.Path(place))
         shown = " | ".join(f"{x:.1e}" for x in differences)
         print(f"| {name} | {shown} | {scale:.2f} |", flush=True)
         most = max(most, *differences)
-    print(f"\nThe largest difference is {most:.1e}.")
+    print(f"\nThe largest difference is {most:.1e}.\n")
+
+
+def main(names):
+    """Prints the tables, or those rows."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    own, adapted = ([n for n in names if n in cases] for cases in (CASES, ADAPTED))
+    if own or not names:
+        table(own, "import | export | decoded", CASES, row)
+    if adapted or not names:
+        table(adapted, "import | export", ADAPTED, adapted_row)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def eos(path: Path) -> str | None:
     """
     if (named := read(path).get("eos_token")) is None:
         return None
-    if (token := _content(named)) is None:
+    if (token := content(named)) is None:
         raise ValueError(
             f"{path} has eos_token={named!a:.200}, which is no text: restore it, or "
             "set data.end_of_text"
@@ -71,7 +71,7 @@ def eos(path: Path) -> str | None:
     return token
 
 
-def _content(token: object) -> str | None:
+def content(token: object) -> str | None:
     """Return a token of tokenizer_config.json as text, None if it is not text."""
     token = token.get("content") if isinstance(token, dict) else token
     try:
@@ -96,7 +96,7 @@ def written(
     """
     ids: dict[str, int] = {}
     for name in SPECIAL:
-        token = _content(said.get(name))
+        token = content(said.get(name))
         number = None if token is None else model.token_to_id(token)
         if special.get(name) not in (None, number):
             token = model.id_to_token(special[name])

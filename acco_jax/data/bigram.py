@@ -19,14 +19,17 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
         p(y | x) = (c(x, y) + t(x) p(y)) / (c(x) + t(x))
 
     The targets are those of `validation_batches`, ends of text included. For
-    instructions they are answers, and the bigram is counted on answers too.
+    instructions they are answers, for conversations the assistant's turns, and the
+    bigram is counted on these too.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C,
     interpolated as in Chen and Goodman, "An empirical study of smoothing techniques
     for language modeling" (1999).
     """
     vocab_size = corpus.tokenizer.vocab_size
-    pairs, counts = _count_pairs(corpus.train_tokens, corpus.train_spans, vocab_size)
+    pairs, counts = _count_pairs(
+        corpus.train_tokens, corpus.train_spans, corpus.train_targets, vocab_size
+    )
     contexts, targets = np.divmod(pairs, vocab_size)
     target_counts = np.bincount(targets, counts, vocab_size)  # c(y)
     context_counts = np.bincount(contexts, counts, vocab_size)  # c(x)
@@ -35,7 +38,10 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
     unigram = (target_counts + kinds / vocab_size) / (target_counts.sum() + kinds)
 
     held_out, times = _count_pairs(
-        corpus.validation_tokens, corpus.validation_spans, vocab_size
+        corpus.validation_tokens,
+        corpus.validation_spans,
+        corpus.validation_targets,
+        vocab_size,
     )
     x, y = np.divmod(held_out, vocab_size)
     place = np.minimum(np.searchsorted(pairs, held_out), len(pairs) - 1)
@@ -47,11 +53,14 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
 
 
 def _count_pairs(
-    tokens: np.ndarray | Tokens, spans: np.ndarray | None, vocab_size: int
+    tokens: np.ndarray | Tokens,
+    spans: np.ndarray | None,
+    targets: np.ndarray | Tokens | None,
+    vocab_size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count adjacent tokens x, y: the distinct x V + y, ascending, and their counts.
 
-    With spans only pairs are counted whose y is of an answer: see `Corpus`.
+    With spans or targets only pairs are counted whose y is a target: see `Corpus`.
     """
     dense = np.zeros(vocab_size**2 if vocab_size <= _DENSE_VOCABULARY else 0, np.int64)
     pairs = np.zeros(0, np.int64)
@@ -59,7 +68,9 @@ def _count_pairs(
     for start in range(0, len(tokens) - 1, _CHUNK):
         chunk = np.asarray(tokens[start : start + _CHUNK + 1], np.int64)
         codes = chunk[:-1] * vocab_size + chunk[1:]
-        if spans is not None:  # answers begin and end at these, in turn
+        if targets is not None:
+            codes = codes[targets[start + 1 : start + 1 + len(codes)] == 1]
+        elif spans is not None:  # answers begin and end at these, in turn
             edges, y = (
                 (spans[:, 1:] + [0, 1]).ravel(),
                 np.arange(len(codes)) + start + 1,

@@ -21,6 +21,7 @@ import numpy as np
 
 from acco_jax.core import small_files
 from acco_jax.data import tasks
+from acco_jax.data.chat import ChatTemplate
 from acco_jax.data.corpora import Source
 from acco_jax.data.stored import Tokens, block_sums, damaged
 from acco_jax.data.tasks import Document
@@ -33,8 +34,17 @@ FORMAT = 3  # of the files; part of their folder's name
 _DOCUMENTS_AT_ONCE = 256
 
 
-def write_tokens(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write the tokens of both splits, whole or not at all."""
+def write_tokens(
+    folder: Path, source: Source, tokenizer: Tokenizer, chat: ChatTemplate | None = None
+) -> None:
+    """Write the tokens of both splits, whole or not at all.
+
+    Args:
+      folder: to write.
+      source: of the documents.
+      tokenizer: of texts.
+      chat: of conversations, if the documents are these.
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # a killed process left it
     partial.mkdir(parents=True)
@@ -44,10 +54,16 @@ def write_tokens(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
     for split, texts in ("train", source.train()), ("validation", source.validation()):
         path = partial / f"{split}.bin"
         with open(path, "wb") as file:
-            documents, size, spans = _pack(
-                _digested(texts, digest), tokenizer, dtype, file
-            )
-        np.save(partial / f"{split}.sums.npy", block_sums(path))
+            digested = _digested(texts, digest)
+            if chat is None:
+                documents, size, spans = _pack(digested, tokenizer, dtype, file)
+            else:
+                with open(partial / f"{split}.targets.bin", "wb") as targets:
+                    documents, size, spans = _pack_chats(
+                        digested, chat, tokenizer.end_of_text, dtype, file, targets
+                    )
+        for file_of in partial.glob(f"{split}*.bin"):
+            np.save(file_of.with_suffix(".sums.npy"), block_sums(file_of))
         if spans:
             np.save(partial / f"{split}.spans.npy", np.concatenate(spans))
         if not documents:
@@ -110,6 +126,11 @@ def open_arrays(folder: Path, dtype: str) -> dict[str, Any]:
         try:
             sums = np.load(folder / f"{split}.sums.npy")
             tokens = arrays[f"{split}_tokens"] = Tokens(path, dtype, sums)
+            path = folder / f"{split}.targets.bin"
+            if path.exists():
+                sums = np.load(path.with_suffix(".sums.npy"))
+                targets = arrays[f"{split}_targets"] = Tokens(path, "uint8", sums)
+                _check_targets(targets, len(tokens))
             path = folder / f"{split}.spans.npy"
             if path.exists():
                 spans = arrays[f"{split}_spans"] = np.load(path, mmap_mode="r")
@@ -117,6 +138,12 @@ def open_arrays(folder: Path, dtype: str) -> dict[str, Any]:
         except Exception as error:  # numpy's, of any type
             raise damaged(path) from error
     return arrays
+
+
+def _check_targets(targets: Tokens, tokens: int) -> None:
+    """Raise a ValueError for targets that do not fit the number of tokens."""
+    if len(targets) != tokens:
+        raise ValueError("targets beyond the tokens")
 
 
 def _check_spans(spans: np.ndarray, tokens: int) -> None:
@@ -187,6 +214,37 @@ def _pack(
             )
         place = int(places[-1])
     return count, size, spans
+
+
+def _pack_chats(
+    documents: Iterable[Document],
+    chat: ChatTemplate,
+    end_of_text: int,
+    dtype: np.dtype,
+    file: BinaryIO,
+    targets_file: BinaryIO,
+) -> tuple[int, int, list[np.ndarray]]:
+    """Write tokens of conversations between ends of text, and which are targets.
+
+    Returns:
+      As `_pack`; the spans of `Corpus`, in parts.
+    """
+    file.write(np.asarray([end_of_text], dtype).tobytes())
+    targets_file.write(b"\0")
+    count = size = 0
+    place, spans = 1, list[list[int]]()
+    documents = iter(documents)
+    while group := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
+        chats = [document for document in group if isinstance(document, tasks.Chat)]
+        for ids, targets, bytes_to_predict in chat.encode_batch(chats):
+            file.write(np.append(ids, end_of_text).astype(dtype).tobytes())
+            targets_file.write(targets.tobytes() + b"\0")
+            first, last = np.flatnonzero(targets)[[0, -1]]
+            spans.append([place + 1, place + int(first), place + int(last)])
+            place += len(ids) + 1
+            size += bytes_to_predict
+            count += 1
+    return count, size, [np.asarray(spans, np.int64)] if spans else []
 
 
 @contextlib.contextmanager

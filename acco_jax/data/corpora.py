@@ -22,7 +22,7 @@ from acco_jax.core import small_files
 from acco_jax.data import listing, prepared, records, tasks
 from acco_jax.data.tasks import Document
 
-RECORDS = ("jsonl", "parquet", "huggingface")
+RECORDS = ("jsonl", "csv", "parquet", "huggingface")
 BUILT_IN = ("stdlib", "text_folder", *RECORDS)
 _FEATURES = "features.json"  # of tfds
 # incremented when equal files begin to give other documents
@@ -191,7 +191,10 @@ def _builder(
     config: ml_collections.ConfigDict, data_dir: Path
 ) -> tfds.core.DatasetBuilder:
     """Return the builder of a data set of text, or of a named data set."""
-    if config.name in ("stdlib", "text_folder") and config.task != "pretrain":
+    chats = config.task == "chat"  # whose columns are no text
+    if chats or (
+        config.name in ("stdlib", "text_folder") and config.task != "pretrain"
+    ):
         raise ValueError(
             f"data set {config.name!r} has no columns of data.task={config.task!r}: "
             "set data.name='jsonl', or data.task='pretrain'"
@@ -214,7 +217,8 @@ def _from_records(config: ml_collections.ConfigDict) -> Source:
 
     def documents(paths: Sequence[Path]) -> Callable[[], Iterator[Document]]:
         def read() -> Iterator[Document]:
-            for record in records.read(files, paths, columns, optional):
+            chats = config.task == "chat"
+            for record in records.read(files, paths, columns, optional, chats=chats):
                 yield tasks.document(record, config.task, config.text_feature)
 
         return read

@@ -12,6 +12,7 @@ import numpy as np
 
 from acco_jax.data import cache, corpora, records, tasks
 from acco_jax.data.batches import Batches, Slots
+from acco_jax.data.chat import ChatTemplate
 from acco_jax.data.order import Shuffled, Skewed
 from acco_jax.data.rows import (
     Batch,
@@ -39,7 +40,8 @@ class Corpus:
 
     A token array is end-of-text, then every document followed by end-of-text: each
     document's tokens and its end all have a predecessor, so all are targets. Of
-    instructions only answers and their ends are targets; spans give their places.
+    instructions only answers and their ends are targets; spans give their places. Of
+    conversations only the assistant's turns are.
     """
 
     tokenizer: Tokenizer
@@ -51,9 +53,13 @@ class Corpus:
     validation_documents: int
     checksum: int  # of all tokens and spans
     # Of instructions, int64 (documents, 3): the places of a prompt's first token, of
-    # its answer's first, and of the end of text after that.
+    # its answer's first, and of the end of text after that. Of conversations: of the
+    # second token, and of the first and the last target.
     train_spans: np.ndarray | None = None
     validation_spans: np.ndarray | None = None
+    # Of conversations, uint8 (n,): 1 where a token is a target.
+    train_targets: np.ndarray | Tokens | None = None
+    validation_targets: np.ndarray | Tokens | None = None
     documents: str = ""  # a digest of both splits' documents, in their order
 
 
@@ -82,10 +88,13 @@ def load_corpus(
     with cache.lock(data_dir / "lock"):
         source = corpora.open_source(config, data_dir)
         tokenizer = _tokenizer(config, source, data_dir, workdir)
-        name = f"{source.fingerprint}-{tokenizer.fingerprint}-{cache.FORMAT}"
-        folder = data_dir / "tokens" / name
+        chat = ChatTemplate(tokenizer) if config.task == "chat" else None
+        parts = [source.fingerprint, tokenizer.fingerprint, str(cache.FORMAT)]
+        if chat is not None:
+            parts.insert(2, chat.fingerprint)
+        folder = data_dir / "tokens" / "-".join(parts)
         if not folder.is_dir():
-            cache.write_tokens(folder, source, tokenizer)
+            cache.write_tokens(folder, source, tokenizer, chat)
     counts = cache.read_counts(folder)
     arrays: dict[str, Any] = cache.open_arrays(folder, counts.pop("dtype"))
     return Corpus(tokenizer, **arrays, **counts)
@@ -237,6 +246,8 @@ def bits_per_byte(
     total = len(corpus.validation_tokens) - 1
     if (spans := corpus.validation_spans) is not None:
         total = int((spans[:, 2] - spans[:, 1] + 1).sum())
+    if corpus.validation_targets is not None:
+        total = int(np.asarray(corpus.validation_targets).sum())
     share = 1.0 if targets is None else targets / total
     return total_nats / math.log(2) / (share * corpus.validation_bytes)
 
@@ -295,8 +306,9 @@ def _rows(
     if spans is not None:
         lengths = tuple(lengths) or (length,)
         spans, _ = fitting(spans, lengths[-1])
+        targets = getattr(corpus, f"{split}_targets")
         if not groups:
-            return Examples(tokens, spans, lengths, end)
+            return Examples(tokens, spans, lengths, end, targets=targets)
         order = by_mean(np.asarray(tokens), spans[:, ::2], groups)
         sizes = [len(group) for group in order]
         if not all(sizes):
@@ -304,7 +316,8 @@ def _rows(
                 f"worker {sizes.index(0)} has none of the {len(spans)} examples: set "
                 "data.skew to 0, or use more of them"
             )
-        return Examples(tokens, spans[np.concatenate(order)], lengths, end, sizes)
+        spans = spans[np.concatenate(order)]
+        return Examples(tokens, spans, lengths, end, sizes, targets)
     parts: list[np.ndarray | Tokens | Documents] = [tokens]
     if groups:
         whole = np.asarray(tokens)

@@ -1,11 +1,13 @@
-"""Records of text in files: JSON Lines, Parquet, and `datasets` saved to disk.
+"""Records of text in files: JSON Lines, CSV, Parquet, `datasets` saved to disk.
 
 Nothing here runs the data set's code. Its formats need only pyarrow.
 """
 
 import codecs
+import csv
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from acco_jax.core import small_files
-from acco_jax.data import listing
+from acco_jax.data import listing, tasks
 
 SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
+    "csv": (".csv", ".csv.gz"),
     "parquet": (".parquet",),
     "huggingface": (".arrow",),
 }
@@ -25,7 +28,7 @@ SUFFIXES = {
 # Files that hold records, and what to do about them where they cannot be read.
 REMEDIES = {
     **{end: f"set data.name='{k}'" for k, ends in SUFFIXES.items() for end in ends},
-    **dict.fromkeys((".json", ".csv", ".tsv", ".xml", ".yaml", ".yml"),
+    **dict.fromkeys((".json", ".tsv", ".xml", ".yaml", ".yml"),
                     "write it as one JSON object a line and set data.name='jsonl'"),
     **dict.fromkeys((".gz", ".zip", ".zst", ".bz2", ".xz", ".tar"), "unpack it"),
     **dict.fromkeys((".tfrecord", ".array_record"),
@@ -40,6 +43,7 @@ METADATA = {
 }
 _ROWS_AT_ONCE = 1024
 LONGEST_LINE = 2**28  # bytes: a small .gz may hold a line that no memory does
+_SAID = "write one record a line, and long documents in several"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +77,8 @@ def remedy(name: str) -> str | None:
 def find(kind: str, path: str | None, train_split: str, validation_split: str) -> Files:
     """Find the files of a data set.
 
-    For 'jsonl' and 'parquet' the path is a file, a folder or a glob pattern; the words
-    in a file's name, and in its folders' names, give its split (see
+    For 'jsonl', 'csv' and 'parquet' the path is a file, a folder or a glob pattern; the
+    words in a file's name, and in its folders' names, give its split (see
     `acco_jax.data.listing`).
     For 'huggingface' it is a folder that `datasets` has saved to disk.
 
@@ -99,18 +103,33 @@ def find(kind: str, path: str | None, train_split: str, validation_split: str) -
 
 
 def read(
-    files: Files, paths: Iterable[Path], columns: Sequence[str], optional: Sequence[str]
+    files: Files,
+    paths: Iterable[Path],
+    columns: Sequence[str],
+    optional: Sequence[str],
+    *,
+    chats: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Iterate over the records of some files, with the given columns, all text.
+
+    With `chats` the columns hold lists of messages, and records have `tasks.Chat`.
 
     Raises:
       ValueError: a file cannot be read or lacks a column.
     """
     for path in paths:
         if files.kind == "jsonl":
-            yield from _json_lines(path, columns, optional)
+            found = _json_lines(path)
+        elif files.kind == "csv":
+            found = _csv(path, columns, optional)
         else:
-            yield from _table(files.kind, path, columns, optional)
+            found = _table(files.kind, path, columns, optional, chats)
+        for where, record in found:
+            if chats:
+                yield _chats(record, where, columns)
+            else:
+                _check(record, where, columns, optional)
+                yield record
 
 
 def _readable(kind: str, root: Path, found: Sequence[Path]) -> list[Path]:
@@ -200,9 +219,8 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _json_lines(
-    path: Path, columns: Sequence[str], optional: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file, each with its place in words."""
     opened: Any = gzip.open if path.name.lower().endswith(".gz") else open
     with opened(path, "rb") as file:
         try:
@@ -211,41 +229,88 @@ def _json_lines(
                 where = f"line {number} of {path}"
                 if len(line) > LONGEST_LINE:
                     raise ValueError(
-                        f"{where} has more than {LONGEST_LINE:,} bytes: write one "
-                        "record a line, and long documents in several"
+                        f"{where} has more than {LONGEST_LINE:,} bytes: {_SAID}"
                     )
                 # byte order marks of the files that were put together
-                line = line.removeprefix(codecs.BOM_UTF8)
-                if line.strip():
-                    yield _record(line, where, columns, optional)
+                yield where, line.removeprefix(codecs.BOM_UTF8)
         except (OSError, EOFError, zlib.error) as error:  # of gzip
             raise ValueError(f"{path} is damaged ({error}): restore it") from error
 
 
-def _record(
-    line: bytes, where: str, columns: Sequence[str], optional: Sequence[str]
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            record = error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
+        yield where, record
+
+
+def _csv(
+    path: Path, columns: Sequence[str], optional: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over the records of a file of comma-separated values with a header."""
+    csv.field_size_limit(LONGEST_LINE)  # of the whole process
+    rows = csv.reader((line.decode() for _, line in _lines(path)), strict=True)
+    header: list[str] | None = None
+    try:
+        for row in rows:
+            where = f"line {rows.line_num} of {path}"
+            if header is None:
+                header = row
+                needed = [*columns, *(name for name in optional if name in header)]
+                if twice := [name for name in needed if header.count(name) > 1]:
+                    raise ValueError(f"{where} has {twice[0]!r} twice: rename one")
+                for name in columns:
+                    if name not in header:
+                        raise ValueError(f"{path} {lacks(name, header, columns)}")
+            elif row and len(row) != len(header):
+                raise ValueError(
+                    f"{where} has {len(row)} fields, not the {len(header)} of the "
+                    "header: quote texts with commas"
+                )
+            elif row:
+                record = dict(zip(header, row, strict=True))
+                yield where, {name: record[name] for name in needed}
+    except (csv.Error, UnicodeDecodeError) as error:
+        why = "no UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(
+            f"line {rows.line_num} of {path} is no CSV ({why}): write UTF-8 with "
+            "commas, and quotes doubled in quotes"
+        ) from error
+
+
+def _chats(
+    record: dict[str, Any], where: str, columns: Sequence[str]
 ) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        record = error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
+        return {name: tasks.conversation(record.get(name)) for name in columns}
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
+
+
+def _check(
+    record: dict[str, Any], where: str, columns: Sequence[str], optional: Sequence[str]
+) -> None:
+    """Raise a ValueError for a record whose columns are not text."""
     for name in columns:
         if name in record and record[name] is None:
-            raise ValueError(f"{where} has null in {name!r}: leave such lines out")
+            raise ValueError(f"{where} has null in {name!r}: leave such records out")
         if not isinstance(record.get(name), str):
             texts = sorted(k for k, v in record.items() if isinstance(v, str))
             raise ValueError(f"{where} {lacks(name, texts, columns)}")
     for name in optional:
         if not isinstance(record.get(name, ""), str | None):
             raise ValueError(f"{where} has {name!r} that is no text: write a string")
-    return record
 
 
 def _table(
-    kind: str, path: Path, columns: Sequence[str], optional: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+    kind: str, path: Path, columns: Sequence[str], optional: Sequence[str], chats: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Iterate over the records of a Parquet file, or one in Arrow's stream format."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -254,15 +319,18 @@ def _table(
         with open(path, "rb") as file:
             if kind == "parquet":
                 opened = parquet.ParquetFile(file)
-                names = _present(path, opened.schema_arrow, columns, optional)
+                schema = opened.schema_arrow
+                names = _present(path, schema, columns, optional, chats)
                 batches = opened.iter_batches(_ROWS_AT_ONCE, columns=names)
             else:
                 opened = pa.ipc.open_stream(file)
-                names = _present(path, opened.schema, columns, optional)
+                names = _present(path, opened.schema, columns, optional, chats)
                 batches = (batch.select(names) for batch in opened)
+            numbers = itertools.count(1)
             for batch in batches:
                 batch.validate(full=True)  # else pyarrow trusts each offset in it
-                yield from _complete(batch.to_pylist(), path, columns)
+                for record in batch.to_pylist():
+                    yield f"row {next(numbers)} of {path}", record
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
@@ -271,9 +339,15 @@ def _table(
 
 
 def _present(
-    path: Path, schema: Any, columns: Sequence[str], optional: Sequence[str]
+    path: Path,
+    schema: Any,
+    columns: Sequence[str],
+    optional: Sequence[str],
+    chats: bool,
 ) -> list[str]:
     """Return the columns to read; raise a ValueError if a required one is not text."""
+    if chats:
+        return [name for name in columns if name in schema.names]
     texts = [f.name for f in schema if _is_text(f.type)]
     for name in columns:
         if name not in texts:
@@ -286,18 +360,6 @@ def _is_text(kind: Any) -> bool:
     while str(kind).startswith(("dictionary<", "run_end_encoded<")):
         kind = kind.value_type
     return str(kind) in ("string", "large_string", "string_view")
-
-
-def _complete(
-    records: list[dict[str, Any]], path: Path, columns: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    for record in records:
-        for name in columns:
-            if record[name] is None:
-                raise ValueError(
-                    f"{path} has a row whose {name!r} is null: leave such rows out"
-                )
-        yield record
 
 
 def lacks(name: str, texts: Sequence[str], columns: Sequence[str]) -> str:

@@ -100,8 +100,9 @@ class Examples(Rows):
     """Rows that are examples, padded: a prompt, and an answer to be learnt.
 
     Row i is end of text, the prompt, the answer, end of text; targets are the answer
-    and the end of text after it. A row longer than the largest length loses its end,
-    with the end of text. `fitting` leaves out examples that would keep no target.
+    and the end of text after it. A row of a conversation begins with its first token
+    and ends with its last target; its targets are given. A row longer than the largest
+    length loses its end. `fitting` leaves out examples that would keep no target.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Examples(Rows):
         lengths: Sequence[int],
         end_of_text: int,
         groups: Sequence[int] | None = None,
+        targets: np.ndarray | Tokens | None = None,
     ):
         """Take examples of a token array.
 
@@ -120,11 +122,13 @@ class Examples(Rows):
           lengths: of padded batches, ascending.
           end_of_text: the token for padding.
           groups: as in `Rows`; None: one.
+          targets: of conversations: see `Corpus`.
         """
+        self._targets = targets
         self._tokens, self._end, self.widths = tokens, end_of_text, lengths
         self._lengths = np.asarray(lengths, np.int64)
         first, answer, end = np.asarray(spans, np.int64).T
-        self._start = first - 1  # the end of text before it
+        self._start = first - 1  # the token before it
         self._sizes = np.minimum(end - self._start, self._lengths[-1])  # inputs
         self._prompt = answer - self._start - 1  # inputs before the first target
         self.groups = [len(spans)] if groups is None else groups
@@ -135,7 +139,16 @@ class Examples(Rows):
 
     def targets(self, rows: np.ndarray) -> int:
         rows = rows[rows >= 0]
+        if self._targets is not None:
+            return sum(int(self._counted(row).sum()) for row in rows)
         return int((self._sizes[rows] - self._prompt[rows]).sum())
+
+    def _counted(self, row: int) -> np.ndarray:
+        """Return the targets of a row, 1 or 0 for each input."""
+        start, size = self._start[row] + 1, self._sizes[row]
+        if self._targets is not None:
+            return self._targets[start : start + size]
+        return (np.arange(size) >= self._prompt[row]).astype(np.uint8)
 
     def read(self, rows: np.ndarray, width: int) -> Batch:
         tokens = np.full((len(rows), width + 1), self._end, np.int32)
@@ -143,7 +156,7 @@ class Examples(Rows):
         for i in np.flatnonzero(rows >= 0):
             start, size = self._start[rows[i]], self._sizes[rows[i]]
             tokens[i, : size + 1] = self._tokens[start : start + size + 1]
-            mask[i, self._prompt[rows[i]] : size] = 1
+            mask[i, :size] = self._counted(rows[i])
         return {"tokens": tokens, "mask": mask}
 
 

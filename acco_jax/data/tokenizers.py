@@ -209,7 +209,7 @@ class FileTokenizer(Tokenizer):
         named = f"{self.end_string}\n{model.to_str()}"
         digest = hashlib.sha256(named.encode()).hexdigest()
         self.fingerprint = f"file-{digest[:16]}"
-        self._path = path
+        self.path = path
 
     def save(self, folder: Path) -> None:
         """Copy the file into a folder, with the configuration beside it.
@@ -217,9 +217,17 @@ class FileTokenizer(Tokenizer):
         The configuration is in tokenizer_config.json, with its end of text and its chat
         template.
         """
-        said = beside.kept(self._path) | {"eos_token": self.end_string}
+        said = beside.kept(self.path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
-        beside.write(folder / "tokenizer.json", self._path.read_text(encoding="utf-8"))
+        beside.write(folder / "tokenizer.json", self.path.read_text(encoding="utf-8"))
+
+    def described(self) -> dict[str, Any]:
+        """Return its chat template, and its special tokens as text."""
+        said = beside.kept(self.path) | {"eos_token": self.end_string}
+        names = (*beside.SPECIAL, "eos_token")
+        tokens = {name: beside.content(said.get(name)) for name in names}
+        given = {name: token for name, token in tokens.items() if token is not None}
+        return given | {"chat_template": said.get("chat_template")}
 
     def export(
         self, folder: Path, max_length: int, special: Mapping[str, int]
@@ -239,8 +247,31 @@ class FileTokenizer(Tokenizer):
             found[i] = ids[ids != self.end_of_text]
         return found
 
+    def encode_rendered(
+        self, texts: Sequence[str]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the ids of texts in which special tokens are spelled, with places.
+
+        Returns:
+          For each text its ids, int32 (n,), and where the characters of each token
+          begin and end, int64 (n, 2).
+        """
+        self._model.encode_special_tokens = False
+        try:
+            with _no_panic(self.path):
+                found = self._model.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._model.encode_special_tokens = True
+        return [
+            (
+                np.asarray(e.ids, np.int32),
+                np.asarray(e.offsets, np.int64).reshape(-1, 2),
+            )
+            for e in found
+        ]
+
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _no_panic(self._path):
+        with _no_panic(self.path):
             encodings = self._model.encode_batch_fast(
                 list(texts), add_special_tokens=False
             )
@@ -249,7 +280,7 @@ class FileTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
         kept: list[int] = ids[ids != self.end_of_text].tolist()
-        with _no_panic(self._path):
+        with _no_panic(self.path):
             return self._model.decode(kept, skip_special_tokens=False)
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -576,6 +576,44 @@ def _entries(config: Config, path: str) -> Iterator[tuple[tuple[int, ...], list[
         for expert in range(config.experts):
             keys = [first, str(layer), modules[0], "experts", str(expert), *modules[1:]]
             yield (i, expert), keys
+
+
+class Place(NamedTuple):
+    """The place of one of our matrices among the modules of transformers."""
+
+    at: tuple[int, ...]  # its leading indices in the leaf
+    module: str
+    linear: bool  # whether it is the kernel of torch's Linear or of Conv1D
+    inputs: int  # of the module
+    outputs: int  # of the module; GPT-2's c_attn has those of three matrices
+    begin: int  # of its own among these
+    columns: int  # their number
+
+
+def places(config: Config, path: str) -> list[Place]:
+    """Return the places of a leaf's matrices, in each layer that it stacks."""
+    shape, found = _leaves(config)[path].shape, []
+    for at, keys in _entries(config, path):
+        stored = _Stored(config, keys, shape[len(at) :])
+        inputs, columns = shape[-2:]
+        outputs = stored.shape[0 if stored.transposed else -1]
+        linear = keys[-1] == "kernel" and keys[-2] != "router" and "experts" not in keys
+        module = stored.name.removesuffix(".weight")
+        place = at, module, linear, inputs, outputs, stored.begin, columns
+        found.append(Place(*place))
+    return found
+
+
+def matrices(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all leaves of matrices, by their paths."""
+    leaves = _leaves(config)
+    named = {p: p.rpartition("/")[2] for p in leaves}
+    return {p: leaves[p].shape for p in leaves if named[p] in ("kernel", "embedding")}
+
+
+def is_fan_in_fan_out(config: Config) -> bool:
+    """Return whether transformers stores matrices as (in, out), as GPT-2's Conv1D."""
+    return _family(config) == "gpt2"
 
 
 class _Stored:

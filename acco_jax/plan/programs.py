@@ -28,6 +28,7 @@ from acco_jax.core.loss import with_arrays
 from acco_jax.core.microbatches import piece
 from acco_jax.run.build import models, optimizers
 from acco_jax.run.config import fields as configs
+from acco_jax.run.weights import adapters
 from acco_jax.schedule import footprint, hlo, program_cache, schedules, topologies
 from acco_jax.schedule.compiled import Compiled, DoesNotFit, Memory, what_it_needs
 from acco_jax.schedule.footprint import bytes_held
@@ -365,6 +366,8 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
             models.specs(model, shapes, mesh),
         )
 
+    if config.lora.init_from is not None:
+        config = adapters.applied(config, adapters.identity(config))
     loss_fn, init = models.trained(config, model, freeze)
     params, axes = jax.eval_shape(init), data_axes(mesh)
     specs = models.specs(model, params, mesh)
@@ -403,7 +406,7 @@ def describe(config: ConfigDict, mesh: Mesh) -> Program:
         halves=halves,
         microbatch=(config.microbatch_size, max(data.lengths or [config.length]) + 1),
         beside={
-            **({"mask": jnp.float32} if data.task == "instruct" else {}),
+            **({"mask": jnp.float32} if data.task != "pretrain" else {}),
             **({"segments": jnp.int32} if data.document_mask else {}),
         },
         rng=jax.eval_shape(lambda: jax.random.key(0)) if model.draws else None,

@@ -35,7 +35,7 @@ from acco_jax.run.state import counts, lengths, processes, worlds
 from acco_jax.run.state.checkpoints import Checkpoints
 from acco_jax.run.state.workdir import check_held, own
 from acco_jax.run.trained import trained_runs  # fmt: skip
-from acco_jax.run.weights import pretrained
+from acco_jax.run.weights import adapters, pretrained
 from acco_jax.step.adaptive import AdaptiveStep
 from acco_jax.step.balanced import BalancedStep
 
@@ -220,6 +220,7 @@ def build(
     first = _first_workers(config, workdir, workers)
     identity = _identity_of(config, first)
     _check_workdir(workdir, identity, grows)
+    config = adapters.applied(config, identity.get("adapters", {}))
     _check_processes(workers)
     config = _with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
@@ -318,6 +319,8 @@ def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
         identity["pretrained"] = pretrained.identity(
             config.init_from, config.ignore_weights
         )
+    if config.lora.init_from is not None:
+        identity["adapters"] = adapters.identity(config)
     return identity | {"generation": pretrained.kept_generation(config)}
 
 
@@ -410,6 +413,10 @@ def _trainable(config: ConfigDict, mesh: Mesh, corpus: data.Corpus) -> Trainable
     )
     if config.init_from and not adapts:  # read when needed, and not held
         start = functools.partial(trained_runs.start, config, init, model, mesh)
+    if config.lora.init_from:
+        architecture = models.transformer_config(config, corpus.tokenizer.vocab_size)
+        homes = trained_runs.shardings(specs, mesh)
+        start = functools.partial(adapters.load, config, architecture, homes)
     return Trainable(model, loss_fn, init, start, specs)
 
 

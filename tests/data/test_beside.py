@@ -109,7 +109,7 @@ def test_exported_tokens_are_those_of_the_ids(
     exported = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     assert found == found | ids
     for name, number in found.items():
-        assert exported.token_to_id(beside._content(said[name])) == number
+        assert exported.token_to_id(beside.content(said[name])) == number
         assert special.get(name, number) == number
 
 

@@ -12,7 +12,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # Imported where they are used: they are optional, slow, or must follow a set-up.
 LATE = re.compile(
     r"array_record|cloudpickle|etils|flax|jax\.experimental|matplotlib|orbax|pyarrow|"
-    r"sentencepiece|"
+    r"jinja2|sentencepiece|"
     r"tensorboardX|tensorflow\w*|tokenizers|torch|transformers|libtpu|numpy|"
     r"acco_jax\.(command|plan|run|schedule)\."
 )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from acco_jax.run import loop, preparation
 from acco_jax.run.config import identity
 from acco_jax.run.observe import metrics
+from acco_jax.run.trained import splits
 from tests.run.test_loop import arrays_of, compilations, rows_of
+
+RECORDED = Path(__file__).parents[1] / "recorded"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,40 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     again, _ = train(tmp_path / "parts", **instructions)
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
     assert arrays_of(again) == arrays_of(whole)
+
+
+@pytest.mark.slow
+def test_conversations_are_learnt_resumed_and_scored(train, tmp_path):
+    recorded = json.loads((RECORDED / "chat.json").read_text())
+    tokenizer, rows = tmp_path / "t" / "tokenizer.json", tmp_path / "all.jsonl"
+    tokenizer.parent.mkdir()
+    tokenizer.write_text(recorded["tokenizer"])
+    template = recorded["templates"]["headers"]
+    (tokenizer.parent / "chat_template.jinja").write_text(template)
+    said = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tokenizer.parent / "tokenizer_config.json").write_text(json.dumps(said))
+    with rows.open("w") as file:
+        for i in range(60):
+            user = {"role": "user", "content": f"Count {i % 5}."}
+            answer = {"role": "assistant", "content": "ab" * (1 + i % 12)}
+            turns = (1 + i % 2) * [user, answer]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    changes = {
+        "data.name": "jsonl", "data.path": str(rows), "data.task": "chat",
+        "data.tokenizer": str(tokenizer), "data.lengths": (40, 120), "length": 120,
+        "steps": 4, "eval_every": 100, "checkpoint_every": 100, "method": "zero1",
+    }  # fmt: skip
+    whole, summary = train(tmp_path / "whole", **changes)
+    batches = preparation.batches(whole)
+    targets = [next(batches)["mask"].sum() for _ in range(whole.total_calls)]
+    assert summary["tokens"] == sum(targets)
+    train(tmp_path / "parts", stop_after=3, **changes)
+    again, _ = train(tmp_path / "parts", **changes)
+    assert arrays_of(again) == arrays_of(whole)
+    figures = splits.of_split(tmp_path / "whole", "validation")
+    assert figures["loss"] == pytest.approx(summary["loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"tokens is 9, but answers differ in length"):
+        train(tmp_path / "other", **changes | {"tokens": 9})
 
 
 def test_documents_are_masked_in_training_and_evaluation(train, tmp_path):

@@ -45,7 +45,7 @@ def check(config: ConfigDict) -> None:
     _check_length(config)
     _check_microbatches(config)
     _check_optimizer(config.optimizer)
-    _check_ranks(config.lora)
+    _check_adapters(config)
     _check_data(config)
     _check_init_from(config)
     _check_samples(config)
@@ -109,7 +109,7 @@ def _check_length(config: ConfigDict) -> None:
         raise ValueError(
             f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
         )
-    if config.tokens is not None and config.data.task == "instruct":
+    if config.tokens is not None and config.data.task != "pretrain":
         raise ValueError(
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "
             "steps."
@@ -186,7 +186,7 @@ def _check_data(config: ConfigDict) -> None:
             f"data.document_mask is of task='pretrain': of {c.task!r} every row is one "
             "document; leave it out."
         )
-    if lengths and c.task != "instruct":
+    if lengths and c.task == "pretrain":
         raise ValueError(
             f"data.lengths is {lengths}, but rows of {c.task!r} have one length: set "
             "`length`."
@@ -238,8 +238,9 @@ def _check_init_from(config: ConfigDict) -> None:
         )
 
 
-def _check_ranks(c: ConfigDict) -> None:
-    """Raise a ValueError for lora.ranks that are not pairs, or beside lora.rank."""
+def _check_adapters(config: ConfigDict) -> None:
+    """Raise a ValueError for fields of `lora` in conflict, or of another form."""
+    c = config.lora
     for pair in c.ranks:
         such = "a rank, such as (('q_proj/kernel', 8), ('mlp/.*kernel', 4))."
         _check_pair("lora.ranks", pair, int, such)
@@ -247,6 +248,19 @@ def _check_ranks(c: ConfigDict) -> None:
         raise ValueError(
             f"lora.ranks is {tuple(c.ranks)} and lora.rank {c.rank}: give one of them."
         )
+    if c.init_from is None:
+        return
+    if config.init_from is None:
+        raise ValueError(
+            f"lora.init_from is {c.init_from!r}, but init_from is not set: give the "
+            "folder of the model that was adapted."
+        )
+    for name in ("rank", "ranks", "scale"):
+        if c[name] != FIELDS[f"lora.{name}"].default:
+            raise ValueError(
+                f"lora.{name} is {c[name]}, but lora.init_from={c.init_from!r} has its "
+                "own: give one of them."
+            )
 
 
 def _check_pair(field: str, pair: Any, kind: type, such: str) -> None:

@@ -163,15 +163,16 @@ FIELDS = {
         "options for parameters with such a path. The first match counts."),
     "optimizer.ema": Field(0.0, "Decay per step of an average of the parameters, which "
         "is evaluated too.", least=0, below=1, zero="none"),
-    "data.name": Field("stdlib", "stdlib, text_folder, jsonl, parquet, huggingface (a "
-        "folder of save_to_disk), or one of tfds.", help=True),
-    "data.path": Field(None, "A folder; of jsonl and parquet also a file, or a "
-        "pattern.", str, form="path", identity=False, help=True),
-    "data.task": Field("pretrain", "Documents, packed into rows, or an answer to an "
-        "instruction (Alpaca's columns) per row.", choices=("pretrain", "instruct")),
+    "data.name": Field("stdlib", "stdlib, text_folder, jsonl, csv, parquet, "
+        "huggingface (a folder of save_to_disk), or one of tfds.", help=True),
+    "data.path": Field(None, "A folder; of jsonl, csv and parquet also a file, or "
+        "a pattern.", str, form="path", identity=False, help=True),
+    "data.task": Field("pretrain", "Documents, packed into rows; or per row an answer "
+        "to an instruction (Alpaca's columns), or a conversation (column `messages`).",
+        choices=("pretrain", "instruct", "chat")),
     "data.document_mask": Field(False, "Of pretrain: attention within documents."),
-    "data.lengths": Field((), "Of instruct: ascending numbers of targets that rows are "
-        "padded to; empty: to `length`."),
+    "data.lengths": Field((), "Of instruct and chat: ascending numbers of targets that "
+        "rows are padded to; empty: to `length`."),
     "data.text_feature": Field("text", "Of pretrain: the column of the text."),
     "data.train_split": Field("train", "A split, or a word in names of files and "
         "folders, with its synonyms; `all`: every file."),
@@ -219,6 +220,9 @@ FIELDS = {
     "lora.pattern": Field("attn/(q|v)_proj/kernel", "Searched in parameters' paths."),
     "lora.ranks": Field((), "Instead: pairs (pattern, rank). The first counts."),
     "lora.scale": Field(1.0, "W + scale * a @ b."),
+    "lora.init_from": Field(None, "A folder of adapters in PEFT's format to start "
+        "from, of the model in `init_from`. It has ranks and scale.", str, form="path",
+        place=()),
     "log_every": Field(10, "Between rows of metrics.", least=1, unit="steps",
         identity=False, help=True),
     "eval_every": Field(100, "Between evaluations.", least=1, unit="steps",

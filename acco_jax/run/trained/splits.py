@@ -67,10 +67,14 @@ def _corpus(run: TrainedRun) -> data.Corpus:
 
 
 def _words(corpus: data.Corpus) -> int:
-    """Return the number of words of a split's text: of instructions, the answers."""
+    """Return the number of words of a split's text: only of what is learnt."""
     tokens, spans = np.asarray(corpus.validation_tokens), corpus.validation_spans
     if spans is None:
         ends = np.flatnonzero(tokens == corpus.tokenizer.end_of_text)
         spans = np.stack([ends[:-1], ends[:-1] + 1, ends[1:]], axis=1)
     decode = corpus.tokenizer.decode
+    if (targets := corpus.validation_targets) is not None:
+        counted = np.asarray(targets) == 1
+        parts = [slice(a, b + 1) for _, a, b in spans]
+        return sum(len(decode(tokens[p][counted[p]]).split()) for p in parts)
     return sum(len(decode(tokens[a:b]).split()) for _, a, b in spans)

@@ -32,7 +32,7 @@ from acco_jax.run.config import field_checks
 from acco_jax.run.config import fields as configs
 from acco_jax.run.state import worlds
 from acco_jax.run.state.checkpoints import Checkpoints
-from acco_jax.run.weights import pretrained
+from acco_jax.run.weights import adapters, pretrained
 
 PyTree = Any
 
@@ -118,13 +118,14 @@ class Saved:
         self.workdir = workdir
         identity = read_object(workdir / "config.json")
         try:
-            self.config = configs.from_json(identity)
+            config = configs.from_json(identity)
+            self.config = adapters.applied(config, identity.get("adapters") or {})
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise ValueError(
                 f"{workdir / 'config.json'} is no run's ({error}): restore it."
             ) from error
-        self.config.metrics_hook = None  # need not be importable here
-        field_checks.check(self.config)
+        config.metrics_hook = self.config.metrics_hook = None  # maybe not importable
+        field_checks.check(config)
         self._pretrained = identity.get("pretrained") or {}
         self.tokenizer = data.kept_tokenizer(self.config.data, workdir)
         arguments = self.config, self.tokenizer.vocab_size
@@ -164,22 +165,30 @@ class Saved:
         Raises:
           ValueError: as `load_run`.
         """
-        config, c = self.config, self.config.lora
+        trained, make = self.trained(mesh)
+        if make is None:
+            return trained
+        self._check_adapted()
+        adapted = start(self.config, make, self.model, mesh)
+        merge = functools.partial(lora.merge, scale=self.config.lora.scale)
+        shardings = jax.tree.map(lambda x: x.sharding, adapted)
+        return jax.jit(merge, out_shardings=shardings)(adapted, trained)
+
+    def trained(self, mesh: Mesh) -> tuple[PyTree, Callable[[], PyTree] | None]:
+        """Read the committed trained parameters: the model's, or adapters.
+
+        Arguments and errors are those of `params`. The second result makes the
+        model that adapters adapt, with random parameters.
+        """
         base: list[Callable[[], PyTree]] = []
 
         def freeze(make: Callable[[], PyTree]) -> PyTree:
             base.append(make)
             return jax.eval_shape(make)
 
-        _, init = models.trained(config, self.model, freeze)
-        trained = self._theta(jax.eval_shape(init), mesh)
-        if not base:
-            return trained
-        self._check_adapted()
-        adapted = start(config, base[0], self.model, mesh)
-        merge = functools.partial(lora.merge, scale=c.scale)
-        shardings = jax.tree.map(lambda x: x.sharding, adapted)
-        return jax.jit(merge, out_shardings=shardings)(adapted, trained)
+        _, init = models.trained(self.config, self.model, freeze)
+        theta = self._theta(jax.eval_shape(init), mesh)
+        return theta, base[0] if base else None
 
     def _check_adapted(self) -> None:
         """Raise a ValueError if adapters' folder holds another model by now."""

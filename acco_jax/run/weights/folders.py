@@ -23,6 +23,8 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = "adapter_model.safetensors"
 SHARD_BYTES = 5 * 10**9  # of a file of weights, at most, unless one array is larger
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -41,6 +43,8 @@ class StoredWeight:
 class Folder:
     """Files of a model in a folder, each read on first use."""
 
+    config, weights, index = CONFIG, WEIGHTS, INDEX
+
     def __init__(self, path: Path) -> None:
         """Open a folder.
 
@@ -48,9 +52,18 @@ class Folder:
           ValueError: if it has no config.json.
         """
         self.path = path
-        self.config_json = _strict_object(path / CONFIG)
+        self._check_kind()
+        self.config_json = _strict_object(path / self.config)
         self._sound: set[Path] = set()  # its files of weights that were checked
         self._files: dict[str, Path] | None = None  # name -> the file that has it
+
+    def _check_kind(self) -> None:
+        """Raise a ValueError if the folder holds only adapters."""
+        if (self.path / ADAPTER_CONFIG).exists() and not (self.path / CONFIG).exists():
+            raise ValueError(
+                f"{self.path} holds adapters, not a model: give their base model, and "
+                "this folder as lora.init_from."
+            )
 
     @property
     def tokenizer(self) -> Path:
@@ -108,7 +121,8 @@ class Folder:
             part = file.get_slice(name)
         except safetensors.SafetensorError as error:
             raise ValueError(
-                f"{path} does not have {name}, which {INDEX} says it has: restore both."
+                f"{path} does not have {name}, which {self.index} says it has: restore "
+                "both."
             ) from error
         if part.get_dtype() not in _FLOATS:
             raise ValueError(
@@ -137,13 +151,13 @@ class Folder:
 
     def _found(self) -> dict[str, Path]:
         """Return the file of each array."""
-        whole, index = self.path / WEIGHTS, self.path / INDEX
+        whole, index = self.path / self.weights, self.path / self.index
         if whole.is_file():
             return dict.fromkeys(self._opened(whole).keys(), whole)
         if not index.is_file():
             raise ValueError(
-                f"{self.path} has neither {WEIGHTS} nor {INDEX}: save the model with "
-                "safe_serialization."
+                f"{self.path} has neither {self.weights} nor {self.index}: save the "
+                "model with safe_serialization."
             )
         names = _strict_object(index).get("weight_map")
         if not isinstance(names, dict) or not names:
@@ -157,6 +171,16 @@ class Folder:
             if not (self.path / file).is_file():
                 raise ValueError(f"{index} names {file}, which is missing: add it.")
         return {name: self.path / file for name, file in names.items()}
+
+
+class AdapterFolder(Folder):
+    """Files of adapters in PEFT's format, as of a model."""
+
+    config, weights = ADAPTER_CONFIG, ADAPTERS
+    index = f"{ADAPTERS}.index.json"
+
+    def _check_kind(self) -> None:
+        pass
 
 
 def _strict_object(path: Path) -> dict[str, Any]:
@@ -194,8 +218,7 @@ def write_weights(
     total = 0
     for part in _parts(arrays, limit):
         total += sum(x.nbytes for x in part.values())
-        # "pt": transformers rejects a file without a format
-        save_file(part, folder / f"{len(files)}.partial", metadata={"format": "pt"})
+        save_arrays(folder / f"{len(files)}.partial", part)
         files.append(list(part))
     if len(files) == 1:
         (folder / "0.partial").rename(folder / WEIGHTS)
@@ -207,6 +230,12 @@ def write_weights(
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write one safetensors file."""
+    # transformers rejects a file without a format
+    save_file(arrays, path, metadata={"format": "pt"})
 
 
 def _parts(
