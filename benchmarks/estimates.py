@@ -144,7 +144,7 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
             def add(total, microbatch):  # type: ignore[no-untyped-def]
                 return jax.tree.map(jnp.add, total, found(microbatch)), None
 
-            few = rows.reshape(-1, min(MICROBATCH, len(rows)), *rows.shape[1:])
+            few = rows.reshape(-1, math.gcd(MICROBATCH, len(rows)), *rows.shape[1:])
             none = jax.tree.map(jnp.zeros_like, jax.eval_shape(found, few[0]))
             ((nats, targets), grads), _ = jax.lax.scan(add, none, few)
             return nats / targets, jax.tree.map(lambda g: g / targets, grads)
