@@ -129,6 +129,7 @@ SPELLINGS = {  # command lines, and what each is refused for once its flags are 
         "--failure-hours",
     ("audit", "--require_hidden=2"): "--require-hidden",
     ("generate", "--prompt", "--top-k", "--no-such"): "'no-such'",
+    ("export", "--workdir=w", "--half-round=3"): "--out",
 }  # fmt: skip
 
 
@@ -163,6 +164,7 @@ def test_help_names_the_command_and_all_its_flags(pages, command):
 def test_commands_take_hyphens_and_underscores(pages, line):
     code, out, err = pages[line]
     assert code == exits.REFUSED and out == "" and SPELLINGS[line] in err, pages[line]
+    assert err.startswith("error: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

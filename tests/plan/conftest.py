@@ -12,7 +12,6 @@ from acco_jax.command import exits
 from acco_jax.plan import programs
 from tests.schedule.recordings import SCHEDULES, recorded, run, text_of
 
-
 _DESCRIBED = {}  # programs by config and mesh: tracing one takes seconds
 
 

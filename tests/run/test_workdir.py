@@ -339,6 +339,17 @@ def test_a_damaged_file_is_named_in_one_line(
     one_line(error)
 
 
+def test_a_row_without_its_fields_is_named_in_one_line(
+    stopped, train_quickly, tmp_path
+):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    rows = (tmp_path / metrics.FILE).read_text()
+    (tmp_path / metrics.FILE).write_text('{"kind": 3}\n' + rows)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged in line 1: ") as e:
+        train_quickly(tmp_path, stop_after=3)
+    one_line(e)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="nothing cannot be read: No such file"):
         read_text(tmp_path / "nothing")
