@@ -196,6 +196,7 @@ def test_local_layer_sees_a_window_that_includes_itself(reference):
     np.testing.assert_array_equal(np.flatnonzero(differs), range(8, 8 + config.window))
 
 
+@pytest.mark.fast("block")
 @pytest.mark.parametrize("remat", ["elementwise", "block"])
 def test_remat_changes_nothing(reference, params, gradients, remat):
     batch = {"tokens": jnp.asarray(reference["tokens"])}
