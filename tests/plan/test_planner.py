@@ -135,7 +135,7 @@ def test_a_local_method_is_timed_per_inner_step(
 
 
 def test_unequal_halves_are_two_readings(stand_in, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(planner, "COMPILES", 3)
+    monkeypatch.setattr(planner, "COMPILES", 1)
     file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
     halves = "--config.microbatches=halves", "--config.microbatches_per_step=8"
     arguments = *halves, f"--json={file}", f"--dump-hlo={hlo}"
