@@ -15,6 +15,7 @@ from absl import flags
 from acco_jax import cli
 from acco_jax.command import exits
 from acco_jax.run.config import usage
+from tests.lines import refusal
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,13 +131,21 @@ SPELLINGS = {  # command lines, and what each is refused for once its flags are 
     ("audit", "--require_hidden=2"): "--require-hidden",
     ("generate", "--prompt", "--top-k", "--no-such"): "'no-such'",
 }  # fmt: skip
+REFUSED = {  # the same of what is missing, or too much
+    ("export", "--workdir=w", "--half_round=3"): "--out",
+    ("evaluate", "--file=a", "--lambada=b", "--model=m"):
+        "--file=a and --lambada=b: give one",
+    ("evaluate", "--file=a"): "neither: give --workdir of a run, or --model",
+    ("evaluate", "--model=m"): "a folder has no data of its own",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """By command line: the exit code, stdout and stderr."""
     folder = tmp_path_factory.mktemp("pages")
-    lines = [*((command, "--help") for command in cli.COMMANDS), *SPELLINGS]
+    helped = [(command, "--help") for command in cli.COMMANDS]
+    lines = [*helped, *SPELLINGS, *REFUSED]
     done = python("-c", MANY, json.dumps(lines), cwd=folder)
     codes = list(map(int, done.stdout.split()))
     assert len(codes) == len(lines), done
@@ -163,6 +172,13 @@ def test_help_names_the_command_and_all_its_flags(pages, command):
 def test_commands_take_hyphens_and_underscores(pages, line):
     code, out, err = pages[line]
     assert code == exits.REFUSED and out == "" and SPELLINGS[line] in err, pages[line]
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=" ".join)
+def test_a_command_line_is_refused_in_one_line(pages, line):
+    code, out, err = pages[line]
+    assert code == exits.REFUSED and out == "", pages[line]
+    assert refusal(err, REFUSED[line]), err
 
 
 @pytest.mark.parametrize(

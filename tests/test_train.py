@@ -242,17 +242,6 @@ def test_damaged_checkpoints(start, finished, place, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.fast("{")
-@pytest.mark.parametrize("line", ["{", '{"kind": 3}', '["x"]'])
-def test_a_damaged_row_ends_the_loop_with_a_line(start, finished, tmp_path, line):
-    workdir = tmp_path / "work"
-    subprocess.run(["cp", "-r", finished[2], workdir], check=True)
-    rows = (workdir / "metrics.jsonl").read_text()
-    (workdir / "metrics.jsonl").write_text(f"{line}\n{rows}")
-    ((_, err),) = finish(start(workdir), code=exits.REFUSED)
-    assert re.fullmatch(r"error: .*metrics.jsonl is damaged in line 1: .*", err.strip())
-
-
 # ---- told to stop, and several processes
 
 LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=100000",

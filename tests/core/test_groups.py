@@ -66,9 +66,10 @@ def trained(sizes, method="acco", **options):
 CASES = [*METHODS, *(pytest.param(x, marks=pytest.mark.long) for x in MORE)]
 
 
-@pytest.mark.fast("acco")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CASES)
 def test_a_group_is_as_exact_as_a_device(method):
+    """A run of acco in groups is in the fast tier: tests/run/test_groups.py."""
     options = (METHODS | MORE)[method]
     losses, theta, _ = trained({"data": 2}, method, **options)
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}

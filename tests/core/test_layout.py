@@ -90,7 +90,7 @@ def test_bytes_on_the_wire(model, sizes):
     assert elements // (elements & -elements) <= 512
 
 
-@examples(25)
+@examples(10)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     parts=st.lists(st.integers(1, 4), min_size=3, max_size=3),

@@ -135,6 +135,7 @@ def test_reshard_keeps_the_mean_and_a_copied_state_goes_on_bitwise(mesh):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.fast("adaptive", "warmup")
 @pytest.mark.parametrize("kind", ["adaptive", "balanced", "warmup"])
 def test_counts_that_are_found_and_a_warm_up_carry_it(kind, mesh):
     microbatches, options = HELD, {}
@@ -228,6 +229,7 @@ def nnx_model():
     return loss, evaluate, params, statistics
 
 
+@pytest.mark.fast("linen_model")
 @pytest.mark.parametrize("make", [linen_model, nnx_model])
 def test_batch_norm_trains_and_evaluates(make, mesh):
     loss, evaluate, params, statistics = make()

@@ -48,7 +48,7 @@ def check(tx, inner, jit=True, scale=1.0, name="acco"):
 ADAMW = optax.adamw(1e-1)
 
 
-@pytest.mark.fast("acco-*", "zero1-nested")
+@pytest.mark.fast("acco-last", "acco-named", "acco-extra", "zero1-nested")
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -100,6 +100,7 @@ def test_parameters_of_8_bits_are_refused(name, dtype):
         acco_jax.start(method(name), theta(dtype))
 
 
+@pytest.mark.fast("*-acco", "key-*")
 @pytest.mark.parametrize("whole", ["local_gradients", "acco", "diloco"])
 @pytest.mark.parametrize(
     ("out", "words"),
@@ -181,6 +182,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("*-acco", "structure-*", "dtype-diloco")
 @pytest.mark.parametrize("name", ["ddp", "acco", "diloco"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_optimizer_whose_state_changes_is_refused(name, change):

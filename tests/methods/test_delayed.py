@@ -99,10 +99,8 @@ def draw(workers):
 
 @pytest.mark.fast(
     "dpu-4-*",
-    "dpu-1-plain",
     "dpu_warmup-2-fused",
-    "wp-4-*",
-    "wp-2-plain",
+    "wp-4-fused",
     "dpu_feedback-4-fused",
     "wp_feedback-2-plain",
     "dpu_warm_feedback-2-split",

@@ -133,7 +133,10 @@ CASES = [(loss, pipelined, None) for loss in LOSSES for pipelined in (True, Fals
 CASES += [(plain, pipelined, v) for pipelined in (True, False) for v in (True, False)]
 
 
-@pytest.mark.fast("*-True-*")
+@pytest.mark.fast(
+    *(f"{loss}-True-*" for loss in ("plain", "in_jit", "in_remat", "nested")),
+    *(f"{loss}-True-*" for loss in ("unrolled", "regularized", "with_own_rule")),
+)
 @pytest.mark.parametrize(("loss", "pipelined", "valid"), CASES)
 def test_gradients_are_jax_grads_and_reduced_in_their_scan(x64, loss, pipelined, valid):
     rng = np.random.default_rng(0)

@@ -110,7 +110,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast("acco-4-8-0-host-gpu", "zero1-8-8-0-data", "dpu-*", "wp-*")
+@pytest.mark.fast("acco-4-8-0-host-gpu", "dpu-*", "wp-*")
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: "-".join(map(str, (*c[:-1], *c[-1])))
 )
@@ -279,6 +279,7 @@ def test_owners_know_what_replicas_hold(name):
         chex.assert_trees_all_equal(params, held)
 
 
+@pytest.mark.fast("pair")
 @pytest.mark.parametrize("name", ["acco", "pair", "dpu"])
 def test_a_saved_run_continues_to_the_bit(name):
     """Params and state in NumPy and back, in the middle of a step too."""

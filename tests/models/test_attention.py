@@ -76,6 +76,7 @@ def test_pallas_of_other_lengths(T):
     _check("pallas", (2, T, 3, 1, 64), None, 2, 0.5)
 
 
+@pytest.mark.fast("20-3")
 @pytest.mark.parametrize(("window", "documents"), [(None, 0), (20, 3)])
 def test_splash(window, documents):
     _check("splash", (1, 160, 2, 2, 64), window, documents, 0.5)

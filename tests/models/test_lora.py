@@ -258,12 +258,13 @@ def test_gpt_neos_stacked_kernels_get_an_adapter_for_each_layer():
     made = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), made)
     tokens = np.arange(18).reshape(2, 9) % 31
     merged = lora.merge(params, made, 0.1)
-    logits = transformer.apply(config, merged, tokens[:, :-1])
+    apply = jax.jit(transformer.apply, static_argnums=0)
+    logits = apply(config, merged, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    loss = lora.loss_fn(transformer.loss_fn(config), params, 0.1)
+    loss = jax.jit(lora.loss_fn(transformer.loss_fn(config), params, 0.1))
     got = loss(made, {"tokens": tokens}, None)[0]
     np.testing.assert_allclose(got, losses.sum(), rtol=1e-6)
-    plain = transformer.apply(config, params, tokens[:, :-1])
+    plain = apply(config, params, tokens[:, :-1])
     assert not np.allclose(plain, logits, atol=1e-3)
     by_hand = np.asarray(params["h"]["1_local"]["attn"]["q_proj"]["kernel"], np.float64)
     ab = made["h/1_local/attn/q_proj/kernel"]

@@ -123,7 +123,7 @@ def _check_gradients(config, reference, loss, gradients, tolerance):
     assert compared == sum(v.size for v in expected.values())
 
 
-@pytest.mark.fast("gpt2", "llama", "qwen3_tied", *FAMILIES[3:5], *FAMILIES[7:])
+@pytest.mark.fast("gpt2", *FAMILIES[6:])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_that_of_transformers(name):
     reference, config, params = _family(name)
@@ -196,6 +196,7 @@ def test_local_layer_sees_a_window_that_includes_itself(reference):
     np.testing.assert_array_equal(np.flatnonzero(differs), range(8, 8 + config.window))
 
 
+@pytest.mark.fast("block")
 @pytest.mark.parametrize("remat", ["elementwise", "block"])
 def test_remat_changes_nothing(reference, params, gradients, remat):
     batch = {"tokens": jnp.asarray(reference["tokens"])}
@@ -441,5 +442,5 @@ def test_segments_are_documents_computed_alone(family, remat):
     chex.assert_trees_all_close(
         packed, _value_and_grad(config, params, alone), rtol=1e-4, atol=1e-4
     )
-    whole = loss(params, {"tokens": batch["tokens"]}, RNG)[0]
+    whole = jax.jit(loss)(params, {"tokens": batch["tokens"]}, RNG)[0]
     assert abs(packed[0] - whole) > 1e-3

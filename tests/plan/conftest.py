@@ -12,6 +12,8 @@ from acco_jax.command import exits
 from acco_jax.plan import programs
 from tests.schedule.recordings import SCHEDULES, recorded, run, text_of
 
+_DESCRIBED = {}  # programs by config and mesh: tracing one takes seconds
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _as_users_compile(optimized):
@@ -21,7 +23,13 @@ def _as_users_compile(optimized):
 @pytest.fixture
 def stand_in(monkeypatch):
     """Recorded schedules instead of compiles, CPU devices instead of described ones."""
-    compiled = []
+    compiled, describe = [], programs.describe
+
+    def described(config, mesh):
+        key = str(config), mesh
+        if key not in _DESCRIBED:
+            _DESCRIBED[key] = describe(config, mesh)
+        return _DESCRIBED[key]
 
     def compile_(program, *place):
         compiled.append(program)
@@ -34,6 +42,7 @@ def stand_in(monkeypatch):
         assert set(group.values()) <= {1}
         return Mesh(np.array(jax.devices()[:8]), ("data",))
 
+    monkeypatch.setattr(programs, "describe", described)
     monkeypatch.setattr(programs.Program, "compile", compile_)
     monkeypatch.setattr(programs, "data_mesh", mesh)
     return compiled

@@ -134,7 +134,8 @@ def test_a_local_method_is_timed_per_inner_step(
     assert row["speedup"] is None
 
 
-def test_unequal_halves_are_two_readings(stand_in, tmp_path, capsys):
+def test_unequal_halves_are_two_readings(stand_in, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(planner, "COMPILES", 1)
     file, hlo = tmp_path / "plan.json", tmp_path / "hlo"
     arguments = "--config.microbatches_per_step=8", f"--json={file}"
     arguments += (f"--dump-hlo={hlo}",)

@@ -12,6 +12,8 @@ from acco_jax.run.state import replicas
 from acco_jax.run.state.checkpoints import Checkpoints
 from tests.run.test_replicas import flip, with_copies
 
+LINEN = "tests.run.own_models:linen_model"
+
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
@@ -32,7 +34,7 @@ def run(tiny, tmp_path_factory):
                     leaves[0] = with_copies(leaves[0], flip(), {1})
                 run.params = jax.tree.unflatten(treedef, leaves)
 
-        config = tiny(method="zero1", steps=4, **changes)
+        config = tiny(**{"model.factory": LINEN}, method="zero1", steps=4, **changes)
         experiment = preparation.prepare(config, workdir, jax.devices()[:3])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop._Run, "half_round", corrupted)

@@ -61,7 +61,11 @@ def rows(workdir):
     return [r for r in metrics.read(workdir) if r["kind"] == "train"]
 
 
-def test_it_goes_on_and_says_so_and_resumes_to_the_bit(train, tmp_path, marked, caplog):
+@pytest.mark.fast("once")
+@pytest.mark.parametrize("stops", [(6,), (4, 9)], ids=["once", "twice"])
+def test_it_goes_on_and_says_so_and_resumes_to_the_bit(
+    train, tmp_path, marked, caplog, stops
+):
     bad = {3: [1], 4: [1], 6: [0, 1], 9: [0]}
     marked(lambda half_round: bad.get(half_round, []))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -80,7 +84,7 @@ def test_it_goes_on_and_says_so_and_resumes_to_the_bit(train, tmp_path, marked, 
     assert text.count("was dropped") == 5
     found = {r["half_round"]: r["dropped"] for r in rows(whole)}
     assert found == {3: 1, 5: 1, 7: 2, 9: 1, 11: 0, 13: 0}
-    for stop in (4, 6, 9):
+    for stop in stops:
         train(parts, stop_after=stop, **MINE)
     again, repeated = train(parts, **MINE)
     assert arrays_of(again) == arrays_of(experiment)

@@ -37,13 +37,13 @@ def wandb(monkeypatch):
     return runs
 
 
-def test_every_row_goes_to_the_hook_and_to_wandb(train, tmp_path, wandb):
+def test_every_row_goes_to_the_hook_and_to_wandb(train_quickly, tmp_path, wandb):
     """A continued run goes on in the same run of W&B."""
     SEEN.clear()
     changes = {"metrics_hook": f"{__name__}:collect", "wandb_project": "tests"}
     sys.modules.setdefault(__name__, sys.modules[collect.__module__])
-    train(tmp_path, stop_after=5, **changes)
-    train(tmp_path, **changes)
+    train_quickly(tmp_path, stop_after=5, **changes)
+    train_quickly(tmp_path, **changes)
     rows = metrics.read(tmp_path)
     assert rows == SEEN and {r["kind"] for r in rows} == {
         "train", "validation", "final"

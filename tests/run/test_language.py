@@ -257,20 +257,3 @@ def test_evaluate_prints_figures(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     expected = perplexity.of_text(from_folder(folder), TEXT, 16)
     assert json.loads(done.stdout) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("flags", "match"),
-    [
-        (
-            ["--file=a", "--lambada=b", "--model=m"],
-            "--file=a and --lambada=b: give one",
-        ),
-        (["--file=a"], "neither: give --workdir of a run, or --model"),
-        (["--model=m"], "a folder has no data of its own"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(flags, match):
-    done = _command("evaluate", *flags)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert match in done.stderr

@@ -83,7 +83,10 @@ def compilations():
 @pytest.fixture(scope="module", params=RUNS)
 def whole(request, train, tmp_path_factory):
     """(changes, experiment, summary, workdir) of an uninterrupted run."""
-    workdir, changes = tmp_path_factory.mktemp("whole"), RUNS[request.param]
+    changes = RUNS[request.param]
+    if not changes:
+        return changes, *request.getfixturevalue("acco_run")[:3]
+    workdir = tmp_path_factory.mktemp("whole")
     experiment, summary = train(workdir, **changes)
     return changes, experiment, summary, workdir
 
@@ -101,7 +104,7 @@ def acco_run(train, tmp_path_factory):
 def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     changes, experiment, summary, workdir = whole
     delayed = experiment.tx.delayed
-    for stop in (6, 9) if delayed else (3, 5):  # after an estimate, after a commit
+    for stop in (6, 9) if delayed else (3,):  # after an estimate, after a commit
         stopped, nothing = train(tmp_path, stop_after=stop, **changes)
         assert nothing is None and stopped.checkpoints.latest() == stop
     again, resumed = train(tmp_path, **changes)
@@ -200,7 +203,7 @@ def test_a_resumed_run_compiles_its_step_once(train, tmp_path):
     assert names.count("jit(run_call)") == 1, names
 
 
-def test_the_loop_makes_no_implicit_transfer(train, tmp_path, monkeypatch):
+def test_the_loop_makes_no_implicit_transfer(train_quickly, tmp_path, monkeypatch):
     """The guard is on inside the loop: a host array given to a program is refused."""
     seen = []
     half_round = loop._Run.half_round
@@ -212,7 +215,7 @@ def test_the_loop_makes_no_implicit_transfer(train, tmp_path, monkeypatch):
         half_round(run)
 
     monkeypatch.setattr(loop._Run, "half_round", spy)
-    train(tmp_path, stop_after=2)
+    train_quickly(tmp_path, stop_after=2)
     assert seen == [0, 1]
 
 
@@ -268,7 +271,7 @@ def test_what_the_loop_reports_is_that_evaluation(acco_run):
     assert summary["loss"] == pytest.approx(manual_loss(experiment, here), rel=1e-6)
 
 
-def test_a_nan_stops_the_run_and_spares_the_checkpoints(train, tmp_path):
+def test_a_nan_stops_the_run_and_spares_the_checkpoints(train_quickly, tmp_path):
     """The step's parameters become NaN in the middle of a run that saves every step."""
     changes = {"log_every": 100, "eval_every": 100, "checkpoint_every": 1,
                "drop_nonfinite": False}  # fmt: skip
@@ -283,9 +286,9 @@ def test_a_nan_stops_the_run_and_spares_the_checkpoints(train, tmp_path):
         patch.setattr(loop._Run, "half_round", spoiled)
         with jax.transfer_guard("allow"), pytest.raises(FloatingPointError) as error:
             patch.setattr(jax, "transfer_guard", lambda _: contextlib.nullcontext())
-            train(tmp_path, **changes)
+            train_quickly(tmp_path, **changes)
     assert "\n" not in str(error.value) and "half-round 7" in str(error.value)
-    again, summary = train(tmp_path, **changes)  # from half-round 5, sound
+    again, summary = train_quickly(tmp_path, **changes)  # from half-round 5, sound
     assert math.isfinite(summary["loss"])
     assert again.checkpoints.latest() == 13
 
@@ -299,12 +302,12 @@ def test_a_nan_stops_the_run_and_spares_the_checkpoints(train, tmp_path):
         pytest.param({}, id="only saved"),
     ],
 )
-def test_divergence_is_seen_wherever_it_is_looked_for(train, tmp_path, changes):
+def test_divergence_is_seen_wherever_it_is_looked_for(train_quickly, tmp_path, changes):
     diverging = {"optimizer.name": "sgd", "optimizer.learning_rate": 1e30,
                  "optimizer.clip": 0.0, "optimizer.schedule": "constant"}  # fmt: skip
     never = dict.fromkeys(("log_every", "eval_every", "checkpoint_every"), 100)
     with pytest.raises(FloatingPointError, match=r"lower optimizer\.learning_rate"):
-        train(tmp_path, **never | changes, **diverging)
+        train_quickly(tmp_path, **never | changes, **diverging)
     assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
     assert not (tmp_path / "summary.json").exists()
 
@@ -332,10 +335,10 @@ def test_a_signal_stops_with_a_checkpoint(
     assert rows_of(tmp_path) == rows_of(whole)
 
 
-def test_runs_outside_the_main_thread(train, tmp_path):
+def test_runs_outside_the_main_thread(train_quickly, tmp_path):
     results = []
     thread = threading.Thread(
-        target=lambda: results.append(train(tmp_path, stop_after=1))
+        target=lambda: results.append(train_quickly(tmp_path, stop_after=1))
     )
     thread.start()
     thread.join()

@@ -191,6 +191,7 @@ def test_groups_have_rates_and_options_of_their_own():
         chex.assert_trees_all_close(a, b, rtol=1e-6)
 
 
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("name", ["zero1", "acco", "dpu"])
 def test_the_average_is_of_the_committed_parameters(name):
     """Against NumPy, over the points that the method itself commits."""

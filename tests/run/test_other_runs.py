@@ -102,8 +102,8 @@ def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
     assert summary["loss"] < first["loss"]
 
 
-def test_rows_per_worker_follow_counts(train, tmp_path):
-    experiment, _ = train(tmp_path, stop_after=3, counts=(0, 2))
+def test_rows_per_worker_follow_counts(train_quickly, tmp_path):
+    experiment, _ = train_quickly(tmp_path, stop_after=3, counts=(0, 2))
     rows = metrics.read(tmp_path)
     assert rows[-1]["microbatches"] == [0, 2]
     assert [r["tokens"] for r in rows] == [384]

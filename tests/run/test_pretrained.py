@@ -63,6 +63,7 @@ def prepared(tiny, folder):
     return make
 
 
+@pytest.mark.fast("zero1")
 @pytest.mark.parametrize("method", ["zero1", "gossip"])
 def test_it_starts_from_the_folder_to_the_bit(prepared, params, tmp_path, method):
     experiment = prepared(tmp_path, method=method)

@@ -246,9 +246,9 @@ def test_a_range_has_both_its_ends():
         profiled("5:6", 5)
 
 
-def test_a_run_is_traced(train, tmp_path):
+def test_a_run_is_traced(train_quickly, tmp_path):
     """On CPU devices: one program, whose collectives nothing runs beside."""
-    train(tmp_path, profile="4:6")
+    train_quickly(tmp_path, profile="4:6")
     ((process, got),) = profiling.summaries(tmp_path)
     assert process == "process 0" and got["unknown"] == ""
     assert [row["half_round"] for row in got["calls"]] == [4, 5, 6]
@@ -264,11 +264,11 @@ def test_a_run_is_traced(train, tmp_path):
     assert traces.found(tmp_path / "profile" / "process-0") is not None
 
 
-def test_a_stopped_run_keeps_its_trace(train, tmp_path):
-    train(tmp_path, profile="3:9", stop_after=5)
+def test_a_stopped_run_keeps_its_trace(train_quickly, tmp_path):
+    train_quickly(tmp_path, profile="3:9", stop_after=5)
     ((_, got),) = profiling.summaries(tmp_path)
     assert [row["half_round"] for row in got["calls"]] == [3, 4, 5]
-    train(tmp_path, profile="7:8")  # it may go on with another
+    train_quickly(tmp_path, profile="7:8")  # it may go on with another
     ((_, got),) = profiling.summaries(tmp_path)
     assert [row["half_round"] for row in got["calls"]] == [7, 8]
 

@@ -121,30 +121,32 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_a_spike_stops_the_run_and_spares_the_checkpoints(train, tmp_path, spoiled):
+def test_a_spike_stops_the_run_and_spares_the_checkpoints(
+    train_quickly, tmp_path, spoiled
+):
     with pytest.raises(
         spikes.LossSpike, match=r"above the lowest such mean .*: lower"
     ) as error:
-        train(tmp_path, **CHANGES)
+        train_quickly(tmp_path, **CHANGES)
     assert "half-rounds 4 to 4," in str(error.value) and "\n" not in str(error.value)
     assert Checkpoints(tmp_path / "checkpoints", 2).latest() == 3
     assert len(losses(tmp_path)) == 3
-    _, summary = train(tmp_path, **CHANGES)  # this time nothing spoils it
+    _, summary = train_quickly(tmp_path, **CHANGES)  # this time nothing spoils it
     assert summary is not None and len(losses(tmp_path)) == 6
 
 
 @pytest.mark.slow
-def test_off_lets_it_pass(train, tmp_path, spoiled):
-    _, summary = train(tmp_path, **CHANGES | {"spike.policy": "off"})
+def test_off_lets_it_pass(train_quickly, tmp_path, spoiled):
+    _, summary = train_quickly(tmp_path, **CHANGES | {"spike.policy": "off"})
     found = losses(tmp_path)
     assert len(found) == 6 and found[3] > min(found) + 1
     assert summary is not None
 
 
 def test_rollback_goes_on_from_the_checkpoint_with_later_rows(
-    train, tmp_path, spoiled, caplog
+    train_quickly, tmp_path, spoiled, caplog
 ):
-    _, summary = train(tmp_path, **CHANGES | {"spike.policy": "rollback"})
+    _, summary = train_quickly(tmp_path, **CHANGES | {"spike.policy": "rollback"})
     assert summary is not None and max(losses(tmp_path)) < losses(tmp_path)[0] + 1
     numbers = [r["half_round"] for r in metrics.read(tmp_path) if r["kind"] == "train"]
     assert numbers == [1, 2, 3, 4, 5, 6]
@@ -155,7 +157,7 @@ def test_rollback_goes_on_from_the_checkpoint_with_later_rows(
 
 
 @pytest.mark.slow
-def test_rollbacks_come_to_an_end(train, tmp_path, monkeypatch):
+def test_rollbacks_come_to_an_end(train_quickly, tmp_path, monkeypatch):
     half_round = loop._Run.half_round
 
     def run(self):
@@ -166,7 +168,7 @@ def test_rollbacks_come_to_an_end(train, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop._Run, "half_round", run)
     with pytest.raises(spikes.LossSpike):
-        train(tmp_path, **CHANGES | {"spike.policy": "rollback"})
+        train_quickly(tmp_path, **CHANGES | {"spike.policy": "rollback"})
     assert Checkpoints(tmp_path / "checkpoints", 2).latest() == 3
 
 

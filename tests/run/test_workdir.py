@@ -291,13 +291,13 @@ def test_metrics_without_checkpoints_are_refused(tmp_path):
 @pytest.mark.parametrize("change", [{"seed": 5}, {"model.width": 32}, None])
 def test_a_checkpoint_says_which_run_it_is_of(train, tiny, tmp_path, change):
     """Without config.json beside it, another run cannot continue it."""
-    train(tmp_path, stop_after=2)
+    train(tmp_path, stop_after=1)
     (tmp_path / "config.json").unlink()
     if change is None:
         preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
         return
     (field,) = change
-    with pytest.raises(ValueError, match=f"checkpoints/2 is of a run with {field}="):
+    with pytest.raises(ValueError, match=f"checkpoints/1 is of a run with {field}="):
         preparation.prepare(tiny(**change), tmp_path, jax.devices()[:2])
 
 
@@ -321,20 +321,33 @@ DAMAGES = {
 
 
 @pytest.fixture(scope="module")
-def stopped(train, tmp_path_factory):
+def stopped(train_quickly, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
-    train(folder, stop_after=3)
+    train_quickly(folder, stop_after=3)
     return folder
 
 
 @pytest.mark.parametrize("name", ["config.json", metrics.FILE])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_in_one_line(stopped, train, tmp_path, name, damage):
+def test_a_damaged_file_is_named_in_one_line(
+    stopped, train_quickly, tmp_path, name, damage
+):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     DAMAGES[damage](tmp_path / name)
     with pytest.raises(ValueError, match=name) as error:
-        train(tmp_path, stop_after=3)
+        train_quickly(tmp_path, stop_after=3)
     one_line(error)
+
+
+def test_a_row_without_its_fields_is_named_in_one_line(
+    stopped, train_quickly, tmp_path
+):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    rows = (tmp_path / metrics.FILE).read_text()
+    (tmp_path / metrics.FILE).write_text('{"kind": 3}\n' + rows)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged in line 1: ") as e:
+        train_quickly(tmp_path, stop_after=3)
+    one_line(e)
 
 
 def test_files_that_cannot_be_read(tmp_path):

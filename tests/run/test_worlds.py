@@ -50,6 +50,15 @@ def changed(world, tmp_path_factory):
     return workdir, experiment
 
 
+@pytest.fixture(scope="module")
+def begun(world, tmp_path_factory):
+    """The workdir of a run on 4 devices and then on 2, which has not ended."""
+    workdir = tmp_path_factory.mktemp("begun")
+    world(workdir, 4, 2)
+    world(workdir, 2, 3)
+    return workdir
+
+
 def series(rows, *fields):
     return {(r["kind"], r["half_round"]): [r[f] for f in fields] for r in rows}
 
@@ -100,11 +109,13 @@ def theta(experiment):
     return jax.device_get(acco_jax.committed_params(state, params))
 
 
-def test_a_replay_of_another_world_or_run_is_refused(world, changed, tmp_path):
+def test_a_replay_of_another_world_or_run_is_refused(world, begun, tmp_path):
+    said = [(h, w.axes["data"], w.counts) for h, w in worlds.recorded(begun)]
+    assert said == [(0, 4, [2, 2, 2, 2]), (2, 2, [4, 4])]
     with pytest.raises(ValueError, match="after half-round 0 with 4 workers in 1 pro"):
-        world(tmp_path / "a", 2, replay=changed[0])
+        world(tmp_path / "a", 2, replay=begun)
     with pytest.raises(ValueError, match="is of a run with seed=0, not 3"):
-        world(tmp_path / "b", 4, replay=changed[0], seed=3)
+        world(tmp_path / "b", 4, replay=begun, seed=3)
     with pytest.raises(ValueError, match="cannot be read"):
         world(tmp_path / "c", 4, replay=tmp_path / "none")
 

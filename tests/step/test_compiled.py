@@ -14,7 +14,7 @@ import acco_jax
 from tests.reference import make_mesh
 from tests.stablehlo import KINDS, collectives
 
-WIDTH, LAYERS = 256, 16  # 16 x (256 x 257 + 2 x 256) = 1.06 M parameters
+WIDTH, LAYERS = 384, 8  # 8 x (384 x 385 + 2 x 384) = 1.19 M parameters
 
 
 def shapes(dtype):

@@ -112,6 +112,7 @@ def test_all_forms_agree(case):
         chex.assert_trees_all_close(points, plain, rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.fast("acco-*", "zero1-fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_one_compilation_per_program(name, form, caplog):
@@ -234,6 +235,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     step(params, state, made.batch(0))
 
 
+@pytest.mark.fast("acco-*", "zero1-fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("method", [acco_jax.acco, acco_jax.zero1])
 def test_compiled_ahead_is_not_compiled_again(method, form, caplog):
@@ -258,6 +260,7 @@ def test_compiled_ahead_is_not_compiled_again(method, form, caplog):
     assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params))
 
 
+@pytest.mark.fast("acco", "zero1", "diloco")
 @pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "diloco"])
 def test_a_scan_over_steps_is_the_loop(name):
     """Inside a caller's jit, where no compiler options may be given."""
@@ -344,6 +347,7 @@ def test_value_is_the_loss_of_the_gradients_applied(name, form):
     np.testing.assert_allclose(state.inner[: len(sums)], expected, rtol=1e-12)
 
 
+@pytest.mark.fast("fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 def test_extra_arguments_of_a_step(form):
     mesh = make_mesh(2)

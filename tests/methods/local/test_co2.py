@@ -38,7 +38,7 @@ def co2(theta, batches, counts, workers, phi=np.inf):
     return points
 
 
-@pytest.mark.fast("1-fused", "4-*")
+@pytest.mark.fast("4-*")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_follows_its_equations(workers, form):

@@ -53,7 +53,7 @@ def run(tx, theta, batches, counts, form="fused", held=HELD, axis_name="data"):
     return points
 
 
-@pytest.mark.fast("1-True-fused", "2-False-split", "4-*")
+@pytest.mark.fast("1-True-fused", "2-False-split", "4-True-*")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 4])
