@@ -52,6 +52,13 @@ _LOST_AFTER = flags.DEFINE_float(
     5.0,
     parsing.DAY,
 )
+_STUCK_AFTER = flags.DEFINE_float(
+    "stuck_after",
+    600.0,
+    "Seconds without a half-round until a process is lost.",
+    5.0,
+    parsing.DAY,
+)
 _START_WITHIN = flags.DEFINE_float(
     "start_within",
     300.0,
@@ -197,6 +204,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             time_gradients=_TIME_GRADIENTS.value,
             replay=replay,
             strict_hooks=_STRICT_HOOKS.value,
+            stuck_after=_STUCK_AFTER.value,
         )
     except (OSError, KeyboardInterrupt) as error:
         what = str(error) or "interrupted"
@@ -221,7 +229,8 @@ GROUPS = {
         "coordinator", "processes", "process",
     ),
     "When a process is lost": (
-        "restarts", "lost_after", "start_within", "min_processes", "regroup_after",
+        "restarts", "lost_after", "stuck_after", "start_within", "min_processes",
+        "regroup_after",
     ),
 }  # fmt: skip
 

@@ -106,6 +106,13 @@ def ends_with(code: int, line: str) -> None:
     _tell(code=code, error=line[:LONGEST])
 
 
+def stuck(why: str) -> None:
+    """Write all stacks, and send the command why this process is about to end."""
+    if _stacks is not None:
+        faulthandler.dump_traceback(_stacks)
+    _tell(code=1, exception=why[:LONGEST])
+
+
 def _tell(**values: int | str) -> None:
     if _pipe is None:
         return

@@ -1,5 +1,6 @@
 """Training loop of every method: half-round after half-round."""
 
+import collections
 import contextlib
 import functools
 import math
@@ -21,7 +22,15 @@ from acco_jax.run import measures, samples
 from acco_jax.run.build import optimizers
 from acco_jax.run.config.fields import profiled
 from acco_jax.run.evaluation import Evaluator
-from acco_jax.run.observe import goodput, hooks, metrics, profiling, run_summary, spikes
+from acco_jax.run.observe import (
+    goodput,
+    hooks,
+    metrics,
+    profiling,
+    run_summary,
+    spikes,
+    stalls,
+)
 from acco_jax.run.observe.progress import Progress
 from acco_jax.run.preparation import (
     Experiment,
@@ -50,12 +59,16 @@ class _Run:
         experiment: Experiment,
         stopped: Callable[[], bool] = lambda: False,
         strict_hooks: bool = False,
+        stuck_after: float = math.inf,
     ) -> None:
         e = self._experiment = experiment
+        self._stopped = stopped
+        self._watchdog = stalls.Watchdog(stuck_after)
+        self._calls = collections.Counter[Any]()  # of each shape of a batch
         over = e.checkpoints.latest() == e.total_calls
         self._goodput = goodput.Record(e.workdir, e.began, over=over)
         self._batches = batches(e)
-        self._evaluate = Evaluator(e, stopped)
+        self._evaluate = Evaluator(e, self.stopped)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
         self._key = jax.jit(
             lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
@@ -161,7 +174,8 @@ class _Run:
         self._replicas.judge()
         seconds = self._recorder.seconds
         self._close_records()
-        self._restore()
+        with self._watchdog.aside():
+            self._restore()
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
 
@@ -176,10 +190,12 @@ class _Run:
         with self._goodput.waiting():
             rows = next(self._batches)
         batch = to_devices(rows, e.mesh)
-        self.params, self.state, self._metrics = e.step(
-            self.params, self.state, batch, self._counts, self._rng()
-        )
+        with self._patience(batch):
+            self.params, self.state, self._metrics = e.step(
+                self.params, self.state, batch, self._counts, self._rng()
+            )
         self.done += 1
+        self._watchdog.called(self.done, self._metrics["loss"])
         self._drops.add(self.done, start, self._metrics)
         heartbeat.reached(self.done)
         slow = self._watch.row(self.done)
@@ -197,6 +213,18 @@ class _Run:
         else:
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
+
+    def _patience(self, batch: PyTree) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call, which may compile where the shape is new."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        self._calls[shapes] += 1
+        known = self._calls[shapes] > 1 + self._experiment.tx.period
+        return contextlib.nullcontext() if known else self._watchdog.aside()
+
+    def stopped(self) -> bool:
+        """Return whether the run has been told to stop."""
+        self._watchdog.alive()
+        return self._stopped()
 
     def compare_replicas(self) -> None:
         """Dispatch a comparison of the workers' copies."""
@@ -307,18 +335,21 @@ class _Run:
         with self._recorder.pause(self.tokens, what, step):
             self.wait()
             self._goodput.trained(self.done)
-            yield
+            with self._watchdog.aside():
+                yield
 
     def spent(self) -> dict[str, Any]:
         """Return the goodput so far, on process 0."""
         return self._goodput.summary()
 
-    def stopped(self) -> None:
+    def mark_stopped(self) -> None:
         """Record that the run has stopped before its end, and saved."""
         self._goodput.mark("checkpoints", self.done, stopped=True)
 
     def close(self) -> None:
+        self._watchdog.close()
         self._close_records()
+        self._hooks.close()
         self._goodput.close()
 
     def _close_records(self) -> None:
@@ -334,6 +365,7 @@ def run(
     time_gradients: bool = False,
     replay: worlds.WorldsReplay | None = None,
     strict_hooks: bool = False,
+    stuck_after: float = math.inf,
 ) -> dict[str, Any] | None:
     """Train, or continue a run, to its end.
 
@@ -345,6 +377,7 @@ def run(
       replay: record of the run that this run repeats: it stops, with a checkpoint,
         where the recorded run went on with other devices.
       strict_hooks: a hook that raises ends the run.
+      stuck_after: seconds without a half-round that end the process: see `stalls`.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -365,13 +398,15 @@ def run(
     with (
         signals.stopping() as stopped,
         experiment.checkpoints as checkpoints,
-        contextlib.closing(_Run(experiment, stopped, strict_hooks)) as runner,
+        contextlib.closing(
+            _Run(experiment, stopped, strict_hooks, stuck_after)
+        ) as runner,
         jax.transfer_guard("disallow"),
     ):
         rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
         while True:
             try:
-                row = _train(runner, experiment, last, stopped)
+                row = _train(runner, experiment, last)
                 break
             except exits.Stopped:  # in an evaluation, which the continued run owes
                 runner.save(last=True)
@@ -393,20 +428,18 @@ def run(
             seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
-    runner.stopped()
+    runner.mark_stopped()
     stopped_at = f"stopped after half-round {runner.done} of {total}"
     logging.info("%s: the same command continues", stopped_at)
     return None
 
 
-def _train(
-    runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
-) -> dict[str, Any] | None:
+def _train(runner: _Run, experiment: Experiment, last: int) -> dict[str, Any] | None:
     """Train up to a half-round; return the row of the final evaluation at the end."""
     config, total = experiment.config, experiment.total_calls
     if runner.owes_evaluation():
         runner.validate(config.eval_batches)
-    while runner.done < last and not stopped():
+    while runner.done < last and not runner.stopped():
         with runner.profile.half_round(runner.done + 1):
             runner.half_round()
         crossed = functools.partial(_crossed, experiment, runner.done)
