@@ -3,8 +3,9 @@
     python benchmarks/soak.py [--kills=100] [--quick] [--json=FILE]
 
 Needs Linux. Runs of acco_jax.train with restarts, half of them of one process with two
-devices and half of three processes with one. Each is killed ten times, in a random
-order once at each of these places, by SIGKILL to the process that gets there first:
+devices and half of three processes with one, with copies in memory. Each is killed
+thirteen times, in a random order once at each of these places, by SIGKILL to the
+process that gets there first:
 
     starting     before anything is prepared
     compiling    as a program is to be compiled, or to be read from the cache
@@ -16,6 +17,9 @@ order once at each of these places, by SIGKILL to the process that gets there fi
     renamed      a checkpoint has its name, and no checksums
     summed       its checksums are there, and the mark of an unfinished save still is
     removing     an older checkpoint is being removed
+    copying      while a copy in memory is written, at a random time
+    unmarked     a copy in memory is written, and not marked as whole
+    flipped      a copy in memory is whole, and one bit of it has changed
 
 Then the bits of the last checkpoint, and the rows of metrics.jsonl but for the clocks,
 must be those of a run that nothing disturbed. Exits with 1 if they are not.
@@ -41,7 +45,8 @@ from acco_jax.command import heartbeat  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
-          "training on", "renamed", "summed", "removing")  # fmt: skip
+          "training on", "renamed", "summed", "removing", "copying", "unmarked",
+          "flipped")  # fmt: skip
 QUICK = ("compiling", "evaluating", "renamed", "saving")
 
 
@@ -52,6 +57,7 @@ class Trial:
     processes: int
     kills: list[str]
     seconds: float
+    memory: int  # restarts from copies in memory
     bits: bool
     rows: bool
 
@@ -150,7 +156,8 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
     for processes in sizes:
         workdir, _, _ = run(place, f"undisturbed-{processes}", processes, [])
         expected[processes] = common.bits(workdir), common.unclocked(workdir)
-    print("| processes | kills | seconds | bits | rows |\n|---|---|---|---|---|")
+    print("| processes | kills | seconds | from memory | bits | rows |\n"
+          "|---|---|---|---|---|---|")  # fmt: skip
     trials: list[Trial] = []
     while sum(len(t.kills) for t in trials) < (1 if quick else kills):
         processes = sizes[len(trials) % len(sizes)]
@@ -163,6 +170,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
             processes,
             met,
             seconds,
+            (place / f"{name}-0.log").read_text().count("was in memory"),
             common.bits(workdir) == bits,
             common.unclocked(workdir) == lines,
         )
@@ -170,7 +178,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
         same = {True: "same", False: "NOT the same"}
         print(
             f"| {processes} | {len(met)}: {', '.join(met)} | {seconds:.0f} | "
-            f"{same[trial.bits]} | {same[trial.rows]} |",
+            f"{trial.memory} | {same[trial.bits]} | {same[trial.rows]} |",
             flush=True,
         )
     return trials

@@ -328,7 +328,7 @@ def test_a_main_thread_that_is_stuck(two, start_two, place, tmp_path, strict):
     (place / "stuck_hook.py").write_text(STUCK)
     (place / "stuck").unlink(missing_ok=True)
     hook = ("--config.metrics_hook=stuck_hook:once", f"--strict_hooks={strict}")
-    started = start_two(tmp_path, *hook, "--stuck_after=5", "--restarts=1")
+    started = start_two(tmp_path, *hook, "--stuck_after=20", "--restarts=1")
     said = [err for _, err in finish(*started)]
     if strict:
         line = r"process 0 on \S+ was lost after half-round \d+ \(no half-round after "

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from orbax.checkpoint import multihost
 
 import acco_jax
 from acco_jax import data
-from acco_jax.command import exits, heartbeat, signals
+from acco_jax.command import exits, heartbeat, paths, signals
 from acco_jax.core.gradients import with_arrays
 from acco_jax.run import measures, samples
 from acco_jax.run.build import optimizers
@@ -34,6 +35,7 @@ from acco_jax.run.observe import (
 from acco_jax.run.observe.progress import Progress
 from acco_jax.run.preparation import (
     Experiment,
+    abstract,
     as_saved,
     batches,
     counts_of,
@@ -44,6 +46,7 @@ from acco_jax.run.preparation import (
 from acco_jax.run.state import replicas, worlds
 from acco_jax.run.state.counts import CountsLog, Watch
 from acco_jax.run.state.drops import Drops
+from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.schedule import chips
 
 PyTree = Any
@@ -57,12 +60,13 @@ class _Run:
     def __init__(
         self,
         experiment: Experiment,
+        memory: MemoryCopies,
         stopped: Callable[[], bool] = lambda: False,
         strict_hooks: bool = False,
         stuck_after: float = math.inf,
     ) -> None:
         e = self._experiment = experiment
-        self._stopped = stopped
+        self._memory, self._stopped = memory, stopped
         self._watchdog = stalls.Watchdog(stuck_after)
         self._calls = collections.Counter[Any]()  # of each shape of a batch
         over = e.checkpoints.latest() == e.total_calls
@@ -116,16 +120,20 @@ class _Run:
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
     def _restore(self) -> dict[str, Any] | None:
-        """Take parameters and state of the newest checkpoint; return its host data.
+        """Take the newest state, from memory or a checkpoint; return its host data.
 
-        Returns None without a checkpoint.
+        Returns None if there is none.
         """
         e = self._experiment
-        like = functools.partial(as_saved, e)
-        if (found := e.checkpoints.restore_newest(like)) is None:
+        saved = e.checkpoints.latest() or 0
+        if found := self._memory.restore_newest(abstract(e), saved):
+            self.done, (self.params, self.state), host = found
+            logging.info("the state of half-round %d was in memory", self.done)
+        elif found := e.checkpoints.restore_newest(functools.partial(as_saved, e)):
+            self.done, arrays, host = found
+            self.params, self.state = here(e, arrays)
+        else:
             return None
-        self.done, arrays, host = found
-        self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
         self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
         return host
@@ -308,14 +316,34 @@ class _Run:
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             self._replicas.check(self.done, self._arrays())
-            seconds, position = self._recorder.seconds, self._batches.get_state()
-            host = {"batches": position, "seconds": seconds, "identity": e.identity,
-                    "axes": dict(e.mesh.shape),
-                    "held_out_loss": self._held_out,
-                    "dropped": self._drops.state(),
-                    "spikes": self._spikes.state()}  # fmt: skip
-            e.checkpoints.save(self.done, (self.params, self.state), host)
+            e.checkpoints.save(self.done, (self.params, self.state), self._host())
             self._goodput.mark("checkpoints", self.done)
+
+    def _host(self) -> dict[str, Any]:
+        """Return what the host knows of the run so far, to continue from."""
+        e = self._experiment
+        seconds, position = self._recorder.seconds, self._batches.get_state()
+        return {"batches": position, "seconds": seconds, "identity": e.identity,
+                "axes": dict(e.mesh.shape),
+                "held_out_loss": self._held_out,
+                "dropped": self._drops.state(),
+                "spikes": self._spikes.state()}  # fmt: skip
+
+    def copy(self) -> None:
+        """Keep a copy of the state in memory if one is due and the state finite."""
+        if not self._memory.due(self.done):
+            return
+        self._recorder.flush()
+        self._spikes.read(self.done)
+        self._drops.read(self.done)
+        state = (self.params, self.state)
+        finite = jax.device_get(self._finite((self.params, self._metrics)))
+        if self._drops.nobody:
+            return
+        if not finite:
+            metrics.check(math.nan, "the loss or a parameter", self.done)
+        self.wait()
+        self._memory.keep(self.done, state, self._host)
 
     def wait(self) -> None:
         """Wait until the devices have done all half-rounds so far."""
@@ -394,12 +422,13 @@ def run(
         done = experiment.checkpoints.latest() or 0
         last = min(last, replay.end(done) or last)
     _announce(experiment)
-    row = None
+    row, memory = None, _memory(experiment, repeats=replay is not None)
     with (
+        memory,
         signals.stopping() as stopped,
         experiment.checkpoints as checkpoints,
         contextlib.closing(
-            _Run(experiment, stopped, strict_hooks, stuck_after)
+            _Run(experiment, memory, stopped, strict_hooks, stuck_after)
         ) as runner,
         jax.transfer_guard("disallow"),
     ):
@@ -449,9 +478,23 @@ def _train(runner: _Run, experiment: Experiment, last: int) -> dict[str, Any] | 
             runner.validate(config.eval_batches)
         if crossed(config.checkpoint_every) and runner.done < total:
             runner.save()
+        runner.copy()
     runner.profile.close()
     runner.save(last=True)
     return runner.validate(None) if runner.done == total else None
+
+
+def _memory(experiment: Experiment, *, repeats: bool) -> MemoryCopies:
+    """Return the copies in memory of a run that a supervisor may begin again.
+
+    A run that repeats another stops where that run did. A roll back depends on when a
+    loss is read, which a copy does.
+    """
+    e, folder = experiment, experiment.config.memory_copies
+    takes = heartbeat.supervised() and not repeats
+    takes = takes and e.config.spike.policy != "rollback" and bool(folder)
+    identity = {"config": e.identity, "world": dataclasses.asdict(e.world)}
+    return MemoryCopies(paths.expanded(folder) if takes else None, e.workdir, identity)
 
 
 def _crossed(experiment: Experiment, calls_done: int, every: int) -> bool:
