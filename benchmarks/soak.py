@@ -1,6 +1,6 @@
 """A hundred kills: wherever one falls, the run ends as if nothing had happened.
 
-    python benchmarks/soak.py [--kills=100] [--quick] [--json=FILE]
+    python benchmarks/soak.py [--kills=100] [--quick] [--processes=1,3] [--json=FILE]
 
 Needs Linux. Runs of acco_jax.train with restarts, half of them of one process with two
 devices and half of three processes with one, with copies in memory. Each is killed
@@ -126,12 +126,14 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="one run, four kills")
+    parser.add_argument("--processes", default="1,3", help="of the runs, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     random.seed(args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        trials = experiment(pathlib.Path(folder), args.kills, args.quick)
+        sizes = [1] if args.quick else [int(n) for n in args.processes.split(",")]
+        trials = experiment(pathlib.Path(folder), args.kills, sizes, quick=args.quick)
     total = sum(len(t.kills) for t in trials)
     good = all(t.bits and t.rows for t in trials)
     print(f"\n{total} kills, every end equal to the bit: {'yes' if good else 'NO'}")
@@ -141,10 +143,11 @@ def main() -> int:
     return 0 if good else 1
 
 
-def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
+def experiment(
+    place: pathlib.Path, kills: int, sizes: list[int], *, quick: bool
+) -> list[Trial]:
     """Runs trials until there were so many kills."""
     text = common.texts(place)
-    sizes = (1,) if quick else (1, 3)
     for processes in sizes:
         common.write_config(
             place / f"{processes}.py", text, devices=2 if processes == 1 else 1,

@@ -17,7 +17,7 @@ from orbax.checkpoint import multihost
 
 import acco_jax
 from acco_jax import data
-from acco_jax.command import exits, heartbeat, paths, signals
+from acco_jax.command import exits, heartbeat, paths, signals, stages
 from acco_jax.core.gradients import with_arrays
 from acco_jax.run import measures, samples
 from acco_jax.run.build import optimizers
@@ -90,6 +90,7 @@ class _Run:
         self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
         self._log: CountsLog | None = None
         self._watch = Watch(e.step)
+        stages.ended("model")
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (host := self._restore()) is None:
             self.params, self.state = initial(e)
@@ -104,11 +105,13 @@ class _Run:
         self._hooks = hooks.of(e.config, e.workdir, strict=strict_hooks)
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
+        stages.ended("state")
         if jax.process_count() > 1:  # a collective waits 30 s for a late one, over gloo
             for batch in self._batches.shapes():
                 rows = to_devices(batch, e.mesh)
                 e.step.compile(self.params, self.state, rows, self._counts, self._rng())
             self._goodput.mark("compiling", self.done)
+            stages.ended("programs")
             everyone = set(range(jax.process_count()))
             multihost.sync_global_processes(
                 "ready to train", timeout=COMPILE_SECONDS, processes=everyone
@@ -116,6 +119,9 @@ class _Run:
         enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
         self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
         self._goodput.mark("waiting", self.done)
+        stages.ended("waiting")
+        if started := stages.text():
+            logging.info("started: %s", started)
         asked = profiled(e.config.profile)
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
