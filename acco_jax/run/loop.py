@@ -132,7 +132,7 @@ class _Run:
         """
         e = self._experiment
         saved = e.checkpoints.latest() or 0
-        if found := self._memory.restore_newest(abstract(e), saved):
+        if found := self._memory.restore_newest(functools.partial(abstract, e), saved):
             self.done, (self.params, self.state), host = found
             logging.info("the state of half-round %d was in memory", self.done)
         elif found := e.checkpoints.restore_newest(functools.partial(as_saved, e)):

@@ -80,22 +80,22 @@ def bits(tree):
 def test_a_restart_takes_the_newest(place):
     kept(place, 2, 4, 6)
     assert files(place) == ["4.data", "4.json", "6.data", "6.json"]
-    done, tree, host = opened(place).restore_newest(like(), 6)
+    done, tree, host = opened(place).restore_newest(like, 6)
     assert (done, host) == (6, {"at": 6}) and bits(tree) == bits(state(6))
     assert files(place) == ["6.data", "6.json"]
-    assert opened(place).restore_newest(like(), 7) is None  # the checkpoint is newer
+    assert opened(place).restore_newest(like, 7) is None  # the checkpoint is newer
     assert files(place) == []
 
 
 def test_a_flipped_bit_leaves_the_older_one_and_then_the_disk(place, caplog):
     kept(place, 4, 6)
     flip(place, 6)
-    done, tree, _ = opened(place).restore_newest(like(), 0)
+    done, tree, _ = opened(place).restore_newest(like, 0)
     assert done == 4 and bits(tree) == bits(state(4))
     (line,) = caplog.messages
     assert line.startswith("the copy of half-round 6 in memory is damaged: the shard [")
     flip(place, 4)
-    assert opened(place).restore_newest(like(), 0) is None and files(place) == []
+    assert opened(place).restore_newest(like, 0) is None and files(place) == []
     assert "continuing from the checkpoint on disk" in caplog.text
 
 
@@ -112,13 +112,14 @@ def test_copies_that_are_not_whole_or_of_another_run(place, fault):
             mark.write_text(mark.read_text().replace('"at": 4', '"at": 5'))
         case "other":
             (place.workdir / memory.RUN).unlink()  # begun again from scratch
-    assert opened(place).restore_newest(like(), 0) is None
+    assert opened(place).restore_newest(like, 0) is None
     assert files(place) == []
 
 
-def test_another_config_or_other_devices(place):
+def test_another_config_or_other_devices(place, caplog):
     kept(place, 4)
-    assert opened(place, counts=(1, 2)).restore_newest(like(), 0) is None
+    assert opened(place, counts=(1, 2)).restore_newest(like, 0) is None
+    assert "continuing from the checkpoint on disk" in caplog.text
 
 
 @pytest.mark.parametrize("error", [None, FloatingPointError, ReplicasDiffer, OSError])
@@ -136,15 +137,15 @@ def test_without_room_there_are_none(place, caplog, monkeypatch):
     assert "bytes are needed, and 10 are free" in caplog.text
     copies.keep(6, state(6), dict)
     assert files(place) == []
-    assert opened(place).restore_newest(like(), 0) is None
+    assert opened(place).restore_newest(like, 0) is None
 
 
 def test_where_there_is_no_such_folder(tmp_path, caplog):
     off = MemoryCopies(None, tmp_path, IDENTITY)
-    assert not off.due(5) and off.restore_newest(like(), 0) is None
+    assert not off.due(5) and off.restore_newest(like, 0) is None
     missing = MemoryCopies(Path("/nowhere"), tmp_path, IDENTITY)
     missing.keep(1, state(1), dict)
-    assert missing.restore_newest(like(), 0) is None and caplog.records == []
+    assert missing.restore_newest(like, 0) is None and caplog.records == []
 
 
 def test_copies_take_their_share_of_the_time(place, monkeypatch):

@@ -109,14 +109,14 @@ class MemoryCopies:
         self._due = half_round + self._every
 
     def restore_newest(
-        self, like: PyTree, least: int
+        self, like: Callable[[], PyTree], least: int
     ) -> tuple[int, PyTree, dict[str, Any]] | None:
         """Return what `Checkpoints.restore_newest` does, of the newest common copy.
 
         Every copy but that one is removed.
 
         Args:
-          like: the tree to restore, of ShapeDtypeStructs with shardings.
+          like: returns the tree to restore, of ShapeDtypeStructs with shardings.
           least: half-rounds of the newest checkpoint: an older copy is not taken.
         """
         if not self._enabled:
@@ -128,7 +128,7 @@ class MemoryCopies:
         common = set.intersection(*(set(row.tolist()) for row in everyone)) - {-1}
         taken = None
         for half_round in sorted(common, reverse=True):
-            tree, problem = self._read(half_round, like, found[half_round]["shards"])
+            tree, problem = self._read(half_round, like(), found[half_round]["shards"])
             if problem:
                 logging.warning(
                     "the copy of half-round %d in memory is damaged: %s",
@@ -138,10 +138,10 @@ class MemoryCopies:
                 taken = half_round, tree, found[half_round]["host"]
                 break
         else:
-            if (everyone >= 0).any():
+            if any(int(path.stem) >= least for path in self._marks()):
                 logging.warning(
-                    "no copy in memory is one that all processes have: continuing from "
-                    "the checkpoint on disk"
+                    "no copy in memory is whole, of these processes and of all of them:"
+                    " continuing from the checkpoint on disk"
                 )
         self._remove_but(taken and taken[0])
         return taken
@@ -166,7 +166,7 @@ class MemoryCopies:
         assert self._folder is not None
         begin = time.thread_time()
         try:
-            names = {int(path.stem) for path in self._folder.glob("*.json")}
+            names = [int(path.stem) for path in self._marks()]
             self._remove_but(max(names, default=None))
             size = sum(x.nbytes for own in copies.values() for x in own.values())
             if size > (free := shutil.disk_usage(self._folder).free):
@@ -184,7 +184,7 @@ class MemoryCopies:
     def _found(self, least: int) -> dict[int, dict[str, Any]]:
         """Return the descriptions of this run's whole copies, by half-round."""
         found = {}
-        for path in self._folder.glob("*.json") if self._folder else ():
+        for path in self._marks():
             fields = {"identity", "host", "shards"}
             with contextlib.suppress(ValueError):
                 (row,) = read_rows(path, fields, seals=True)
@@ -209,6 +209,10 @@ class MemoryCopies:
         ]
         problem = shards.problem(arrays, sums)
         return jax.tree.unflatten(treedef, found), problem
+
+    def _marks(self) -> list[Path]:
+        """Return the files that mark copies as whole."""
+        return list(self._folder.glob("[0-9]*.json")) if self._folder else []
 
     def _remove_but(self, kept: int | None) -> None:
         for path in self._folder.iterdir() if self._folder else ():
