@@ -71,7 +71,7 @@ def arm() -> None:
     from acco_jax.run.observe import metrics  # fmt: skip
     from acco_jax.run.state import checkpoints, memory
 
-    before(preparation, "prepare", "starting")
+    before(preparation, "build", "starting")
     before(heartbeat, "reached", "half-round")
     jax.monitoring.register_event_listener(
         lambda event, **_: here("compiling") if "compile_requests" in event else None

@@ -1,6 +1,10 @@
 """Copies of states in memory: which one a restart takes, and what is left out."""
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,3 +176,16 @@ def test_old_copies_of_runs_that_are_gone_are_removed(place, monkeypatch):
     monkeypatch.setattr(memory, "LEFT_SECONDS", -1)
     opened(other)
     assert not files(place)
+
+
+@pytest.mark.long
+def test_kills_at_random_times(tmp_path):
+    """Twenty-five, some during a copy, and one bit that changes: the same end."""
+    command = [sys.executable, "-m", "tests.run.killed_copies", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kills"] == 25 and found["meanwhile"] > 0 and found["bits"]
+    assert max(found["repeated"]) <= 8 and found["left"] == 0
+    assert done.stderr.count("in memory is damaged") == 1

@@ -134,8 +134,9 @@ class _Child:
     def _hear(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
         if "half_round" in message:
+            if self.half_round is not None:  # the first is where it continues
+                self.trains = self.trains or self._heard
             self.half_round = message["half_round"]
-            self.trains = self.trains or self._heard
         self.error = message.get("error", self.error)
         self.exception = message.get("exception", self.exception)
         if "code" in message:
