@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.run.state import memory
 
-KILLS, STEPS, FLIPPED = 25, 600, 12
+KILLS, STEPS, FLIPPED = 25, 500, 12
 
 
 def train(folder: Path, *, copied: bool) -> None:
@@ -39,12 +39,12 @@ def train(folder: Path, *, copied: bool) -> None:
         if found := copies.restore_newest(lambda: [like], 0):
             done, (x,), host = found
             assert host == {"done": done}
-        (folder / "reached").write_text(str(done))
-        (folder / "began").write_text(str(done))
+        note(folder / "reached", done)
+        note(folder / "began", done)
         while done < STEPS:
             x = step(x, done)
             done += 1
-            (folder / "reached").write_text(str(done))
+            note(folder / "reached", done)
             if copies.due(done):
                 jax.block_until_ready(x)
                 copies.keep(done, [x], lambda: {"done": done})  # noqa: B023
@@ -59,8 +59,13 @@ def begin(folder: Path, *, copied: bool = True) -> int:
     return child
 
 
+def note(path: Path, number: int) -> None:
+    path.with_suffix(".partial").write_text(str(number))
+    path.with_suffix(".partial").replace(path)
+
+
 def number(path: Path) -> int:
-    return int(path.read_text() or 0) if path.exists() else 0
+    return int(path.read_text()) if path.exists() else 0
 
 
 def flip(folder: Path) -> None:

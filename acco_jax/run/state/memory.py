@@ -8,6 +8,7 @@ has changed, a host without copies or another number of processes leave the chec
 on disk.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -16,6 +17,7 @@ import math
 import os
 import secrets
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,7 @@ from acco_jax.run.state.replicas import ReplicasDiffer
 
 PyTree = Any
 SHARE = 0.01  # of the time, which copies may take
-FIRST = 4  # half-rounds before the first copy, whose time is not known
+FIRST = 4  # half-rounds between the first copies, whose time is not known
 RUN = "memory_id.txt"  # in the workdir: another run there has another number
 LEFT_SECONDS = 86400  # after which copies of a run that is gone are removed
 
@@ -62,6 +64,7 @@ class MemoryCopies:
         self._writing: concurrent.futures.Future[float] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "memory")
         self._copies = 0  # that were begun
+        self._costs = collections.deque[float](maxlen=8)  # seconds of each copy
         self._due: int | None = None  # half-round of the next one
         self._last = (0, 0.0)  # half-round of the last one, and when it was made
         self._every = FIRST
@@ -97,9 +100,10 @@ class MemoryCopies:
             self._writing = self._thread.submit(self._write, half_round, copies, host())
         before, when = self._last
         each = (begin - when) / max(half_round - before, 1)
-        self._copies += 1
-        if self._copies & (self._copies - 1) == 0:  # all agree now and then
-            mine = [time.perf_counter() - begin + written, each]
+        self._costs.append(time.perf_counter() - begin + written)
+        self._copies = count = self._copies + 1
+        if count >= FIRST and count & (count - 1) == 0:  # all agree now and then
+            mine = [statistics.median(self._costs), each]
             with jax.transfer_guard("allow"):
                 cost, each = (
                     processes.gathered(np.array(mine, np.float32)).max(0).tolist()
