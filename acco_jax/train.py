@@ -5,6 +5,7 @@ first, acco_jax.report makes a page of what the run has left.
 """
 
 import contextlib
+import importlib
 import logging as levels
 import os
 import sys
@@ -16,7 +17,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # quiet C++ start-up message
 from absl import app, flags, logging
 from jax import process_count, process_index
 
-from acco_jax.command import devices, exits, heartbeat, paths, program_store
+from acco_jax.command import (
+    devices,
+    exits,
+    heartbeat,
+    paths,
+    program_store,
+    stages,
+)
 from acco_jax.run.config import parsing, usage
 from acco_jax.run.supervise import meeting, messages, supervisor
 
@@ -52,6 +60,13 @@ _LOST_AFTER = flags.DEFINE_float(
     5.0,
     parsing.DAY,
 )
+_STUCK_AFTER = flags.DEFINE_float(
+    "stuck_after",
+    600.0,
+    "Seconds without a half-round until a process is lost.",
+    5.0,
+    parsing.DAY,
+)
 _START_WITHIN = flags.DEFINE_float(
     "start_within",
     300.0,
@@ -70,7 +85,7 @@ _REGROUP_AFTER = flags.DEFINE_float(
     parsing.DAY,
 )
 
-_ORDERS = heartbeat.follow()
+_ORDERS = heartbeat.follow(lambda: importlib.import_module("acco_jax.run.loop"))
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -141,6 +156,10 @@ def _job() -> supervisor.Job:
 def _train(claim: contextlib.ExitStack) -> None:
     """Train; the workdir is locked to this run until `claim` ends."""
     began = time.time() - time.process_time()  # imports have kept the processor busy
+    if _ORDERS is not None:
+        began = _ORDERS.given
+    stages.begin(time.time() - began)
+    stages.ended("imports")
     logging.get_absl_handler().addFilter(_ours_or_serious)
     logging.set_verbosity(logging.INFO)
     config, processes, process = _CONFIG.value, _PROCESSES.value, _PROCESS.value
@@ -160,6 +179,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             _LOST_AFTER.value,
             supervised=_ORDERS is not None,
         )
+        stages.ended("meeting")
         # slow, and only now may anything touch devices
         from acco_jax.run import loop, preparation, trials
         from acco_jax.run.config import fields
@@ -167,6 +187,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         from acco_jax.run.state import workdir as workdirs
         from acco_jax.run.trained import trained_runs
 
+        stages.ended("more imports")
         preparation.check(config)
         workdirs.check_shared(workdir)
         # a scheduler may have restarted this run on another host, as a supervisor does
@@ -177,6 +198,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
             new += [missing] if process_index() == 0 else []
+        stages.ended("locks")
         repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
         config = trials.with_method(config, repeated or workdir)
         experiment = preparation.build(
@@ -198,6 +220,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             time_gradients=_TIME_GRADIENTS.value,
             replay=replay,
             strict_hooks=_STRICT_HOOKS.value,
+            stuck_after=_STUCK_AFTER.value,
         )
     except (OSError, KeyboardInterrupt) as error:
         what = str(error) or "interrupted"
@@ -222,7 +245,8 @@ GROUPS = {
         "coordinator", "processes", "process",
     ),
     "When a process is lost": (
-        "restarts", "lost_after", "start_within", "min_processes", "regroup_after",
+        "restarts", "lost_after", "stuck_after", "start_within", "min_processes",
+        "regroup_after",
     ),
 }  # fmt: skip
 

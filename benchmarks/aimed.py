@@ -69,9 +69,9 @@ def arm() -> None:
     from acco_jax.command import heartbeat
     from acco_jax.run import evaluation, preparation
     from acco_jax.run.observe import metrics  # fmt: skip
-    from acco_jax.run.state import checkpoints
+    from acco_jax.run.state import checkpoints, memory
 
-    before(preparation, "prepare", "starting")
+    before(preparation, "build", "starting")
     before(heartbeat, "reached", "half-round")
     jax.monitoring.register_event_listener(
         lambda event, **_: here("compiling") if "compile_requests" in event else None
@@ -94,6 +94,22 @@ def arm() -> None:
         return checksums(folder, remote)
 
     checkpoints._checksums = renamed
+    before(memory.MemoryCopies, "_write", "copying", seconds=0.01)
+    before(memory, "write_rows", "unmarked")
+    write_copy = memory.MemoryCopies._write
+
+    def flipping(copies: memory.MemoryCopies, half_round: int, *rest: Any) -> float:
+        seconds = write_copy(copies, half_round, *rest)
+        if pathlib.Path(os.environ["SOAK_AIMS"], "flipped").exists():
+            assert copies._folder is not None
+            path = copies._folder / f"{half_round}.data"
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+            here("flipped")
+        return seconds
+
+    memory.MemoryCopies._write = flipping  # type: ignore[method-assign]
     after(checkpoints, "write_whole", "summed")
     before(checkpoints.Checkpoints, "_remove", "removing")
     after(checkpoints.Checkpoints, "save", "training on")

@@ -1,10 +1,11 @@
 """A hundred kills: wherever one falls, the run ends as if nothing had happened.
 
-    python benchmarks/soak.py [--kills=100] [--quick] [--json=FILE]
+    python benchmarks/soak.py [--kills=100] [--quick] [--processes=1,3] [--json=FILE]
 
 Needs Linux. Runs of acco_jax.train with restarts, half of them of one process with two
-devices and half of three processes with one. Each is killed ten times, in a random
-order once at each of these places, by SIGKILL to the process that gets there first:
+devices and half of three processes with one, with copies in memory. Each is killed
+thirteen times, in a random order once at each of these places, by SIGKILL to the
+process that gets there first:
 
     starting     before anything is prepared
     compiling    as a program is to be compiled, or to be read from the cache
@@ -16,6 +17,9 @@ order once at each of these places, by SIGKILL to the process that gets there fi
     renamed      a checkpoint has its name, and no checksums
     summed       its checksums are there, and the mark of an unfinished save still is
     removing     an older checkpoint is being removed
+    copying      while a copy in memory is written, at a random time
+    unmarked     a copy in memory is written, and not marked as whole
+    flipped      a copy in memory is whole, and one bit of it has changed
 
 Then the bits of the last checkpoint, and the rows of metrics.jsonl but for the clocks,
 must be those of a run that nothing disturbed. Exits with 1 if they are not.
@@ -41,7 +45,8 @@ from acco_jax.command import heartbeat  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
-          "training on", "renamed", "summed", "removing")  # fmt: skip
+          "training on", "renamed", "summed", "removing", "copying", "unmarked",
+          "flipped")  # fmt: skip
 QUICK = ("compiling", "evaluating", "renamed", "saving")
 
 
@@ -52,6 +57,7 @@ class Trial:
     processes: int
     kills: list[str]
     seconds: float
+    memory: int  # restarts from copies in memory
     bits: bool
     rows: bool
 
@@ -120,12 +126,14 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="one run, four kills")
+    parser.add_argument("--processes", default="1,3", help="of the runs, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     random.seed(args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        trials = experiment(pathlib.Path(folder), args.kills, args.quick)
+        sizes = [1] if args.quick else [int(n) for n in args.processes.split(",")]
+        trials = experiment(pathlib.Path(folder), args.kills, sizes, quick=args.quick)
     total = sum(len(t.kills) for t in trials)
     good = all(t.bits and t.rows for t in trials)
     print(f"\n{total} kills, every end equal to the bit: {'yes' if good else 'NO'}")
@@ -135,10 +143,11 @@ def main() -> int:
     return 0 if good else 1
 
 
-def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
+def experiment(
+    place: pathlib.Path, kills: int, sizes: list[int], *, quick: bool
+) -> list[Trial]:
     """Runs trials until there were so many kills."""
     text = common.texts(place)
-    sizes = (1,) if quick else (1, 3)
     for processes in sizes:
         common.write_config(
             place / f"{processes}.py", text, devices=2 if processes == 1 else 1,
@@ -150,7 +159,8 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
     for processes in sizes:
         workdir, _, _ = run(place, f"undisturbed-{processes}", processes, [])
         expected[processes] = common.bits(workdir), common.unclocked(workdir)
-    print("| processes | kills | seconds | bits | rows |\n|---|---|---|---|---|")
+    print("| processes | kills | seconds | from memory | bits | rows |\n"
+          "|---|---|---|---|---|---|")  # fmt: skip
     trials: list[Trial] = []
     while sum(len(t.kills) for t in trials) < (1 if quick else kills):
         processes = sizes[len(trials) % len(sizes)]
@@ -163,6 +173,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
             processes,
             met,
             seconds,
+            (place / f"{name}-0.log").read_text().count("was in memory"),
             common.bits(workdir) == bits,
             common.unclocked(workdir) == lines,
         )
@@ -170,7 +181,7 @@ def experiment(place: pathlib.Path, kills: int, quick: bool) -> list[Trial]:
         same = {True: "same", False: "NOT the same"}
         print(
             f"| {processes} | {len(met)}: {', '.join(met)} | {seconds:.0f} | "
-            f"{same[trial.bits]} | {same[trial.rows]} |",
+            f"{trial.memory} | {same[trial.bits]} | {same[trial.rows]} |",
             flush=True,
         )
     return trials

@@ -299,6 +299,38 @@ def test_a_signal_to_one_of_two_processes_stops_both(start_two, tmp_path, number
     assert saved == {done, f"{done}.checksums"}
 
 
+STUCK = """
+import pathlib, queue
+
+def once(row):
+    here = pathlib.Path(__file__).with_name("stuck")
+    if row["half_round"] == 5 and not here.exists():
+        here.touch()
+        queue.Queue().get()  # as of a thread that has died
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_main_thread_that_is_stuck(two, start_two, place, tmp_path, strict):
+    """Strict hooks run in it: the run is begun again. Others do not stop the loop."""
+    (place / "stuck_hook.py").write_text(STUCK)
+    (place / "stuck").unlink(missing_ok=True)
+    hook = ("--config.metrics_hook=stuck_hook:once", f"--strict_hooks={strict}")
+    started = start_two(tmp_path, *hook, "--stuck_after=20", "--restarts=1")
+    said = [err for _, err in finish(*started)]
+    if strict:
+        line = r"process 0 on \S+ was lost after half-round \d+ \(no half-round after "
+        line += r"half-round \d+ for \d+ s: its main thread is in once, stuck_hook.py"
+        for err in said:
+            assert re.search(line, err), [x for x in err.splitlines() if "lost" in x]
+        stacks = tmp_path / "failures" / "attempt-1" / "process-0" / "stacks.txt"
+        assert "stuck_hook.py" in stacks.read_text()
+    else:
+        assert "has not taken all rows" in said[0] and "lost" not in said[0]
+    assert rows_of(tmp_path) == rows_of(two[0])
+
+
 @pytest.fixture(scope="module")
 def two(start_two, place):
     """The workdir of an uninterrupted run of two processes, and what they printed."""

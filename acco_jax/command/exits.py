@@ -1,6 +1,7 @@
 """Exit codes of all commands, for schedulers and people."""
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -97,16 +98,34 @@ def _place(error: BaseException) -> tuple[bool, str]:
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = not frames or Path(frames[-1].filename).is_relative_to(_PACKAGE)
-    installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent))
     own = [
         f for f in frames
         if Path(f.filename).is_relative_to(_PACKAGE)
-        or not any(part in f.filename for part in installed)
+        or not installed(f.filename)
     ]  # fmt: skip
     if not (own or frames):
         return ours, "nowhere"
     frame = (own or frames)[-1]
     return ours, f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def lost(why: str) -> NoReturn:
+    """End the process from another thread than the main thread, which is stuck.
+
+    A supervisor receives the reason, and has the stacks. Others read it on stderr.
+    """
+    if heartbeat.supervised():
+        heartbeat.stuck(why)
+    else:
+        sys.stderr.write(f"error: {why}; the same command continues.\n")
+        sys.stderr.flush()
+    os._exit(LOST)
+
+
+def installed(file: str) -> bool:
+    """Return whether a file is of an installed package or of Python."""
+    places = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent))
+    return any(part in file for part in places)
 
 
 def end(code: int, message: object) -> NoReturn:

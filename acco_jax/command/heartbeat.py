@@ -11,10 +11,12 @@ import dataclasses
 import faulthandler
 import json
 import os
+import select
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -32,11 +34,13 @@ _stacks: TextIO | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """Orders of a command to the process it starts: JSON in an environment variable."""
+    """Orders of a command to the process it starts: JSON, a line in a pipe.
 
-    pipe: int  # file descriptor to write to
-    folder: str  # for messages.txt and stacks.txt
+    They may come long after the start, to a process that is a spare until then.
+    """
+
     attempt: int  # from 1; later ones are restarts
+    given: float  # when, in seconds since 1970
     coordinator: (
         str | None
     )  # host:port of JAX's coordination service; None: one process
@@ -45,8 +49,19 @@ class Orders:
     process: int = 0  # of the attempt's, which may be fewer than the run's
     processes: int = 1
 
-    def environment(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+    def line(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+
+def environment(orders: int, pipe: int, folder: str) -> dict[str, str]:
+    """Return the variable of a process: where its orders come from, and its files.
+
+    Args:
+      orders: file descriptor to read the orders from.
+      pipe: file descriptor to write to.
+      folder: for messages.txt and stacks.txt.
+    """
+    return {VARIABLE: json.dumps([orders, pipe, folder])}
 
 
 def die_with_parent(number: int) -> None:
@@ -59,15 +74,19 @@ def die_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
-def follow() -> Orders | None:
-    """Begin to give signs of life; return None if no command asked for them."""
+def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
+    """Wait for orders, and give signs of life; return None if no command started this.
+
+    Args:
+      prepare: what a spare does before it waits.
+    """
     global _pipe, _stacks
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
     die_with_parent(signal.SIGKILL)
-    orders = Orders(**json.loads(text))
-    folder = Path(orders.folder)
+    source, pipe, place = json.loads(text)
+    folder = Path(place)
     # Python still writes to the terminal, C++ does not.
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
@@ -78,8 +97,15 @@ def follow() -> Orders | None:
     _stacks = open(folder / "stacks.txt", "w")  # noqa: SIM115
     faulthandler.register(STACKS, _stacks)
     keep_stacks()
+    if not select.select([source], [], [], 0)[0]:
+        prepare()
+    with os.fdopen(source) as lines:
+        line = lines.readline()
+    if not line:  # the command has ended
+        os._exit(0)
+    orders = Orders(**json.loads(line))
     sys.excepthook = _unexpected
-    _pipe = orders.pipe
+    _pipe = pipe
     os.set_blocking(_pipe, False)
     threading.Thread(target=_beat, daemon=True).start()
     return orders
@@ -104,6 +130,13 @@ def reached(half_round: int) -> None:
 def ends_with(code: int, line: str) -> None:
     """Send the exit code to come to the command, and the line of its reason."""
     _tell(code=code, error=line[:LONGEST])
+
+
+def stuck(why: str) -> None:
+    """Write all stacks, and send the command why this process is about to end."""
+    if _stacks is not None:
+        faulthandler.dump_traceback(_stacks)
+    _tell(code=1, exception=why[:LONGEST])
 
 
 def _tell(**values: int | str) -> None:

@@ -1,6 +1,8 @@
 """Training loop of every method: half-round after half-round."""
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -14,16 +16,25 @@ from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax import data
-from acco_jax.command import exits, heartbeat, signals
+from acco_jax.command import exits, heartbeat, paths, signals, stages
 from acco_jax.core.gradients import with_arrays
 from acco_jax.run import measures, samples, trials
 from acco_jax.run.build import optimizers
 from acco_jax.run.config.fields import profiled
 from acco_jax.run.evaluation import Evaluator
-from acco_jax.run.observe import goodput, hooks, metrics, profiling, run_summary, spikes
+from acco_jax.run.observe import (
+    goodput,
+    hooks,
+    metrics,
+    profiling,
+    run_summary,
+    spikes,
+    stalls,
+)
 from acco_jax.run.observe.progress import Progress
 from acco_jax.run.preparation import (
     Experiment,
+    abstract,
     as_saved,
     batches,
     counts_of,
@@ -34,6 +45,7 @@ from acco_jax.run.preparation import (
 from acco_jax.run.state import replicas, worlds
 from acco_jax.run.state.counts import CountsLog, Watch
 from acco_jax.run.state.drops import Drops
+from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.schedule import chips
 
 PyTree = Any
@@ -46,14 +58,19 @@ class _Run:
     def __init__(
         self,
         experiment: Experiment,
+        memory: MemoryCopies,
         stopped: Callable[[], bool] = lambda: False,
         strict_hooks: bool = False,
+        stuck_after: float = math.inf,
     ) -> None:
         e = self._experiment = experiment
+        self._memory, self._stopped = memory, stopped
+        self._watchdog = stalls.Watchdog(stuck_after)
+        self._calls = collections.Counter[Any]()  # of each shape of a batch
         over = e.checkpoints.latest() == e.total_calls
         self._goodput = goodput.Record(e.workdir, e.began, over=over)
         self._batches = batches(e)
-        self._evaluate = Evaluator(e, stopped)
+        self._evaluate = Evaluator(e, self.stopped)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
         self._key = jax.jit(
             lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
@@ -71,6 +88,7 @@ class _Run:
         self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
         self._log: CountsLog | None = None
         self._watch = Watch(e.step)
+        stages.ended("model")
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (host := self._restore()) is None:
             self.params, self.state = initial(e)
@@ -85,26 +103,35 @@ class _Run:
         self._hooks = hooks.of(e.config, e.workdir, strict=strict_hooks)
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
+        stages.ended("state")
         if jax.process_count() > 1:
             trials.compile_together(e, self.params, self.state, self._batches.shapes())
             self._goodput.mark("compiling", self.done)
+            stages.ended("programs")
         enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
         self._replicas = replicas.Comparison(e.mesh, enabled=enabled, late=late)
         self._goodput.mark("waiting", self.done)
+        stages.ended("waiting")
+        if started := stages.text():
+            logging.info("started: %s", started)
         asked = profiled(e.config.profile)
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
     def _restore(self) -> dict[str, Any] | None:
-        """Take parameters and state of the newest checkpoint; return its host data.
+        """Take the newest state, from memory or a checkpoint; return its host data.
 
-        Returns None without a checkpoint.
+        Returns None if there is none.
         """
         e = self._experiment
-        like = functools.partial(as_saved, e)
-        if (found := e.checkpoints.restore_newest(like)) is None:
+        saved = e.checkpoints.latest() or 0
+        if found := self._memory.restore_newest(functools.partial(abstract, e), saved):
+            self.done, (self.params, self.state), host = found
+            logging.info("the state of half-round %d was in memory", self.done)
+        elif found := e.checkpoints.restore_newest(functools.partial(as_saved, e)):
+            self.done, arrays, host = found
+            self.params, self.state = here(e, arrays)
+        else:
             return None
-        self.done, arrays, host = found
-        self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
         self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
         return host
@@ -154,7 +181,8 @@ class _Run:
         self._replicas.judge()
         seconds = self._recorder.seconds
         self._close_records()
-        self._restore()
+        with self._watchdog.aside():
+            self._restore()
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
 
@@ -169,10 +197,12 @@ class _Run:
         with self._goodput.waiting():
             rows = next(self._batches)
         batch = to_devices(rows, e.mesh)
-        self.params, self.state, self._metrics = e.step(
-            self.params, self.state, batch, self._counts, self._rng()
-        )
+        with self._patience(batch):
+            self.params, self.state, self._metrics = e.step(
+                self.params, self.state, batch, self._counts, self._rng()
+            )
         self.done += 1
+        self._watchdog.called(self.done, self._metrics["loss"])
         self._drops.add(self.done, start, self._metrics)
         heartbeat.reached(self.done)
         slow = self._watch.row(self.done)
@@ -191,6 +221,18 @@ class _Run:
         else:
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
+
+    def _patience(self, batch: PyTree) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call, which may compile where the shape is new."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        self._calls[shapes] += 1
+        known = self._calls[shapes] > 1 + self._experiment.tx.period
+        return contextlib.nullcontext() if known else self._watchdog.aside()
+
+    def stopped(self) -> bool:
+        """Return whether the run has been told to stop."""
+        self._watchdog.alive()
+        return self._stopped()
 
     def compare_replicas(self) -> None:
         """Dispatch a comparison of the workers' copies."""
@@ -274,14 +316,34 @@ class _Run:
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             self._replicas.check(self.done, self._arrays())
-            seconds, position = self._recorder.seconds, self._batches.get_state()
-            host = {"batches": position, "seconds": seconds, "identity": e.identity,
-                    "axes": dict(e.mesh.shape),
-                    "held_out_loss": self._held_out,
-                    "dropped": self._drops.state(),
-                    "spikes": self._spikes.state()}  # fmt: skip
-            e.checkpoints.save(self.done, (self.params, self.state), host)
+            e.checkpoints.save(self.done, (self.params, self.state), self._host())
             self._goodput.mark("checkpoints", self.done)
+
+    def _host(self) -> dict[str, Any]:
+        """Return what the host knows of the run so far, to continue from."""
+        e = self._experiment
+        seconds, position = self._recorder.seconds, self._batches.get_state()
+        return {"batches": position, "seconds": seconds, "identity": e.identity,
+                "axes": dict(e.mesh.shape),
+                "held_out_loss": self._held_out,
+                "dropped": self._drops.state(),
+                "spikes": self._spikes.state()}  # fmt: skip
+
+    def copy(self) -> None:
+        """Keep a copy of the state in memory if one is due and the state finite."""
+        if not self._memory.due(self.done):
+            return
+        self._recorder.flush()
+        self._spikes.read(self.done)
+        self._drops.read(self.done)
+        state = (self.params, self.state)
+        finite = jax.device_get(self._finite((self.params, self._metrics)))
+        if self._drops.nobody:
+            return
+        if not finite:
+            metrics.check(math.nan, "the loss or a parameter", self.done)
+        self.wait()
+        self._memory.keep(self.done, state, self._host)
 
     def wait(self) -> None:
         """Wait until the devices have done all half-rounds so far."""
@@ -301,18 +363,21 @@ class _Run:
         with self._recorder.pause(self.tokens, what, step):
             self.wait()
             self._goodput.trained(self.done)
-            yield
+            with self._watchdog.aside():
+                yield
 
     def spent(self) -> dict[str, Any]:
         """Return the goodput so far, on process 0."""
         return self._goodput.summary()
 
-    def stopped(self) -> None:
+    def mark_stopped(self) -> None:
         """Record that the run has stopped before its end, and saved."""
         self._goodput.mark("checkpoints", self.done, stopped=True)
 
     def close(self) -> None:
+        self._watchdog.close()
         self._close_records()
+        self._hooks.close()
         self._goodput.close()
 
     def _close_records(self) -> None:
@@ -328,6 +393,7 @@ def run(
     time_gradients: bool = False,
     replay: worlds.WorldsReplay | None = None,
     strict_hooks: bool = False,
+    stuck_after: float = math.inf,
 ) -> dict[str, Any] | None:
     """Train, or continue a run, to its end.
 
@@ -339,6 +405,7 @@ def run(
       replay: record of the run that this run repeats: it stops, with a checkpoint,
         where the recorded run went on with other devices.
       strict_hooks: a hook that raises ends the run.
+      stuck_after: seconds without a half-round that end the process: see `stalls`.
 
     Returns:
       The summary, None if the run was stopped before its end.
@@ -356,17 +423,20 @@ def run(
         done = experiment.checkpoints.latest() or 0
         last = min(last, replay.end(done) or last)
     _announce(experiment)
-    row = None
+    row, memory = None, _memory(experiment, repeats=replay is not None)
     with (
+        memory,
         signals.stopping() as stopped,
         experiment.checkpoints as checkpoints,
-        contextlib.closing(_Run(experiment, stopped, strict_hooks)) as runner,
+        contextlib.closing(
+            _Run(experiment, memory, stopped, strict_hooks, stuck_after)
+        ) as runner,
         jax.transfer_guard("disallow"),
     ):
         rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
         while True:
             try:
-                row = _train(runner, experiment, last, stopped)
+                row = _train(runner, experiment, last)
                 break
             except exits.Stopped:  # in an evaluation, which the continued run owes
                 runner.save(last=True)
@@ -388,20 +458,18 @@ def run(
             seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
-    runner.stopped()
+    runner.mark_stopped()
     stopped_at = f"stopped after half-round {runner.done} of {total}"
     logging.info("%s: the same command continues", stopped_at)
     return None
 
 
-def _train(
-    runner: _Run, experiment: Experiment, last: int, stopped: Callable[[], bool]
-) -> dict[str, Any] | None:
+def _train(runner: _Run, experiment: Experiment, last: int) -> dict[str, Any] | None:
     """Train up to a half-round; return the row of the final evaluation at the end."""
     config, total = experiment.config, experiment.total_calls
     if runner.owes_evaluation():
         runner.validate(config.eval_batches)
-    while runner.done < last and not stopped():
+    while runner.done < last and not runner.stopped():
         with runner.profile.half_round(runner.done + 1):
             runner.half_round()
         crossed = functools.partial(_crossed, experiment, runner.done)
@@ -411,9 +479,23 @@ def _train(
             runner.validate(config.eval_batches)
         if crossed(config.checkpoint_every) and runner.done < total:
             runner.save()
+        runner.copy()
     runner.profile.close()
     runner.save(last=True)
     return runner.validate(None) if runner.done == total else None
+
+
+def _memory(experiment: Experiment, *, repeats: bool) -> MemoryCopies:
+    """Return the copies in memory of a run that a supervisor may begin again.
+
+    A run that repeats another stops where that run did. A roll back depends on when a
+    loss is read, which a copy does.
+    """
+    e, folder = experiment, experiment.config.memory_copies
+    takes = heartbeat.supervised() and not repeats
+    takes = takes and e.config.spike.policy != "rollback" and bool(folder)
+    identity = {"config": e.identity, "world": dataclasses.asdict(e.world)}
+    return MemoryCopies(paths.expanded(folder) if takes else None, e.workdir, identity)
 
 
 def _crossed(experiment: Experiment, calls_done: int, every: int) -> bool:

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
+from acco_jax.command import stages
 from acco_jax.command.files import is_number, read_object, write_whole
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.groups import data_axes, members
@@ -225,6 +226,7 @@ def build(
     config = _with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
     corpus = _corpus(config, workdir, identity, grows)
+    stages.ended("data")
     config = _with_steps(config, workers, amounts, corpus)
     if extend is not None:
         done = max(_saved_calls(config, workdir), default=0)

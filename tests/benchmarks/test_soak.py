@@ -22,3 +22,16 @@ def test_quick(tmp_path):
     (trial,) = json.loads((tmp_path / "out.json").read_text())
     assert sorted(trial["kills"]) == ["compiling", "evaluating", "renamed", "saving"]
     assert trial["bits"] and trial["rows"]
+
+
+@pytest.mark.long
+def test_at_every_place_twice(tmp_path):
+    """Copies in memory among them: written, not marked, with a flipped bit."""
+    out = tmp_path / "out.json"
+    flags = ("--kills=20", "--processes=1", f"--json={out}")
+    done = subprocess.run([sys.executable, PROGRAM, *flags], timeout=7200)
+    assert done.returncode == 0
+    trials = json.loads(out.read_text())
+    kills = [place for trial in trials for place in trial["kills"]]
+    assert len(kills) >= 20 and {"copying", "unmarked", "flipped"} <= set(kills)
+    assert all(t["bits"] and t["rows"] and t["memory"] for t in trials)

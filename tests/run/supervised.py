@@ -14,7 +14,7 @@ import importlib.util, os, signal, sys, time
 spec = importlib.util.spec_from_file_location("heartbeat", {heartbeat.__file__!r})
 heartbeat = sys.modules["heartbeat"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(heartbeat)
-orders = heartbeat.follow()
+orders = heartbeat.follow(lambda: print("spare", os.getpid(), flush=True))
 fault, at, faulty_attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
@@ -37,6 +37,9 @@ for half_round in range(1, 6):
                 time.sleep(0.05)
         if fault == "slow":  # and alive
             time.sleep(6)
+        if fault == "late":  # once there is a spare
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stay":
             while True:
                 time.sleep(1)

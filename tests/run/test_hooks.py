@@ -1,12 +1,14 @@
 """Where else rows go, and what a known accelerator adds to them."""
 
 import sys
+import threading
 import time
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tensorboardX import event_file_writer
 
 from acco_jax.command import exits
 from acco_jax.run import loop, preparation, samples
@@ -81,12 +83,34 @@ def test_a_hook_that_raises_is_named_once_and_left_out(caplog):
     found.add("other", lambda: other)
     for row in given:
         found.row(row)
+    found.close()
     assert seen == [1, 2] and seen_by_other == [1, 2, 3] and given == ROWS
     (warning,) = caplog.messages
     assert warning.startswith(
         "metrics_hook my:hook raised at the train row of half-round 2: RuntimeError: "
         "the server is gone: training goes on without it"
     )
+
+
+def test_a_hook_that_blocks_misses_rows_and_nobody_waits(caplog, monkeypatch):
+    monkeypatch.setattr(hooks, "WAITING", 2)
+    monkeypatch.setattr(hooks, "CLOSE_SECONDS", 0.1)
+    found, never = hooks.Hooks(), threading.Event()
+    other, seen = breaks(at=None)
+    found.add("wandb", never.wait)  # at its start
+    found.add("metrics_hook my:hook", lambda: lambda row: never.wait())
+    found.add("other", lambda: other)
+    start = time.monotonic()
+    for half_round in range(1, 6):
+        found.row(ROWS[0] | {"half_round": half_round})
+        while len(seen) < half_round:
+            time.sleep(0.001)
+    found.close()
+    assert time.monotonic() - start < 2 and seen == [1, 2, 3, 4, 5]
+    said = "wandb is 2 rows behind: it misses rows from half-round 3 on"
+    assert caplog.messages.count(said) == 1
+    assert sum("has not taken all rows after 0 s" in x for x in caplog.messages) == 2
+    never.set()
 
 
 def test_strict_hooks_end_the_run():
@@ -103,15 +127,15 @@ def test_wandb_that_does_not_start_or_raises_is_left_out(
 ):
     config = tiny(wandb_project="tests")
     found = hooks.of(config, tmp_path)
-    runs = wandb["an-id"]
     found.row(ROWS[0])
-    assert len(runs) == 1
+    found.close()
+    assert len(wandb["an-id"]) == 1
 
     def gone(**settings):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(sys.modules["wandb"], "init", gone)
-    hooks.of(config, tmp_path).row(ROWS[0])
+    hooks.of(config, tmp_path).close()
     assert "wandb (wandb_project=tests) raised at its start: Conn" in caplog.text
     with pytest.raises(exits.Failed, match=r"wandb .* its start: ConnectionError"):
         hooks.of(config, tmp_path, strict=True)
@@ -120,15 +144,18 @@ def test_wandb_that_does_not_start_or_raises_is_left_out(
 def test_tensorboard_that_cannot_write_is_left_out(tmp_path, caplog, monkeypatch):
     """Its file is a full disk's from the second row on, and cannot be made later."""
     (tmp_path / "a").mkdir()
+    write, events = event_file_writer.EventsWriter.write_event, []
+
+    def full(writer, event):
+        events.append(event)
+        if len(events) > 2:  # the start, the first row
+            raise OSError(28, "No space left on device")
+        return write(writer, event)
+
+    monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", full)
     found = hooks.Hooks()
     found.open_board(tmp_path / "a", 0)
-    found.row(ROWS[0])
-
-    def full(event):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(found._board._file, "write_event", full)
-    for row in ROWS[1:] * 20:
+    for row in ROWS * 20:
         found.row(row)
     found.close_board()
     (warning,) = caplog.messages
@@ -137,6 +164,7 @@ def test_tensorboard_that_cannot_write_is_left_out(tmp_path, caplog, monkeypatch
     again = hooks.Hooks()
     again.open_board(tmp_path, 0)
     again.row(ROWS[0])
+    again.close()
     assert "TensorBoard's writer raised at its start: FileExists" in caplog.text
 
 

@@ -123,6 +123,18 @@ def test_one_process_begins_again(jobs, fault):
     assert run(*jobs((fault, 3), restarts=1)) == [exits.FINISHED]
 
 
+def test_a_spare_waits_for_the_next_attempt(jobs, capfd, monkeypatch):
+    """Only where another attempt may follow; it ends with its command."""
+    monkeypatch.setattr(supervisor, "SPARE_SECONDS", 0.1)
+    assert run(*jobs(("late", 3, 2), restarts=2)) == [exits.FINISHED]
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    spares = [pid for word, pid, *_ in lines if word == "spare"]
+    pids = [line[2] for line in lines if line[0] != "spare"]
+    assert len(pids) == 3 and pids[1:] == spares[:2]
+    time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids, *spares))
+
+
 def test_a_refusal_is_not_repeated(jobs, capfd):
     assert run(*jobs(("refuse", 3), restarts=5)) == [exits.REFUSED]
     assert errors(capfd) == ["error: no such file"]

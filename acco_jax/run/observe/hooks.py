@@ -1,12 +1,15 @@
 """Further receivers of metrics.jsonl's rows: TensorBoard, W&B, a user's function.
 
-A run outlives them: one that raises is named in a warning and not called again.
+A run outlives them, and does not wait for them: each has a thread of its own. One that
+raises is named in a warning and not called again. One that is slow misses rows.
 """
 
 import contextlib
 import importlib
 import inspect
 import json
+import queue
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -25,33 +28,36 @@ from acco_jax.core.names import named
 Row = dict[str, Any]
 Hook = Callable[[Row], None]  # takes a row of metrics.jsonl
 BOARD = "TensorBoard's writer"
+WAITING = 1000  # rows that a hook may be behind
+CLOSE_SECONDS = 10.0  # that a hook has at the end for the rows that wait
 
 
 class Hooks:
     """Functions that are called beside training, and may fail without ending it."""
 
     def __init__(self, *, strict: bool = False) -> None:
-        """Begin without hooks. If `strict`, a hook that raises ends the run."""
+        """Begin without hooks.
+
+        If `strict`, the loop itself calls the hooks, and one that raises ends the run.
+        """
         self._strict = strict
-        self._functions: dict[str, Hook] = {}
-        self._board: Board | None = None
+        self._receivers: dict[str, _Receiver] = {}
         self._broken: set[str] = set()
 
     def add(self, name: str, make: Callable[[], Hook]) -> None:
         """Add the hook that `make` returns; `make` may fail as a hook may."""
-        if (hook := self.call(name, "its start", make)) is not None:
-            self._functions[name] = hook
+        self._receivers[name] = _Receiver(
+            name, make, self.call, beside=not self._strict
+        )
 
     def open_board(self, workdir: Path, done: int) -> None:
         """Begin a file for TensorBoard, of rows after half-round `done`."""
         self.close_board()
-        self._board = self.call(BOARD, "its start", Board, workdir, done)
+        self.add(BOARD, lambda: Board(workdir, done))
 
     def close_board(self) -> None:
-        if self._board is not None:
-            with contextlib.suppress(Exception):  # it has raised before
-                self._board.close()
-        self._board = None
+        if (board := self._receivers.pop(BOARD, None)) is not None:
+            board.close()
 
     def row(self, row: Row) -> None:
         """Pass every hook its own copy of a row.
@@ -59,10 +65,13 @@ class Hooks:
         Raises:
           exits.Failed: if hooks are strict, and one of them raised.
         """
-        where = f"the {row['kind']} row of half-round {row['half_round']}"
-        board = {} if self._board is None else {BOARD: self._board}
-        for name, hook in (self._functions | board).items():
-            self.call(name, where, hook, dict(row))
+        for receiver in self._receivers.values():
+            receiver.row(dict(row))
+
+    def close(self) -> None:
+        """Wait a while until the hooks have taken all rows."""
+        for receiver in self._receivers.values():
+            receiver.close()
 
     def call(
         self, name: str, where: str, function: Callable[..., Any], *arguments: Any
@@ -97,8 +106,72 @@ class Hooks:
             return None
 
 
+class _Receiver:
+    """A hook, and the rows that wait for it."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Hook], call: Callable[..., Any], *,
+        beside: bool,
+    ) -> None:  # fmt: skip
+        """Make the hook, `beside` the loop in a thread of its own if so."""
+        self._name, self._call, self._late = name, call, False
+        self._hook: Hook | None = None
+        self._rows: queue.Queue[Row | None] = queue.Queue(WAITING)
+        self._thread: threading.Thread | None = None
+        if beside:
+            self._thread = threading.Thread(
+                target=self._work, args=(make,), daemon=True, name=name
+            )
+            self._thread.start()
+        else:
+            self._hook = call(name, "its start", make)
+
+    def row(self, row: Row) -> None:
+        if self._thread is None:
+            self._take(row)
+            return
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            if not self._late:
+                logging.warning(
+                    "%s is %d rows behind: it misses rows from half-round %d on",
+                    self._name, WAITING, row["half_round"],
+                )  # fmt: skip
+            self._late = True
+
+    def close(self) -> None:
+        if self._thread is None:
+            self._close()
+            return
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logging.warning(
+                "%s has not taken all rows after %.0f s: the rest is left out",
+                self._name, CLOSE_SECONDS,
+            )  # fmt: skip
+
+    def _work(self, make: Callable[[], Hook]) -> None:
+        self._hook = self._call(self._name, "its start", make)
+        while (row := self._rows.get()) is not None:
+            self._take(row)
+        self._close()
+
+    def _take(self, row: Row) -> None:
+        if self._hook is not None:
+            where = f"the {row['kind']} row of half-round {row['half_round']}"
+            self._call(self._name, where, self._hook, row)
+
+    def _close(self) -> None:
+        if isinstance(self._hook, Board):
+            with contextlib.suppress(Exception):  # it has raised before
+                self._hook.close()
+
+
 class Board:
-    """Writer of TensorBoard rows, unthreaded: a dead thread would block training."""
+    """Writer of TensorBoard rows, whose own writer would have a thread."""
 
     def __init__(self, workdir: Path, done: int) -> None:
         """Begin a file; TensorBoard drops other files' rows after `done`."""

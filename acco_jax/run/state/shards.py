@@ -1,10 +1,11 @@
-"""Checksums of the shards of a checkpoint: taken when saved, verified when restored."""
+"""Shards of a state, and their checksums: taken when saved, verified when restored."""
 
 import dataclasses
 import json
+import math
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -19,27 +20,75 @@ Shards = dict[str, dict[str, np.ndarray]]
 Sums = dict[str, dict[str, int]]
 
 
-def on_host(arrays: dict[str, jax.Array]) -> Shards:
-    """Copy to this host what this process saves: one replica of each of its shards.
+def on_host(arrays: dict[str, jax.Array], *, saved: bool = True) -> Shards:
+    """Copy to this host one replica of each shard that this process holds.
 
     The copies stay valid when the arrays are donated afterwards.
+
+    Args:
+      arrays: by name.
+      saved: leave out shards that another process saves.
     """
-    saved = {
-        name: [s for s in x.addressable_shards if s.replica_id == 0]
+    copied = {
+        name: [s for s in _single(x) if s.replica_id == 0 or not saved]
         for name, x in arrays.items()
     }
-    for shards in saved.values():
+    for shards in copied.values():
         for shard in shards:  # start all copies before waiting for the first
             shard.data.copy_to_host_async()
     return {
         name: {_place(s.index, arrays[name].shape): jax.device_get(s.data) for s in own}
-        for name, own in saved.items()
+        for name, own in copied.items()
     }
+
+
+def _single(x: jax.Array) -> list[jax.Shard]:
+    """Return one shard of an array for each place, the saved replica if it is here."""
+    found = sorted(x.addressable_shards, key=lambda s: -s.replica_id)
+    return list({_place(s.index, x.shape): s for s in found}.values())
+
+
+def written(file: BinaryIO, shards: Shards) -> Sums:
+    """Write the bytes of shards, one after another; return the checksums."""
+    sums: Sums = {name: {} for name in shards}
+    for name, own in shards.items():
+        for place, shard in own.items():
+            file.write(_bytes(shard))
+            sums[name][place] = crc(shard)
+    return sums
+
+
+def arrays(
+    file: BinaryIO, like: dict[str, jax.ShapeDtypeStruct], sums: Sums
+) -> dict[str, jax.Array]:
+    """Return the arrays whose shards of this process were `written`.
+
+    Raises:
+      ValueError: if the file is cut.
+      KeyError: if a shard is not in it.
+    """
+    found: dict[str, jax.Array] = {}
+    for name, own in sums.items():
+        x, here = like[name], dict[str, np.ndarray]()
+
+        def shard(index: Any, x: Any = x, here: dict[str, Any] = here) -> Any:
+            return here[_place(index, x.shape)]
+
+        for place in own:
+            shape = [s.stop - s.start for s in _slices(place)]
+            data = file.read(math.prod(shape) * x.dtype.itemsize)
+            here[place] = np.frombuffer(data, x.dtype).reshape(shape)
+        found[name] = jax.make_array_from_callback(x.shape, x.sharding, shard)
+    return found
 
 
 def crc(x: np.ndarray) -> int:
     """Return the CRC-32 of an array's bytes, in C order."""
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(_bytes(x))
+
+
+def _bytes(x: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def read(checkpoint: epath.Path) -> Sums:

@@ -48,6 +48,7 @@ from acco_jax.run.supervise.messages import (
 
 SECONDS = 0.25  # between looks
 GRACE = 3.0  # seconds in which the first failure may turn out to be another's fault
+SURE = 1.0  # and in which a process that gave a reason, or was killed, may
 PARTING = 5.0  # seconds in which commands that have received the end may leave
 QUIET = 5.0  # seconds of silence that make a process suspect when others fail
 HELLO_SECONDS = 5.0  # in which a connection must send its first message
@@ -150,9 +151,10 @@ def judge(
             return None
         line = f"{early[0]} was told to stop"
         return Judgment(exits.STOPPED, line, early[0].process, False)
-    if not everyone and now - min(m.ended for m, _ in ends) < GRACE:
-        return None
     first, end = min(ends, key=lambda pair: (pair[1].suspicion, pair[0].ended))
+    grace = GRACE if end.suspicion == 2 else SURE
+    if not everyone and now - min(m.ended for m, _ in ends) < grace:
+        return None
     if end.error:
         again = end.code == exits.FAILED and attempt <= limits.restarts
         line = messages.printable(f"{first}: {end.error}")

@@ -48,6 +48,7 @@ STACK_SECONDS = 0.5  # for a process to write its stacks
 CONNECT_SECONDS = 3.0  # to connect and be admitted, until it is tried again
 LENIENT = 2.0  # seconds that process 0 may be silent beyond --lost_after: it judges
 END_SECONDS = 10.0  # for a process to end that has given its reason
+SPARE_SECONDS = 10.0  # of training, before a spare for the next attempt is started
 POLL_SECONDS = 0.25  # between looks at the training process
 
 
@@ -69,12 +70,14 @@ class _Ends(Exception):
 
 
 class _Child:
-    """A training process."""
+    """A training process, or a spare that waits for its orders."""
 
-    def __init__(self, job: Job, begin: Go) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
-        self.attempt = begin.attempt
+        self.attempt = 0
         self.half_round: int | None = None
+        self.trains: float | None = None  # since when
         self.error = self.exception = ""
         self.code: int | None = None  # that it has announced
         self._last_word = 0.0  # time of the announcement
@@ -83,21 +86,34 @@ class _Child:
         self._pipe, write = os.pipe()
         os.set_blocking(self._pipe, False)
         self._rest = b""
-        orders = heartbeat.Orders(
-            write, self._folder.name, self.attempt,
-            begin.coordinator if begin.processes > 1 else None,
-            job.limits.lost_after, job.limits.start_within,
-            begin.process, begin.processes,
-        )  # fmt: skip
-        environment = os.environ | orders.environment()
+        orders, self._orders = os.pipe()
+        place = heartbeat.environment(orders, write, self._folder.name)
+        environment = os.environ | place
         environment.pop(messages.TOKEN, None)
         self._process = subprocess.Popen(
             job.command,
             env=environment,
-            pass_fds=[write],
+            pass_fds=[orders, write],
             start_new_session=True,  # a terminal's signals come through the command
         )
+        os.close(orders)
         os.close(write)
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def begin(self, begin: Go) -> None:
+        """Give the process its place in an attempt."""
+        job, self.attempt, self._start = self._job, begin.attempt, time.monotonic()
+        orders = heartbeat.Orders(
+            self.attempt, time.time(),
+            begin.coordinator if begin.processes > 1 else None,
+            job.limits.lost_after, job.limits.start_within,
+            begin.process, begin.processes,
+        )  # fmt: skip
+        with contextlib.suppress(BrokenPipeError):  # `end` returns why
+            os.write(self._orders, orders.line())
 
     def end(self) -> End | None:
         """Read the process's messages; return how it has ended, None if not."""
@@ -117,7 +133,10 @@ class _Child:
 
     def _hear(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
-        self.half_round = message.get("half_round", self.half_round)
+        if "half_round" in message:
+            if self.half_round is not None:  # the first is where it continues
+                self.trains = self.trains or self._heard
+            self.half_round = message["half_round"]
         self.error = message.get("error", self.error)
         self.exception = message.get("exception", self.exception)
         if "code" in message:
@@ -147,6 +166,7 @@ class _Child:
         self._process.kill()
         self._process.wait()
         os.close(self._pipe)
+        os.close(self._orders)
         self._folder.cleanup()
 
 
@@ -210,6 +230,7 @@ class _Command:
         self._job, self._host, self._port = job, host, port
         self._attempt = 0
         self._child: _Child | None = None
+        self._spare: _Child | None = None
         self._told = 0  # signals received
         self._name = secrets.token_hex(8)
 
@@ -233,8 +254,9 @@ class _Command:
             line = "interrupted: the same command continues from its checkpoint."
             return _say(exits.FAILED, line)
         finally:
-            if self._child:
-                self._child.close()
+            for child in (self._child, self._spare):
+                if child:
+                    child.close()
 
     def _stop(self, task: asyncio.Task, number: int) -> None:
         """Pass the first signal on; a second one, or one without a child, ends."""
@@ -316,7 +338,12 @@ class _Command:
         if begin is None:
             return False
         self._attempt = begin.attempt
-        self._child = child = _Child(self._job, begin)
+        if self._spare and not self._spare.lives:
+            self._spare.close()
+            self._spare = None
+        self._child = child = self._spare or _Child(self._job)
+        self._spare = None
+        child.begin(begin)
         try:
             verdict = await self._watch(link, child)
             await self._carry_out(verdict, child)
@@ -363,6 +390,7 @@ class _Command:
             if time.monotonic() - said > heartbeat.SECONDS:
                 link.say(child.beat())
                 said = time.monotonic()
+            self._keep_spare(child)
             message = await link.next(POLL_SECONDS)
             match message:
                 case Judgment() as verdict:
@@ -375,6 +403,14 @@ class _Command:
                 if end and (end.good or end.error):
                     raise _Ends(end.code)
                 return self._lost_meeting(link)
+
+    def _keep_spare(self, child: _Child) -> None:
+        """Start a spare for the next attempt, some time after this one trains."""
+        restarts = self._job.limits.restarts
+        if self._spare or child.attempt > restarts or not child.trains:
+            return
+        if time.monotonic() - child.trains > SPARE_SECONDS:
+            self._spare = _Child(self._job)
 
     def _unheard(self, link: _Link) -> bool:
         """Return whether process 0's command has been silent too long.

@@ -1,0 +1,191 @@
+"""Copies of states in memory: which one a restart takes, and what is left out."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.core import leaf_names
+from acco_jax.run.state import memory
+from acco_jax.run.state.memory import MemoryCopies
+from acco_jax.run.state.replicas import ReplicasDiffer
+from tests.reference import make_mesh
+
+IDENTITY = {"config": {"seed": 0}, "counts": (1, 1)}
+
+
+def state(half_round):
+    """Shards, replicas, a bfloat16 scalar and a key, on two devices."""
+    mesh = make_mesh(2)
+    x = np.arange(12, dtype=np.float32).reshape(4, 3) * half_round
+    return {
+        "shards": jax.device_put(x, NamedSharding(mesh, P("data"))),
+        "replicas": jax.device_put(x, NamedSharding(mesh, P())),
+        "scalar": jax.device_put(jnp.bfloat16(half_round), NamedSharding(mesh, P())),
+        "key": jax.device_put(jax.random.key(half_round), NamedSharding(mesh, P())),
+    }
+
+
+def like():
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(1)
+    )
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder in the place of /dev/shm, and a workdir."""
+    found = SimpleNamespace(folder=tmp_path / "shm", workdir=tmp_path / "work")
+    found.folder.mkdir()
+    found.workdir.mkdir()
+    return found
+
+
+def opened(place, **changes):
+    return MemoryCopies(place.folder, place.workdir, IDENTITY | changes)
+
+
+def kept(place, *half_rounds):
+    """What a process leaves that is killed after copies of these half-rounds."""
+    copies = opened(place)
+    for half_round in half_rounds:
+        copies.keep(half_round, state(half_round), lambda h=half_round: {"at": h})
+    copies._writing.result()
+    return copies
+
+
+def files(place):
+    return sorted(path.name for path in place.folder.rglob("*.*"))
+
+
+def flip(place, half_round):
+    (path,) = place.folder.rglob(f"{half_round}.data")
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+
+
+def bits(tree):
+    named = leaf_names.named(tree)
+    shards = {k: [s.data for s in x.addressable_shards] for k, x in named.items()}
+    return {k: [np.asarray(s).tobytes() for s in x] for k, x in shards.items()}
+
+
+def test_a_restart_takes_the_newest(place):
+    kept(place, 2, 4, 6)
+    assert files(place) == ["4.data", "4.json", "6.data", "6.json"]
+    done, tree, host = opened(place).restore_newest(like, 6)
+    assert (done, host) == (6, {"at": 6}) and bits(tree) == bits(state(6))
+    assert files(place) == ["6.data", "6.json"]
+    assert opened(place).restore_newest(like, 7) is None  # the checkpoint is newer
+    assert files(place) == []
+
+
+def test_a_flipped_bit_leaves_the_older_one_and_then_the_disk(place, caplog):
+    kept(place, 4, 6)
+    flip(place, 6)
+    done, tree, _ = opened(place).restore_newest(like, 0)
+    assert done == 4 and bits(tree) == bits(state(4))
+    (line,) = caplog.messages
+    assert line.startswith("the copy of half-round 6 in memory is damaged: the shard [")
+    flip(place, 4)
+    assert opened(place).restore_newest(like, 0) is None and files(place) == []
+    assert "continuing from the checkpoint on disk" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["cut", "unmarked", "sealed", "other"])
+def test_copies_that_are_not_whole_or_of_another_run(place, fault):
+    kept(place, 4)
+    (data,), (mark,) = place.folder.rglob("4.data"), place.folder.rglob("4.json")
+    match fault:
+        case "cut":
+            data.write_bytes(data.read_bytes()[:-1])
+        case "unmarked":  # killed meanwhile
+            mark.unlink()
+        case "sealed":
+            mark.write_text(mark.read_text().replace('"at": 4', '"at": 5'))
+        case "other":
+            (place.workdir / memory.RUN).unlink()  # begun again from scratch
+    assert opened(place).restore_newest(like, 0) is None
+    assert files(place) == []
+
+
+def test_another_config_or_other_devices(place, caplog):
+    kept(place, 4)
+    assert opened(place, counts=(1, 2)).restore_newest(like, 0) is None
+    assert "continuing from the checkpoint on disk" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, FloatingPointError, ReplicasDiffer, OSError])
+def test_what_is_left_at_the_end(place, error):
+    with pytest.raises(error) if error else contextlib.nullcontext(), kept(place, 4):
+        if error:
+            raise error
+    assert bool(files(place)) == (error is OSError)
+
+
+def test_without_room_there_are_none(place, caplog, monkeypatch):
+    full = SimpleNamespace(free=10)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: full)
+    copies = kept(place, 4)
+    assert "bytes are needed, and 10 are free" in caplog.text
+    copies.keep(6, state(6), dict)
+    assert files(place) == []
+    assert opened(place).restore_newest(like, 0) is None
+
+
+def test_where_there_is_no_such_folder(tmp_path, caplog):
+    off = MemoryCopies(None, tmp_path, IDENTITY)
+    assert not off.due(5) and off.restore_newest(like, 0) is None
+    missing = MemoryCopies(Path("/nowhere"), tmp_path, IDENTITY)
+    missing.keep(1, state(1), dict)
+    assert missing.restore_newest(like, 0) is None and caplog.records == []
+
+
+def test_copies_take_their_share_of_the_time(place, monkeypatch):
+    copies = opened(place)
+    monkeypatch.setattr(copies, "_write", lambda *_: 0.0499)
+    made = []
+    clock = [0.0]
+    monkeypatch.setattr(memory.time, "perf_counter", lambda: clock[0])
+    for half_round in range(1, 61):
+        clock[0] += 0.5
+        if copies.due(half_round):
+            copies.keep(half_round, state(1), dict)
+            made.append(half_round)
+    # the first ones are early; then 0.0499 s are 1 % of ten half-rounds
+    assert made == [5, 9, 13, 17, 27, 37, 47, 57]
+
+
+def test_old_copies_of_runs_that_are_gone_are_removed(place, monkeypatch):
+    kept(place, 4)
+    other = SimpleNamespace(folder=place.folder, workdir=place.workdir / "other")
+    other.workdir.mkdir()
+    opened(other)
+    assert files(place)
+    monkeypatch.setattr(memory, "LEFT_SECONDS", -1)
+    opened(other)
+    assert not files(place)
+
+
+@pytest.mark.long
+def test_kills_at_random_times(tmp_path):
+    """Twenty-five, some during a copy, and one bit that changes: the same end."""
+    command = [sys.executable, "-m", "tests.run.killed_copies", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kills"] == 25 and found["meanwhile"] > 0 and found["bits"]
+    assert max(found["repeated"]) <= 8 and found["left"] == 0
+    assert done.stderr.count("in memory is damaged") == 1
