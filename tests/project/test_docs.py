@@ -5,15 +5,18 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 import yaml
 
+import acco_jax
 from acco_jax.command.exits import TABLE
 from acco_jax.methods import METHODS, options
 from acco_jax.run.config.fields import default_config
+from tests import compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
@@ -154,7 +157,17 @@ def check_models(names):
     np.testing.assert_allclose(loss, weight * np.log(16), rtol=1e-6)
 
 
+def check_audit(names):
+    """The test on the page passes with acco and fails with zero1."""
+    with compiling.optimized():
+        names["test_communication_stays_overlapped"]()
+        synchronous = mock.patch.object(acco_jax, "acco", acco_jax.zero1)
+        with synchronous, pytest.raises(AssertionError, match=r"^data: .*hidden"):
+            names["test_communication_stays_overlapped"]()
+
+
 CHECKS = {
+    "audit.md": check_audit,
     "index.md": check_index,
     "numerics.md": check_numerics,
     "microbatches.md": check_counts,
