@@ -304,6 +304,8 @@ FIGURES = {
     ("methods.md", "+0.643 nats"): ("dynamics", r"1,000 .*\+0\.6433"),
     ("methods.md", "+0.068 nats"): ("dynamics", r"1,000 .*\+0\.0679"),
     ("methods.md", "+1.7 % (n = 1)"): ("dynamics", r"diloco, H = 50.*\+1\.7 %"),
+    ("howto/optimizers.md", "2.98 ± 0.70"): ("optimizers", r"large .*2\.98 ± 0\.70"),
+    ("howto/optimizers.md", "1.04 ± 0.05"): ("optimizers", r"0\.3 .*1\.04 ± 0\.05"),
     ("overlap.md", "| 88 % | 63 %"): ("audit", r"plain_dp .*h100.* 87\.7%"),
 }  # fmt: skip
 
