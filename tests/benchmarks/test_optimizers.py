@@ -23,7 +23,8 @@ def test_no_optimizer_of_optax_is_missing():
 
 
 def test_the_result_has_a_row_for_each():
-    rows = re.findall(r"^\| ([^|]+) \| [\d.]", RESULT.read_text(), re.M)
+    first = RESULT.read_text().split("With 20 seeds:")[0]
+    rows = re.findall(r"^\| ([^|]+) \| [\d.]", first, re.M)
     assert rows == list(optimizers.OPTIMIZERS)
 
 

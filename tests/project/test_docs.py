@@ -305,6 +305,9 @@ FIGURES = {
     ("methods.md", "+0.068 nats"): ("dynamics", r"1,000 .*\+0\.0679"),
     ("methods.md", "+1.7 % (n = 1)"): ("dynamics", r"diloco, H = 50.*\+1\.7 %"),
     ("howto/optimizers.md", "2.98 ± 0.70"): ("optimizers", r"large .*2\.98 ± 0\.70"),
+    ("howto/optimizers.md", "1.22 ± 0.04"): ("optimizers", r"polyak.*1\.22 ± 0\.04"),
+    ("howto/optimizers.md", "1.16 ± 0.07"): ("optimizers", r"dowg.*1\.16 ± 0\.07"),
+    ("howto/optimizers.md", "1.10 ± 0.05"): ("optimizers", r"dadapt.*1\.10 ± 0\.05"),
     ("howto/optimizers.md", "1.04 ± 0.05"): ("optimizers", r"0\.3 .*1\.04 ± 0\.05"),
     ("overlap.md", "| 88 % | 63 %"): ("audit", r"plain_dp .*h100.* 87\.7%"),
 }  # fmt: skip
