@@ -1,5 +1,6 @@
 """Checks of a method's arguments, and of the optax wrappers that it may stand in."""
 
+import inspect
 import re
 import sys
 import traceback
@@ -105,6 +106,17 @@ def check_extra(inner: optax.GradientTransformation, extra: dict[str, Any]) -> N
                 f"update got {name}, a function: inner works on shards, of which no "
                 "function of whole parameters can be computed."
             )
+
+
+def takes(inner: optax.GradientTransformation, name: str) -> bool:
+    """Return whether inner.update takes an extra argument of this name, or any.
+
+    optax.contrib.sam is of the type that takes any, and takes none.
+    """
+    if not isinstance(inner, optax.GradientTransformationExtraArgs):
+        return False
+    parameters = inspect.signature(inner.update).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def checked_update(

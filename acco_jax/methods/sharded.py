@@ -291,7 +291,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
         checks.check_extra(self.inner, extra)
-        if isinstance(self.inner, optax.GradientTransformationExtraArgs):
+        if checks.takes(self.inner, "value"):
             return {"value": optimizer.MEAN_LOSS} | extra
         return extra
 

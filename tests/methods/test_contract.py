@@ -360,6 +360,18 @@ def test_a_train_state():
         TrainState.create(apply_fn=None, params=theta(), tx=method("diloco"))
 
 
+def test_the_mean_loss_goes_to_optimizers_that_take_it():
+    """optax's type of optimizers with extra arguments has some that take none."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
+    assert method("acco", inner=sam).arguments({}) == {}
+    assert method("acco", inner=optax.scale(-0.1)).arguments({}) == {}
+    for inner in (optax.contrib.momo(0.1), optax.chain(optax.sgd(0.1))):
+        assert method("acco", inner=inner).arguments({}).keys() == {"value"}
+    tx = method("zero1", inner=sam)
+    params, state = acco_jax.start(tx, theta())
+    assert step_of(tx)(params, state, batch_for(tx))[2]["step"] == 1
+
+
 def test_multi_steps():
     """Around a method it is refused; inside, its gradient_transformation() works."""
     many = optax.MultiSteps(optax.sgd(0.1), 2)

@@ -5,15 +5,18 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 import yaml
 
+import acco_jax
 from acco_jax.command.exits import TABLE
 from acco_jax.methods import METHODS, options
 from acco_jax.run.config.fields import default_config
+from tests import compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
@@ -154,7 +157,17 @@ def check_models(names):
     np.testing.assert_allclose(loss, weight * np.log(16), rtol=1e-6)
 
 
+def check_audit(names):
+    """The test on the page passes with acco and fails with zero1."""
+    with compiling.optimized():
+        names["test_communication_stays_overlapped"]()
+        synchronous = mock.patch.object(acco_jax, "acco", acco_jax.zero1)
+        with synchronous, pytest.raises(AssertionError, match=r"^data: .*hidden"):
+            names["test_communication_stays_overlapped"]()
+
+
 CHECKS = {
+    "audit.md": check_audit,
     "index.md": check_index,
     "numerics.md": check_numerics,
     "microbatches.md": check_counts,
@@ -167,7 +180,7 @@ CHECKS = {
 
 def test_what_does_not_run_is_at_least_python():
     other = [(p, b) for p in PAGES for b in blocks(p, "py")]
-    assert {name(p) for p, _ in other} == {"migrate/pytorch.md"}
+    assert {name(p) for p, _ in other} == {"migrate/pytorch.md", "migrate/tunix.md"}
     for _, block in other:
         ast.parse(block)
     languages = {x for t in TEXTS.values() for x in re.findall(r"^```(\w+)$", t, re.M)}
@@ -291,6 +304,11 @@ FIGURES = {
     ("methods.md", "+0.643 nats"): ("dynamics", r"1,000 .*\+0\.6433"),
     ("methods.md", "+0.068 nats"): ("dynamics", r"1,000 .*\+0\.0679"),
     ("methods.md", "+1.7 % (n = 1)"): ("dynamics", r"diloco, H = 50.*\+1\.7 %"),
+    ("howto/optimizers.md", "2.98 ± 0.70"): ("optimizers", r"large .*2\.98 ± 0\.70"),
+    ("howto/optimizers.md", "1.22 ± 0.04"): ("optimizers", r"polyak.*1\.22 ± 0\.04"),
+    ("howto/optimizers.md", "1.16 ± 0.07"): ("optimizers", r"dowg.*1\.16 ± 0\.07"),
+    ("howto/optimizers.md", "1.10 ± 0.05"): ("optimizers", r"dadapt.*1\.10 ± 0\.05"),
+    ("howto/optimizers.md", "1.04 ± 0.05"): ("optimizers", r"0\.3 .*1\.04 ± 0\.05"),
     ("overlap.md", "| 88 % | 63 %"): ("audit", r"plain_dp .*h100.* 87\.7%"),
 }  # fmt: skip
 
