@@ -4,11 +4,13 @@ python -m acco_jax.plan --config=experiments/quickstart.py --topology=gpu:h200:2
 
 Several of --topology or --network, or --tokens, make one table of all of them, with
 what the run would take and cost, and a sentence that says which to take. --recommend
-says which method to take on one machine, and the command. --calibrate
+says which method to take on one machine, and the command; --sweep-network shows
+at which network rates each is the fastest. --calibrate
 measures the devices that are here, and the step on them, beside what plan predicts;
 --calibration=FILE plans with what was measured.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -60,6 +62,11 @@ _RESTART = flags.DEFINE_string(
 )
 _RECOMMEND = flags.DEFINE_bool(
     "recommend", False, "Say which method to take there, and the command to copy."
+)
+_SWEEP = flags.DEFINE_bool(
+    "sweep-network",
+    False,
+    "Predict the methods at network rates of 0.1 to 1,000 Gbit/s.",
 )
 _FIT = flags.DEFINE_bool(
     "fit", True, "Look for the best and the largest microbatch: a few more compiles."
@@ -125,6 +132,11 @@ def _run() -> "Sequence[Plan]":
     if networks and not several:
         changes["slow_bandwidth"] = networks[0]
     sizes = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
+    if _SWEEP.value and (several or sizes or _TOKENS.value or _RECOMMEND.value):
+        raise ValueError(
+            "--sweep-network is of one machine: leave out --devices, --tokens, "
+            "--recommend, and all but one --topology and --network."
+        )
     if _RECOMMEND.value and (several or sizes or _TOKENS.value or _METHODS.value):
         raise ValueError(
             "--recommend is for one machine and network: leave out --methods, "
@@ -137,7 +149,14 @@ def _run() -> "Sequence[Plan]":
             "one --topology and one --network."
         )
     # slow: after the flags' check
-    from acco_jax.plan import decision, exports, plan_text, planner, recommendation
+    from acco_jax.plan import (
+        decision,
+        exports,
+        plan_text,
+        planner,
+        recommendation,
+        sweep,
+    )
 
     request = planner.PlanRequest(tuple(_METHODS.value), sizes, changes, _FIT.value)
     if _RECOMMEND.value:
@@ -146,16 +165,26 @@ def _run() -> "Sequence[Plan]":
         print(recommendation.text(best))
         _write(json_file, lambda: recommendation.as_dict(best))
         return [best.plan]
+    if _SWEEP.value:
+        pair = request.methods or ("acco", planner.BASELINE)
+        asked = dataclasses.replace(request, methods=pair, fit=False)
+        found = sweep.of_plan(planner.make(_CONFIG.value, places[0], asked))
+        print(sweep.text(found))
+        if folder:
+            sweep.picture(found, folder / "sweep.png")
+            print(f"picture  {folder / 'sweep.png'}")
+        _write(json_file, lambda: sweep.as_dict(found))
+        return [found.plan]
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(plan_text.text(plan))
         for line in exports.write(plan, folder, json_file, programs):
             print(line)
         return [plan]
-    found = decision.make(_CONFIG.value, places, request, decision.Terms(**terms))
-    print(decision.text(found))
-    _write(json_file, lambda: decision.as_dict(found))
-    return found.plans
+    chosen = decision.make(_CONFIG.value, places, request, decision.Terms(**terms))
+    print(decision.text(chosen))
+    _write(json_file, lambda: decision.as_dict(chosen))
+    return chosen.plans
 
 
 def _calibrate(json_file: Path | None) -> "Sequence[Plan]":

@@ -174,7 +174,7 @@ def finish(prepared: Prepared) -> Plan:
     if not outcomes:
         raise NothingFits(misfits)
     rows = (_with_ranges(outcomes, config, model, machine, n) for n in numbers)
-    few = (_few_bits(o, config, machine) for o in outcomes)
+    few = (few_bits(o, config, machine) for o in outcomes)
     blocks = [list(itertools.chain(*found)) for found in (rows, few)]
     return Plan(config, model, machine, checked, tuple(outcomes), misfits, *blocks)
 
@@ -382,7 +382,7 @@ def _tried(
     )
 
 
-def _few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str, Any]]:
+def few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str, Any]]:
     """Predict quantized gathers and reductions, for a method that does not quantize.
 
     Returns a row per choice of bits, the first as compiled; [] for a method that has no

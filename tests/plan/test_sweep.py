@@ -1,0 +1,46 @@
+"""Speed-ups against the network's rate, of recorded schedules; nothing is compiled."""
+
+import json
+
+import pytest
+
+from tests.schedule.recordings import SCHEDULES, run
+
+
+def test_bands_are_where_a_method_is_the_fastest(
+    stand_in, tmp_path, capsys, monkeypatch
+):
+    """dpu's half-round is a step, of as many microbatches as zero1's recording."""
+    monkeypatch.setitem(SCHEDULES, "dpu", "gpu_hidden")
+    file = tmp_path / "sweep.json"
+    run("--sweep-network", "--methods=dpu,zero1", "--topology=gpu:h200:2x8",
+        f"--json={file}", f"--out={tmp_path}")  # fmt: skip
+    assert len(stand_in) == 2  # one compile of each, for all rates
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    rates, speedups = found["rates"], found["speedups"]
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+    assert rates[0] == pytest.approx(1e8 / 8) and rates[-1] == pytest.approx(1e12 / 8)
+    assert set(speedups["zero1"]) == {1.0}
+    # equal bytes: at a slow network no gain, at a fast one nothing to overlap
+    assert [name for name, *_ in found["bands"]] == ["zero1", "dpu", "zero1"]
+    assert max(speedups["dpu"]) > 1.3 and speedups["dpu"][0] == pytest.approx(
+        1, abs=0.02
+    )
+    assert "zero1 up to " in text and "; dpu from " in text and "Gbit/s on." in text
+    for name, low, high in found["bands"]:
+        for i, rate in enumerate(rates):
+            if low <= rate <= high:
+                fastest = max(s[i] for s in speedups.values())
+                assert speedups[name][i] >= fastest / 1.02
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("--methods=acco", "compares with zero1: it is not among --methods"),
+        ("--recommend", "is of one machine: leave out"),
+        ("--tokens=1e9", "is of one machine: leave out"),
+    ],
+)
+def test_it_needs_zero1_and_one_machine(stand_in, refusal, extra, said):
+    assert said in refusal("--sweep-network", extra)
