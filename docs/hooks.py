@@ -7,6 +7,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
+SOURCE = "https://github.com/acco-jax/acco-jax/blob/main"
 
 
 def on_files(files, config):
@@ -24,6 +25,7 @@ def on_page_markdown(markdown, page, **_):
         r"\]\((?:\.\./)+experiments/results/": f"]({up}results/",
         r"\]\((?:\.\./)+architecture\.md": f"]({up}architecture.md",
         r"\]\((?:\.\./)+docs/site/": f"]({up}",
+        r"\]\((?:\.\./)+(experiments/\w+/\w+\.py)\)": rf"]({SOURCE}/\1)",
     }
     for link, there in links.items():
         markdown = re.sub(link, there, markdown)

@@ -29,6 +29,11 @@ class Candidate(NamedTuple):
     options: Mapping[str, Any]
     gaps: Mapping[str, Gap] | None  # None: it computes what the optimizer does
 
+    @property
+    def divides(self) -> bool:
+        """Whether it reduces within hosts first, where they have several devices."""
+        return "reduce_bits" in self.options
+
     def gap(self, optimizer: str) -> str:
         """Return the gap with an optimizer of optax, for a person."""
         if self.gaps is None:

@@ -10,7 +10,6 @@ measures the devices that are here, and the step on them, beside what plan predi
 --calibration=FILE plans with what was measured.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -166,15 +165,13 @@ def _run() -> "Sequence[Plan]":
         _write(json_file, lambda: recommendation.as_dict(best))
         return [best.plan]
     if _SWEEP.value:
-        pair = request.methods or ("acco", planner.BASELINE)
-        asked = dataclasses.replace(request, methods=pair, fit=False)
-        found = sweep.of_plan(planner.make(_CONFIG.value, places[0], asked))
+        found = sweep.make(_CONFIG.value, places[0], request)
         print(sweep.text(found))
         if folder:
             sweep.picture(found, folder / "sweep.png")
             print(f"picture  {folder / 'sweep.png'}")
         _write(json_file, lambda: sweep.as_dict(found))
-        return [found.plan]
+        return found.plans
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(plan_text.text(plan))

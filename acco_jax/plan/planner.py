@@ -189,6 +189,19 @@ def of_method(config: ConfigDict, method: str) -> ConfigDict:
     return other
 
 
+def with_domains(config: ConfigDict, topology: Topology) -> ConfigDict:
+    """Return the config with a domain for each host, where hosts have several devices.
+
+    An all-to-all of reduce_bits then crosses the network once for each host.
+    """
+    hosts = topology.devices // topology.fast_domain
+    if config.domains is not None or hosts < 2 or topology.fast_domain < 2:
+        return config
+    config = config.copy_and_resolve_references()
+    config.domains = hosts
+    return config
+
+
 def _check_devices(n: int, machine: Machine) -> None:
     domain = machine.domain(max(n, 1))
     if n < 1 or n % domain:

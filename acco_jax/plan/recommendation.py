@@ -66,13 +66,13 @@ def make(
     found, left_out = gaps.allowed(config.optimizer.name, config.tolerance)
     methods = tuple(dict.fromkeys(c.method for c in found))
     plan = planner.make(config, topology, dataclasses.replace(request, methods=methods))
-    fits = [o.method for o in plan.outcomes]
-    timed = [
-        each
-        for c in found
-        if c.method in fits
-        for each in _timed(plan, c, config.optimizer.name)
-    ]
+    plans = {False: plan, True: plan}
+    divided = planner.with_domains(config, topology)
+    reduces = [c.method for c in found if c.divides]
+    if divided is not config and reduces:
+        asked = dataclasses.replace(request, methods=tuple(dict.fromkeys(reduces)))
+        plans[True] = planner.make(divided, topology, asked)
+    timed = [each for c in found for each in _timed(plans[c.divides], c, plan.config)]
     best = max(t.tokens_per_second for t in timed)
     chosen = next(t for t in timed if LONGER * t.tokens_per_second >= best)
     fields = {f"--config.{name}": value for name, value in chosen.fields.items()}
@@ -93,11 +93,13 @@ def _quarters(config: ConfigDict) -> ConfigDict:
     return configs.with_first_half(config, first)
 
 
-def _timed(plan: Plan, candidate: Candidate, optimizer: str) -> list[Timed]:
+def _timed(plan: Plan, candidate: Candidate, config: ConfigDict) -> list[Timed]:
     """Return a candidate with its predictions; [] if there are none."""
     method, options = candidate.method, candidate.options
+    outcome = next((o for o in plan.outcomes if o.method == method), None)
+    if outcome is None:
+        return []
     row = plan.row(method)
-    outcome = next(o for o in plan.outcomes if o.method == method)
     speed, step, exposed = row["tokens_per_second"], row["step"], row["exposed"]
     shape = plan.config.microbatch_size, outcome.program.per_step
     if outcome.fit and outcome.fit.best:
@@ -116,7 +118,9 @@ def _timed(plan: Plan, candidate: Candidate, optimizer: str) -> list[Timed]:
     fields = {"method": method, "microbatch_size": shape[0]}
     fields |= {"microbatches_per_step": shape[1]}
     fields |= {f"method_options.{name}": value for name, value in options.items()}
-    gap = candidate.gap(optimizer)
+    if plan.config.domains != config.domains:
+        fields["domains"] = plan.config.domains
+    gap = candidate.gap(config.optimizer.name)
     return [Timed(candidate, gap, speed, step, exposed, fields)]
 
 

@@ -1,27 +1,34 @@
 """Methods against the network's rate: one compile of each, predicted at many rates.
 
-found = of_plan(plan)
+found = make(config, topologies.parse("gpu:a100:4x8"), PlanRequest())
 print(text(found))
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from acco_jax.command import palette
 from acco_jax.command.charts import legend_below, subplots
 from acco_jax.plan import planner
 from acco_jax.plan.decision import WINS
 from acco_jax.plan.outcomes import Outcome
-from acco_jax.plan.planner import BASELINE, Plan
+from acco_jax.plan.planner import BASELINE, Plan, PlanRequest
+from acco_jax.run.config import fields as configs
 from acco_jax.schedule import costs
 from acco_jax.schedule.machines import Constant, Machine
 from acco_jax.schedule.tables import aligned, paragraph
+from acco_jax.schedule.topologies import Topology
+from acco_jax.step.first_half import LONGER
 
 SLOWEST, FASTEST = 1e8 / 8, 1e12 / 8  # bytes/s of a device: 0.1 to 1,000 Gbit/s
-EACH = 12  # rates per factor of ten
+STEPS = 48  # of rates between them
 SHOWN = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # Gbit/s, in the table
 
 
@@ -29,65 +36,112 @@ SHOWN = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # Gbit/s, in the table
 class Sweep:
     """Speed-ups over zero1 at equal tokens, by method and rate."""
 
-    plan: Plan
+    plans: tuple[Plan, ...]  # zero1's first
     link: str  # that varies
     rates: tuple[float, ...]  # bytes/s of a device, ascending
     speedups: Mapping[str, tuple[float, ...]]  # predicted, one for each rate
 
     def best(self, i: int) -> str:
-        """Return the method to take at a rate: zero1 unless another is faster."""
-        name = max(self.speedups, key=lambda n: self.speedups[n][i])
-        return name if self.speedups[name][i] >= WINS else BASELINE
+        """Return the method to take at a rate: the first that is as fast as any."""
+        fastest = max(values[i] for values in self.speedups.values())
+        return next(n for n, x in self.speedups.items() if WINS * x[i] >= fastest)
+
+    @property
+    def topology(self) -> Topology:
+        return self.plans[0].topology
 
     @property
     def bands(self) -> list[tuple[str, float, float]]:
         """Methods with the rates from and to which each is best."""
         runs = itertools.groupby(range(len(self.rates)), self.best)
         found = [(name, list(run)) for name, run in runs]
-        return [(name, self.rates[i[0]], self.rates[i[-1]]) for name, i in found]
+        last = len(self.rates) - 1
+        middles = [math.sqrt(a * b) for a, b in itertools.pairwise(self.rates)]
+        ends = [self.rates[0], *middles, self.rates[last]]
+        return [(name, ends[i[0]], ends[i[-1] + 1]) for name, i in found]
 
 
-def of_plan(plan: Plan) -> Sweep:
-    """Predict all methods of a plan, also in 8 bits, at rates from 0.1 Gbit/s on.
+def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
+    """Predict methods, also in 8 bits, at rates from 0.1 Gbit/s on.
 
-    The programs stay those that were compiled, also acco's first half.
+    At each rate acco has the first half that a run would choose. 8 bits have a domain
+    for each host, where hosts have several devices.
+
+    Args:
+      config: of the experiment, checked.
+      topology: the machine.
+      request: its methods must have zero1; (): acco and zero1.
 
     Raises:
-      ValueError: if zero1 is not among the plan's methods, or did not fit.
+      ValueError: if zero1 is not among the methods, or the input is invalid.
     """
-    if BASELINE not in [o.method for o in plan.outcomes]:
-        why = plan.misfits.get(BASELINE, "it is not among --methods")
-        raise ValueError(f"--sweep-network compares with {BASELINE}: {why}.")
-    several = plan.topology.devices > plan.topology.fast_domain
+    methods = request.methods or ("acco", BASELINE)
+    if BASELINE not in methods:
+        raise ValueError(
+            f"--sweep-network compares with {BASELINE}, which is not among --methods: "
+            "add it."
+        )
+    others = tuple(m for m in methods if m != BASELINE)
+    ask = functools.partial(dataclasses.replace, request, fit=False)
+    plan = planner.make(config, topology, ask(methods=(BASELINE,)))
+    divided = planner.with_domains(config, topology)
+    plans = [planner.make(c, topology, ask(methods=others)) for c in _halved(config)]
+    if divided is config:
+        few = plans
+    else:
+        few = [planner.make(c, topology, ask(methods=others)) for c in _halved(divided)]
+    several = topology.devices > topology.fast_domain
     name = "slow_bandwidth" if several else "fast_bandwidth"
-    number = round(EACH * 4) + 1
-    ratio = (FASTEST / SLOWEST) ** (1 / (number - 1))
-    rates = tuple(SLOWEST * ratio**i for i in range(number))
-    speeds: dict[str, list[float]] = {}
+    ratio = (FASTEST / SLOWEST) ** (1 / STEPS)
+    rates = tuple(SLOWEST * ratio**i for i in range(STEPS + 1))
+    curves: dict[str, list[float]] = {BASELINE: []}
     for rate in rates:
         figures = {**plan.machine.figures, name: Constant(rate, "B/s", "varied")}
-        machine = Machine(plan.topology, figures)
+        machine = Machine(topology, figures)
+        base = _speed(plan.outcomes[0], machine)
+        curves[BASELINE].append(1.0)
+        for method in others:
+            for label, found in (
+                (method, _speeds(plans, method, machine)),
+                (f"{method}, 8 bits", _speeds(few, method, machine, bits=True)),
+            ):
+                if found:  # of halves the smallest first one that takes no longer
+                    chosen = next(s for s in found if LONGER * s >= max(found))
+                    curves.setdefault(label, []).append(chosen / base)
+    link = "the network" if several else topology.chip.link
+    speedups = {label: tuple(values) for label, values in curves.items()}
+    return Sweep(
+        (plan, *plans, *(few if few is not plans else ())), link, rates, speedups
+    )
+
+
+def _halved(config: ConfigDict) -> list[ConfigDict]:
+    """Return the config with each first half that acco may have, ascending."""
+    firsts = configs.first_halves(config, 2)
+    return [configs.with_first_half(config, x) for x in firsts] or [config]
+
+
+def _speeds(
+    plans: Sequence[Plan], method: str, machine: Machine, *, bits: bool = False
+) -> list[float]:
+    """Return microbatches per second in each plan that has the method, or its bits."""
+    found = []
+    for plan in plans:
         for o in plan.outcomes:
-            for label, speed in _speeds(plan, o, machine).items():
-                speeds.setdefault(label, []).append(speed)
-    base = speeds[BASELINE]
-    speedups = {
-        label: tuple(s / b for s, b in zip(found, base, strict=True))
-        for label, found in speeds.items()
-    }
-    link = "the network" if several else plan.topology.chip.link
-    return Sweep(plan, link, rates, speedups)
-
-
-def _speeds(plan: Plan, o: Outcome, machine: Machine) -> dict[str, float]:
-    """Return microbatches per second of a method, and of it in 8 bits both ways."""
-    total = costs.in_turn(o.schedules, machine, machine.topology.devices).total
-    found = {o.method: o.program.computed / total}
-    if o.method != BASELINE:
-        for row in planner.few_bits(o, plan.config, machine):
-            if (row["gather_bits"], row["reduce_bits"]) == (8, 8):
-                found[f"{o.method}, 8 bits"] = found[o.method] * row["speedup"]
+            rows = planner.few_bits(o, plan.config, machine) if bits else [None]
+            found += [
+                _speed(o, machine) * (row["speedup"] if row else 1.0)
+                for row in rows
+                if o.method == method
+                and (not row or (row["gather_bits"], row["reduce_bits"]) == (8, 8))
+            ]
     return found
+
+
+def _speed(o: Outcome, machine: Machine) -> float:
+    """Return microbatches per second of a method."""
+    total = costs.in_turn(o.schedules, machine, machine.topology.devices).total
+    return o.program.computed / total
 
 
 def text(sweep: Sweep) -> str:
@@ -100,7 +154,7 @@ def text(sweep: Sweep) -> str:
         values = [f"{sweep.speedups[n][i]:.2f}" for n in names]
         rows.append([f"{shown:g}", *values, sweep.best(i)])
     lines = [
-        f"{sweep.plan.topology}: speed-up over {BASELINE} against {sweep.link}, "
+        f"{sweep.topology}: speed-up over {BASELINE} against {sweep.link}, "
         "PREDICTED from compiled schedules; nothing was run",
         aligned(rows, "r" * (len(names) + 1) + "l"),
         "",
@@ -123,15 +177,17 @@ def _band(name: str, low: float, high: float, sweep: Sweep) -> str:
 def picture(sweep: Sweep, path: Path) -> None:
     """Draw the speed-ups against the rate, with the band of the best one shaded."""
     figure, (ax,) = subplots(7.2, 3.6, 1)
-    methods = {o.method for o in sweep.plan.outcomes}
-    colors = palette.of_methods(methods)
+    colors = palette.of_methods(name.partition(",")[0] for name in sweep.speedups)
     x = [rate * 8 / 1e9 for rate in sweep.rates]
     for label, values in sweep.speedups.items():
         method, _, bits = label.partition(",")
         ax.plot(x, values, label=label, color=colors[method], ls="--" if bits else "-")
     for name, low, high in sweep.bands:
-        color = colors[name.partition(",")[0]]
-        ax.axvspan(low * 8 / 1e9, high * 8 / 1e9, color=color, alpha=0.1, lw=0)
+        method, _, bits = name.partition(",")
+        ax.axvspan(
+            low * 8 / 1e9, high * 8 / 1e9, fc=colors[method], ec="w", alpha=0.14,
+            lw=0, hatch="//" * bool(bits),
+        )  # fmt: skip
     ax.set_xscale("log")
     ax.set_xlim(x[0], x[-1])
     ax.set_xticks(SHOWN, [f"{tick:g}" for tick in SHOWN])
@@ -140,7 +196,7 @@ def picture(sweep: Sweep, path: Path) -> None:
     ax.set_xlabel(f"{sweep.link} per device, Gbit/s")
     ax.set_ylabel(f"predicted speed-up over {BASELINE}")
     legend_below(figure)
-    figure.suptitle(f"{sweep.plan.topology}: shaded in the colour of the fastest")
+    figure.suptitle(f"{sweep.topology}: shaded in the colour of the fastest")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -148,7 +204,7 @@ def picture(sweep: Sweep, path: Path) -> None:
 def as_dict(sweep: Sweep) -> dict[str, Any]:
     """Return the sweep as JSON-ready values; rates are in bytes/s of a device."""
     return {
-        "topology": str(sweep.plan.topology),
+        "topology": str(sweep.topology),
         "rates": list(sweep.rates),
         "speedups": {name: list(values) for name, values in sweep.speedups.items()},
         "bands": [list(band) for band in sweep.bands],

@@ -51,15 +51,18 @@ def with_method(
         old = read_object(path)
         method, options = old.get("method"), old.get("method_options")
         if isinstance(method, str) and method in METHODS and isinstance(options, dict):
-            return _of_method(config, method, options)
+            return _of_method(config, method, options, old.get("domains"))
         raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
     name = config.optimizer.name
     candidates, others = gaps.allowed(name, config.tolerance)
     for why in others:
         logging.info("method auto, with %s: not %s", name, why)
+    hosts = jax.process_count() if jax.local_device_count() > 1 else 1
     found, seconds, computing = list[ConfigDict](), list[float](), 0.0
     for c in candidates:
-        found.append(_of_method(config, c.method, c.options))
+        found.append(
+            _of_method(config, c.method, c.options, hosts if c.divides else None)
+        )
         e = preparation.build(found[-1], workdir, devices)
         if len(candidates) == 1 or e.workers == 1:
             why = "one worker" if e.workers == 1 else "the only one"
@@ -84,11 +87,13 @@ def with_method(
 
 
 def _of_method(
-    config: ConfigDict, method: str, options: Mapping[str, Any]
+    config: ConfigDict, method: str, options: Mapping[str, Any], domains: int | None
 ) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.method = method
     config.method_options = ConfigDict(dict(options), type_safe=False)
+    if config.domains is None and domains is not None and domains > 1:
+        config.domains = domains
     return config
 
 
