@@ -154,6 +154,7 @@ def test_prints_a_start_the_evaluations_and_a_summary(finished):
     ]
     patterns = [
         r"acco on 2 cpu devices: 7,488 parameters, 512 tokens a step; text_folder: .*",
+        r"started: imports .*, state .*",
         r"step 1 of 6: loss \d\.\d{3}, gradient norm [\d.]+, .*\? left, "
         r"goodput \d+\.\d%",
         r"step 2: held-out loss \d\.\d{4}, \d\.\d{4} bits per byte",

@@ -54,7 +54,7 @@ def test_the_program_is_that_of_training(stand_in):
     program = programs.describe(config, mesh)
     params, state, batch, counts = program.arguments
     assert (program.microbatches, program.computed, program.workers) == (3, 21, 8)
-    assert batch["tokens"].shape == (8 * 3 * 8, 257)
+    assert batch["tokens"].shape == (8 * 3 * config.microbatch_size, 257)
     assert counts.shape == (8,)
     assert params["wte"]["embedding"].shape == (models.BYTE_TOKENS, 128)
     assert params["wte"]["embedding"].sharding.is_fully_replicated

@@ -11,6 +11,7 @@ from acco_jax.run import loop, preparation
 from acco_jax.run.build import models
 from acco_jax.run.build.validation import validate
 from acco_jax.run.observe import metrics
+from acco_jax.run.state.memory import MemoryCopies
 
 HERE = "tests.run.own_models"
 CLOCKS = ("seconds", "tokens_per_second", "goodput")
@@ -54,7 +55,7 @@ def test_dropout_gets_another_key_in_each_half_round(tiny, tmp_path):
     """And none in an evaluation: the same parameters give the same loss."""
     config = tiny(**{"model.factory": f"{HERE}:nnx_model"})
     experiment = preparation.prepare(config, tmp_path, jax.devices()[:2])
-    run = loop._Run(experiment)
+    run = loop._Run(experiment, MemoryCopies(None, tmp_path, {}))
     keys = []
     for _ in range(3):
         keys.append(np.asarray(jax.random.key_data(run._rng())).tobytes())

@@ -53,7 +53,7 @@ def write(folder, *, calls=40, loss=3.0, done=True, counts=(2, 2), **fields):
     record = [{"time": 1e9 + t, "cause": c, "half_round": h} for c, t, h in causes]
     record[2]["compiling"] = 5.0
     world = {"half_round": 0, "axes": {"data": WORKERS}, "processes": 1,
-             "counts": [2, 2], "form": "fused"}  # fmt: skip
+             "counts": [2, 2], "form": "fused", "first_half": 0}  # fmt: skip
     other = world | {"half_round": 15, "axes": {"data": 1}, "counts": [4]}
     (folder / "config.json").write_text(json.dumps(config))
     for name, lines in (

@@ -115,7 +115,7 @@ FIELDS = {
         "units, too.", least=1, identity=False),
     "method": Field("acco", "How the workers' gradients or parameters are exchanged. "
         "`auto`: the fastest on these devices of zero1 and acco, also in 8 bits, "
-        "which the run measures.", choices=("auto", *METHODS), help=True),
+        "which the run measures.", choices=(*METHODS, "auto"), help=True),
     "tolerance": Field(TOLERANCE, "Of `auto`: how far a method's loss, as measured for "
         "the optimizer, may lie above zero1's.", unit="per cent", identity=False),
     "method_options": Field({}, "Further arguments of the method."),
