@@ -199,7 +199,7 @@ def test_draws_a_progress_bar_on_a_terminal(finished, start, place):
     assert "\x1b[" not in text  # no colour
     # what is logged starts where a line does
     logged = re.findall(r"(?:[\r\n]|^)I\d{4} [^\r\n]*?\] (\w+)", text)
-    assert logged == ["acco", "step", "step", "stopped"], text
+    assert logged == ["acco", "started", "step", "step", "stopped"], text
     assert len(re.findall(r"I\d{4} [\d:.]+ ", text)) == len(logged), text
 
 

@@ -48,9 +48,9 @@ class Candidate(NamedTuple):
         return gap is not None and gap.percent <= tolerance
 
 
-# experiments/results/dynamics.md: GPTs of 0.45M parameters (adamw) and 0.27M, 300 steps.
-# The parts of 8 bits were measured with equal halves and 1.1M parameters, one way at a
-# time, and are added here.
+# experiments/results/dynamics.md: GPTs of 0.45M parameters (adamw) and 0.27M (others),
+# 300 steps. The parts of 8 bits were measured with equal halves and 1.1M parameters,
+# one way at a time, and are added here.
 CANDIDATES = (
     Candidate("zero1", "zero1", {}, None),
     Candidate(

@@ -5,11 +5,13 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tqdm
 from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -113,7 +115,8 @@ class _Run:
         self._goodput.mark("waiting", self.done)
         stages.ended("waiting")
         if started := stages.text():
-            logging.info("started: %s", started)
+            with tqdm.tqdm.external_write_mode(file=sys.stderr):
+                logging.info("started: %s", started)
         asked = profiled(e.config.profile)
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 

@@ -14,6 +14,7 @@ import acco_jax
 from acco_jax.models import lora
 from acco_jax.run import load_run, loop, preparation
 from acco_jax.run.observe import metrics
+from acco_jax.run.state.memory import MemoryCopies
 
 METHODS = {
     "acco": {"model.param_dtype": "bfloat16"},
@@ -49,7 +50,8 @@ def test_theta_is_what_was_committed(saved, tmp_path, method):
 def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     name = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
     e, summary = train(tmp_path, **name, **{"optimizer.learning_rate": 0.02})
-    with contextlib.closing(loop._Run(e)) as trained:
+    memory = MemoryCopies(None, tmp_path, {})
+    with contextlib.closing(loop._Run(e, memory)) as trained:
         y = acco_jax.committed_params(trained.state, trained.params)
         is_free = lambda s: isinstance(s, ScheduleFreeState)  # noqa: E731
         leaves = jax.tree.leaves(trained.state.inner, is_leaf=is_free)
