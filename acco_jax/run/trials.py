@@ -17,6 +17,8 @@ from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.state import State
 from acco_jax.methods import METHODS, gaps
 from acco_jax.run import measures, preparation
+from acco_jax.run.build import optimizers
+from acco_jax.run.config import fields as configs
 from acco_jax.run.preparation import (
     Experiment,
     batches,
@@ -25,7 +27,7 @@ from acco_jax.run.preparation import (
     to_devices,
     with_first_half,
 )
-from acco_jax.step.first_half import LONGER, smallest, step_seconds
+from acco_jax.step.first_half import LONGER, first_halves, smallest, step_seconds
 from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 
@@ -51,10 +53,17 @@ def with_method(
         old = read_object(path)
         method, options = old.get("method"), old.get("method_options")
         if isinstance(method, str) and method in METHODS and isinstance(options, dict):
-            return _of_method(config, method, options, old.get("domains"))
+            config = _of_method(config, method, options, old.get("domains"))
+            return configs.with_first_half(config, old.get("first_half", "auto"))
         raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
+    if config.first_half == "auto":  # the losses are of a quarter, not of a half
+        quarter = first_halves(config.microbatches_per_step)[0]
+        config = configs.with_first_half(config, quarter)
     name = config.optimizer.name
     candidates, others = gaps.allowed(name, config.tolerance)
+    if not optimizers.uneven(config):
+        candidates = [c for c in candidates if c.gaps is None]
+        others = ["acco: a step needs four microbatches for a smaller first half"]
     for why in others:
         logging.info("method auto, with %s: not %s", name, why)
     hosts = jax.process_count() if jax.local_device_count() > 1 else 1

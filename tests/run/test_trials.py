@@ -63,6 +63,8 @@ def test_an_unknown_loss_and_one_worker_leave_zero1(choose):
     assert config.method == "zero1" and timed == []
     assert "method auto, with lion: not acco: not measured" in said
     assert said[-1] == "method auto: zero1, the only one"
+    config, timed, said = choose({}, microbatches_per_step=2)
+    assert config.method == "zero1" and timed == [] and "four microbatches" in said[0]
     config, timed, said = choose({}, devices=1)
     assert config.method == "zero1" and said[-1] == "method auto: zero1, one worker"
 
@@ -89,7 +91,8 @@ def test_a_run_keeps_its_method(choose, tiny, tmp_path):
     loop.run(preparation.with_first_half(e, 0), stop_after=3)
     assert json.loads((tmp_path / "config.json").read_text())["method"] == "acco"
     again, timed, _ = choose({("zero1", 0): 1.0})
-    assert again.method == "acco" and timed == []
+    assert (again.method, again.first_half, timed) == ("acco", 1, [])
+    loop.run(preparation.prepare(again, tmp_path, jax.devices()[:2]), stop_after=5)
     (tmp_path / "config.json").write_text('{"method": 3}')
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
         choose({})

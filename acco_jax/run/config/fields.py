@@ -176,8 +176,8 @@ def first_halves(config: ConfigDict, calls_per_step: int) -> tuple[int, ...]:
     return (first,)
 
 
-def with_first_half(config: ConfigDict, first: int) -> ConfigDict:
-    """Return the config with a first half of so many microbatches."""
+def with_first_half(config: ConfigDict, first: int | str) -> ConfigDict:
+    """Return the config with a first half of so many microbatches, or 'auto'."""
     config = config.copy_and_resolve_references()
     with config.ignore_type():
         config.first_half = first
