@@ -31,7 +31,7 @@ BYTES = 4 * 445_312  # of zero1's step, which each of two processes sends and re
 
 
 def compared(rate: int, seed: int) -> list[dict]:
-    """Returns a row for each method, trained on a link of so many Mbit/s."""
+    """Returns a row for each method, trained on a link of `rate` Mbit/s."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "acco_jax.compare", f"--workdir={folder}",

@@ -31,7 +31,7 @@ class ChatTemplate:
         """Compile the template that lies beside a tokenizer's file.
 
         Raises:
-          ValueError: there is none, or it is no template.
+          ValueError: there is none, or it cannot be read.
         """
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(

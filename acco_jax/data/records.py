@@ -279,7 +279,7 @@ def _csv(
     except (csv.Error, UnicodeDecodeError) as error:
         why = "no UTF-8" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(
-            f"line {rows.line_num} of {path} is no CSV ({why}): write UTF-8 with "
+            f"line {rows.line_num} of {path} is not CSV ({why}): write UTF-8 with "
             "commas, and quotes doubled in quotes"
         ) from error
 

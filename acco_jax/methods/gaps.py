@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
         return str(self.gaps.get(optimizer, "not measured"))
 
     def within(self, tolerance: float, optimizer: str) -> bool:
-        """Return whether the mean gap is known, and at most so many per cent."""
+        """Return whether the mean gap is known, and at most `tolerance` per cent."""
         if self.gaps is None:
             return True
         gap = self.gaps.get(optimizer)

@@ -243,8 +243,8 @@ def from_state(
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(
-                f"the adapters have {name}, which is no lora_A or lora_B of a linear "
-                "layer: use adapters of linear layers"
+                f"the adapters have {name}, which is not a lora_A or lora_B of a "
+                "linear layer: use adapters of linear layers"
             )
         found[match[1]] = name.removesuffix(_A).removesuffix(_B)
     if unknown := sorted(found.keys() - _known(config)):
@@ -262,7 +262,7 @@ def from_state(
         for place in huggingface.places(config, path):
             if place.module not in found:
                 continue
-            _modules(config, [path])  # raises if it is no linear layer
+            _modules(config, [path])  # raises if it is not a linear layer
             rank, a, b = _pair(config_json, place, found[place.module], get)
             b = b[:, place.begin : place.begin + place.columns]
             b = b * (_scale(config_json, rank, place.module) / common)

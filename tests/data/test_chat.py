@@ -244,9 +244,9 @@ CSV = {
     "columns": (b"text\n1\n", "instruct", "has no text in 'instruction', its columns"),
     "twice": (b"text,text\n1,2\n", "pretrain", "line 1 of .* has 'text' twice"),
     "a field more": (b"text,a\n1,2,3\n", "pretrain", "line 2 .* 3 fields, not the 2"),
-    "quotes": (b'text\n"a"b\n', "pretrain", "line 2 of .* is no CSV"),
-    "no end": (b'text\n"a\n', "pretrain", "line 2 of .* is no CSV .unexpected end"),
-    "no UTF-8": (b"text\n\xff\n", "pretrain", "is no CSV .no UTF-8."),
+    "quotes": (b'text\n"a"b\n', "pretrain", "line 2 of .* is not CSV"),
+    "no end": (b'text\n"a\n', "pretrain", "line 2 of .* is not CSV .unexpected end"),
+    "no UTF-8": (b"text\n\xff\n", "pretrain", "is not CSV .no UTF-8."),
     "chat": (b"messages\n[]\n", "chat", "has no list in 'messages'"),
 }
 

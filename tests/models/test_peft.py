@@ -153,7 +153,7 @@ WRONG = {
     "another rank": ({"r": 4}, {}, r"of shape \(3, 24\) .* not \(4, 24\)"),
     "an embedding": (
         {}, {"base_model.model.model.embed_tokens.lora_embedding_A": (2, 3)},
-        "embedding_A, which is no lora_A",
+        "embedding_A, which is not a lora_A",
     ),
     "an embedding's kernel": (
         {}, {"base_model.model.model.embed_tokens.lora_A.weight": (2, 3)},

@@ -177,7 +177,7 @@ def first_halves(config: ConfigDict, calls_per_step: int) -> tuple[int, ...]:
 
 
 def with_first_half(config: ConfigDict, first: int | str) -> ConfigDict:
-    """Return the config with a first half of so many microbatches, or 'auto'."""
+    """Return the config with a first half of `first` microbatches, or 'auto'."""
     config = config.copy_and_resolve_references()
     with config.ignore_type():
         config.first_half = first

@@ -19,8 +19,8 @@ from acco_jax.command import exits
 
 SECONDS = 1.0  # between looks
 PAUSE = 5.0  # seconds between two looks that show that this process was stopped
-FACTOR = 20  # a call may last so many times as long as the longest so far
-ASIDE = 10  # and compiling, an evaluation's batch or a save so many times as long
+FACTOR = 20  # multiple of the longest call so far that a call may last
+ASIDE = 10  # times as long again: compiling, a batch of an evaluation, a save
 
 
 class Watchdog:
