@@ -29,6 +29,8 @@ def get_config():
     c = default_config()
     c.update({fields!r})
     c.length, c.microbatch_size, c.log_every = 32, 2, 1
+    # 'auto' goes by times, and need not choose the same in two runs
+    c.first_half = c.microbatches_per_step // 2
     c.model.layers, c.model.heads, c.model.window = 2, 2, 16
     c.model.dtype = c.model.param_dtype = "float32"
     c.data.name, c.data.path = "text_folder", {texts!r}

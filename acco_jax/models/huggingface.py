@@ -218,7 +218,7 @@ _PARTS = (
     "scale_embedding",
 )  # fmt: skip
 # Fields of how something is computed, which no config.json describes.
-_OURS = {"dtype", "param_dtype", "remat", "attention", "router_loss"}
+_OURS = {"dtype", "param_dtype", "remat", "attention", "scan_layers", "router_loss"}
 # rope_type -> its class, and our field -> that of rope_scaling
 _FACTOR = {"factor": "factor"}
 _LENGTH = {"original_length": "original_max_position_embeddings"}

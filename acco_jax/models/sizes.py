@@ -71,6 +71,7 @@ class Config:
     param_dtype: DTypeLike = jnp.float32
     remat: str | None = None  # of REMAT; None: 'none' on CPU, else 'elementwise'
     attention: str | None = None  # of attention.IMPLEMENTATIONS; None: what is best
+    scan_layers: bool = True  # one loop's body; else each layer has its own code
     init_std: float = 0.02
 
     def __post_init__(self) -> None:

@@ -367,9 +367,10 @@ class Transformer(nnx.Module):
         attend = functools.partial(
             attention, segments=segments_BxT, implementation=config.attention
         )
-        call = _rematerialized(config.remat, attend)
+        call = _rematerialized(config, attend)
+        unroll = 1 if config.scan_layers else config.layers // len(config.pattern)
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), unroll=unroll)
         def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> Any:
             routed = {}
             for name in config.blocks:
@@ -412,9 +413,9 @@ class Transformer(nnx.Module):
         return _norm(self.ln_f, x_BxTxD), embedding_VxD
 
 
-def _rematerialized(remat: str | None, attend: Attend) -> Callable[..., jax.Array]:
+def _rematerialized(config: Config, attend: Attend) -> Callable[..., jax.Array]:
     """Return Block's forward pass with the rematerialization that `remat` names."""
-    if remat is None:
+    if (remat := config.remat) is None:
         remat = "none" if platform() == "cpu" else "elementwise"
 
     def forward(block: Block, x_BxTxD: jax.Array, turns: Any) -> Any:
@@ -425,8 +426,8 @@ def _rematerialized(remat: str | None, attend: Attend) -> Callable[..., jax.Arra
     policy = policies.save_only_these_names(_PRODUCT, SAVED)
     policy = policies.save_from_both_policies(policy, _is_cudnn)
     policy = policies.nothing_saveable if remat == "block" else policy
-    # the scan's two loops already prevent CSE
-    return nnx.remat(forward, policy=policy, prevent_cse=False)
+    # a scan's two loops already prevent CSE
+    return nnx.remat(forward, policy=policy, prevent_cse=not config.scan_layers)
 
 
 def _is_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:

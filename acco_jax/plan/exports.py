@@ -103,6 +103,7 @@ def _method_dict(plan: Plan, o: Outcome) -> dict[str, Any]:
         "compile_seconds": o.compiled.seconds,
         "flops": sum(schedule.flops for schedule in o.schedules),
         "exposed_seconds": o.program.repeats * o.verdict.exposed,
+        "slowing_seconds": o.program.repeats * o.verdict.slowing,
         "hidden_bytes_fraction": o.verdict.hidden_share,
         "hidden_seconds_fraction": o.verdict.covered_share,
         "hidden_or_negligible": o.verdict.share,

@@ -146,6 +146,7 @@ def _method(plan: Plan, o: Outcome) -> str:
         "  PREDICTED:",
         f"    {what}{seconds(p.total)} = matrix products {seconds(p.matmul)} + "
         f"memory {seconds(p.memory)} + exposed communication {seconds(p.exposed)}"
+        + (f" + slowed by communication {seconds(p.slowing)}" if p.slowing else "")
         + (f" + the call itself {seconds(p.call)}" if p.call else ""),
         *_halves(o),
         f"    of the data axis hidden: {o.verdict.shares()}",

@@ -501,6 +501,7 @@ def _growth(
                 "computation": times * p.computation,
                 "communication": times * p.communication,
                 "exposed": times * p.exposed,
+                "slowing": times * p.slowing,
                 "hidden": p.hidden,
                 "step": step,
                 "tokens_per_step": int(tokens),

@@ -3,7 +3,8 @@
 An operation takes its matmuls at the chip's peak plus its bytes at the memory's: a sum,
 so that a loop costs what its body does when it is unrolled. Collectives run one after
 the other, overlapped with the operations that the schedule puts between their launch
-and completion.
+and completion. Beside a collective an operation takes longer, by the machine's
+`contention`: the two share cores and memory.
 
 The efficiencies are ranges (`machines.py`): a prediction is of their likely values,
 and its interval of every combination of their ends.
@@ -19,6 +20,7 @@ from acco_jax.schedule.schedules import Collective, Operation, Schedule
 
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
+SLOWING = "slowed by communication"
 PARTS = ("-start", "-update", "-done")  # of collectives, and of operations in LAUNCHED
 LAUNCHED = ("copy-start", "slice-start", "fusion-start")  # operations of the device
 FEW_BITS = ((8, None), (4, None), (8, 8), (4, 8))  # gather_bits, reduce_bits
@@ -40,6 +42,7 @@ class Spent(NamedTuple):
 
     seconds: float
     exposed: float  # seconds of these
+    slowing: float = 0.0  # by which it delays the operations beside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Prediction:
     memory: float  # the rest of it: reading and writing memory
     communication: float  # all collectives, overlapped or exposed
     exposed: float  # exposed communication
+    slowing: float  # by which overlapped communication delays the computation
     each: tuple[Spent, ...]  # of every collective of the schedule, in its order
     call: float = 0.0  # time of a call beside its schedule
     executions: int = 1
@@ -63,7 +67,7 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        return self.computation + self.exposed + self.call
+        return self.computation + self.slowing + self.exposed + self.call
 
     @property
     def hidden(self) -> float:
@@ -97,6 +101,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
         if where != "ENTRY":  # a loop body's exposed communication, after all else
             for i in own:
                 entry.wait(schedule.collectives[i].kind, each[i].exposed)
+                entry.slow(each[i].slowing)
     return Prediction(
         tuple(entry.spans),
         entry.matrix,
@@ -104,6 +109,7 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
         entry.memory,
         sum(spent.seconds for spent in each),
         sum(spent.exposed for spent in each),
+        sum(spent.slowing for spent in each),
         tuple(each),
         machine.value("call_seconds"),
     )
@@ -131,6 +137,7 @@ def in_turn(
         memory=sum(p.memory for p in found),
         communication=sum(p.communication for p in found),
         exposed=sum(p.exposed for p in found),
+        slowing=sum(p.slowing for p in found),
         each=tuple(spent for p in found for spent in p.each),
         call=sum(p.call for p in found),
         executions=len(found),
@@ -247,6 +254,11 @@ class _Timeline:
         self._add("waiting", name, self._clock, self._clock + seconds)
         self._clock += seconds
 
+    def slow(self, seconds: float) -> None:
+        """Add time that communication takes from the computation beside it."""
+        self._add("computation", SLOWING, self._clock, self._clock + seconds)
+        self._clock += seconds
+
     def _compute(self, o: Operation) -> None:
         """Add an operation, unless it is part of a collective."""
         if o.kind.endswith(PARTS) and o.kind not in LAUNCHED:
@@ -274,16 +286,22 @@ class _Timeline:
         share = 1.0
         if c.flops_carried is not None:
             share = c.flops_carried / c.flops_between if c.flops_between else 0.0
+        contention = self._machine.value("contention")
         passed = max(0.0, self._clock - start)
-        if passed * share >= seconds:
-            finish = start + seconds / share if share else start
+        covers = share * (1 + contention)  # seconds of it, a second of computation
+        beside = min(passed, seconds / covers) if covers else 0.0
+        slowing = beside * contention
+        self.slow(slowing)
+        finish = start
+        if passed * covers >= seconds:
+            finish += seconds / share if share else 0.0
         else:
-            finish = max(start, self._clock) + seconds - passed * share
+            finish = max(start, self._clock) + seconds - passed * covers
         self._add("communication", c.kind, start, finish)
         exposed = max(0.0, finish - self._clock)
         self.wait(c.kind, exposed)
         self._network_free = max(finish, self._network_free)
-        return Spent(seconds, exposed)
+        return Spent(seconds, exposed, slowing)
 
     def _add(self, track: str, name: str, start: float, end: float) -> None:
         last = self.spans[-1] if self.spans else None

@@ -43,6 +43,13 @@ EFFICIENCIES = {
     "memory": Range(0.6, 0.8, 0.95),
     "network": Range(0.6, 0.8, 0.95),
 }
+# By how much an operation takes longer beside a collective: on GPUs beside copies and
+# additions that send 50 GB/s and more, matmuls and additions; see the source.
+CONTENTION = {
+    "gpu": (Range(0.03, 0.1, 0.17), "experiments/results/contention.md: one H200"),
+    "tpu": (Range(0.0, 0.05, 0.1), "assumed: the memory's bandwidth is shared"),
+    "cpu": (Range(0.0, 0.0, 0.0), "none is assumed"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +97,9 @@ def figures(
         assumed = "assumed: share of the peak that is reached"
         ends = share.low, share.high
         table[f"{part}_efficiency"] = Constant(share.likely, "", assumed, ends)
+    share, source = CONTENTION[chip.platform]
+    ends = (share.low, share.high) if share.high else None
+    table["contention"] = Constant(share.likely, "", source, ends)
     room = "XLA_PYTHON_CLIENT_MEM_FRACTION's default" if gpu else "the compiler's limit"
     table["memory_fraction"] = Constant(
         PREALLOCATED if gpu else 1.0, "", f"of the memory for JAX: {room}"
@@ -116,7 +126,7 @@ def figures(
 
 
 def _check_value(name: str, value: float) -> None:
-    none = value == 0 and name == "call_seconds"
+    none = value == 0 and name in ("call_seconds", "contention")
     if not none and not 0 < value < math.inf:
         raise ValueError(f"the figure {name} is {value:g}: it must be positive.")
     if name.endswith(("_efficiency", "_fraction")) and value > 1:

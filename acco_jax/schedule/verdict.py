@@ -87,6 +87,11 @@ class Verdict:
         return sum(r.spent.exposed for r in self.readings)
 
     @property
+    def slowing(self) -> float:
+        """Predicted seconds by which they delay the operations beside them."""
+        return sum(r.spent.slowing for r in self.readings)
+
+    @property
     def covered_share(self) -> float | None:
         """Predicted share of the seconds that is covered, None without any."""
         return 1 - self.exposed / self.seconds if self.seconds else None

@@ -55,11 +55,14 @@ def test_the_whole_report(stand_in, tmp_path, capsys):
     assert {c["kind"] for c in listed if c["bytes"] < MIB} == {"all-reduce"}
     rows = {(r["method"], r["devices"]): r for r in data["predicted"]}
     assert set(rows) == {(m, n) for m in ("acco", "zero1") for n in (8, 64)}
+    slowing = {m: rows[m, 64]["slowing"] for m in ("acco", "zero1")}
+    assert slowing["acco"] > 10 * slowing["zero1"]
     for row in rows.values():
         tokens = 2 * 4 * 128 * row["devices"]  # the quickstart's, of each worker
         assert row["tokens_per_step"] == tokens
         assert row["tokens_per_second"] == pytest.approx(tokens / row["step"])
-        assert row["step"] == pytest.approx(row["computation"] + row["exposed"])
+        spent = row["computation"] + row["exposed"] + row["slowing"]
+        assert row["step"] == pytest.approx(spent)
         parts = row["matmul"] + row["memory_access"]
         assert row["computation"] == pytest.approx(parts)
         baseline = rows["zero1", row["devices"]]["step"]

@@ -9,11 +9,13 @@ from acco_jax.schedule.chips import CHIPS, LARGEST_SLICE, target_config
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_every_figure_has_a_source(chip):
     for name, figure in machines.figures(chip).items():
-        assert figure.value > 0 or name == "call_seconds"
+        assert figure.value > 0 or name in ("call_seconds", "contention")
         assert figure.source
-        assert figure.unit or name.endswith(("_efficiency", "_fraction"))
+        assert figure.unit or name.endswith(("_efficiency", "_fraction", "contention"))
         if figure.range is not None:
-            assert 0 < figure.range[0] < figure.value < figure.range[1] <= 1
+            assert 0 < figure.value < figure.range[1] <= 1
+            assert figure.range[0] < figure.value
+            assert figure.range[0] > 0 or name == "contention"
     assert chip.platform == "gpu" or chip.name in LARGEST_SLICE
 
 

@@ -73,6 +73,7 @@ def transformer_config(
         "param_dtype": dtype("model.param_dtype", c.param_dtype),
         "remat": c.remat,
         "attention": c.attention,
+        "scan_layers": c.scan_layers,
         "router_loss": c.router_loss,
     }
     if config.init_from is not None:
