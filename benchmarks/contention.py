@@ -17,7 +17,9 @@ Each runs on a stream of high priority, as XLA's collectives do, from before the
 begins until after it has ended; the work is matrix products in bfloat16 of the shapes
 of a model's multilayer perceptron, or an addition as large as memory allows. The times
 are of CUDA events. `slower` is the work's time with it over the time without, turn by
-turn: median and quartiles. Rates count what is sent: a byte of `out`, once.
+turn: median and quartiles. Rates count what is sent: a byte of `out`, once. The median
+and the ends of the rows that send as much as a network of 400 Gbit/s are `CONTENTION`
+of acco_jax/schedule/machines.py.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = (1, 2, 4, 8, 16, 32)
 LENGTH = 1 << 26  # elements of a buffer, in bfloat16
+NETWORK = 50e9  # bytes/s
 BLOCK = 8192  # elements that a thread block takes at once
 # (tokens, width, hidden width) of products
 SHAPES = {"products 768": (32768, 768, 3072), "products 4096": (8192, 4096, 14336)}
@@ -234,10 +237,25 @@ def cells(row: Row) -> str:
 
 def table(rows: Sequence[Row], device: str, command: str) -> str:
     """Return the rows as markdown."""
+    blocks = [r for r in rows if not r.beside.endswith("host")]
+    enough = [r for r in blocks if r.rate_beside >= NETWORK]
+    by = [r.slower[1] for r in enough]
+    engines = [r.slower[1] for r in rows if r.beside.endswith("host")]
+    kept = [r.rate_beside / r.rate for r in enough]
     out = ["# What communication costs the computation beside it", ""]
     out += [f"    {command}", "", f"One {device}. Rates are GB/s of bytes sent.", ""]
-    out += ["| work | beside it | rate by itself | beside the work | slower |"]
-    return "\n".join([*out, "|---|---|---|---|---|", *map(cells, rows), ""])
+    out += [
+        "Thread blocks that send at least 50 GB/s beside the work, as much as a",
+        f"network of 400 Gbit/s takes, make it {min(by):.2f} to {max(by):.2f} times as "
+        f"long, {statistics.median(by):.2f} in the median.",
+        f"They keep {min(kept):.0%} to {max(kept):.0%} of the rate that they have by "
+        "themselves, so that a collective needs more of them.",
+        f"Copy engines cost the work at most {max(engines) - 1:.0%}.",
+        "",
+        "| work | beside it | rate by itself | beside the work | slower |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*out, *map(cells, rows), ""])
 
 
 def main() -> None:

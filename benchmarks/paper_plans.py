@@ -125,7 +125,7 @@ the network is busy, which takes it to 29 minutes in fewer and larger steps; her
 - Rows shorter than `length`: Alpaca's are padded to the longest of a batch, here to a
   step of data.lengths; the prediction has 512 targets in each. So its computation is
   too long, and its communication is not.
-- Contention: communication takes memory bandwidth and, on GPUs, cores from the
+- Contention, in part: communication takes memory bandwidth and, on GPUs, cores from the
   computation that hides it; a ring through several PCIe switches shares them.
 - The paper's networks: 100 Gbit/s a host, shared by its eight GPUs, stand for the 4 x 8
   A100, and 10 Gbit/s a host for the 2 x 4. The latter was chosen to come near the

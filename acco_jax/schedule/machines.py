@@ -46,7 +46,7 @@ EFFICIENCIES = {
 # By how much an operation takes longer beside a collective: on GPUs beside copies and
 # additions that send 50 GB/s and more, matmuls and additions; see the source.
 CONTENTION = {
-    "gpu": (Range(0.03, 0.1, 0.17), "experiments/results/contention.md: one H200"),
+    "gpu": (Range(0.03, 0.07, 0.17), "experiments/results/contention.md: one H200"),
     "tpu": (Range(0.0, 0.05, 0.1), "assumed: the memory's bandwidth is shared"),
     "cpu": (Range(0.0, 0.0, 0.0), "none is assumed"),
 }

@@ -94,6 +94,21 @@ def test_dtypes(dtype, tolerance):
             assert error < tolerance
 
 
+@pytest.mark.parametrize(("length", "logits", "tokens"), [
+    (1024, 2**27, 64),  # 13 chunks would do; 16 need no padding
+    (1024, 2**40, 1024),
+    (1021, 2**27, 79),  # a prime number of tokens is padded
+])  # fmt: skip
+def test_chunks_divide_the_length_where_they_can(length, logits, tokens):
+    x = jax.ShapeDtypeStruct((32, length, 768), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((50304, 768), jnp.bfloat16)
+    targets = jax.ShapeDtypeStruct((32, length), jnp.int32)
+    weights = jax.ShapeDtypeStruct((32, length), jnp.float32)
+    loss = functools.partial(cross_entropy, logits=logits)
+    text = jax.jit(loss).lower(x, w, targets, weights).as_text()
+    assert f"tensor<32x{tokens}x50304xf32>" in text
+
+
 def test_no_logits_of_all_tokens_are_in_memory():
     x, w, targets, weights = _arguments(2, 64, 8, 1000, jnp.float32)
     loss = functools.partial(cross_entropy, logits=2 * 8 * 1000)

@@ -197,10 +197,13 @@ def test_local_layer_sees_a_window_that_includes_itself(reference):
 
 
 @pytest.mark.fast("block")
-@pytest.mark.parametrize("remat", ["elementwise", "block"])
-def test_remat_changes_nothing(reference, params, gradients, remat):
+@pytest.mark.parametrize("remat", ["none", "elementwise", "block"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_neither_remat_nor_the_loop_changes_gradients(
+    reference, params, gradients, remat, scan
+):
     batch = {"tokens": jnp.asarray(reference["tokens"])}
-    config = dataclasses.replace(CONFIG, remat=remat)
+    config = dataclasses.replace(CONFIG, remat=remat, scan_layers=scan)
     chex.assert_trees_all_close(
         _value_and_grad(config, params, batch), gradients, rtol=1e-5, atol=1e-5
     )
@@ -401,6 +404,20 @@ def test_what_is_saved_for_the_backward_pass():
     assert elementwise == 2 * D + attention + 4 * D
     # and the outputs of norms and GELU
     assert none == elementwise + 2 * D + 4 * D
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_are_a_loop_or_have_code_of_their_own(scan):
+    config = dataclasses.replace(CONFIG, scan_layers=scan)
+    params = transformer.shapes_of(config)
+    tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    loss = transformer.loss_fn(config)
+
+    def gradient(params, tokens):
+        return jax.grad(lambda p: loss(p, {"tokens": tokens}, None)[0])(params)
+
+    text = jax.jit(gradient).lower(params, tokens).as_text()
+    assert (text.count("stablehlo.while") > 0) == scan
 
 
 def test_what_is_saved_of_shared_keys_rotations_and_swiglu():
