@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from acco_jax.audit import axes
 from acco_jax.audit.result import Audit
+from acco_jax.command.devices import choose_platform
 from acco_jax.schedule import costs, schedules, topologies, verdict
 from acco_jax.schedule.machines import Change, Machine
 from acco_jax.schedule.machines import figures as machine_figures
@@ -19,6 +20,8 @@ from acco_jax.schedule.verdict import Verdict
 def devices(topology: str | Topology) -> list[Any]:
     """Return described devices, to make a mesh of and compile for.
 
+    On a machine without an accelerator JAX takes the CPU from here on.
+
     Args:
       topology: as `python -m acco_jax.plan` takes it ("gpu:h100:4x8", "tpu:v5e:4x4").
 
@@ -26,6 +29,7 @@ def devices(topology: str | Topology) -> list[Any]:
       RuntimeError: if the compiler is not installed, with how to install it.
       ValueError: if the topology does not exist.
     """
+    choose_platform(None, several_processes=False)
     return list(_topology(topology).description().devices)
 
 

@@ -94,6 +94,8 @@ class Topology:
             )
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else repr(error)
+            if isinstance(error, NotImplementedError):  # JAX left the plugin out
+                reason += " (JAX has started without a GPU): set JAX_PLATFORMS=cpu"
             raise ValueError(f"the compiler rejects {self}: {reason}") from error
 
 

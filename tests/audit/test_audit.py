@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax import audit as package
 from acco_jax.audit import assert_hidden, audit
 from acco_jax.audit.axes import axes_of, label, parse_mesh
+from acco_jax.command.devices import has_accelerator
 from acco_jax.schedule import costs, hlo, machines, schedules, topologies, verdict
 from acco_jax.schedule.sources import Sources
 
@@ -319,3 +323,19 @@ def test_source_lines():
     from_zero = Sources(TABLES.replace("_frame_id=1}", "_frame_id=0}").replace(
         "parent_frame_id=2", "parent_frame_id=1"))  # fmt: skip
     assert from_zero.line("stack_frame_id=2") == "a/own.py:7 (step)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [("", "8 devices"), ("jax.numpy.zeros(3)", "set JAX_PLATFORMS=cpu")],
+)
+def test_devices_are_described_where_jax_would_search_for_a_gpu(before, said):
+    program = f"import jax\nfrom acco_jax import audit\n{before}\n"
+    program += "print(len(audit.devices('gpu:h200:1x8')), 'devices')"
+    said = "8 devices" if has_accelerator() else said
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert said in (done.stdout or done.stderr)
