@@ -145,7 +145,7 @@ def _bar(ax: Any, begin: float, span: costs.Span, waits: str) -> None:
     if span.track == "waiting":
         ax.barh(1, **box, height=0.7, fc="none", ec=waits, hatch="////", lw=0)
     elif span.track == "computation":
-        ax.barh(1, **box, height=0.7, color=COLORS["computation"], lw=0)
+        ax.barh(1, **box, height=0.7, color=COLORS["computation"], lw=0.5)
     elif span.name in COLORS:  # the others are too short to be seen
         ax.barh(0, **box, height=0.7, color=COLORS[span.name], lw=0)
 
