@@ -201,6 +201,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         stages.ended("locks")
         repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
         config = trials.with_method(config, repeated or workdir)
+        stages.ended("trials")
         experiment = preparation.build(
             config, workdir, began=began, extend=_EXTEND.value, replay=repeated
         )

@@ -14,11 +14,11 @@ def begin(before: float = 0.0) -> None:
 
 
 def ended(name: str) -> None:
-    """Record that a stage has ended; the time since the one before was its."""
+    """Record that a stage has ended; the time since the one before is its, too."""
     global _last
     if _last is not None:
         now = time.monotonic()
-        _seconds[name], _last = now - _last, now
+        _seconds[name], _last = _seconds.get(name, 0.0) + now - _last, now
 
 
 def text() -> str:

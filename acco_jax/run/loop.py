@@ -90,7 +90,6 @@ class _Run:
         self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
         self._log: CountsLog | None = None
         self._watch = Watch(e.step)
-        stages.ended("model")
         self.done, seconds = 0, 0.0  # half-rounds so far, and their time
         if (host := self._restore()) is None:
             self.params, self.state = initial(e)
@@ -419,7 +418,9 @@ def run(
       exits.Failed: if a hook raised, and hooks are strict.
       ReplicasDiffer: if a worker's parameters differ from the others'; likewise.
     """
+    stages.ended("model")
     experiment = trials.settled(experiment)
+    stages.ended("trials")
     config, total = experiment.config, experiment.total_calls
     last = min(total, stop_after or total)
     if replay is not None:
