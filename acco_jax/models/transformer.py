@@ -368,16 +368,16 @@ class Transformer(nnx.Module):
             attention, segments=segments_BxT, implementation=config.attention
         )
         call = _rematerialized(config, attend)
-        unroll = 1 if config.scan_layers else config.layers // len(config.pattern)
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), unroll=unroll)
         def repeat(blocks: nnx.Dict, x_BxTxD: jax.Array) -> Any:
             routed = {}
             for name in config.blocks:
                 x_BxTxD, routed[name] = call(blocks[name], x_BxTxD, turns)
             return x_BxTxD, routed
 
-        x_BxTxD, routed = repeat(self.h, x_BxTxD)
+        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        over_layers = scan(repeat) if config.scan_layers else _one_by_one(repeat)
+        x_BxTxD, routed = over_layers(self.h, x_BxTxD)
         return self.end(x_BxTxD), routed
 
     def begin(
@@ -411,6 +411,26 @@ class Transformer(nnx.Module):
         output = self.wte if self.config.tied else self.lm_head
         embedding_VxD = output.embedding[...].astype(self.config.dtype)
         return _norm(self.ln_f, x_BxTxD), embedding_VxD
+
+
+def _one_by_one(repeat: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `repeat` over stacked blocks as a scan would call it, without a loop.
+
+    A scan that is unrolled would stack what the backward pass needs.
+    """
+
+    def run(stacked: nnx.Dict, x: jax.Array) -> Any:
+        graphdef, state = nnx.split(stacked)
+        leaves, tree = jax.tree.flatten(state)
+        parts = [jax.lax.split(leaf, (1,) * len(leaf), axis=0) for leaf in leaves]
+        results = []
+        for each in zip(*parts, strict=True):
+            own = jax.tree.unflatten(tree, [leaf.squeeze(0) for leaf in each])
+            x, result = repeat(nnx.merge(graphdef, own), x)
+            results.append(result)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
+
+    return run
 
 
 def _rematerialized(config: Config, attend: Attend) -> Callable[..., jax.Array]:
