@@ -15,12 +15,13 @@ table says so.
 computes, and PyTorch's acco computes what acco computes. It exits with 1 if a loss
 differs by more than TOLERANCE of it.
 
-Otherwise it measures time. It measures the computation and the bytes of a step of zero1
-once. For each ratio r it sets the link's rate so that zero1's bytes take r times its
-computation. One launch of a method measures all ratios; methods take turns within a
-repetition. Each sample is a row of --out, and a row that is there is not measured
-again: repeat the command after an interruption. --page writes the result's page and
-pictures from these rows.
+Without --check it measures time. It measures the computation and the bytes of a step of
+zero1 once. For each ratio r it sets the link's rate so that zero1's bytes take r times
+its computation. One launch of a method measures all ratios; methods take turns within a
+repetition. --page writes the result's page and pictures.
+
+Both append what they measure to the file --out. The same command measures only what
+that file lacks, so repeat it after an interruption.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ SIZES = {
     "4M": {"vocab_size": 4096, "max_length": 128, "width": 256, "layers": 4},
     "25M": {"vocab_size": 4096, "max_length": 128, "width": 512, "layers": 7},
 }
+CHECKS = "{}-check.jsonl"  # the rows of --check, for each size
 CHECKED = 20  # steps of a trajectory
 
 
@@ -175,7 +177,8 @@ class Bench:
         spec = {
             "stack": method.stack, "method": name, "processes": args.processes,
             "model": self.model, "microbatches": args.microbatches,
-            "file": str(self.file), "adamw": ADAMW, "sharded": method.sharded,
+            "file": str(self.file), "cache": str(self.place / "cache"),
+            "adamw": ADAMW, "sharded": method.sharded,
             "updates": 2 if method.acco else 1,
         }  # fmt: skip
         python = sys.executable if method.stack == "jax" else _python(args.environment)
@@ -217,46 +220,7 @@ def make_environment(folder: Path) -> None:
     subprocess.run([*pip, TORCH, f"numpy=={np.__version__}"], check=True)
 
 
-# ---- trajectories
-
-
-def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Returns the largest relative difference of two trajectories."""
-    return max(abs(a / b - 1) for a, b in zip(losses, reference, strict=True))
-
-
-def check(bench: Bench, names: Sequence[str]) -> bool:
-    """Prints the differences of losses; returns whether all are small enough."""
-    trajectories, failed = dict[str, list[float]](), False
-    half = bench.args.microbatches // 2
-    print(f"{CHECKED} steps, {bench.parameters:,} parameters, {bench.args.processes} "
-          f"processes; tolerance {TOLERANCE:g}", flush=True)  # fmt: skip
-    print(f"{'method':<20}{'reference':<12}{'difference':>11}{'first':>10}{'last':>10}")
-    for name in sorted({*names, *REFERENCES}, key=[*REFERENCES, *METHODS].index):
-        try:
-            with bench.launched(name) as workers:
-                answers = ask(workers, steps=CHECKED, first=half)
-        except common.WorkerEnded as error:
-            print(f"{name:<20}{error}", flush=True)
-            failed = True
-            continue
-        losses = [
-            statistics.fmean(x)
-            for x in zip(*(a["losses"] for a in answers), strict=True)
-        ]
-        trajectories[name] = losses
-        shown, compared = "", METHODS[name].reference
-        if name not in UNCHECKED and name != compared and compared in trajectories:
-            found = difference(losses, trajectories[compared])
-            failed |= not found <= TOLERANCE
-            shown = f"{found:.1e}" + ("" if found <= TOLERANCE else " !")
-        compared = compared if shown else "-"
-        print(f"{name:<20}{compared:<12}{shown:>11}{losses[0]:10.5f}{losses[-1]:10.5f}",
-              flush=True)  # fmt: skip
-    return not failed
-
-
-# ---- time
+# ---- rows
 
 
 class Log:
@@ -285,9 +249,83 @@ class Log:
         return [row for row in self.rows if row["kind"] == kind]
 
 
+def failure(log: Log, name: str, error: Exception) -> None:
+    """Notes and prints why a method did not run."""
+    reason = str(error).strip().splitlines()[-1]
+    log.add({"kind": "failure", "method": name, "reason": reason})
+    print(f"{name}: {error}", file=sys.stderr, flush=True)
+
+
 def read(path: Path) -> list[Row]:
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
+
+
+# ---- trajectories
+
+
+def check(bench: Bench, log: Log, names: Sequence[str]) -> bool:
+    """Computes the losses that the log lacks; returns whether all are equal enough."""
+    half = bench.args.microbatches // 2
+    for name in sorted({*names, *REFERENCES}, key=[*REFERENCES, *METHODS].index):
+        if any(row["method"] == name for row in log.of("losses")):
+            continue
+        try:
+            with bench.launched(name) as workers:
+                answers = ask(workers, steps=CHECKED, first=half)
+        except common.WorkerEnded as error:
+            failure(log, name, error)
+            continue
+        of_processes = zip(*(answer["losses"] for answer in answers), strict=True)
+        log.add({
+            "kind": "losses", "method": name, "parameters": bench.parameters,
+            "losses": list(map(statistics.fmean, of_processes)),
+        })  # fmt: skip
+        print(f"{name}: {log.rows[-1]['losses'][-1]:.5f}", flush=True)
+    found = differences(log.rows)
+    print(losses_table(log.rows))
+    done = {row["method"] for row in log.of("losses")}
+    return done >= set(names) and all(x <= TOLERANCE for x in found.values())
+
+
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Returns the largest relative difference of two trajectories."""
+    return max(abs(a / b - 1) for a, b in zip(losses, reference, strict=True))
+
+
+def differences(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns each method's largest difference from its reference."""
+    losses = {row["method"]: row["losses"] for row in rows if row["kind"] == "losses"}
+    return {
+        name: difference(losses[name], losses[METHODS[name].reference])
+        for name in METHODS
+        if name in losses and name not in (*UNCHECKED, *REFERENCES)
+    }
+
+
+def losses_table(rows: Sequence[Row]) -> str:
+    """Returns the trajectories' differences in Markdown."""
+    found, of = differences(rows), {x["method"]: x for x in rows[1:]}
+    of = {name: x for name, x in of.items() if x["kind"] == "losses"}
+    parameters = next(iter(of.values()))["parameters"]
+    lines = [
+        f"{CHECKED} steps of a model of {parameters:,} parameters, learning rate "
+        f"{ADAMW['learning_rate']:g}. The difference is",
+        "the largest relative difference of a loss from the reference's. The tolerance "
+        f"is {TOLERANCE:g}.",
+        "",
+        "| method | reference | difference | first loss | last loss |",
+        "|---|---|---|---|---|",
+    ]
+    for name in (name for name in METHODS if name in of):
+        reference = METHODS[name].reference if name in found else ""
+        shown = f"{found[name]:.1e}" if name in found else ""
+        first, *_, last = of[name]["losses"]
+        lines.append(f"| {name} | {reference} | {shown} | {first:.5f} | {last:.5f} |")
+    return "\n".join(lines)
+
+
+# ---- time
 
 
 def calibrate(bench: Bench, log: Log) -> Row:
@@ -363,9 +401,7 @@ def run(bench: Bench, log: Log, names: Sequence[str]) -> bool:
                 measure(bench, log, name, repetition, left)
             except common.WorkerEnded as error:
                 failed.add(name)
-                reason = str(error).strip().splitlines()[-1]
-                log.add({"kind": "failure", "method": name, "reason": reason})
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                failure(log, name, error)
     return not failed
 
 
@@ -476,9 +512,16 @@ repetition, with quartiles, of {repetitions} repetitions.
   the method should send.
 
 {explained}
-{missing}
-{tables}
+
 {pictures}
+
+{tables}
+
+## Losses
+
+    {command_of_check}
+
+{losses}
 """
 HEAD = """## r = {ratio:g}: {rate:.0f} Mbit/s
 
@@ -518,8 +561,8 @@ def table(rows: Sequence[Row], calibration: Row) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row], pictures: str) -> str:
-    """Returns the result's page."""
+def page(rows: Sequence[Row], checks: Sequence[Sequence[Row]], pictures: str) -> str:
+    """Returns the result's page, with the losses of `checks`."""
     settings = rows[0]
     (calibration,) = (row for row in rows if row["kind"] == "calibration")
     figures = figures_of(rows)
@@ -538,12 +581,14 @@ def page(rows: Sequence[Row], pictures: str) -> str:
         **{key: settings[key] for key in (
             "command", "machine", "processes", "microbatches", "steps", "repetitions",
         )},
+        command_of_check="python benchmarks/peers.py --check --environment=DIR",
         parameters=calibration["parameters"], bytes=calibration["bytes"] / 1e6,
         compute=calibration["compute"], step=calibration["step"],
         tokens=next(row["tokens"] for row in rows if row["kind"] == "sample"),
-        explained=EXPLAINED, missing="\n".join(missing) + "\n" * bool(missing),
+        explained="\n".join((EXPLAINED, *missing)),
+        losses="\n\n".join(map(losses_table, checks)) or "Not computed.",
         tables="\n\n".join(tables), pictures=pictures,
-    ).rstrip("\n") + "\n"  # fmt: skip
+    )  # fmt: skip
 
 
 def figures_of(rows: Sequence[Row]) -> list[Row]:
@@ -579,17 +624,19 @@ def draw(figures: Sequence[Row], ending: str) -> None:
     pictures.save(figure, f"peers{ending}.svg")
 
 
-def write_page(rows: Sequence[Row], out: Path) -> None:
+def write_page(rows: Sequence[Row], out: Path, folder: Path) -> None:
+    """Writes page, figures and pictures; the losses of all sizes are in a folder."""
     from benchmarks import pictures
 
+    checks = [read(folder / CHECKS.format(size)) for size in ("4M", "25M")]
     figures = figures_of(rows)
     for ending in pictures.styled():
         draw(figures, ending)
     shown = pictures.both("peers", "Each method's step by its own computation")
-    out.write_text(page(rows, shown))
+    out.write_text(page(rows, list(filter(None, checks)), shown))
     out.with_suffix(".json").write_text(json.dumps({
         "command": rows[0]["command"], "settings": rows[0], "figures": figures,
-        "rows": [row for row in rows if row["kind"] != "settings"],
+        "rows": rows[1:], "losses": [row for check in checks for row in check],
     }, indent=1) + "\n")  # fmt: skip
 
 
@@ -609,7 +656,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     flag("--ratios", default="0.1,0.25,0.5,1,2,7", help="communication / computation")
     flag("--methods", default=",".join(METHODS), help="default all")
     flag("--repetitions", type=int, default=3, metavar="R")
-    flag("--steps", type=int, default=2, metavar="S", help="of a sample")
+    flag("--steps", type=int, default=1, metavar="S", help="of a sample")
     flag(
         "--microbatches", type=int, default=4, metavar="M", help="per process and step"
     )
@@ -637,7 +684,8 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     if found.quick:
         found.size, found.ratios, found.repetitions = "tiny", found.ratios[:1], 2
     found.size = found.size or ("4M" if found.check else "25M")
-    found.out = found.out or ROOT / "build" / "peers" / f"{found.size}.jsonl"
+    name = CHECKS.format(found.size) if found.check else f"{found.size}.jsonl"
+    found.out = found.out or ROOT / "build" / "peers" / name
     return found
 
 
@@ -666,13 +714,13 @@ def main() -> None:
     elif left := [name for name in names if METHODS[name].stack == "torch"]:
         print(f"without --environment, not measured: {', '.join(left)}")
         names = [name for name in names if name not in left]
-    log = None if args.check else Log(args.out, settings(args, names))
+    log = Log(args.out, settings(args, names))
     joined = network.joined(args.processes, UNSHAPED)
     with tempfile.TemporaryDirectory() as place, joined as net:
         bench = Bench(args, net, Path(place))
-        good = check(bench, names) if log is None else run(bench, log, names)
-    if log and args.page:
-        write_page(log.rows, args.page)
+        good = (check if args.check else run)(bench, log, names)
+    if args.page and not args.check:
+        write_page(log.rows, args.page, args.out.parent)
     sys.exit(0 if good else 1)
 
 

@@ -51,6 +51,9 @@ def build(spec: dict[str, Any]) -> Program:
     """Joins the processes and compiles the method's step."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_compilation_cache_dir", spec["cache"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.distributed.initialize(
         spec["coordinator"], spec["processes"], spec["index"], initialization_timeout=60
     )
