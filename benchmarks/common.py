@@ -262,8 +262,8 @@ class Workers:
         """Starts them.
 
         Args:
-          program: its last argument will be `spec` in JSON, with "index" and the
-            address of the first process, "coordinator".
+          program: its last argument will be `spec` in JSON, with "index", its own
+            "address", and the first process's with the port, "coordinator".
           spec: has the number of "processes".
           net: their network.
           logs: the folder for what they print to stderr.
@@ -273,7 +273,9 @@ class Workers:
         self.logs = [logs / f"{i}.log" for i in range(spec["processes"])]
         spec = {**spec, "coordinator": f"{net.address(0)}:{port}"}
         self.processes = [
-            self._start(program, {**spec, "index": i}, net, log)
+            self._start(
+                program, {**spec, "index": i, "address": net.address(i)}, net, log
+            )
             for i, log in enumerate(self.logs)
         ]
 

@@ -49,7 +49,7 @@ from acco_jax.command import palette  # noqa: E402
 from acco_jax.run.compare import network  # noqa: E402
 from benchmarks import common  # noqa: E402
 
-TORCH = "torch==2.13.0"
+TORCH = ("torch==2.13.0", "torchft==0.2.0")
 OUT = ROOT / "experiments" / "results" / "peers.md"
 TOLERANCE = 1e-4  # of a loss, relative
 UNSHAPED = 10_000.0  # Mbit/s
@@ -75,10 +75,11 @@ class Method(NamedTuple):
     sharded: bool = True  # whether a process owns 1/n of the optimizer state
     acco: bool = False  # whether it overlaps; others are synchronous
     own: bool = True  # whether it is acco_jax's
+    period: int = 1  # steps of which the last communicates
 
     @property
     def synchronous(self) -> bool:
-        return not self.acco
+        return not self.acco and self.period == 1
 
     @property
     def reference(self) -> str:
@@ -93,6 +94,7 @@ METHODS = {
     "torch/ddp": Method("torch", 2, sharded=False, own=False),
     "torch/zero1": Method("torch", 3, own=False),
     "torch/fsdp2": Method("torch", 2, own=False),
+    "torch/diloco": Method("torch", 1 / 2, sharded=False, own=False, period=4),
     "torch/acco": Method("torch", 4, acco=True, own=False),
     "ddp": Method("jax", 2, sharded=False),
     "zero1": Method("jax", 2),
@@ -102,8 +104,8 @@ METHODS = {
     "acco(8 bits)": Method("jax", 1, acco=True),
 }
 REFERENCES = ("zero1", "acco")  # whose losses the others must have
-# Of acco's forms, these have other trajectories by design.
-UNCHECKED = ("acco(recommended)", "acco(8 bits)")
+# These have other trajectories by design.
+UNCHECKED = ("torch/diloco", "acco(recommended)", "acco(8 bits)")
 EXPLAINED = """\
 - `jax/jit`: one jitted step, parameters replicated and rows split by shardings.
 - `jax/shard_map`: gradients of the microbatches summed in a scan, then one `psum`.
@@ -112,13 +114,13 @@ EXPLAINED = """\
 - `torch/ddp`: DistributedDataParallel, `no_sync` for all microbatches except the last.
 - `torch/zero1`: the same with ZeroRedundancyOptimizer.
 - `torch/fsdp2`: `fully_shard` that gathers and reduces once per step.
+- `torch/diloco`: torchft's DiLoCo. It communicates in each fourth step and does not
+  compute a synchronous step, so it is no best peer.
 - `torch/acco`: ACCO rewritten from the paper in `benchmarks/peers_torch.py`.
 - `acco`: the paper's equal halves.
 - `acco(recommended)`: a first half of a quarter of the step where it covers the
   communication, else equal halves; extrapolation 1.15.
-- `acco(8 bits)`: equal halves, both collectives in 8 bits.
-- torchft's LocalSGD and DiLoCo are not measured. They need torchft's lighthouse and a
-  manager for each process, and they do not compute a synchronous step."""
+- `acco(8 bits)`: equal halves, both collectives in 8 bits."""
 
 Row = dict[str, Any]
 Samples = dict[tuple[float, str], list[Row]]
@@ -179,7 +181,7 @@ class Bench:
             "model": self.model, "microbatches": args.microbatches,
             "file": str(self.file), "cache": str(self.place / "cache"),
             "adamw": ADAMW, "sharded": method.sharded,
-            "updates": 2 if method.acco else 1,
+            "updates": 2 if method.acco else 1, "period": method.period,
         }  # fmt: skip
         python = sys.executable if method.stack == "jax" else _python(args.environment)
         program = [python, "-m", "benchmarks.peers_worker"]
@@ -210,14 +212,14 @@ def _python(environment: Path) -> str:
 
 def make_environment(folder: Path) -> None:
     """Makes a virtual environment with PyTorch, unless it is there."""
-    found = [_python(folder), "-c", "import torch, numpy"]
+    found = [_python(folder), "-c", "import torch, torchft, numpy"]
     if Path(found[0]).exists() and not subprocess.run(found).returncode:
         return
     import numpy as np
 
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [_python(folder), "-m", "pip", "install", "-q"]
-    subprocess.run([*pip, TORCH, f"numpy=={np.__version__}"], check=True)
+    subprocess.run([*pip, *TORCH, f"numpy=={np.__version__}"], check=True)
 
 
 # ---- rows
@@ -359,9 +361,11 @@ def measure(
     args, start, calibration = bench.args, time.perf_counter(), log.of("calibration")[0]
     rows = args.processes * args.microbatches * args.rows
     tokens = rows * bench.model["max_length"]
+    period = METHODS[name].period
+    steps = -(-args.steps // period) * period
     with bench.launched(name) as workers:
         for _ in range(2):
-            ask(workers, steps=1, first=args.microbatches // 2)
+            ask(workers, steps=period, first=args.microbatches // 2)
         peak = max(ask(workers, peak=True))
         ask(workers, compute=1)
         for ratio in ratios:
@@ -371,14 +375,14 @@ def measure(
             others = common.busy_seconds() - workers.cpu_seconds()
             begin = time.perf_counter()
             computed = ask(workers, compute=1)
-            found = ask(workers, steps=args.steps, first=first)
+            found = ask(workers, steps=steps, first=first)
             others = common.busy_seconds() - workers.cpu_seconds() - others
             log.add({
                 "kind": "sample", "ratio": ratio, "method": name,
                 "repetition": repetition, "rate_mbit": mbit, "tokens": tokens,
-                "seconds": slowest(found) / args.steps, "compute": slowest(computed),
-                "bytes": payload(found) / args.steps, "peak": peak,
-                "cpu": sum(x["cpu"] for x in found) / args.steps, "first": first,
+                "seconds": slowest(found) / steps, "compute": slowest(computed),
+                "bytes": payload(found) / steps, "peak": peak,
+                "cpu": sum(x["cpu"] for x in found) / steps, "first": first,
                 "others": others / (time.perf_counter() - begin),
                 "load": os.getloadavg()[0],
             })  # fmt: skip
@@ -497,9 +501,9 @@ rate joins them. A step of every method has {tokens:,} tokens, in {microbatches}
 microbatches per process.
 
 The ratio r is zero1's communication by its computation: {bytes:.1f} MB at the link's
-rate, and {compute:.2f} s. Its step takes {step:.2f} s on the unshaped link. Samples are
-{steps} steps, timed by the slowest process. Ratios are medians of ratios within a
-repetition, with quartiles, of {repetitions} repetitions.
+rate, and {compute:.2f} s. Its step takes {step:.2f} s on the unshaped link. The slowest
+process times a sample of at least {steps} step(s). Ratios are medians of ratios within
+a repetition, with quartiles, of {repetitions} repetitions.
 
 - **own compute**: the same gradients and AdamW steps in each process, without
   communication. Kernels differ between the stacks, so times are compared as multiples

@@ -1,4 +1,4 @@
-"""PyTorch's methods for peers.py: DDP, ZeroRedundancyOptimizer, FSDP2, and ACCO.
+"""PyTorch's methods for peers.py: DDP, ZeroRedundancyOptimizer, FSDP2, DiLoCo, ACCO.
 
 ACCO is rewritten from the paper (arXiv 2406.02613) on torch.distributed: one thread
 computes gradients, another communicates those of the half-round before.
@@ -94,7 +94,8 @@ def build(spec: dict[str, Any]) -> Program:
     model = GPT2(**spec["model"])
     model.load(arrays)
     make = {
-        "torch/ddp": ddp, "torch/zero1": zero1, "torch/fsdp2": fsdp2, "torch/acco": acco
+        "torch/ddp": ddp, "torch/zero1": zero1, "torch/fsdp2": fsdp2,
+        "torch/diloco": diloco, "torch/acco": acco,
     }  # fmt: skip
     steps = make[spec["method"]](spec, model, tokens)
 
@@ -186,6 +187,42 @@ def fsdp2(spec: dict[str, Any], model: GPT2, tokens: Tokens) -> Steps:
 
     optimizer = adamw(model.parameters(), spec["adamw"])
     return synchronous(model, optimizer, tokens, unsynced)
+
+
+def diloco(spec: dict[str, Any], model: GPT2, tokens: Tokens) -> Steps:
+    """DiLoCo of torchft: each process is a replica group with a manager of its own."""
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    host, port = spec["coordinator"].split(":")
+    lighthouse, own = int(port) + 10_000, int(port) + 20_000
+    kept: list[Any] = []  # servers end with their objects
+    if spec["index"] == 0:
+        bind = f"{host}:{lighthouse}"
+        kept.append(LighthouseServer(bind=bind, min_replicas=spec["processes"]))
+    dist.barrier()
+    kept.append(dist.TCPStore(spec["address"], own, is_master=True))
+    manager = Manager(
+        pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None,
+        min_replica_size=spec["processes"], use_async_quorum=False, rank=0,
+        world_size=1, store_addr=spec["address"], store_port=own,
+        lighthouse_addr=f"http://{host}:{lighthouse}", hostname=spec["address"],
+        replica_id=str(spec["index"]), init_sync=False,
+    )  # fmt: skip
+    optimizer = adamw(model.parameters(), spec["adamw"])
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    rounds = DiLoCo(manager, [model], optimizer, outer, sync_every=spec["period"])
+    kept.append(rounds.__enter__())  # its hooks count the optimizer's steps
+    run = synchronous(model, optimizer, tokens, lambda skip: contextlib.nullcontext())
+
+    def steps(number: int, first: int) -> list[float]:
+        losses = run(number, first)
+        assert manager.num_participants() == spec["processes"] and kept
+        return losses
+
+    return steps
 
 
 # ---- ACCO

@@ -200,7 +200,7 @@ def test_pytorch_has_the_losses_of_both(peers, tmp_path):
     lines = [x for x in done.stdout.splitlines() if x.startswith("| torch/")]
     compared = {line.split()[1]: line.split()[3] for line in lines}
     assert list(compared) == [x for x in peers.METHODS if "torch" in x]
-    assert list(compared.values()) == ["zero1", "zero1", "zero1", "acco"]
+    assert list(compared.values()) == ["zero1", "zero1", "zero1", "|", "acco"]
     names = ",".join(compared)
     out = tmp_path / "rows.jsonl"
     done = run(*flags, f"--methods={names}", f"--out={out}")
