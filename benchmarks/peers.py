@@ -268,13 +268,13 @@ def read(path: Path) -> list[Row]:
 
 def check(bench: Bench, log: Log, names: Sequence[str]) -> bool:
     """Computes the losses that the log lacks; returns whether all are equal enough."""
-    half = bench.args.microbatches // 2
+    first = first_half(bench.args.microbatches, 1.0)
     for name in sorted({*names, *REFERENCES}, key=[*REFERENCES, *METHODS].index):
         if any(row["method"] == name for row in log.of("losses")):
             continue
         try:
             with bench.launched(name) as workers:
-                answers = ask(workers, steps=CHECKED, first=half)
+                answers = ask(workers, steps=CHECKED, first=first)
         except common.WorkerEnded as error:
             failure(log, name, error)
             continue
@@ -284,10 +284,10 @@ def check(bench: Bench, log: Log, names: Sequence[str]) -> bool:
             "losses": list(map(statistics.fmean, of_processes)),
         })  # fmt: skip
         print(f"{name}: {log.rows[-1]['losses'][-1]:.5f}", flush=True)
-    found = differences(log.rows)
+    if {row["method"] for row in log.of("losses")} < {*names, *REFERENCES}:
+        return False
     print(losses_table(log.rows))
-    done = {row["method"] for row in log.of("losses")}
-    return done >= set(names) and all(x <= TOLERANCE for x in found.values())
+    return all(x <= TOLERANCE for x in differences(log.rows).values())
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -307,8 +307,8 @@ def differences(rows: Sequence[Row]) -> dict[str, float]:
 
 def losses_table(rows: Sequence[Row]) -> str:
     """Returns the trajectories' differences in Markdown."""
-    found, of = differences(rows), {x["method"]: x for x in rows[1:]}
-    of = {name: x for name, x in of.items() if x["kind"] == "losses"}
+    of = {row["method"]: row for row in rows if row["kind"] == "losses"}
+    found = differences(rows)
     parameters = next(iter(of.values()))["parameters"]
     lines = [
         f"{CHECKED} steps of a model of {parameters:,} parameters, learning rate "
@@ -358,14 +358,13 @@ def measure(
     bench: Bench, log: Log, name: str, repetition: int, ratios: Sequence[float]
 ) -> None:
     """Launches a method, and adds a row for each ratio."""
-    args, start, calibration = bench.args, time.perf_counter(), log.of("calibration")[0]
+    args, calibration = bench.args, log.of("calibration")[0]
     rows = args.processes * args.microbatches * args.rows
     tokens = rows * bench.model["max_length"]
     period = METHODS[name].period
     steps = -(-args.steps // period) * period
     with bench.launched(name) as workers:
-        for _ in range(2):
-            ask(workers, steps=period, first=args.microbatches // 2)
+        ask(workers, steps=period, first=args.microbatches // 2)
         peak = max(ask(workers, peak=True))
         ask(workers, compute=1)
         for ratio in ratios:
@@ -386,26 +385,32 @@ def measure(
                 "others": others / (time.perf_counter() - begin),
                 "load": os.getloadavg()[0],
             })  # fmt: skip
-    print(f"repetition {repetition + 1}: {name}, {time.perf_counter() - start:.0f} s",
-          flush=True)  # fmt: skip
 
 
 def run(bench: Bench, log: Log, names: Sequence[str]) -> bool:
     """Measures what the log lacks; returns whether all methods ran."""
     calibrate(bench, log)
     done = {(x["ratio"], x["method"], x["repetition"]) for x in log.of("sample")}
-    failed = set[str]()
+    launches = []
     for repetition in range(bench.args.repetitions):
         turn = repetition % len(names)
         for name in (*names[turn:], *names[:turn]):
-            left = [r for r in bench.args.ratios if (r, name, repetition) not in done]
-            if not left or name in failed:
-                continue
-            try:
-                measure(bench, log, name, repetition, left)
-            except common.WorkerEnded as error:
-                failed.add(name)
-                failure(log, name, error)
+            ratios = bench.args.ratios
+            left = [r for r in ratios if (r, name, repetition) not in done]
+            launches += [(name, repetition, left)] * bool(left)
+    failed, start = set[str](), time.perf_counter()
+    for i, (name, repetition, ratios) in enumerate(launches, 1):
+        if name in failed:
+            continue
+        try:
+            measure(bench, log, name, repetition, ratios)
+        except common.WorkerEnded as error:
+            failed.add(name)
+            failure(log, name, error)
+        minutes = (time.perf_counter() - start) / 60
+        print(f"repetition {repetition + 1}, {name}: {i} of {len(launches)} launches, "
+              f"{minutes:.1f} min; {minutes / i * (len(launches) - i):.1f} min left",
+              flush=True)  # fmt: skip
     return not failed
 
 
