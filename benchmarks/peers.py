@@ -113,7 +113,8 @@ EXPLAINED = """\
   gathered once per step.
 - `torch/ddp`: DistributedDataParallel, `no_sync` for all microbatches except the last.
 - `torch/zero1`: the same with ZeroRedundancyOptimizer.
-- `torch/fsdp2`: `fully_shard` that gathers and reduces once per step.
+- `torch/fsdp2`: `fully_shard` that gathers and reduces once per step. PyTorch's
+  reduce-scatter over gloo sends as many bytes as an all-reduce.
 - `torch/diloco`: torchft's DiLoCo. It communicates in each fourth step and does not
   compute a synchronous step, so it is no best peer.
 - `torch/acco`: ACCO rewritten from the paper in `benchmarks/peers_torch.py`.
