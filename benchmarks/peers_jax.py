@@ -206,24 +206,25 @@ class Job:
         step.compile(*held, {"tokens": self.batch(self.tokens[0][:, :most])})
         kept: dict[tuple[int, ...], Any] = {}
 
-        def batch(first: int) -> dict[str, jax.Array]:
+        def batch(half: int) -> dict[str, jax.Array]:
             """Returns what a call computes, and rows that it does not, up to `most`."""
             call, begin = self.done, 0
             if tx.calls_per_step == 2:  # the first call is a second half: pipeline fill
-                call, half = divmod(self.done + 1, 2)
-                begin = min(first, microbatches - most) if half else 0
+                call, second = divmod(self.done + 1, 2)
+                begin = min(half, microbatches - most) if second else 0
             key = call % len(self.tokens), begin
             if key not in kept:
                 part = self.tokens[key[0]][:, begin : begin + most]
                 kept[key] = {"tokens": self.batch(part)}
             return kept[key]
 
-        def run(steps: int, first: int) -> list[float]:
+        def run(steps: int, given: int) -> list[float]:
+            half = given if unequal else first
             if unequal:
-                step.alternate(acco_jax.Halves(first, microbatches - first))
+                step.alternate(acco_jax.Halves(half, microbatches - half))
             losses = []
             for _ in range(steps * tx.calls_per_step):
-                *held[:], metrics = step(*held, batch(first))
+                *held[:], metrics = step(*held, batch(half))
                 self.done += 1
                 losses.append(metrics["loss"])
             jax.block_until_ready(held)
