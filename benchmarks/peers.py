@@ -107,10 +107,11 @@ REFERENCES = ("zero1", "acco")  # whose losses the others must have
 # These have other trajectories by design.
 UNCHECKED = ("torch/diloco", "acco(recommended)", "acco(8 bits)")
 EXPLAINED = """\
-- `jax/jit`: one jitted step, parameters replicated and rows split by shardings.
+- `jax/jit`: one jitted step, parameters replicated and rows split by shardings. By its
+  bytes, the compiler reduces the tied embedding's two gradients separately.
 - `jax/shard_map`: gradients of the microbatches summed in a scan, then one `psum`.
 - `jax/fsdp`: parameters, gradients and optimizer split by shardings. The parameters are
-  gathered once per step.
+  gathered once per step. By its bytes, XLA on CPU reduces gradients by all-reduce.
 - `torch/ddp`: DistributedDataParallel, `no_sync` for all microbatches except the last.
 - `torch/zero1`: the same with ZeroRedundancyOptimizer.
 - `torch/fsdp2`: `fully_shard` that gathers and reduces once per step. PyTorch's
