@@ -700,11 +700,14 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def settings(args: argparse.Namespace, names: Sequence[str]) -> Row:
+def settings(args: argparse.Namespace) -> Row:
     """Returns what all rows of a log have in common."""
     keys = ("size", "processes", "steps", "microbatches", "rows", "repetitions")
+    command = shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])
+    for path, name in ((args.environment, "DIR"), (args.out, "FILE")):
+        command = command.replace(str(path), name)  # paths are this machine's
     return {
-        "command": shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]]),
+        "command": command,
         "machine": f"{os.cpu_count()} cores, {platform.platform()}",
         "left_out": "it was left out of --methods" if args.environment
         else "--environment was not given",
@@ -725,7 +728,7 @@ def main() -> None:
     elif left := [name for name in names if METHODS[name].stack == "torch"]:
         print(f"without --environment, not measured: {', '.join(left)}")
         names = [name for name in names if name not in left]
-    log = Log(args.out, settings(args, names))
+    log = Log(args.out, settings(args))
     joined = network.joined(args.processes, UNSHAPED)
     with tempfile.TemporaryDirectory() as place, joined as net:
         bench = Bench(args, net, Path(place))

@@ -132,6 +132,14 @@ def test_a_log_goes_on_and_takes_no_other_settings(peers, tmp_path):
         peers.Log(path, {**settings, "processes": 4})
 
 
+def test_the_command_names_no_folder(peers, monkeypatch):
+    flags = ["--environment=/a/b", "--out", "/c/d.jsonl", "--ratios=1"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *flags])
+    found = peers.settings(peers.parse(flags))["command"]
+    shown = "--environment=DIR --out FILE --ratios=1"
+    assert found == f"python benchmarks/peers.py {shown}"
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
