@@ -1,4 +1,4 @@
-"""What the benchmarks of disturbed runs share: texts, commands, a run's bits."""
+"""What benchmarks share: disturbed runs, their texts and bits; processes on a link."""
 
 import contextlib
 import functools
@@ -8,16 +8,19 @@ import pathlib
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from acco_jax.command import heartbeat  # noqa: E402
+from acco_jax.run.compare import network  # noqa: E402
 
 # What no two runs share.
 CLOCKS = ("seconds", "tokens_per_second", "goodput", "stragglers", "probes")
@@ -238,3 +241,131 @@ def bits(workdir: pathlib.Path) -> str:
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return done.stdout.strip()
+
+
+# ---- processes on a shaped link
+
+
+class WorkerEnded(RuntimeError):
+    """A process of `Workers` ended before it answered."""
+
+
+class Workers:
+    """Processes of one program on a network: a line to each, one of JSON from each."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        spec: dict[str, Any],
+        net: network.Network,
+        logs: pathlib.Path,
+        port: int = 9911,
+    ) -> None:
+        """Starts them.
+
+        Args:
+          program: its last argument will be `spec` in JSON, with "index", its own
+            "address", and the first process's with the port, "coordinator".
+          spec: has the number of "processes".
+          net: their network.
+          logs: the folder for what they print to stderr.
+          port: of the coordinator.
+        """
+        self.set_rate = net.set_rate
+        self.logs = [logs / f"{i}.log" for i in range(spec["processes"])]
+        spec = {**spec, "coordinator": f"{net.address(0)}:{port}"}
+        self.processes = [
+            self._start(
+                program, {**spec, "index": i, "address": net.address(i)}, net, log
+            )
+            for i, log in enumerate(self.logs)
+        ]
+
+    @staticmethod
+    def _start(
+        program: Sequence[str],
+        spec: dict[str, Any],
+        net: network.Network,
+        log: pathlib.Path,
+    ) -> Any:
+        work = net.command(spec["index"], [*program, json.dumps(spec)])
+        return subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *work],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"),
+            text=True, env={**network.environment(), "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for p in self.processes:
+            p.kill()
+        for p in self.processes:
+            p.wait()
+
+    def ask(self, line: str) -> list[Any]:
+        """Sends a line to all processes; returns their answers, in their order.
+
+        Raises:
+          WorkerEnded: one has ended.
+        """
+        for p in self.processes:
+            with contextlib.suppress(BrokenPipeError):
+                p.stdin.write(line + "\n")
+                p.stdin.flush()
+        return self.answers(line)
+
+    def answers(self, what: str) -> list[Any]:
+        """Waits for a line from each process; returns them, in the processes' order.
+
+        Args:
+          what: they are doing, for the error.
+
+        Raises:
+          WorkerEnded: one has ended.
+        """
+        found: dict[int, Any] = {}
+        waiting = {p.stdout: i for i, p in enumerate(self.processes)}
+        while waiting:
+            for out in connection.wait(list(waiting)):
+                i = waiting.pop(out)
+                text = out.readline()
+                if not text:
+                    tail = "".join(x.read_text()[-2000:] for x in self.logs)
+                    raise WorkerEnded(f"worker {i} ended during {what!r}:\n{tail}")
+                found[i] = json.loads(text)
+        return [found[i] for i in sorted(found)]
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU seconds of all processes so far."""
+
+        def of(pid: int) -> int:
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1]
+            return sum(map(int, fields.split()[11:13]))
+
+        return sum(of(p.pid) for p in self.processes) / os.sysconf("SC_CLK_TCK")
+
+
+def end_on_signals() -> None:
+    """Makes signals end the program in one line, after it has tidied up."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(f"ended by {signal.Signals(number).name}")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, end)
+
+
+def busy_seconds() -> float:
+    """Returns the CPU seconds of all programs so far, without the kernel's own work."""
+    fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    user, nice, system = map(int, fields[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def quotients(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """Returns median and quartiles of ratios, each within a repetition."""
+    samples = [a / b for a, b in zip(above, below, strict=True)]
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": middle, "low": low, "high": high}

@@ -39,17 +39,16 @@ import pathlib
 import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from acco_jax.run.compare import network  # noqa: E402
+from benchmarks import common  # noqa: E402
 
 SYNCHRONOUS = ("zero1", "ddp", "fused_zero1")
 HALF_ROUNDS = 2  # of a sample: an estimate and a commit
@@ -198,82 +197,28 @@ def make_modes(spec: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 # ---------------------------------------------------------------------- the parent
 
 
-class Workers:
+class Workers(common.Workers):
     """The processes: `workers("acco")` runs a mode on all, returns the longest time."""
 
-    def __init__(
-        self, spec: dict[str, Any], net: network.Network, logs: pathlib.Path
-    ) -> None:
-        self.set_rate = net.set_rate
-        self.logs = [logs / f"{i}.log" for i in range(spec["processes"])]
-        self.processes = [
-            self._start(spec, net, i, log) for i, log in enumerate(self.logs)
-        ]
-
-    def _start(
-        self, spec: dict[str, Any], net: network.Network, i: int, log: pathlib.Path
-    ) -> Any:
-        spec = {**spec, "index": i, "coordinator": f"{net.address(0)}:9911"}
-        work = [sys.executable, __file__, "--worker", json.dumps(spec)]
-        return subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *net.command(i, work)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"),
-            text=True, env={**network.environment(), "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-
     def __call__(self, mode: str) -> float:
-        for p in self.processes:
-            p.stdin.write(mode + "\n")
-            p.stdin.flush()
-        answers: list[float] = []
-        waiting = {p.stdout: i for i, p in enumerate(self.processes)}
-        while waiting:
-            for out in connection.wait(list(waiting)):
-                i = waiting.pop(out)
-                line = out.readline()
-                if not line:
-                    tail = "".join(x.read_text()[-2000:] for x in self.logs)
-                    raise SystemExit(f"worker {i} ended during {mode!r}:\n{tail}")
-                answers.append(json.loads(line))
-        return max(answers)
-
-    def cpu_seconds(self) -> float:
-        def of(pid: int) -> int:
-            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1]
-            return sum(map(int, fields.split()[11:13]))
-
-        return sum(of(p.pid) for p in self.processes) / os.sysconf("SC_CLK_TCK")
-
-    def stop(self) -> None:
-        for p in self.processes:
-            p.kill()
-        for p in self.processes:
-            p.wait()
+        try:
+            return max(self.ask(mode))
+        except common.WorkerEnded as error:
+            raise SystemExit(str(error)) from error
 
 
 @contextlib.contextmanager
 def running(spec: dict[str, Any]) -> Iterator[Workers]:
     """Workers on their network; both are gone afterwards, however it ends."""
-
-    def end(number: int, _: Any) -> None:
-        raise SystemExit(f"ended by {signal.Signals(number).name}")
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(number, end)
+    common.end_on_signals()
+    program = [sys.executable, __file__, "--worker"]
     joined = network.joined(spec["processes"], 1000.0)
-    with tempfile.TemporaryDirectory() as logs, joined as net:
-        workers = Workers(spec, net, pathlib.Path(logs))
-        try:
-            yield workers
-        finally:
-            workers.stop()
-
-
-def busy_seconds() -> float:
-    """CPU seconds of all programs so far, the kernel's own work excepted."""
-    fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    user, nice, system = map(int, fields[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        joined as net,
+        Workers(program, spec, net, pathlib.Path(logs)) as workers,
+    ):
+        yield workers
 
 
 def calibrate(workers: Workers, share: float, mbit: float) -> float:
@@ -297,13 +242,13 @@ def measure(workers: Workers, modes: list[str], repetitions: int) -> dict[str, A
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     cpu: dict[str, list[float]] = {mode: [] for mode in modes}
     count = HALF_ROUNDS * len(workers.processes)
-    others, start = busy_seconds() - workers.cpu_seconds(), time.perf_counter()
+    others, start = common.busy_seconds() - workers.cpu_seconds(), time.perf_counter()
     for i in range(repetitions):
         for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
             used = workers.cpu_seconds()
             seconds[mode].append(workers(mode))
             cpu[mode].append((workers.cpu_seconds() - used) / count)
-    others = busy_seconds() - workers.cpu_seconds() - others
+    others = common.busy_seconds() - workers.cpu_seconds() - others
     return {
         "seconds": seconds,
         "cpu_seconds": cpu,  # of a worker
@@ -319,7 +264,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         if mode in seconds:
             for other in others:
                 pairs[f"{mode} / {other}"] = seconds[mode], seconds[other]
-            return {title: quotients(*pair) for title, pair in pairs.items()}
+            return {title: common.quotients(*pair) for title, pair in pairs.items()}
     synchronous = [mode for mode in seconds if mode + " 2N" in seconds]
     plain = {"compute", "communication", *synchronous}
     plain |= {mode + " 2N" for mode in synchronous}
@@ -331,13 +276,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         pairs[f"{mode} / max(compute, communication)"] = seconds[mode], larger
         for other in ("compute", *synchronous, *(m + " 2N" for m in synchronous)):
             pairs[f"{mode} / {other}"] = seconds[mode], seconds[other]
-    return {title: quotients(*pair) for title, pair in pairs.items()}
-
-
-def quotients(above: list[float], below: list[float]) -> dict[str, float]:
-    samples = [a / b for a, b in zip(above, below, strict=True)]
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": middle, "low": low, "high": high}
+    return {title: common.quotients(*pair) for title, pair in pairs.items()}
 
 
 def show(share: float, point: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ Writes into docs/site/assets, light and dark:
     paths*.svg     gradient descent of three methods on a quadratic in two dimensions
     streams*.svg   five half-rounds of acco, a drawing
 
-benchmarks/network_sweep.py draws speedup*.svg and step*.svg.
+benchmarks/network_sweep.py draws speedup*.svg and step*.svg, benchmarks/peers.py draws
+peers*.svg.
 """
 
 import statistics
