@@ -53,7 +53,7 @@ _PROCESSES = flags.DEFINE_integer(
     "processes", 2, "Processes of each run, with --network.", 2
 )
 _AT_ONCE = flags.DEFINE_integer(
-    "at_once", 1, "Runs beside each other; 0: one per GPU or core, as many as fit.", 0
+    "at_once", 1, "Runs at the same time; 0: one per GPU or core, as many as fit.", 0
 )
 _TUNE = flags.DEFINE_multi_string(
     "tune",
@@ -64,7 +64,7 @@ _TUNE_SEEDS = flags.DEFINE_integer(
     "tune_seeds", 1, "Seeds of each value, after those of --seeds.", 1
 )
 _BUDGET = flags.DEFINE_float(
-    "budget", None, "Tokens that --tune may take; unset: all values to their end.", 1.0
+    "budget", None, "Most tokens of --tune; unset: every value trains to its end.", 1.0
 )
 _CHECK = flags.DEFINE_bool(
     "check", False, "Only check whether all methods can run, and exit."

@@ -25,8 +25,10 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 _WORKDIR = flags.DEFINE_string("workdir", ".", "Folder that a run would write to.")
 _DEVICES = flags.DEFINE_integer("devices", None, "CPU devices of this process.", 1)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
-_PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
-_PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
+_PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.", 1)
+_PROCESS = flags.DEFINE_integer(
+    "process", None, "The number of this process, from 0.", 0
+)
 
 
 @exits.lines()

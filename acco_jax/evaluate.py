@@ -39,12 +39,18 @@ _SPLIT = flags.DEFINE_enum(
     "split",
     None,
     ["train", "validation"],
-    "train or validation, of the run's data; validation if no text.",
+    "Split of the run's data: train or validation; validation if no text is given.",
 )
-_FILE = flags.DEFINE_string("file", None, "A text in UTF-8.")
-_LAMBADA = flags.DEFINE_string("lambada", None, 'A file of {"text": ...} a line.')
+_FILE = flags.DEFINE_string("file", None, "A UTF-8 text file.")
+_LAMBADA = flags.DEFINE_string(
+    "lambada", None, 'A file with one {"text": ...} per line.'
+)
 _STRIDE = flags.DEFINE_integer(
-    "stride", None, "Tokens from window to window of --file; all positions if unset.", 1
+    "stride",
+    None,
+    "Tokens from the start of a window of --file to the next; default: the "
+    "model's positions.",
+    1,
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 

@@ -24,12 +24,12 @@ from acco_jax.run.config import parsing, usage
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
-_OUT = flags.DEFINE_string("out", None, "Folder to write: new, or empty.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write, new or empty.")
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "float32, bfloat16 or float16; unless given, model.param_dtype."
+    "dtype", None, "float32, bfloat16 or float16; default: model.param_dtype."
 )
 _HALF_ROUND = flags.DEFINE_integer(
-    "half_round", None, "Of the checkpoint; unless given, of the newest.", 0
+    "half_round", None, "Half-round of the checkpoint; default: the newest.", 0
 )
 
 _ADAPTERS = flags.DEFINE_bool(

@@ -30,7 +30,10 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 FILE = "report.html"
 _OUT = flags.DEFINE_string(
-    "out", None, "File to write; unless given, report.html in DIR, of several here."
+    "out",
+    None,
+    "File to write; default: report.html in DIR, or in the current folder for "
+    "several runs.",
 )
 
 

@@ -28,7 +28,7 @@ def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys
     line = next(x for x in capsys.readouterr().out.splitlines() if "own" in x)
     assert re.fullmatch(
         r"    the optimizer's own, of any size: \d all-reduces?, \d+ bytes; "
-        r"1 all-gather, 28.5 MiB; 100% of these bytes hidden",
+        r"1 all-gather, 28.5 MiB; 100% of these bytes overlapped",
         line,
     )
     own = json.loads(file.read_text())["methods"]["acco"]["optimizers_own"]

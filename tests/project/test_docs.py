@@ -162,7 +162,7 @@ def check_audit(names):
     with compiling.optimized():
         names["test_communication_stays_overlapped"]()
         synchronous = mock.patch.object(acco_jax, "acco", acco_jax.zero1)
-        with synchronous, pytest.raises(AssertionError, match=r"^data: .*hidden"):
+        with synchronous, pytest.raises(AssertionError, match=r"^data: .*overlapped"):
             names["test_communication_stays_overlapped"]()
 
 

@@ -63,10 +63,10 @@ def check_quickstart(content):
     assert check_run(content) == 6
     assert "the same bits: True" in printed(content)
     hidden = re.findall(
-        r"^ +(reduce-scatter|all-gather) .* hidden", printed(content), re.M
+        r"^ +(reduce-scatter|all-gather) .* overlapped", printed(content), re.M
     )
     assert sorted(hidden) == ["all-gather", "reduce-scatter"]
-    assert re.search(r"hidden: (99\.9|100\.0)% of the bytes", printed(content))
+    assert re.search(r"overlapped: (99\.9|100\.0)% of the bytes", printed(content))
     lines = re.findall(r"^(\w+) +([\d.a-z]+) nats per byte$", printed(content), re.M)
     return {name: float(loss) for name, loss in lines}
 
