@@ -75,9 +75,9 @@ there is a table for each version of JAX. `MiB` are the bytes of the full buffer
 collectives of an optimizer step: acco's half-round counts twice. `bytes overlapped` is
 READ from the schedule: the share with matrix products between launch and end.
 Milliseconds and `seconds overlapped` are PREDICTED, at the middle of the figures'
-ranges (`acco_jax/schedule/chips.py`), for the network that the table names. The lesser of both
-shares is the verdict of `--require-hidden`. It proves the schedule. It does not prove
-that the network keeps up beside computation.
+ranges (`acco_jax/schedule/chips.py`), for the network that the table names. The lesser
+of both shares is the verdict of `--require-hidden`. It proves the schedule. It does not
+prove that the network keeps up beside computation.
 
 The programs are those of benchmarks/foreign.py (a decoder of 470M parameters in
 bfloat16, 8 scanned layers, 4 rows of 2,048 tokens a device; the accumulating ones, and
