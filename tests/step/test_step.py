@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
         ("choose one of", lambda: make(
             loss_fn, made.tx, microbatches=1, form="both")),
         ("at least 1", lambda: make(loss_fn, made.tx, microbatches=0)),
-        ("no axis", lambda: acco_jax.acco(
+        ("not an axis", lambda: acco_jax.acco(
             optax.sgd(0.1), mesh=made.mesh, axis_name="x")),
     ]  # fmt: skip
     for words, call in cases:
