@@ -1,8 +1,8 @@
-"""Look at a machine before it trains: python -m acco_jax.doctor [--workdir=DIR]
+"""Check a machine before it trains: python -m acco_jax.doctor [--workdir=DIR]
 
-Versions, devices, the form that a train step would have and why, cores, the bandwidth
-between pairs of devices, the folder and its disk; each problem with its remedy. Several
-processes are started as training is, each with the same flags.
+It checks versions, devices, the form of a train step, cores, the bandwidth between pairs
+of devices, the folder and its disk, and prints a remedy for each problem. Start several
+processes as for training, each with the same flags.
 
   python -m acco_jax.doctor --devices=4        # CPU devices of this process
   srun python -m acco_jax.doctor --workdir=RUNS/one

@@ -1,14 +1,14 @@
-"""Export what a run has trained as a Hugging Face folder.
+"""Export a run's model as a Hugging Face folder.
 
 python -m acco_jax.export --workdir=runs/quickstart --out=FOLDER
 
 The folder holds config.json, generation_config.json, the weights in safetensors files
 and a tokenizer, which AutoModelForCausalLM and AutoTokenizer of transformers read. The
 weights are the committed parameters of the newest checkpoint, or of --half_round; the
-adapters of a LoRA run are merged into the model that they adapt. With --adapters the
-folder holds only them, in the format of Hugging Face's PEFT, and the tokenizer. Of a
-tokenizer of bytes, or of a 'bpe', the end of text becomes the special token
-<|endoftext|>. The folder is there whole or not at all.
+adapters of a LoRA run are merged into its model. With --adapters the folder holds only
+the adapters, in the format of Hugging Face's PEFT, and the tokenizer. The end of text
+of a 'bytes' or 'bpe' tokenizer becomes the special token <|endoftext|>. The folder is
+written atomically.
 """
 
 import os

@@ -1,11 +1,11 @@
-"""Let a model go on with a prompt.
+"""Generate text from a prompt.
 
 python -m acco_jax.generate --workdir=runs/quickstart --prompt='def mean(' --tokens=100
 python -m acco_jax.generate --model=FOLDER --prompt='Once' --temperature=0.8 --samples=3
 
-The model is what a run has trained (its newest checkpoint), or a Hugging Face folder
-(config.json, *.safetensors, tokenizer.json). Each sample is the prompt and what follows
-it, shown as it is written, up to the end of the text or so many tokens.
+The model is a run's newest checkpoint, or a Hugging Face folder (config.json,
+*.safetensors, tokenizer.json). Each sample is the prompt and the generated text. It is
+printed as it is generated, up to the end of the text or --tokens tokens.
 """
 
 import itertools

@@ -149,9 +149,7 @@ def test_the_model_that_writes_is_small():
 def test_three_lines_differ_and_the_text_shows_them():
     content = read(QUICKSTART)
     plain, acco = (
-        cell.source.splitlines()
-        for cell in code_cells(content)
-        if "# 3" in cell.source
+        cell.source.splitlines() for cell in code_cells(content) if "# 3" in cell.source
     )
 
     def loop(lines):
