@@ -1,8 +1,8 @@
 """Check a machine before it trains: python -m acco_jax.doctor [--workdir=DIR]
 
-It checks versions, devices, the form of a train step, cores, the bandwidth between pairs
-of devices, the folder and its disk, and prints a remedy for each problem. Start several
-processes as for training, each with the same flags.
+It checks versions, devices, the form of a train step, cores, the bandwidth between
+pairs of devices, the folder and its disk, and prints a remedy for each problem. Start
+several processes as for training, each with the same flags.
 
   python -m acco_jax.doctor --devices=4        # CPU devices of this process
   srun python -m acco_jax.doctor --workdir=RUNS/one
