@@ -378,7 +378,7 @@ def text(report: Report) -> str:
     return "\n".join([
         f"{report.devices} x {report.kind}, MEASURED",
         aligned(kernels, "lrr"),
-        "half-rounds, PREDICTED with the figures before and after calibration",
+        "calls, PREDICTED with the figures before and after calibration",
         aligned(steps, "lrrrrll"),
     ])  # fmt: skip
 

@@ -127,9 +127,9 @@ def _method(plan: Plan, o: Outcome) -> str:
             f"{many(o.program.counts[0], 'microbatch', 'es')} (found: as many as the "
             f"communication lasts, at most {o.program.microbatches})"
         )
-    calls = f"{many(tx.calls_per_step, 'half-round')} per step"
+    calls = f"{many(tx.calls_per_step, 'call')} per step"
     if tx.steps_per_call > 1:
-        calls = f"{tx.steps_per_call} inner steps per half-round"
+        calls = f"{tx.steps_per_call} inner steps per call"
     share = row["model_flops_utilization"]
     utilization = "" if share is None else f", {share:.0%} of peak FLOP/s"
     each = f"{microbatches} in each"
@@ -147,7 +147,7 @@ def _method(plan: Plan, o: Outcome) -> str:
     ]
     if o.fit is not None:
         lines += _fit(plan, o.fit)
-    what = "both halves   " if o.program.halves else "half-round    "
+    what = "both halves   " if o.program.halves else "one call      "
     lines += [
         "  PREDICTED:",
         f"    {what}{seconds(p.total)} = matrix products {seconds(p.matmul)} + "
@@ -306,7 +306,7 @@ def _notes(plan: Plan, o: Outcome) -> list[str]:
     notes = []
     if len(o.program.step.turns()) > 1:
         notes.append(
-            "note: its half-rounds differ; this is one of them, and stands for all"
+            "note: its calls differ; this is one of them, and stands for all"
         )
     own = {c.name for c, size in o.own or () if size == c.bytes}
     kinds = {c.kind for c in o.collectives if c.name not in own}
