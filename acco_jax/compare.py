@@ -1,24 +1,24 @@
-"""Compare methods: every one on the same data order, tokens and seeds.
+"""Compare methods with the same data order, tokens and seeds.
 
 python -m acco_jax.compare --config=experiments/quickstart.py \\
     --methods='acco,zero1,dpu(warmup_steps=40)' --workdir=runs/methods --seeds=3
 
 Each method and seed is a run of acco_jax.train in WORKDIR/METHOD/seed-N, with the same
-microbatches per optimizer step. What is finished is not run again, and an interrupted
-run continues. WORKDIR then holds table.md, results.csv and loss.png. A method may be
-given options of its own in parentheses: arguments of the method, or fields of the
-config (config.optimizer.learning_rate=1e-4).
+microbatches per optimizer step. Finished runs are not repeated, and interrupted runs
+continue. WORKDIR then holds table.md, results.csv and loss.png. A method may have its
+own options in parentheses: arguments of the method, or fields of the config
+(config.optimizer.learning_rate=1e-4).
 
     --tune='optimizer.learning_rate=5e-4,1e-3,2e-3' --budget=20e6
 
-first finds each method's own best value, on seeds that the comparison does not use:
-all candidates run to a part of their steps, the better half goes on, and so on, within
-so many tokens in all. WORKDIR/tuning has what each has reached, and a picture.
+first finds each method's best value, on seeds that the comparison does not use. All
+candidates run part of their steps, the better half continues, and so on, within the
+budget of tokens. WORKDIR/tuning has the results and a picture.
 
-The tables say what their figures are. Of those against the first method, what is not
-several times as large as its standard error (±, from two seeds on) may be chance. Bytes
-sent are read off the program's collectives, all-reduces below 1 kB left out. Exposed is
-timed at the end of each run in its own processes; "n/a" is what was not measured.
+The tables explain their figures. A difference from the first method may be chance,
+unless it is several times its standard error (±, with two seeds or more). Bytes sent
+are read from the program's collectives, without all-reduces below 1 kB. Exposed time is
+measured at the end of each run in its own processes. "n/a" was not measured.
 """
 
 import json
@@ -53,7 +53,7 @@ _PROCESSES = flags.DEFINE_integer(
     "processes", 2, "Processes of each run, with --network.", 2
 )
 _AT_ONCE = flags.DEFINE_integer(
-    "at_once", 1, "Runs beside each other; 0: one per GPU or core, as many as fit.", 0
+    "at_once", 1, "Runs at the same time; 0: one per GPU or core, as many as fit.", 0
 )
 _TUNE = flags.DEFINE_multi_string(
     "tune",
@@ -64,7 +64,7 @@ _TUNE_SEEDS = flags.DEFINE_integer(
     "tune_seeds", 1, "Seeds of each value, after those of --seeds.", 1
 )
 _BUDGET = flags.DEFINE_float(
-    "budget", None, "Tokens that --tune may take; unset: all values to their end.", 1.0
+    "budget", None, "Most tokens of --tune; unset: every value trains to its end.", 1.0
 )
 _CHECK = flags.DEFINE_bool(
     "check", False, "Only check whether all methods can run, and exit."

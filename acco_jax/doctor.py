@@ -1,8 +1,8 @@
-"""Look at a machine before it trains: python -m acco_jax.doctor [--workdir=DIR]
+"""Check a machine before it trains: python -m acco_jax.doctor [--workdir=DIR]
 
-Versions, devices, the form that a train step would have and why, cores, the bandwidth
-between pairs of devices, the folder and its disk; each problem with its remedy. Several
-processes are started as training is, each with the same flags.
+It checks versions, devices, the form of a train step, cores, the bandwidth between
+pairs of devices, the folder and its disk, and prints a remedy for each problem. Start
+several processes as for training, each with the same flags.
 
   python -m acco_jax.doctor --devices=4        # CPU devices of this process
   srun python -m acco_jax.doctor --workdir=RUNS/one
@@ -25,8 +25,10 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 _WORKDIR = flags.DEFINE_string("workdir", ".", "Folder that a run would write to.")
 _DEVICES = flags.DEFINE_integer("devices", None, "CPU devices of this process.", 1)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
-_PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
-_PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
+_PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.", 1)
+_PROCESS = flags.DEFINE_integer(
+    "process", None, "The number of this process, from 0.", 0
+)
 
 
 @exits.lines()

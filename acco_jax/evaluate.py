@@ -1,20 +1,20 @@
-"""Say what texts cost a model: loss, perplexities and bits per byte.
+"""Evaluate a model on texts: loss, perplexities and bits per byte.
 
 python -m acco_jax.evaluate --workdir=runs/quickstart
 python -m acco_jax.evaluate --model=FOLDER --file=book.txt --stride=512
 python -m acco_jax.evaluate --model=FOLDER --lambada=lambada_test.jsonl --json
 
-The model is what a run has trained (its newest checkpoint), or a Hugging Face folder
-(config.json, *.safetensors, tokenizer.json).
+The model is a run's newest checkpoint, or a Hugging Face folder (config.json,
+*.safetensors, tokenizer.json).
 
---split is of a run's own data, and cut into rows as the run cuts it: the held-out loss
-is the run's. Ends of texts count as tokens there.
---file is one text, all of whose tokens count once, the first as what follows the end
-of another text. Each is predicted from what stands before it in a window of as many
-tokens as the model has positions; windows begin --stride tokens after each other.
---lambada is a file with a JSON object {"text": ...} a line: how often the model
-foresees a text's last word, all of its tokens the likeliest, and that word's
-perplexity; and the figures of the texts as a whole.
+--split evaluates a run's own data, in the rows of the run: the held-out loss is the
+run's. Ends of texts count as tokens.
+--file evaluates one text. Each token counts once. The first one follows the end of a
+text. Each token is predicted from those before it in a window of as many tokens as the
+model has positions. Windows begin --stride tokens after each other.
+--lambada reads a file with one JSON object {"text": ...} per line. It prints the
+accuracy on each text's last word, for which all of its tokens must be the most likely,
+the perplexity of that word, and the figures of the whole texts.
 
 Perplexity is e to the power of the loss, in nats per token; per word it is e to the
 power of the nats per word, and words are what spaces separate.
@@ -39,12 +39,18 @@ _SPLIT = flags.DEFINE_enum(
     "split",
     None,
     ["train", "validation"],
-    "train or validation, of the run's data; validation if no text.",
+    "Split of the run's data: train or validation; validation if no text is given.",
 )
-_FILE = flags.DEFINE_string("file", None, "A text in UTF-8.")
-_LAMBADA = flags.DEFINE_string("lambada", None, 'A file of {"text": ...} a line.')
+_FILE = flags.DEFINE_string("file", None, "A UTF-8 text file.")
+_LAMBADA = flags.DEFINE_string(
+    "lambada", None, 'A file with one {"text": ...} per line.'
+)
 _STRIDE = flags.DEFINE_integer(
-    "stride", None, "Tokens from window to window of --file; all positions if unset.", 1
+    "stride",
+    None,
+    "Tokens from the start of a window of --file to the next; default: the "
+    "model's positions.",
+    1,
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 

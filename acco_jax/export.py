@@ -1,14 +1,14 @@
-"""Export what a run has trained as a Hugging Face folder.
+"""Export a run's model as a Hugging Face folder.
 
 python -m acco_jax.export --workdir=runs/quickstart --out=FOLDER
 
 The folder holds config.json, generation_config.json, the weights in safetensors files
 and a tokenizer, which AutoModelForCausalLM and AutoTokenizer of transformers read. The
 weights are the committed parameters of the newest checkpoint, or of --half_round; the
-adapters of a LoRA run are merged into the model that they adapt. With --adapters the
-folder holds only them, in the format of Hugging Face's PEFT, and the tokenizer. Of a
-tokenizer of bytes, or of a 'bpe', the end of text becomes the special token
-<|endoftext|>. The folder is there whole or not at all.
+adapters of a LoRA run are merged into its model. With --adapters the folder holds only
+the adapters, in the format of Hugging Face's PEFT, and the tokenizer. The end of text
+of a 'bytes' or 'bpe' tokenizer becomes the special token <|endoftext|>. The folder is
+written atomically.
 """
 
 import os
@@ -24,12 +24,12 @@ from acco_jax.run.config import parsing, usage
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
-_OUT = flags.DEFINE_string("out", None, "Folder to write: new, or empty.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write, new or empty.")
 _DTYPE = flags.DEFINE_string(
-    "dtype", None, "float32, bfloat16 or float16; unless given, model.param_dtype."
+    "dtype", None, "float32, bfloat16 or float16; default: model.param_dtype."
 )
 _HALF_ROUND = flags.DEFINE_integer(
-    "half_round", None, "Of the checkpoint; unless given, of the newest.", 0
+    "half_round", None, "Half-round of the checkpoint; default: the newest.", 0
 )
 
 _ADAPTERS = flags.DEFINE_bool(

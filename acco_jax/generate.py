@@ -1,11 +1,11 @@
-"""Let a model go on with a prompt.
+"""Generate text from a prompt.
 
 python -m acco_jax.generate --workdir=runs/quickstart --prompt='def mean(' --tokens=100
 python -m acco_jax.generate --model=FOLDER --prompt='Once' --temperature=0.8 --samples=3
 
-The model is what a run has trained (its newest checkpoint), or a Hugging Face folder
-(config.json, *.safetensors, tokenizer.json). Each sample is the prompt and what follows
-it, shown as it is written, up to the end of the text or so many tokens.
+The model is a run's newest checkpoint, or a Hugging Face folder (config.json,
+*.safetensors, tokenizer.json). Each sample is the prompt and the generated text. It is
+printed as it is generated, up to the end of the text or --tokens tokens.
 """
 
 import itertools
@@ -23,20 +23,22 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 _MODEL = parsing.ModelFlags()
 _PROMPT = flags.DEFINE_string(
-    "prompt", "", "What the model goes on with; nothing: a text's beginning."
+    "prompt", "", "Text to continue; empty: start a new text."
 )
-_TOKENS = flags.DEFINE_integer("tokens", 64, "How many follow at most.", 1)
+_TOKENS = flags.DEFINE_integer("tokens", 64, "Most tokens to generate.", 1)
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature", 0.0, "Divides the logits of tokens to draw; 0: the likeliest token."
+    "temperature", 0.0, "Sampling temperature; 0: greedy decoding."
 )
 _TOP_K = flags.DEFINE_integer(
-    "top_k", None, "Draw of so many of the likeliest tokens only."
+    "top_k", None, "Sample only from this many most likely tokens."
 )
 _TOP_P = flags.DEFINE_float(
-    "top_p", None, "Draw of the fewest likeliest tokens that are together so probable."
+    "top_p",
+    None,
+    "Sample from the fewest most likely tokens with this total probability.",
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of what is drawn.")
-_SAMPLES = flags.DEFINE_integer("samples", 1, "How many texts.", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.")
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Number of texts.", 1)
 
 
 @exits.lines()

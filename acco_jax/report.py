@@ -1,10 +1,9 @@
 """Report on runs: python -m acco_jax.report DIR [DIR ...]
 
-Writes one HTML page that needs no network: curves of the training and held-out loss
-against tokens, time and bytes, in which one zooms and points, how the configurations
-differ, throughput, microbatches per worker, communication, memory, where the wall time
-went, faults and restarts. DIR is the workdir of a run, finished or not, of a
-comparison, or a folder of such.
+Writes one HTML page that needs no network: interactive curves of the training and
+held-out loss against tokens, time and bytes, differences of configurations, throughput,
+microbatches per worker, communication, memory, wall time, faults and restarts. DIR is
+the workdir of a run, finished or not, or of a comparison, or a folder of workdirs.
 
   python -m acco_jax.report runs/quickstart        # writes runs/quickstart/report.html
   python -m acco_jax.report runs/acco runs/zero1 --out=both.html
@@ -30,7 +29,10 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
 FILE = "report.html"
 _OUT = flags.DEFINE_string(
-    "out", None, "File to write; unless given, report.html in DIR, of several here."
+    "out",
+    None,
+    "File to write; default: report.html in DIR, or in the current folder for "
+    "several runs.",
 )
 
 

@@ -1,7 +1,7 @@
 """Train: python -m acco_jax.train --config=experiments/quickstart.py --workdir=DIR
 
-The same command continues an interrupted run. acco_jax.doctor looks at the machine
-first, acco_jax.report makes a page of what the run has left.
+The same command continues an interrupted run. acco_jax.doctor checks the machine first.
+acco_jax.report makes a page of a run's records.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 _CONFIG = parsing.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints and metrics.")
 _STOP_AFTER = flags.DEFINE_integer(
-    "stop_after", None, "Stop after so many half-rounds, with a checkpoint.", 1
+    "stop_after", None, "Stop after this many half-rounds, with a checkpoint.", 1
 )
 _TIME_GRADIENTS = flags.DEFINE_bool(
-    "time_gradients", False, "At the end, time the gradients alone (for compare)."
+    "time_gradients", False, "At the end, time only the gradients (for compare)."
 )
 _REPLAY = flags.DEFINE_string(
-    "replay", None, "Workdir of a run of this config to repeat, to the bit."
+    "replay", None, "Workdir of a run of this config to repeat, bitwise identically."
 )
 _EXTEND = flags.DEFINE_bool(
     "extend", False, "A longer run follows the schedule of its new length from here on."
@@ -48,39 +48,44 @@ _STRICT_HOOKS = flags.DEFINE_bool(
     "strict_hooks", False, "End the run where metrics_hook, W&B or TensorBoard fails."
 )
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
-_PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.", 1)
-_PROCESS = flags.DEFINE_integer("process", None, "Which of them this one is.", 0)
+_PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.", 1)
+_PROCESS = flags.DEFINE_integer(
+    "process", None, "The number of this process, from 0.", 0
+)
 _RESTARTS = flags.DEFINE_integer(
-    "restarts", 0, "How often to begin again after a process was lost or failed.", 0
+    "restarts", 0, "Number of restarts after a process was lost or failed.", 0
 )
 _LOST_AFTER = flags.DEFINE_float(
     "lost_after",
     60.0,
-    "Seconds without a sign of life until a process is lost.",
+    "Seconds without a heartbeat after which a process is lost.",
     5.0,
     parsing.DAY,
 )
 _STUCK_AFTER = flags.DEFINE_float(
     "stuck_after",
     600.0,
-    "Seconds without a half-round until a process is lost.",
+    "Seconds without a half-round after which a process is lost.",
     5.0,
     parsing.DAY,
 )
 _START_WITHIN = flags.DEFINE_float(
     "start_within",
     300.0,
-    "Seconds until all processes must be there.",
+    "Seconds within which all processes must start.",
     1.0,
     parsing.DAY,
 )
 _MIN_PROCESSES = flags.DEFINE_integer(
-    "min_processes", None, "With --restarts, go on with so many, if others are gone.", 1
+    "min_processes",
+    None,
+    "With --restarts, the least number of processes to continue with.",
+    1,
 )
 _REGROUP_AFTER = flags.DEFINE_float(
     "regroup_after",
     30.0,
-    "Seconds until it goes on without those that are gone.",
+    "Seconds to wait for lost processes before the run continues without them.",
     0.0,
     parsing.DAY,
 )

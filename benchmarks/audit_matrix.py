@@ -1,4 +1,4 @@
-"""What is hidden in train steps of others and of this library, on machines not here.
+"""What is overlapped in train steps of others and of this library, not run.
 
     python benchmarks/audit_matrix.py --texts=DIR [--programs=plain_dp,fsdp,acco]
         [--machines=gpu:h100:4x8,tpu:v5e:4x4] [--seconds=300] [--out=FILE.md]
@@ -66,18 +66,18 @@ MODEL = transformer.Config(
 )
 
 
-HEAD = """# What is hidden in train steps of others, and in this library's
+HEAD = """# What is overlapped in train steps of others, and in this library's
 
     python benchmarks/audit_matrix.py --texts=DIR --out=experiments/results/audit.md
 
 Nothing here was run: every row is a program compiled for machines that are not here;
 there is a table for each version of JAX. `MiB` are the bytes of the full buffers, all
-collectives of an optimizer step: acco's half-round counts twice. `bytes hidden` is READ
-from the schedule: the share with matrix products between launch and end. Milliseconds
-and `seconds hidden` are PREDICTED, at the middle of the figures' ranges
-(`acco_jax/schedule/chips.py`), for the network that the table names. The lesser of both
-shares is the verdict of `--require-hidden`. It proves the schedule. It does not prove
-that the network keeps up beside computation.
+collectives of an optimizer step: acco's half-round counts twice. `bytes overlapped` is
+READ from the schedule: the share with matrix products between launch and end.
+Milliseconds and `seconds overlapped` are PREDICTED, at the middle of the figures'
+ranges (`acco_jax/schedule/chips.py`), for the network that the table names. The lesser
+of both shares is the verdict of `--require-hidden`. It proves the schedule. It does not
+prove that the network keeps up beside computation.
 
 The programs are those of benchmarks/foreign.py (a decoder of 470M parameters in
 bfloat16, 8 scanned layers, 4 rows of 2,048 tokens a device; the accumulating ones, and
@@ -92,7 +92,7 @@ library's with `acco_jax.compiler_options`. Levanter asks for jax below 0.12.
 NOTES = """## Known issues, from the schedules alone
 
 - Fine-grained rematerialization exposes collectives (openxla/xla#14397):
-  `fsdp_fine_remat` sends the same bytes as `fsdp` and hides fewer of them; its
+  `fsdp_fine_remat` sends the same bytes as `fsdp` and overlaps fewer of them; its
   reductions over "data" have nothing beside them any more, and one of the backward
   pass's all-gathers.
 - Gradients are reduced in every microbatch (AI-Hypercomputer/maxtext#5099): the
@@ -186,8 +186,8 @@ def row(program: str, machine: str, file: pathlib.Path) -> str:
 
 def table(cells: Sequence[Cell]) -> str:
     head = (
-        "| program | machine | exposed, ms a step | bytes hidden (READ) | "
-        "seconds hidden (PREDICTED) | step, ms | communication, ms | MiB | "
+        "| program | machine | exposed, ms a step | bytes overlapped (READ) | "
+        "seconds overlapped (PREDICTED) | step, ms | communication, ms | MiB | "
         "compiled in, s | likely cause of the most exposed |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )

@@ -109,9 +109,9 @@ interval. The last column is what the paper measured.
 what takes the time (acco's 25 minutes on one host of A100 are not): its programs reach
 a smaller part of a chip's peak than the range that `plan` assumes for XLA's
 ([published.md](published.md) sets other published runs beside it). What `plan` says of
-them is how much of a step communication takes, and how much of that is hidden.
-Bytes hidden are READ from the schedule, seconds hidden are PREDICTED for the machine's
-network at the middle of the figures' ranges.
+them is how much of a step communication takes, and how much of that is overlapped.
+Overlapped bytes are READ from the schedule, overlapped seconds are PREDICTED for the
+machine's network at the middle of the figures' ranges.
 
 On 2 x 4 A100 the network is what takes the time. A step of acco sends twice what one of
 zero1 does, so that with the same few microbatches it is the slower of the two: {busy}
@@ -126,7 +126,7 @@ the network is busy, which takes it to 29 minutes in fewer and larger steps; her
   step of data.lengths; the prediction has 512 targets in each. So its computation is
   too long, and its communication is not.
 - Contention, in part: communication takes memory bandwidth and, on GPUs, cores from the
-  computation that hides it; a ring through several PCIe switches shares them.
+  computation that overlaps it; a ring through several PCIe switches shares them.
 - The paper's networks: 100 Gbit/s a host, shared by its eight GPUs, stand for the 4 x 8
   A100, and 10 Gbit/s a host for the 2 x 4. The latter was chosen to come near the
   paper's 3 h 46 of zero1, so that this time tests nothing.
@@ -203,8 +203,8 @@ def main() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     plans = {row: planned(row) for row in ROWS}
     head = (
-        "| experiment | machine | | exposed, a step | bytes hidden (READ) | "
-        "seconds hidden (PREDICTED) | step | tokens/s | time | the paper |"
+        "| experiment | machine | | exposed, a step | bytes overlapped (READ) | "
+        "seconds overlapped (PREDICTED) | step | tokens/s | time | the paper |"
     )
     flags = "\n".join(f"    {' '.join(['python', *row.command()])}" for row in ROWS)
     OUT.write_text(

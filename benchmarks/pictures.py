@@ -8,11 +8,13 @@ Writes into docs/site/assets, light and dark:
     held*.svg      bytes per parameter between calls: benchmarks/methods_table.py
     paths*.svg     gradient descent of three methods on a quadratic in two dimensions
     streams*.svg   five half-rounds of acco, a drawing
+    moving*.svg    zero1 and acco in six seconds: experiments/results/network.md
 
 benchmarks/network_sweep.py draws speedup*.svg and step*.svg, benchmarks/peers.py draws
 peers*.svg.
 """
 
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -208,8 +210,8 @@ def path(method: str) -> np.ndarray:
     return np.array([found[i] for i in range(STEPS + 1)])
 
 
-def draw_paths(paths: dict[str, np.ndarray], ending: str) -> None:
-    style = STYLES[ending]
+def paths_figure(paths: dict[str, np.ndarray], style: Style = STYLES[""]) -> Any:
+    """Returns a figure of paths, by method."""
     figure, (ax,) = subplots(7.2, 3.2, 1)
     x, y = np.meshgrid(np.linspace(-3.4, 2.6, 200), np.linspace(-0.5, 2.4, 150))
     loss = (CURVATURES[0] * x**2 + CURVATURES[1] * y**2) / 2
@@ -224,7 +226,7 @@ def draw_paths(paths: dict[str, np.ndarray], ending: str) -> None:
     ax.set_xlabel("parameter of the large curvature")
     ax.set_ylabel("of the small one")
     ax.legend(frameon=False, loc="upper right")
-    save(figure, f"paths{ending}.svg")
+    return figure
 
 
 # ---- half-rounds
@@ -280,6 +282,37 @@ def draw_streams(ending: str) -> None:
     save(figure, f"streams{ending}.svg")
 
 
+# ---- the animation
+
+MOVING = "6"  # Gbit/s, a row of the table
+TOKENS = 1_572_864  # of a step there
+
+
+def predicted() -> tuple[float, float, float]:
+    """Returns ms: zero1's and acco's computation of a step, zero1's communication."""
+    text = (ROOT / "experiments" / "results" / "network.md").read_text()
+    row = re.search(rf"^\| {MOVING} \|(.*)$", text, re.M)
+    zero1, acco, exposed, none = (float(x) for x in row[1].split("|")[:4])
+    assert none == 0, "acco's computation is its step only if nothing is exposed"
+    return zero1 - exposed, acco, exposed
+
+
+def draw_moving(ending: str) -> None:
+    from benchmarks import timeline
+
+    style = STYLES[ending]
+    zero1, acco, communication = predicted()
+    methods = {
+        "zero1": ("waits for the network", zero1),
+        "acco": ("computes the next half-batch meanwhile", acco),
+    }
+    until = 3 * (zero1 + communication)
+    found = timeline.animation(
+        methods, communication, until, TOKENS, style.ink, style.waits
+    )
+    (ASSETS / f"moving{ending}.svg").write_text(found)
+
+
 def main() -> None:
     import jax
 
@@ -290,8 +323,9 @@ def main() -> None:
     for ending in styled():
         draw_gaps(ending)
         draw_held(parts, ending)
-        draw_paths(paths, ending)
+        save(paths_figure(paths, STYLES[ending]), f"paths{ending}.svg")
         draw_streams(ending)
+        draw_moving(ending)
     for row in gaps():
         print(*row)
     for method, line in paths.items():

@@ -166,6 +166,8 @@ def test_help_names_the_command_and_all_its_flags(pages, command):
         if line.startswith("| `--"):
             flag = line.split("`")[1].removeprefix("--")
             assert re.search(rf"^  --(\[no\])?{flag}\s", out, re.M), flag
+            says = line.split(" | ", 1)[1].removesuffix(" |").replace("`", "")
+            assert flag == "config" or says in " ".join(out.split()), says
 
 
 @pytest.mark.parametrize("line", SPELLINGS, ids=lambda line: line[0])

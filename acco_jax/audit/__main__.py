@@ -1,4 +1,4 @@
-"""Audit a JAX program without its machine: what of its communication is hidden.
+"""Audit a JAX program for target hardware: how much communication is overlapped.
 
 python -m acco_jax.audit step.hlo --topology=gpu:h100:4x8 --mesh=data:4,fsdp:8
 python -m acco_jax.audit --factory=package.module:function --topology=gpu:h100:4x8
@@ -49,11 +49,11 @@ _SLICES = flags.DEFINE_integer(
 _MESH = flags.DEFINE_string(
     "mesh",
     None,
-    "AXIS:SIZE,..., outermost first, where the program does not say.",
+    "AXIS:SIZE,..., outermost first, if the program does not name its axes.",
     flag_values=_FLAGS,
 )
 _AXIS = flags.DEFINE_string(
-    "axis", None, "The axis that --require-hidden is about.", flag_values=_FLAGS
+    "axis", None, "The axis that --require-hidden judges.", flag_values=_FLAGS
 )
 _TRIPS = flags.DEFINE_integer(
     "trips",
@@ -62,10 +62,10 @@ _TRIPS = flags.DEFINE_integer(
     flag_values=_FLAGS,
 )
 _SET = flags.DEFINE_list(
-    "set", [], "NAME=VALUE,...: other figures, in SI units.", flag_values=_FLAGS
+    "set", [], "NAME=VALUE,...: change figures, in SI units.", flag_values=_FLAGS
 )
 _JSON = flags.DEFINE_string(
-    "json", None, "File for the same as JSON.", flag_values=_FLAGS
+    "json", None, "File for the report as JSON.", flag_values=_FLAGS
 )
 _PICTURE = flags.DEFINE_string(
     "picture", None, "File for a timeline, a PNG.", flag_values=_FLAGS
@@ -73,8 +73,8 @@ _PICTURE = flags.DEFINE_string(
 _REQUIRE_HIDDEN = arguments.DEFINE_fraction(
     "require-hidden",
     None,
-    "Exit with 3 if a smaller fraction of the bytes (READ) or of the seconds of "
-    "communication (PREDICTED) is hidden, or nothing is sent; 0.99 without a value.",
+    "Exit with 3 if a smaller fraction of the bytes (READ) or seconds "
+    "(PREDICTED) is overlapped, or nothing is sent; 0.99 without a value.",
     flag_values=_FLAGS,
 )
 

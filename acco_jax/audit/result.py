@@ -13,7 +13,7 @@ from acco_jax.schedule.causes import explained
 from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.tables import aligned, in_bytes, many, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
-from acco_jax.schedule.verdict import HIDDEN, Reading, Verdict, milliseconds
+from acco_jax.schedule.verdict import OVERLAPPED, Reading, Verdict, milliseconds
 
 BESIDE = 3  # operations that JSON lists beside a collective
 _FIELDS: tuple[str, ...] = (
@@ -22,8 +22,8 @@ _FIELDS: tuple[str, ...] = (
 )
 PROOF = (
     "READ from the schedule: what stands between a collective's launch and its end, "
-    "and whether matrix products do (hidden). PREDICTED from the middle of the chip's "
-    "figures: seconds, and which of them are exposed. That the network keeps up "
+    "and whether matrix products do (overlapped). PREDICTED from the middle of the "
+    "chip's figures: seconds, and which of them are exposed. That the network keeps up "
     "while the chip computes is not shown by either."
 )
 
@@ -102,13 +102,13 @@ def text(audit: Audit) -> str:
         f"one execution {seconds(p.total)} = computation {seconds(p.computation)} + "
         f"exposed communication {seconds(p.exposed)}, PREDICTED, "
         f"{audit.machine.network}",
-        f"hidden: {audit.verdict().shares()}",
+        f"overlapped: {audit.verdict().shares()}",
         paragraph(PROOF, 0),
     ]
     for name, verdict in audit.axes.items():
         lines += ["", *_axis(name, verdict)]
     if not audit.axes:
-        lines += ["", "there is no collective: nothing is communicated"]
+        lines += ["", "no collective: nothing is communicated"]
     for form in audit.schedule.unknown:
         lines.append(f"unknown: {form} seems to communicate, in a form not known here")
     for loop in audit.schedule.loops:
@@ -143,12 +143,12 @@ def _axis(name: str, verdict: Verdict) -> list[str]:
     lines = [
         f"axis {name}: {milliseconds(verdict.exposed)} exposed of "
         f"{milliseconds(verdict.seconds)}, {in_bytes(verdict.bytes)} in "
-        f"{many(times, 'collective')}; hidden: {verdict.shares()}"
+        f"{many(times, 'collective')}; overlapped: {verdict.shares()}"
     ]
     lines.append(aligned([_row(r) for r in verdict.readings], "llrllrlll"))
     against = {id(r) for r in verdict.objections}
     for r in verdict.readings:
-        if r.cause.text and (id(r) in against or r.status == HIDDEN):
+        if r.cause.text and (id(r) in against or r.status == OVERLAPPED):
             lines.append(paragraph(f"{r.collective.name}: {explained(r.cause)}", 2))
     return lines
 

@@ -21,11 +21,11 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 TABLE = f"""
 Exit codes:
   {FINISHED:2}  finished
-  {FAILED:2}  something else went wrong
-  {REFUSED:2}  refused: a flag, the config, a file or the machine
-  {EXPOSED:2}  plan, audit --require-hidden: communication is not hidden
+  {FAILED:2}  any other failure
+  {REFUSED:2}  error in a flag, the config, a file or the machine
+  {EXPOSED:2}  plan, audit --require-hidden: communication is exposed
   {DIVERGED:2}  diverged: the loss or a parameter is not finite
-  {LOST:2}  lost a process of the run, or one never came
+  {LOST:2}  a process of the run was lost, or did not start
   {STOPPED:2}  stopped and saved: the same command continues
 """
 
@@ -54,7 +54,7 @@ def lines() -> Iterator[None]:
         yield
     except SystemExit:
         raise
-    except BaseException as error:  # a panic of a Rust library is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         code, line = ended(error)
         told = isinstance(error, KeyboardInterrupt)  # by a signal, as the supervisor
         if heartbeat.supervised() and (code is None or told):

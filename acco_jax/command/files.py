@@ -85,7 +85,7 @@ def read_rows(
                 f"{path} is damaged in line {number}: restore it."
             ) from None
         if not isinstance(row, dict) or not fields <= row.keys():
-            raise ValueError(f"{path} is damaged in line {number}: it is no row.")
+            raise ValueError(f"{path} is damaged in line {number}: it is not a row.")
         if seals and row != sealed({k: v for k, v in row.items() if k != "crc32"}):
             raise ValueError(
                 f"{path} is damaged in line {number}: its checksum is of another row; "

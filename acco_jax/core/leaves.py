@@ -338,11 +338,11 @@ def _split_by_spec(
         if a in axis:
             raise ValueError(
                 f"the spec of {name} is {spec}, but {a!r} is the data axis, over which "
-                "parameters are replicated: name other axes of the mesh alone."
+                "parameters are replicated: name only other axes of the mesh."
             )
         if a not in mesh.shape:
             raise ValueError(
-                f"the spec of {name} is {spec}, but {a!r} is no axis of the mesh "
+                f"the spec of {name} is {spec}, but {a!r} is not an axis of the mesh "
                 f"{mesh.axis_names}: name one of them."
             )
     split = [math.prod(mesh.shape[a] for a in axes_in(entry)) for entry in spec]

@@ -56,7 +56,7 @@ def _check_numbers(out: PyTree) -> None:
             place = jax.tree_util.keystr(path)
             raise ValueError(
                 f"loss_fn returned {repr(x) if dtype is None else dtype}"
-                f"{place and ' at ' + place}: return numbers alone, because they are "
+                f"{place and ' at ' + place}: return only numbers, because they are "
                 "summed over the microbatches."
             )
 

@@ -45,5 +45,5 @@ def text(path: str | os.PathLike, limit: int = LARGEST) -> str:
 def reason(error: Exception) -> str:
     """Return the reason why a file could not be read, without its name."""
     if isinstance(error, UnicodeDecodeError):
-        return "it is no UTF-8 text"
+        return "it is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)

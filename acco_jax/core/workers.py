@@ -21,8 +21,8 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     for name in axis:
         if name not in mesh.axis_names:
             raise ValueError(
-                f"axis_name {name!r} is no axis of the mesh {mesh.axis_names}: name "
-                "the axis over which the batch is split."
+                f"axis_name {name!r} is not an axis of the mesh {mesh.axis_names}: "
+                "name the axis over which the batch is split."
             )
     return axis
 

@@ -210,8 +210,8 @@ class Batches:
                 raise ValueError(f"row {str(rows)[:60]}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{str(state)[:60]!r} is no position in these rows ({error!r}): start "
-                "anew, or use the version and the config that wrote it"
+                f"{str(state)[:60]!r} is not a position in these rows ({error!r}): "
+                "start again, or use the version and the config that wrote it"
             ) from error
         if self._ahead is not None:
             self._ahead.cancel()

@@ -65,7 +65,7 @@ def eos(path: Path) -> str | None:
         return None
     if (token := content(named)) is None:
         raise ValueError(
-            f"{path} has eos_token={named!a:.200}, which is no text: restore it, or "
+            f"{path} has eos_token={named!a:.200}, which is not text: restore it, or "
             "set data.end_of_text"
         )
     return token

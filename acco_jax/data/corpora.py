@@ -420,7 +420,7 @@ def _check_text(root: Path, paths: Sequence[str]) -> None:
     """
     for path in paths:
         if say := records.remedy(Path(path).name):
-            raise ValueError(f"{root / path} is no text but data: {say}, or move it")
+            raise ValueError(f"{root / path} is not text but data: {say}, or move it")
         if (root / path).stat().st_size > _LARGEST_TEXT:
             raise ValueError(
                 f"{root / path} has more than {_LARGEST_TEXT:,} bytes, too many for a "
@@ -428,7 +428,7 @@ def _check_text(root: Path, paths: Sequence[str]) -> None:
             )
         if _read_text(root / path) is None:
             raise ValueError(
-                f"{root / path} is no UTF-8 text: move it out of the folder, or "
+                f"{root / path} is not UTF-8 text: move it out of the folder, or "
                 "convert it to UTF-8"
             )
 

@@ -203,7 +203,7 @@ def choose(
         of["train"], of[""] = of[""], ()
         if not of["train"]:
             raise ValueError(
-                f"{root} has files of held-out splits alone: "
+                f"{root} has only files of held-out splits: "
                 f"{some(names.values())}: add files for training, or set "
                 f"data.train_split={ALL!r} to train on these"
             )

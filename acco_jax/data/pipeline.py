@@ -341,7 +341,7 @@ def cuts(corpus: Corpus, longest: int) -> list[str]:
         if cut or out:
             lines.append(
                 f"{cut} of {len(spans)} examples of the {split} split are cut to "
-                f"{longest} tokens; {out} more are left out, whose prompt alone is as "
+                f"{longest} tokens; {out} more are left out: only their prompt is as "
                 "long"
             )
     return lines
@@ -397,7 +397,7 @@ def _check(config: ml_collections.ConfigDict) -> None:
         )
     if own and config.vocab_size is not None:
         raise ValueError(
-            f"data.vocab_size {config.vocab_size} is of 'bpe' alone, "
+            f"data.vocab_size {config.vocab_size} is only for 'bpe', "
             f"{config.tokenizer} has its own: set it to None"
         )
     if not own and config.end_of_text is not None:

@@ -180,7 +180,7 @@ def _saved(root: Path, train_split: str, validation_split: str) -> Files:
     if (root / "state.json").is_file():
         return Files("huggingface", _shards(root), (), [[root.name], [], []])
     raise ValueError(
-        f"{root} is no folder that datasets' save_to_disk wrote (it has neither "
+        f"{root} is not a folder that datasets' save_to_disk wrote (it has neither "
         "dataset_dict.json nor state.json): save it so, or set data.name='parquet'"
     )
 
@@ -246,7 +246,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             record = error
         if not isinstance(record, dict):
-            raise ValueError(f"{where} is no JSON object: write one a line, in UTF-8")
+            raise ValueError(
+                f"{where} is not a JSON object: write one a line, in UTF-8"
+            )
         yield where, record
 
 
@@ -305,7 +307,7 @@ def _check(
             raise ValueError(f"{where} {lacks(name, texts, columns)}")
     for name in optional:
         if not isinstance(record.get(name, ""), str | None):
-            raise ValueError(f"{where} has {name!r} that is no text: write a string")
+            raise ValueError(f"{where} has {name!r} that is not text: write a string")
 
 
 def _table(
@@ -334,7 +336,7 @@ def _table(
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{path} is no whole {kind} file ({first}): restore it, or remove it"
+            f"{path} is not a complete {kind} file ({first}): restore it, or remove it"
         ) from error
 
 

@@ -121,7 +121,7 @@ class BpeTokenizer(Tokenizer):
         """Train on texts until there are `vocab_size` ids, end of text included.
 
         Raises:
-          ValueError: if the bytes alone need more ids, or the texts give fewer.
+          ValueError: if only the bytes need more ids, or the texts give fewer.
         """
         if vocab_size <= _BYTES:
             raise ValueError(
@@ -316,7 +316,7 @@ class SentencePieceTokenizer(Tokenizer):
                 self._model.id_to_piece(number)  # is not text in a damaged file
         except (OSError, RuntimeError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} is no SentencePiece model: give a .model file"
+                f"{path} is not a SentencePiece model: give a .model file"
             ) from error
         named = beside.named_end(self._path) if end_of_text is None else end_of_text
         end = self._model.eos_id() if named is None else self.token_to_id(named)
@@ -398,7 +398,7 @@ def _read(path: Path) -> tokenizers.Tokenizer:
         why = small_files.reason(error).strip() or type(error).__name__
         why = why.splitlines()[0]
         raise ValueError(
-            f"{path} is no tokenizer.json ({why}): give a file that Hugging Face's "
+            f"{path} is not a tokenizer.json ({why}): give a file that Hugging Face's "
             "tokenizers wrote"
         ) from error
     _check_growth(path, beside.read(path, small_files.TOKENIZER))
@@ -437,7 +437,7 @@ def _growth(node: object) -> float:
 
 @contextlib.contextmanager
 def _no_panic(what: str | Path) -> Iterator[None]:
-    """Turn a panic of tokenizers' Rust, which is no Exception, into a ValueError."""
+    """Turn a panic of tokenizers' Rust, not an Exception, into a ValueError."""
     try:
         yield
     except BaseException as error:

@@ -240,7 +240,7 @@ def _parts(inner: optax.GradientTransformation, tree: _Tree) -> list[_Part]:
     with contextlib.suppress(Exception):  # if it fails, inner needs a leaf to begin
         empty = tree.masked(-1, one_layer)
         count.update(list(_by_path(jax.eval_shape(inner.init, empty))))
-    # What is kept for several groups, or where there is no leaf at all, is no leaf's.
+    # What is kept for several groups, or where there is no leaf, is not a leaf's.
     return [
         _Part(
             layers=n,

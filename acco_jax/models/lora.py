@@ -46,7 +46,7 @@ def init(
       {path: {"a": (..., in, r), "b": (..., r, out)}} in the kernels' dtypes.
 
     Raises:
-      ValueError: a pattern matches nothing or is no regular expression, a leaf is no
+      ValueError: a pattern matches nothing or is not a regular expression, a leaf is no
         kernel, or a rank is out of range.
     """
     leaves = _by_name(params)
@@ -127,7 +127,7 @@ def _ranks(
             names = [name for name in leaves if re.search(expression, name)]
         except re.error as error:
             raise ValueError(
-                f"LoRA's pattern {expression!r} is no regular expression: {error}."
+                f"LoRA's pattern {expression!r} is not a regular expression: {error}."
             ) from None
         if not names:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Plan a run without its machine: compile its train step ahead of time and read it.
+"""Plan a run on target hardware: compile its train step ahead of time and read it.
 
 python -m acco_jax.plan --config=experiments/quickstart.py --topology=gpu:h200:2x8
 
@@ -41,49 +41,57 @@ _SLICES = flags.DEFINE_integer("slices", 1, "TPU slices of that shape.", 1)
 _METHODS = flags.DEFINE_list("methods", [], "Methods; default: the config's and zero1.")
 _DEVICES = flags.DEFINE_list("devices", [], "Numbers of devices to predict for.")
 _SET = flags.DEFINE_list(
-    "set", [], "NAME=VALUE or NAME=LEAST:MOST,...: other figures, in SI units."
+    "set", [], "NAME=VALUE or NAME=LEAST:MOST,...: change figures, in SI units."
 )
 _NETWORK = flags.DEFINE_list(
     "network", [], "Gbit/s per device over the network, one or several."
 )
-_TOKENS = flags.DEFINE_string("tokens", None, "Of the whole run (10e9): a decision.")
+_TOKENS = flags.DEFINE_string(
+    "tokens", None, "Tokens of the whole run (10e9), for a decision."
+)
 _PRICE = flags.DEFINE_list(
-    "price", [], "CHIP=PRICE,...: of a device for an hour, for a decision."
+    "price", [], "CHIP=PRICE,...: price of a device for an hour, for a decision."
 )
 _FAILURE = flags.DEFINE_string(
     "failure-hours", None, "Hours between failures of one device, for a decision."
 )
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint-seconds", "60", "What a checkpoint stops training for."
+    "checkpoint-seconds", "60", "Seconds for which a checkpoint stops training."
 )
 _RESTART = flags.DEFINE_string(
-    "restart-seconds", "300", "From a failure to the next step."
+    "restart-seconds", "300", "Seconds from a failure to the next step."
 )
 _RECOMMEND = flags.DEFINE_bool(
-    "recommend", False, "Say which method to take there, and the command to copy."
+    "recommend",
+    False,
+    "Print which method to take on the machine, and the command to copy.",
 )
 _SWEEP = flags.DEFINE_bool(
     "sweep-network",
     False,
-    "Predict the methods at network rates of 0.1 to 1,000 Gbit/s.",
+    "Predict the methods at network rates of 0.1 to 1,000 Gbit/s per device.",
 )
 _FIT = flags.DEFINE_bool(
-    "fit", True, "Look for the best and the largest microbatch: a few more compiles."
+    "fit",
+    True,
+    "Search for the best and the largest microbatch; compiles a few more programs.",
 )
 _CALIBRATE = flags.DEFINE_bool(
-    "calibrate", False, "Measure the devices that are here, and the step on them."
+    "calibrate", False, "Measure the devices of this machine, and the step on them."
 )
 _CALIBRATION = flags.DEFINE_string(
-    "calibration", None, "A report of --calibrate, whose figures are used."
+    "calibration", None, "A report of --calibrate whose figures to use."
 )
-_OUT = flags.DEFINE_string("out", None, "Folder for pictures; unless given, none.")
-_JSON = flags.DEFINE_string("json", None, "File for the same as JSON.")
-_DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' text.")
+_OUT = flags.DEFINE_string(
+    "out", None, "Folder for pictures; without it none are written."
+)
+_JSON = flags.DEFINE_string("json", None, "File for the report as JSON.")
+_DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' HLO text.")
 _REQUIRE_HIDDEN = arguments.DEFINE_fraction(
     "require-hidden",
     None,
-    "Exit with 3 if a smaller fraction of the bytes (READ) or of the seconds of "
-    "communication (PREDICTED) is hidden, or nothing is sent; 0.99 without a value.",
+    "Exit with 3 if a smaller fraction of the bytes (READ) or seconds "
+    "(PREDICTED) is overlapped, or nothing is sent; 0.99 without a value.",
 )
 
 

@@ -361,7 +361,9 @@ def text(report: Report) -> str:
         )
         for k in report.kernels
     ]
-    steps = [("step", "microbatches", "before", "interval", "MEASURED", "", "hidden")]
+    steps = [
+        ("step", "microbatches", "before", "interval", "MEASURED", "", "overlapped")
+    ]
     for s in report.steps:
         hidden = "-" if s.measured_hidden is None else f"{s.measured_hidden:.0%}"
         steps.append((
@@ -376,7 +378,7 @@ def text(report: Report) -> str:
     return "\n".join([
         f"{report.devices} x {report.kind}, MEASURED",
         aligned(kernels, "lrr"),
-        "half-rounds, PREDICTED with the figures before and after calibration",
+        "calls, PREDICTED with the figures before and after calibration",
         aligned(steps, "lrrrrll"),
     ])  # fmt: skip
 
@@ -398,6 +400,6 @@ def read(file: Path) -> tuple[str, dict[str, Change]]:
         chip, values = found["chip"], dict(found["figures"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--calibration={file} is no report of --calibrate: {error}."
+            f"--calibration={file} is not a report of --calibrate: {error}."
         ) from error
     return chip, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

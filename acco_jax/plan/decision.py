@@ -196,7 +196,7 @@ def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
             best.interval[1] / second.interval[1],
         )
         if times < WINS:
-            text += ", which is no difference that these figures can tell"
+            text += ", which is not a difference that these figures can tell"
         elif min(both) < 1:
             text += ", though not at every end of the figures' ranges"
         text += f" ({_why(plan, best.method)})"
@@ -207,7 +207,7 @@ def _why(plan: Plan, method: str) -> str:
     row = plan.row(method)
     found = next(o.verdict for o in plan.outcomes if o.method == method)
     exposed = f"{milliseconds(row['exposed'])} of its {milliseconds(row['step'])} step"
-    return f"{exposed} is exposed communication; hidden: {found.shares()}"
+    return f"{exposed} is exposed communication; overlapped: {found.shares()}"
 
 
 def _hours(hours: float) -> str:

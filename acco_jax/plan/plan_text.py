@@ -21,7 +21,13 @@ from acco_jax.schedule.tables import (
     seconds,
     table,
 )
-from acco_jax.schedule.verdict import HIDDEN, Reading, Verdict, milliseconds, percent
+from acco_jax.schedule.verdict import (
+    OVERLAPPED,
+    Reading,
+    Verdict,
+    milliseconds,
+    percent,
+)
 
 GIB = 2**30
 ENDS = {"first": "estimate", "second": "commit"}  # of acco's halves
@@ -121,9 +127,9 @@ def _method(plan: Plan, o: Outcome) -> str:
             f"{many(o.program.counts[0], 'microbatch', 'es')} (found: as many as the "
             f"communication lasts, at most {o.program.microbatches})"
         )
-    calls = f"{many(tx.calls_per_step, 'half-round')} per step"
+    calls = f"{many(tx.calls_per_step, 'call')} per step"
     if tx.steps_per_call > 1:
-        calls = f"{tx.steps_per_call} inner steps per half-round"
+        calls = f"{tx.steps_per_call} inner steps per call"
     share = row["model_flops_utilization"]
     utilization = "" if share is None else f", {share:.0%} of peak FLOP/s"
     each = f"{microbatches} in each"
@@ -141,7 +147,7 @@ def _method(plan: Plan, o: Outcome) -> str:
     ]
     if o.fit is not None:
         lines += _fit(plan, o.fit)
-    what = "both halves   " if o.program.halves else "half-round    "
+    what = "both halves   " if o.program.halves else "one call      "
     lines += [
         "  PREDICTED:",
         f"    {what}{seconds(p.total)} = matrix products {seconds(p.matmul)} + "
@@ -149,7 +155,7 @@ def _method(plan: Plan, o: Outcome) -> str:
         + (f" + slowed by communication {seconds(p.slowing)}" if p.slowing else "")
         + (f" + the call itself {seconds(p.call)}" if p.call else ""),
         *_halves(o),
-        f"    of the data axis hidden: {o.verdict.shares()}",
+        f"    of the data axis overlapped: {o.verdict.shares()}",
         f"    optimizer step {seconds(row['step'])} "
         f"({' - '.join(map(seconds, row['step_range']))}), "
         f"{row['tokens_per_second']:,.0f} tokens/s{utilization}",
@@ -193,7 +199,7 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
         rows.append((
             shape,
             f"{t.memory / GIB:,.1f} GiB",
-            "" if t.hidden is None else f"{percent(t.hidden)} of the bytes hidden",
+            "" if t.hidden is None else f"{percent(t.hidden)} of the bytes overlapped",
             f"{t.tokens_per_second:,.0f} tokens/s",
             "the fastest at as many tokens a step" if t is fit.best else "",
         ))  # fmt: skip
@@ -211,13 +217,13 @@ def _fit(plan: Plan, fit: Fit) -> list[str]:
 def _collectives(verdict: Verdict) -> list[str]:
     """Describe large and exposed collectives one by one, the others together."""
     if not verdict.readings:
-        return ["    none: nothing is communicated, so nothing is hidden"]
+        return ["    none: nothing is communicated, so nothing is overlapped"]
     against = verdict.objections
     own = [r for r in verdict.readings if r.collective.bytes >= LISTED or r in against]
     rest = [r for r in verdict.readings if r not in own]
     lines = [aligned([_collective(r) for r in own], "lrllll", indent=4)] if own else []
     for r in own:
-        if r.cause.text and (r in against or r.status == HIDDEN):
+        if r.cause.text and (r in against or r.status == OVERLAPPED):
             lines.append(paragraph(f"{r.collective.name}: {explained(r.cause)}", 4))
     if rest:
         times = sum(r.collective.times for r in rest)
@@ -229,7 +235,7 @@ def _collectives(verdict: Verdict) -> list[str]:
     held = "" if verdict.objections else ", negligible"
     return [
         *lines,
-        f"    hidden: {verdict.shares()}; exposed {milliseconds(verdict.exposed)}, "
+        f"    overlapped: {verdict.shares()}; exposed {milliseconds(verdict.exposed)}, "
         f"{verdict.exposed / verdict.total:.2%} of its time{held}",
     ]
 
@@ -245,8 +251,8 @@ def _in_groups(o: Outcome) -> list[str]:
         (
             f"{sum(r.collective.times for r in found)} x {kind}",
             f"{sum(r.bytes for r in found) / 2**20:,.1f} MiB",
-            percent(sum(r.bytes for r in found if r.status == HIDDEN) / total)
-            + " hidden (READ)",
+            percent(sum(r.bytes for r in found if r.status == OVERLAPPED) / total)
+            + " overlapped (READ)",
         )
         for kind, found in kinds.items()
         if (total := sum(r.bytes for r in found))
@@ -254,7 +260,7 @@ def _in_groups(o: Outcome) -> list[str]:
     return [
         "  READ likewise, collectives within a group of devices:",
         aligned(rows, "lrr", indent=4),
-        f"    hidden: {o.in_groups.shares()}",
+        f"    overlapped: {o.in_groups.shares()}",
     ]
 
 
@@ -262,7 +268,7 @@ def _collective(r: Reading) -> tuple[str, ...]:
     c = r.collective
     times = f" x {c.times}" if c.times > 1 else ""
     place = "" if c.where == "ENTRY" else f" of {c.where}"
-    between = "nothing to hide behind"
+    between = "no computation beside it"
     if not c.asynchronous:
         between = "synchronous"
     elif c.flops_between:
@@ -293,7 +299,7 @@ def _own(o: Outcome) -> list[str]:
     total = sum(row["bytes"] for row in rows.values())
     hidden = sum(row["hidden_bytes"] for row in rows.values())
     line = f"    the optimizer's own, of any size: {'; '.join(kinds)}"
-    return [f"{line}; {hidden / total:.0%} of these bytes hidden"]
+    return [f"{line}; {hidden / total:.0%} of these bytes overlapped"]
 
 
 def _notes(plan: Plan, o: Outcome) -> list[str]:
@@ -301,7 +307,7 @@ def _notes(plan: Plan, o: Outcome) -> list[str]:
     notes = []
     if len(o.program.step.turns()) > 1:
         notes.append(
-            "note: its half-rounds differ; this is one of them, and stands for all"
+            "note: its calls differ; this is one of them, and stands for all"
         )
     own = {c.name for c, size in o.own or () if size == c.bytes}
     kinds = {c.kind for c in o.collectives if c.name not in own}
@@ -333,7 +339,7 @@ def _comparison(plan: Plan) -> str:
     columns: Columns = {
         "method": lambda r: r["method"],
         **_speed(tokens),
-        "hidden: bytes (READ)": lambda r: percent(found[r["method"]].hidden_share),
+        "overlapped: bytes (READ)": lambda r: percent(found[r["method"]].hidden_share),
         "seconds (PREDICTED)": lambda r: percent(found[r["method"]].covered_share),
         **_gain(rows[0]),
     }
@@ -357,7 +363,7 @@ def _few_bits(plan: Plan) -> str:
         "share": lambda r: f"{r['share_of_bytes']:.3f}",
         "exposed/step": lambda r: milliseconds(r["exposed"]),
         "communication": lambda r: seconds(r["communication"]),
-        "seconds hidden": lambda r: percent(r["hidden"]),
+        "seconds overlapped": lambda r: percent(r["hidden"]),
         "step": lambda r: seconds(r["step"]),
         "faster": lambda r: f"{r['speedup']:.2f}x",
     }
@@ -371,7 +377,7 @@ def _few_bits(plan: Plan) -> str:
     if topology.platform == "gpu" and flat and 1 < hosts < topology.devices:
         block += (
             f"\n  note: with config.domains={hosts} gradients are summed within a host "
-            "first, and reduce_bits\n  is for the network between hosts alone"
+            "first, and reduce_bits\n  is only for the network between hosts"
         )
     return block
 

@@ -37,7 +37,7 @@ from acco_jax.schedule.topologies import Topology
 
 # Fields of the methods' states.
 _NAMES = {
-    "master": "master copy",
+    "master": "master weights",
     "inner": "optimizer state",
     "outer": "outer optimizer's state",
     "in_flight": "in-flight gradients",
@@ -263,7 +263,7 @@ def compile_within(program: Program, machine: Machine) -> tuple[Compiled, ...]:
     least = program.held().total
     if least > machine.usable_memory:
         raise DoesNotFit(
-            f"parameters, state and batch alone {_needed(least, machine)}",
+            f"holding parameters, state and batch {_needed(least, machine)}",
             compiled=False,
         )
     found: dict[bool, Compiled] = {}  # whether of one microbatch; others share theirs

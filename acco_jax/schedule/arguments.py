@@ -87,7 +87,7 @@ def positive(flag: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ValueError(f"{flag}: {text!r} is no positive number.")
+        raise ValueError(f"{flag}: {text!r} is not a positive number.")
     return value
 
 
@@ -100,4 +100,4 @@ def whole(flag: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{flag}: {text!r} is no whole number.") from None
+        raise ValueError(f"{flag}: {text!r} is not a whole number.") from None

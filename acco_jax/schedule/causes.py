@@ -43,14 +43,14 @@ def likely(c: Collective, spent: Spent, schedule: Schedule, machine: Machine) ->
         cause = _at_once(c, machine)
     if c.bytes < SMALL_BYTES:
         return Cause(
-            f"{cause.text}; of {c.bytes} bytes it is latency alone",
+            f"{cause.text}; of {c.bytes} bytes it is only latency",
             "more computation in each execution, or send it with something larger",
         )
     accumulating = _accumulation(c, schedule)
     if accumulating is not None and c.kind in _REDUCTIONS:
         return Cause(
             f"{cause.text}; and gradients are reduced in each of the "
-            f"{accumulating.iterations} trips of {accumulating.name}",
+            f"{accumulating.iterations} iterations of {accumulating.name}",
             f"{cause.advice}; sum over the microbatches on each device (shard_map) and "
             "reduce once",
         )
@@ -63,7 +63,7 @@ def _too_little(c: Collective, spent: Spent) -> Cause:
     share = 1 - spent.exposed / spent.seconds
     text = f"too little compute beside it: enough for {share:.0%} of its time"
     if c.flops_carried is not None and c.flops_carried < c.flops_between:
-        text += ", which goes on in the fusions that carry it alone"
+        text += ", which goes on only in the fusions that carry it"
     advice = "more rows or microbatches beside it, fewer bytes, or a faster network"
     return Cause(text, advice)
 

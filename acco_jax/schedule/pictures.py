@@ -60,7 +60,7 @@ def timeline(
         runs = f" ({row.times:.3g} x {p.total * scale:.3g})" if row.times != 1 else ""
         ax.set_title(
             f"{row.name}: {p.exposed * row.times * 1e3:.3g} ms exposed of "
-            f"{end * scale:.3g} {unit}{runs}\nhidden: {row.hidden}",
+            f"{end * scale:.3g} {unit}{runs}\noverlapped: {row.hidden}",
             loc="left", fontsize=10,
         )  # fmt: skip
         ax.axvline(end * scale, color="0.3", lw=0.8, ls=":")

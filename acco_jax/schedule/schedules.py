@@ -136,13 +136,17 @@ class Schedule:
         small = [c for c in self.collectives if c.bytes < min_bytes]
         lines = [_line(c) for c in large]
         if large:
-            lines.append(f"hidden: {self.hidden_fraction(min_bytes):.1%} of the bytes")
+            lines.append(
+                f"overlapped: {self.hidden_fraction(min_bytes):.1%} of the bytes"
+            )
         lines.append(
             f"smaller than {min_bytes} bytes: {sum(c.times for c in small)} "
             f"collectives, {sum(c.bytes * c.times for c in small)} bytes"
         )
         for x in self.loops:
-            iterations = "? trips" if x.iterations is None else f"{x.iterations} trips"
+            iterations = (
+                "? iterations" if x.iterations is None else f"{x.iterations} iterations"
+            )
             flops = f"{x.flops_per_trip / 1e9:.1f} GFLOP"
             lines.append(f"loop {x.name} in {x.where}: {iterations} of {flops}")
         return "\n".join([*lines, f"{self.flops / 1e9:.1f} GFLOP"])
@@ -152,7 +156,7 @@ def _line(c: Collective) -> str:
     done = "?" if c.done is None else c.done
     line = f"{c.where}:{c.start}-{done} {c.name}: {c.kind} {c.bytes / 2**20:.1f} MiB "
     line += f"{c.dtype} x {c.times}, groups of {c.group_size or '?'}, "
-    line += "hidden behind " if c.hidden else "exposed, "
+    line += "overlapped by " if c.hidden else "exposed, "
     line += f"{c.flops_between / 1e9:.1f} GFLOP"
     if c.flops_carried is not None:
         line += f", {c.flops_carried / 1e9:.1f} of which carry it on"

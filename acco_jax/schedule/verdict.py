@@ -20,7 +20,7 @@ from acco_jax.schedule.schedules import Collective, Schedule
 
 NEGLIGIBLE = 0.001  # exposed share of the program's predicted time
 REQUIRED = 0.99  # share that a gate without a fraction requires
-HIDDEN, EXPOSED, UNKNOWN = "hidden", "EXPOSED", "unknown"
+OVERLAPPED, EXPOSED, UNKNOWN = "overlapped", "EXPOSED", "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Reading:
         c = self.collective
         if c.asynchronous and c.done is None:
             return UNKNOWN
-        return HIDDEN if c.hidden else EXPOSED
+        return OVERLAPPED if c.hidden else EXPOSED
 
     @property
     def bytes(self) -> int:
@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def hidden_bytes(self) -> int:
-        return sum(r.bytes for r in self.readings if r.status == HIDDEN)
+        return sum(r.bytes for r in self.readings if r.status == OVERLAPPED)
 
     @property
     def hidden_share(self) -> float | None:
@@ -115,7 +115,7 @@ class Verdict:
         """
         if not self.bytes:
             return None
-        of_bytes = sum(r.bytes for r in self.objections if r.status != HIDDEN)
+        of_bytes = sum(r.bytes for r in self.objections if r.status != OVERLAPPED)
         of_time = sum(r.spent.exposed for r in self.objections)
         return 1 - max(of_bytes / self.bytes, of_time / (self.seconds or 1.0))
 
@@ -131,14 +131,14 @@ class Verdict:
             return f"communication of an unknown form: {', '.join(self.unknown)}"
         share = self.share
         if share is None:
-            return "there is no collective: nothing was hidden"
+            return "no collective: nothing was overlapped"
         if share >= fraction - 1e-9:
             return ""
         worst = self.objections[0]
         c, more = worst.collective, len(self.objections) - 1
         line = (
-            f"hidden {self.shares()}; {milliseconds(self.exposed)} exposed, most by "
-            f"{c.kind} {c.name}, {worst.status} ({worst.cause.text})"
+            f"overlapped: {self.shares()}; {milliseconds(self.exposed)} exposed, most "
+            f"by {c.kind} {c.name}, {worst.status} ({worst.cause.text})"
         )
         return line + (f" and {more} more" if more else "")
 

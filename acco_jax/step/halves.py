@@ -36,8 +36,8 @@ class Halves:
             whole = all(type(c) is int and c >= 0 for c in counts)
             if not whole or not any(counts):
                 raise ValueError(
-                    f"{self}: {name} is no number of microbatches: give an integer of "
-                    "at least 1, or one for each worker."
+                    f"{self}: {name} is not a number of microbatches: give an integer "
+                    "of at least 1, or one for each worker."
                 )
 
     @property

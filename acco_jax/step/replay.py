@@ -91,6 +91,6 @@ def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, list) or not all(type(x) is int for x in row):
-            raise ValueError(f"line {number} of {log} is no JSON list of counts.")
+            raise ValueError(f"line {number} of {log} is not a JSON list of counts.")
         rows.append(row)
     return rows

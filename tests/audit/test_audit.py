@@ -87,7 +87,7 @@ def test_table_json_and_picture(tmp_path):
         "mesh data 4 x fsdp 8",
         "is not shown by either",
         "axis fsdp: 2.975 ms exposed of ",
-        "in 73 collectives; hidden: 47.4% of the bytes (READ), 62.4% of the",
+        "in 73 collectives; overlapped: 47.4% of the bytes (READ), 62.4% of the",
         "lines 14-28 of region_0.5_spmd",
         "EXPOSED, synchronous",
         "benchmarks/foreign.py:87 (_loss.<locals>.block)",
@@ -98,7 +98,7 @@ def test_table_json_and_picture(tmp_path):
     data = json.loads(found.to_json())
     assert data["mesh"] == MESH
     first = data["axes"]["fsdp"]["collectives"][2]
-    assert (first["name"], first["status"]) == ("all-gather-start.5", "hidden")
+    assert (first["name"], first["status"]) == ("all-gather-start.5", "overlapped")
     assert first["beside"][0]["seconds"] > 0
     assert data["exposed_seconds"] == pytest.approx(found.prediction.exposed)
     found.picture(tmp_path / "audit.png")
@@ -123,7 +123,9 @@ def test_other_figures():
     )
     assert slow.prediction.exposed > 10 * fast.prediction.exposed
     hidden = [
-        r for r in slow.axes["fsdp"].readings if r.status == "hidden" and r.cause.text
+        r
+        for r in slow.axes["fsdp"].readings
+        if r.status == "overlapped" and r.cause.text
     ]
     assert hidden and all(
         "too little compute beside it" in r.cause.text for r in hidden
@@ -151,7 +153,7 @@ def test_nothing_communicated_is_not_hidden():
     found = audit(text, topology=PLACE, mesh={"data": 32})
     assert found.verdict().share is None
     assert "nothing is communicated" in str(found)
-    with pytest.raises(AssertionError, match="nothing was hidden"):
+    with pytest.raises(AssertionError, match="nothing was overlapped"):
         assert_hidden(text, (), PLACE, "data", fraction=0, mesh={"data": 32})
 
 

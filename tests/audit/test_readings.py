@@ -249,7 +249,7 @@ def test_accumulation_reduces_in_every_microbatch(name, single):
     assert four > 3.5 * once
     causes = [r.cause for v in read(name).axes.values() for r in v.readings]
     (loop, *_) = (x.name for x in read(name).schedule.loops if x.where == "ENTRY")
-    said = [c for c in causes if f"in each of the 4 trips of {loop}" in c.text]
+    said = [c for c in causes if f"in each of the 4 iterations of {loop}" in c.text]
     assert said and all("reduce once" in c.advice for c in said)
     assert not any(
         "iterations" in r.cause.text for r in read(single).verdict().readings

@@ -215,7 +215,7 @@ def test_bad_batches_and_arguments():
             run(THETA, bad)
         assert "\n" not in str(error.value) and "['" in str(error.value)
     local = acco_jax.local_gradients
-    with pytest.raises(ValueError, match="no axis of the mesh"):
+    with pytest.raises(ValueError, match="not an axis of the mesh"):
         local(loss_mean, mesh=make_mesh(2), microbatches=1, axis_name="model")
     with pytest.raises(ValueError, match="at least 1"):
         local(loss_mean, mesh=make_mesh(2), microbatches=0)

@@ -309,7 +309,7 @@ def test_specs_are_needed_where_they_cannot_be_seen():
     assert "\n" not in str(error.value)
     for specs, words in (
         (SPECS | {"w": P("data")}, "is the data axis"),
-        (SPECS | {"w": P("pipe")}, "no axis of the mesh"),
+        (SPECS | {"w": P("pipe")}, "not an axis of the mesh"),
         (SPECS | {"b": P("model")}, "does not divide b"),
         (SPECS | {"s": P("model")}, "does not divide s"),
     ):

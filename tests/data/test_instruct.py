@@ -108,7 +108,7 @@ def test_long_answers_are_cut_and_long_prompts_left_out(corpus):
     assert data.cuts(corpus, 60) == []
     assert data.cuts(corpus, length)[:1] == [
         f"{cut} of 40 examples of the train split are cut to 6 tokens; {40 - kept} "
-        "more are left out, whose prompt alone is as long"
+        "more are left out: only their prompt is as long"
     ]
 
 

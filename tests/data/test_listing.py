@@ -154,7 +154,7 @@ AMBIGUOUS = {
     "others beside train": ("train.jsonl a.jsonl b.jsonl", {},
                             r"others of no split: a\.jsonl, b\.jsonl: put a split"),
     "held out alone": ("dev.jsonl test/0.jsonl", {},
-                       r"alone: dev\.jsonl, test/0\.jsonl: .*train_split='all'"),
+                       r"only .* splits: dev\.jsonl, test/0\.jsonl: .*='all'"),
     "one split twice": ("train.jsonl val.jsonl", {"validation_split": "train"},
                         r"are both 'train': .*; name two splits"),
     "of all": ("train.jsonl val.jsonl",

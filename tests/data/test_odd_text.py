@@ -143,7 +143,7 @@ def test_odd_text(tmp_path, monkeypatch, files, reader, task):
         (
             "a.jsonl",
             '{"text": "a"}'.encode("utf-16"),
-            r"line 1 of .*a\.jsonl is no JSON",
+            r"line 1 of .*a\.jsonl is not a JSON",
         ),
         ("a.jsonl", b'{"text": null}', r"line 1 of .* has null in 'text': leave such"),
         ("a.jsonl", b'{"text": 1, "title": "b"}', r"no text in 'text': .*\['title'\]"),
@@ -172,14 +172,14 @@ def test_bytes_of_half_a_surrogate_are_refused_by_name(tmp_path, reader):
     config.name, config.path = reader, str(root)
     if reader == "text_folder":
         (root / "a").write_bytes(text)
-        line = r"root/a is no UTF-8 text: move it out"
+        line = r"root/a is not UTF-8 text: move it out"
     elif reader == "jsonl":
         (root / "a.jsonl").write_bytes(b'{"text": "' + text + b'"}\n')
-        line = r"line 1 of .*a\.jsonl is no JSON object: .* in UTF-8"
+        line = r"line 1 of .*a\.jsonl is not a JSON object: .* in UTF-8"
     else:
         column = pa.array([text], pa.binary()).view(pa.string())
         parquet.write_table(pa.table({"text": column}), root / "a.parquet")
-        line = r"a\.parquet is no whole parquet file \(.*UTF.*\): restore it"
+        line = r"a\.parquet is not a complete parquet file \(.*UTF.*\): restore it"
     with pytest.raises(ValueError, match=line) as error:
         list(corpora.open_source(config, tmp_path / "data").train())
     assert "\n" not in str(error.value)

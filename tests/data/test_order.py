@@ -202,6 +202,8 @@ def test_wrong_use_is_refused_in_one_line():
     batches.computed([1, 2])
     next(batches)
     for state in ({"next_index": 3}, {"row": [1, 2], "left": [], "targets": 0}, 7):
-        with pytest.raises(ValueError, match="is no position in these rows") as error:
+        with pytest.raises(
+            ValueError, match="is not a position in these rows"
+        ) as error:
             batches.set_state(state)
         assert "\n" not in str(error.value)

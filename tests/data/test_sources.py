@@ -281,20 +281,20 @@ def spoil(folder, what):
 
 
 REFUSED = {
-    "jsonl among text": r"a\.jsonl is no text but data: set data\.name='jsonl'",
-    "csv among text": r"a\.csv is no text but data: set data\.name='csv'",
-    "parquet among text": r"a\.parquet is no text but data: set data\.name='parquet'",
-    "saved among text": r"state\.json is no text but data: .*name to 'huggingface'",
-    "not UTF-8": r"a\.txt is no UTF-8 text: move it out",
+    "jsonl among text": r"a\.jsonl is not text but data: set data\.name='jsonl'",
+    "csv among text": r"a\.csv is not text but data: set data\.name='csv'",
+    "parquet among text": r"a\.parquet is not text but data: set data\.name='parquet'",
+    "saved among text": r"state\.json is not text but data: .*name to 'huggingface'",
+    "not UTF-8": r"a\.txt is not UTF-8 text: move it out",
     "list": r"alpaca\.json is not \.jsonl .*: write it as one JSON object a line",
-    "no object": r"line 25 of .*a\.jsonl is no JSON object: write one a line",
+    "no object": r"line 25 of .*a\.jsonl is not a JSON object: write one a line",
     "no column": r"line 1 of .*a\.jsonl has no text in 'story': set .*'text'\]",
     "no instructions": r"a\.parquet has no text in 'instruction', .*\['text'\]: rename",
-    "cut": r"a\.parquet is no whole parquet file \(.*\): restore it",
+    "cut": r"a\.parquet is not a complete parquet file \(.*\): restore it",
     "null": r"row 25 of .*a\.parquet has null in 'text': leave such records",
-    "not saved": r"is no folder that datasets' save_to_disk wrote .*: save it so",
+    "not saved": r"is not a folder that datasets' save_to_disk wrote .*: save it so",
     "shard missing": r"\.arrow is missing: restore it",
-    "shard cut": r"\.arrow is no whole huggingface file \(.*\): restore it",
+    "shard cut": r"\.arrow is not a complete huggingface file \(.*\): restore it",
     "no split": r"has no split 'test': set data\.train_split .*\['train', 'valid",
     "no such files": r"no file of .* has 'dev' in its name: set data\.validation_split",
     "nothing": r"no \.jsonl files at .*: set data\.path to a file, a folder",
@@ -382,8 +382,8 @@ def test_a_tokenizer_without_a_known_end_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{}", r"is no tokenizer\.json \(.*\): give"),
-        ("a.model", "nothing", "is no SentencePiece model: give"),
+        ("tokenizer.json", "{}", r"is not a tokenizer\.json \(.*\): give"),
+        ("a.model", "nothing", "is not a SentencePiece model: give"),
         ("b.model", None, "no tokenizer .*b.model: set data.tokenizer"),
     ],
 )

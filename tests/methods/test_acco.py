@@ -341,7 +341,7 @@ def test_bad_input_is_refused_in_one_line():
     refuses("but init saw", tx.update, g, state, theta | {"b": np.ones(8)})
     refuses("one weight per worker", tx.update, g, state, theta, weight=[1, 1, 1])
     refuses(
-        "no axis of the mesh", acco_jax.acco, optax.sgd(1), mesh=mesh, axis_name="x"
+        "not an axis of the mesh", acco_jax.acco, optax.sgd(1), mesh=mesh, axis_name="x"
     )
     refuses("give an optax", acco_jax.acco, 1e-3, mesh=mesh)
     refuses("no arrays", tx.init, {})

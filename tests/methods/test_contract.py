@@ -109,9 +109,15 @@ def test_parameters_of_8_bits_are_refused(name, dtype):
             lambda loss: (loss, {"k": jax.random.key(0)}),
             r"key<fry> at \[1\]\['k'\]: re",
         ),
-        (lambda loss: (loss, {"s": "text"}), r"'text' at \[1\]\['s'\]: return numbers"),
-        (lambda loss: (loss, 1.0, np.array(["text"])), r"<U4 at \[2\]: return numbers"),
-        (lambda loss: "text", "returned 'text': return numbers"),
+        (
+            lambda loss: (loss, {"s": "text"}),
+            r"'text' at \[1\]\['s'\]: return only numbers",
+        ),
+        (
+            lambda loss: (loss, 1.0, np.array(["text"])),
+            r"<U4 at \[2\]: return only numbers",
+        ),
+        (lambda loss: "text", "returned 'text': return only numbers"),
         (lambda loss: None, "returned None for a loss: return loss"),
     ],
     ids=["key", "string", "strings", "loss", "nothing"],

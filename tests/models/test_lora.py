@@ -218,7 +218,7 @@ def test_the_base_is_an_argument_and_no_constant(N, form):
     ("rank", "pattern", "message"),
     [
         (2, "conv", "matches no parameter: they have names such as second/w"),
-        (2, "(", "is no regular expression"),
+        (2, "(", "is not a regular expression"),
         (2, "first", r"matches first/b of shape \(6,\)"),
         (0, "w$", "is 0: it must lie between 1 and 5"),
         (6, "w$", "is 6: it must lie between 1 and 5"),

@@ -28,7 +28,7 @@ def test_the_optimizer_s_own_collectives(stand_in, monkeypatch, tmp_path, capsys
     line = next(x for x in capsys.readouterr().out.splitlines() if "own" in x)
     assert re.fullmatch(
         r"    the optimizer's own, of any size: \d all-reduces?, \d+ bytes; "
-        r"1 all-gather, 28.5 MiB; 100% of these bytes hidden",
+        r"1 all-gather, 28.5 MiB; 100% of these bytes overlapped",
         line,
     )
     own = json.loads(file.read_text())["methods"]["acco"]["optimizers_own"]
@@ -94,7 +94,7 @@ def test_a_misfit_does_not_discard_another_s_result(
     run("--nofit", f"--json={file}")
     text = capsys.readouterr().out
     assert "DOES NOT FIT\n  acco with microbatch_size 4 does not fit" in text
-    assert "zero1: 1 half-round per step" in text
+    assert "zero1: 1 call per step" in text
     plan = json.loads(file.read_text())
     assert plan["methods"].keys() == {"zero1"} and "9G" in plan["do_not_fit"]["acco"]
     with pytest.raises(SystemExit) as stopped:
@@ -106,7 +106,7 @@ def test_a_method_is_not_given_another_s_options(stand_in, capsys):
     run("--nofit", "--config.method_options.gather_bits=(8,4)")
     assert [p.method for p in stand_in] == ["acco", "zero1"]
     text = capsys.readouterr().out
-    assert "its half-rounds differ" in text
+    assert "its calls differ" in text
     assert stand_in[0].tx.codecs.gather_quantized
     assert not stand_in[1].tx.codecs.gather_quantized
 
@@ -126,7 +126,7 @@ def test_a_local_method_is_timed_per_inner_step(
     options = "--config.method=diloco", "--config.method_options.local_steps=10"
     run("--nofit", "--methods=diloco", *options, f"--json={file}")
     text = capsys.readouterr().out
-    assert "diloco: 10 inner steps per half-round, 2 microbatches in each" in text
+    assert "diloco: 10 inner steps per call, 2 microbatches in each" in text
     (row,) = json.loads(file.read_text())["predicted"]
     p = costs.predict(recorded("gpu_synchronous"), machine("gpu:h200:1x8"), 8)
     assert row["step"] == pytest.approx(p.total / 10)
@@ -141,7 +141,7 @@ def test_unequal_halves_are_two_readings(stand_in, monkeypatch, tmp_path, capsys
     arguments += (f"--dump-hlo={hlo}",)
     run(*arguments, "--config.first_half=2")
     out = capsys.readouterr().out
-    assert "2 half-rounds per step, 2 and 6 microbatches in them" in out
+    assert "2 calls per step, 2 and 6 microbatches in them" in out
     assert "READ from the schedule of the first half, the estimate" in out
     assert "READ from the schedule of the second half, the commit" in out
     assert "both halves" in out and "the second  " in out

@@ -40,7 +40,7 @@ def test_what_more_devices_divide(stand_in):
     psi = 4 * program.parameters  # bytes of one float32 copy
     whole = sizes["acco"].parts
     assert sizes["acco"].shards == pytest.approx(4 * psi / 8, rel=0.02)
-    assert {"master copy (shard)", "optimizer state (shard)"} <= set(whole)
+    assert {"master weights (shard)", "optimizer state (shard)"} <= set(whole)
     assert sizes["ddp"].shards == 0 and "optimizer state" in sizes["ddp"].parts
     assert sizes["diloco"].shards == pytest.approx(2 * psi / 8, rel=0.02)
     assert sizes["diloco"].parts["optimizer state"] == pytest.approx(2 * psi, rel=0.02)

@@ -110,7 +110,7 @@ def test_audits_of_hidden_bytes_with_exposed_seconds(
     figure = f"--set=slow_bandwidth={network * 1e9 / 8}"
     assert run_audit(str(file), PLACE, figure, gate) == code
     out, err = capsys.readouterr()
-    assert "hidden: 100.0% of the bytes (READ)" in out
+    assert "overlapped: 100.0% of the bytes (READ)" in out
     assert f"(PREDICTED, network of {network:g} Gbit/s)" in out
     assert bool(err) == bool(code)
 
@@ -170,7 +170,7 @@ def test_small_collectives_count_by_their_time(stand_in, capsys):
     assert stopped.value.code == exits.EXPOSED
     out, err = capsys.readouterr()
     assert "exposed, most by all-reduce" in err
-    assert "hidden: 99.9% of the bytes (READ)" in out
+    assert "overlapped: 99.9% of the bytes (READ)" in out
 
 
 def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, capsys):
@@ -186,8 +186,8 @@ def test_a_verdict_on_nothing_fails(stand_in, monkeypatch, capsys):
         run_plan("--require-hidden", "--nofit", "--methods=acco")
     assert stopped.value.code == exits.EXPOSED
     out, err = capsys.readouterr()
-    assert "there is no collective: nothing was hidden" in err
-    assert "none: nothing is communicated, so nothing is hidden" in out
+    assert "no collective: nothing was overlapped" in err
+    assert "none: nothing is communicated, so nothing is overlapped" in out
 
 
 def test_assert_hidden_counts_exposed_seconds():

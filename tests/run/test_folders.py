@@ -169,7 +169,10 @@ def test_what_is_no_weight(tmp_path):
     ("index", "match"),
     [
         ('{"weight_map": {"a": "../x.safetensors"}}', r"'\.\./x\.safetensors', which"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "'/etc/passwd', which is no file of"),
+        (
+            '{"weight_map": {"a": "/etc/passwd"}}',
+            "'/etc/passwd', which is not a file of",
+        ),
         ('{"weight_map": {"a": ".."}}', r"names '?\.\.'?, which"),
         ('{"weight_map": {"a": 3}}', "names 3, which"),
         ('{"weight_map": {"a": "b.safetensors"}}', "b.safetensors, which is missing"),

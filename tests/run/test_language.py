@@ -121,7 +121,7 @@ def test_a_text_without_a_prefix(model):
         model.pair("a", "b" * 33)
     with pytest.raises(ValueError, match="has 0 tokens"):
         model.pair("a", "")
-    with pytest.raises(ValueError, match="no Unicode"):
+    with pytest.raises(ValueError, match="not Unicode"):
         model.tokens("\ud800")
 
 

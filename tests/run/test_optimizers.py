@@ -84,7 +84,7 @@ def test_a_schedule_of_optax_by_name(name, options, expected):
         ({"schedule": "exponential_decay"}, "schedule_options {} do not suit"),
         ({"final_fraction": 1.5}, "final_fraction is 1.5: it must be at least 0 and"),
         ({"ema": 1.0}, "ema is 1.0: it must be at least 0 and below 1"),
-        ({"no_decay": "("}, r"pattern '\(', which is no regular expression"),
+        ({"no_decay": "("}, r"pattern '\(', which is not a regular expression"),
         ({"groups": (("wte", 1),)}, r"groups has \('wte', 1\): give pairs"),
         ({"groups": (("wte", {"rate": 1}),)}, "field of optimizer.groups is 'rate'"),
     ],

@@ -281,7 +281,7 @@ def test_a_trace_is_shown(tmp_path):
     assert re.search(
         r"7\s+100.0 ms\s+60.0 ms\s+40.0 ms\s+75%\s+all-gather 10.0 ms", says
     )
-    assert "What was hidden is unknown: no <events>." in says
+    assert "What was overlapped is unknown: no <events>." in says
 
 
 def test_names_are_text(tmp_path):

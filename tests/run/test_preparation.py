@@ -49,7 +49,7 @@ def test_text_folder_without_text(tiny, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "zeros.bin").write_bytes(b"\0" * 100)
     config = tiny(**{"data.path": str(tmp_path / "empty")})
-    with pytest.raises(ValueError, match=r"zeros\.bin is no UTF-8 text: move it out"):
+    with pytest.raises(ValueError, match=r"zeros\.bin is not UTF-8 text: move it out"):
         preparation.prepare(config, tmp_path / "work", jax.devices()[:2])
 
 

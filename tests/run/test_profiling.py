@@ -171,7 +171,7 @@ def test_what_is_unknown_is_not_hidden(planes, why):
     assert why in got["unknown"]
     assert got["calls"] == [{"half_round": 7, "seconds": pytest.approx(1e-4)}]
     (line,) = profiling.lines(got)
-    assert line.startswith("what was hidden is unknown: ")
+    assert line.startswith("what was overlapped is unknown: ")
 
 
 def test_one_worker_sends_nothing():

@@ -142,6 +142,6 @@ def test_what_is_not_there_is_refused(saved, tmp_path):
     refused(r"a damaged checkpoint 4 \(.* differs\): restore it", workdir)
     said = json.loads((workdir / "config.json").read_text())
     (workdir / "config.json").write_text(json.dumps(said | {"steps": "many"}))
-    refused(r"config\.json is no run's", workdir)
+    refused(r"config\.json is not a run's", workdir)
     (workdir / "config.json").write_text(json.dumps(said | {"checkpoints": "/nowhere"}))
     refused("has no checkpoint: train it", workdir)

@@ -59,7 +59,7 @@ def test_recorded(name, kinds, hidden, loops):
     for c in large:
         assert bool(c.whiles_between) == c.hidden
         assert c.flops_between == len(c.whiles_between) * 2 * MICROBATCH
-    assert "hidden: " in schedule.summary()
+    assert "overlapped: " in schedule.summary()
 
 
 @pytest.mark.parametrize(

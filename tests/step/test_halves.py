@@ -133,7 +133,7 @@ def test_counts_may_be_of_each_worker():
 
 @pytest.mark.parametrize("parts", [(0, 3), (1, 0), (-1, 2), (1.0, 2), ([0, 0], 1)])
 def test_what_is_no_half_is_refused(parts):
-    with pytest.raises(ValueError, match="is no number of microbatches"):
+    with pytest.raises(ValueError, match="is not a number of microbatches"):
         acco_jax.Halves(*parts)
 
 

@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
         ("choose one of", lambda: make(
             loss_fn, made.tx, microbatches=1, form="both")),
         ("at least 1", lambda: make(loss_fn, made.tx, microbatches=0)),
-        ("no axis", lambda: acco_jax.acco(
+        ("not an axis", lambda: acco_jax.acco(
             optax.sgd(0.1), mesh=made.mesh, axis_name="x")),
     ]  # fmt: skip
     for words, call in cases:
@@ -372,7 +372,7 @@ def test_extra_arguments_of_a_step(form):
         step(start, plain.init(start), batch, extra={"scale": 2.0})
     local = acco_jax.diloco(optax.sgd(0.1), mesh=mesh, local_steps=2)
     step = acco_jax.make_train_step(loss_fn, local, microbatches=1)
-    with pytest.raises(ValueError, match="given gradients alone"):
+    with pytest.raises(ValueError, match="given only gradients"):
         step(*acco_jax.start(local, start), batch, extra={"scale": 2.0})
 
 

@@ -1,4 +1,4 @@
-"""CO2: the exchange of a round hidden behind the next round's steps (arXiv 2401.16265).
+"""CO2: the exchange of a round overlapped by the next round's steps (arXiv 2401.16265).
 
 With Delta of the round before, which crosses the network while the workers take the
 steps of round t from x(t):
@@ -72,7 +72,7 @@ def co2(
 ) -> LocalMethod:
     """Take local steps while the round before crosses the network.
 
-    Bytes as in `acco_jax.diloco`, all of them hidden while communication takes no
+    Bytes as in `acco_jax.diloco`, all of them overlapped while communication takes no
     longer than H steps: the reduce-scatter beside the first half, the all-gather beside
     the second.
 

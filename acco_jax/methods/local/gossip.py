@@ -229,10 +229,11 @@ def gossip(
 ) -> LocalMethod:
     """Average with neighbours beside the local steps, without a common copy.
 
-    Bytes sent per worker and call: see the table in the module's docstring, in the wire
-    dtype. The exponential and the complete graph's collective hides behind the steps; a
-    ring's two, behind half of them each, so only one of them where H = 1. Random pairs
-    are chosen at run time by a conditional, which a GPU executes before it goes on.
+    Bytes sent per worker and call: see the table in the module's docstring, in the
+    communication dtype. The steps overlap the collective of the exponential and of the
+    complete graph. Half of them overlap each of a ring's two: with H = 1 only one.
+    Random pairs are chosen at run time by a conditional, which a GPU executes before it
+    goes on.
 
     Args:
       inner: each worker's optimizer, an optax transformation.

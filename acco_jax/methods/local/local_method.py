@@ -150,7 +150,7 @@ class InnerSteps:
 
 
 def widened(layout: Layout, tree: PyTree) -> PyTree:
-    """Parameters, or rows of them, in the dtypes of the master copy."""
+    """Parameters, or rows of them, in the dtypes of the master weights."""
     return layout.map(lambda leaf, x: x.astype(leaf.master), tree)
 
 
@@ -356,7 +356,7 @@ class LocalMethod:
         if extra:
             raise ValueError(
                 f"extra holds {', '.join(sorted(extra))}, but optimizers of a local "
-                "method are given gradients alone: leave it out."
+                "method are given only gradients: leave it out."
             )
         return extra
 
@@ -393,7 +393,7 @@ def local_method(
     """A `LocalMethod` of these attributes and those of `common_attributes`.
 
     Raises:
-      ValueError: `inner` is no optax transformation, or is itself sharded.
+      ValueError: `inner` is not an optax transformation, or is itself sharded.
     """
     check_optimizer(
         "inner", inner, "workers that go their own ways cannot share shards of a state"

@@ -274,7 +274,7 @@ def streaming_diloco(
     outer: optax.GradientTransformation | None = None,
     **options: Unpack[RoundOptions],
 ) -> LocalMethod:
-    """DiLoCo a fragment at a time, its exchange hidden behind inner steps.
+    """DiLoCo a fragment at a time, its exchange overlapped by inner steps.
 
     Bytes sent per worker: per H steps those of `acco_jax.diloco`, but never more than
     one fragment's at once; with `bits` the way there takes 1 byte (8 bits) or half a
@@ -285,8 +285,8 @@ def streaming_diloco(
       mesh: the devices.
       local_steps: H, from one exchange of a fragment to its next; a multiple of P.
       fragments: P.
-      overlap_steps: tau, at most H / P. A GPU's program hides both collectives from 4
-        on: with 2, each is beside a loop of one step, which XLA unrolls.
+      overlap_steps: tau, at most H / P. From 4 on a GPU's program overlaps both
+        collectives: with 2, each is beside a loop of one step, which XLA unrolls.
       mixing: alpha, how much of its own parameters a worker keeps when a fragment
         arrives; without overlap, none.
       bits: 8 or 4: outer gradients as integers with a scale per row; None: they travel

@@ -167,15 +167,15 @@ LOSSES = """\
 Held-out loss in nats per token: the seeds' mean, and in parentheses their
 largest minus smallest. "final" is of all held-out documents. "lowest" is the
 best of the evaluations on the way, which take a part of them (eval_batches):
-it can lie below or above "final", and is no figure to compare methods by.
+it can lie below or above "final", and does not compare methods.
 "against" says how far "final" lies above the first method's, seed by seed,
 with its standard error."""
 TIMES = """\
 Time of a run, the seeds' mean: "training" in half-rounds that counted,
 "compiling" apart from it, "in all" with evaluations and checkpoints.
 "tokens/s" is the median of logging intervals, without compiling and
-evaluating. "exposed" is what a step takes beyond its gradients alone:
-communication not hidden, and the optimizer; n/a if that is less than nothing."""
+evaluating. "exposed" is what a step takes beyond only its gradients:
+exposed communication and the optimizer; n/a if that is negative."""
 SIZES = """\
 "microbatches" are those of all workers in the whole run. "sent" is by each
 worker in it, at a ring's costs; "state" is parameters and optimizer state on a

@@ -141,7 +141,7 @@ def _check_optimizer(c: ConfigDict) -> None:
             re.compile(pattern or "")
         except re.error as error:
             raise ValueError(
-                f"optimizer has the pattern {pattern!r}, which is no regular "
+                f"optimizer has the pattern {pattern!r}, which is not a regular "
                 f"expression: {error}."
             ) from error
 

@@ -44,10 +44,10 @@ class ModelFlags:
         self._workdir = flags.DEFINE_string("workdir", None, "Workdir of a run.")
         self._model = flags.DEFINE_string("model", None, "A Hugging Face folder.")
         self._dtype = flags.DEFINE_string(
-            "dtype", None, "Of --model, such as bfloat16; its own if unset."
+            "dtype", None, "Dtype of --model, such as bfloat16; its own if unset."
         )
         self._ignore = flags.DEFINE_string(
-            "ignore_weights", None, "Of --model: a pattern of weights to leave out."
+            "ignore_weights", None, "Pattern of weights of --model to leave out."
         )
 
     @property

@@ -103,7 +103,8 @@ FIELDS = {
     "epochs": Field(None, "Passes over the training documents. They determine `steps`.",
         float, above=0),
     "extended": Field((), "Pairs (step, steps): before that optimizer step the "
-        "learning rate is that of a run of so many steps. `train --extend` adds one."),
+        "learning rate is that of a run of that many steps. `train --extend` adds a "
+        "pair."),
     "devices": Field(None, "CPU devices of each process; None: one.", int, least=1,
         most=1024, identity=False, help=True),
     "domains": Field(None, "Groups of devices on a fast network each. Gradients are "
@@ -252,8 +253,8 @@ FIELDS = {
         "most three times.", choices=("stop", "rollback", "off"), identity=False),
     "spike.threshold": Field(3.0, "Rise above the lowest loss.", least=0, unit="nats",
         identity=False),
-    "spike.calls": Field(8, "Both losses are means over the newest calls, so many or "
-        "more.", least=1, identity=False),
+    "spike.calls": Field(8, "Both losses are means over the newest calls, at least "
+        "this many.", least=1, identity=False),
     "spike.tokens": Field(8192, "Least tokens of these.", least=1, identity=False),
     "drop_nonfinite": Field(None, "Whether a worker with a loss or gradients that are "
         "not finite does not count. None: with all methods but fused_zero1.", bool,

@@ -65,7 +65,7 @@ def versions(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
             yield Finding(
                 "versions",
                 f"{package} {version} beside jaxlib {needed}",
-                f"pip install '{package}=={needed}', or jax[cuda13] anew",
+                f"pip install '{package}=={needed}', or jax[cuda13] again",
             )
 
 
@@ -100,7 +100,7 @@ def backend(found: Sequence[jax.Device], accelerator: bool) -> Iterator[Finding]
                       "is shown; it trains all the same")  # fmt: skip
     form = "split" if platform == "cpu" and processes > 1 else "fused"
     why = {
-        "split": "CPU processes hide communication in a thread of their own",
+        "split": "CPU processes communicate in a second thread",
         "fused": "the compiler puts communication beside computation",
     }[form]
     if platform == "cpu" and processes == 1:

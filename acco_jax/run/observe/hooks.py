@@ -210,7 +210,7 @@ def check(config: ConfigDict) -> None:
         except TypeError as error:
             raise ValueError(
                 f"metrics_hook is {config.metrics_hook!r}, which cannot be called with "
-                f"a row alone ({error}): name a function of one argument."
+                f"only a row ({error}): name a function of one argument."
             ) from error
         except ValueError:  # a C function has no signature
             pass

@@ -172,10 +172,10 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that are printed of a summary: a table of milliseconds."""
     devices, rows = summary["devices"], summary["calls"]
     if summary["unknown"]:
-        yield f"what was hidden is unknown: {summary['unknown']}"
+        yield f"what was overlapped is unknown: {summary['unknown']}"
         return
     yield f"milliseconds of half-rounds, means over {len(devices)} devices:"
-    yield "half-round     time  computing  communicating  of it hidden  waited for"
+    yield "half-round     time  computing  communicating   overlapped  exposed to"
     for row in rows:
         share = hidden_share(row)
         yield (

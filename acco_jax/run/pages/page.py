@@ -213,8 +213,8 @@ def _communication(runs: Sequence[RunRecords]) -> Iterator[Plot]:
              "ring's costs", lambda r: r.summary.get("bytes_sent_per_worker"),
              results.bytes_text),
             ("in each half-round", "on average", per_half_round, results.bytes_text),
-            ("exposed per optimizer step", "time of a step minus that of its gradients "
-             "alone: communication that was not hidden, and the optimizer's own "
+            ("exposed per optimizer step", "time of a step minus time of only its "
+             "gradients: exposed communication and the optimizer's own "
              "arithmetic; needs --time_gradients, which compare gives", exposed,
              "{:,.1f} ms".format),
         ],

@@ -483,7 +483,7 @@ def _checksum(file: epath.Path, remote: bool) -> int:
     if remote:
         return int(file.stat().length)
     if not Path(file).is_file():  # a FIFO, which would wait for its peer
-        raise OSError(0, f"{file.name} is no regular file")
+        raise OSError(0, f"{file.name} is not a regular file")
     crc = 0
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 24):

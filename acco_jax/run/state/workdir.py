@@ -61,7 +61,7 @@ def claimed(workdir: Path, patience: float = 0.0) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         refusal = _take(path, mine, time.monotonic() + patience)
     if processes.from_process_0(np.bool_(refusal)) and jax.process_index():
-        refusal = f"process 0 refuses workdir {workdir}: see its line."
+        refusal = f"process 0 rejects workdir {workdir}: see its line."
     if refusal:
         raise ValueError(refusal)
     if jax.process_index():

@@ -69,7 +69,7 @@ class Language:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"a text is no Unicode: {error}.") from error
+            raise ValueError(f"a text is not Unicode: {error}.") from error
         return self.tokenizer.encode(text)
 
     def rows(self, text: str, stride: int) -> list[ScoredRow]:

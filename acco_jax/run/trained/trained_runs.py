@@ -122,7 +122,7 @@ class Saved:
             self.config = adapters.applied(config, identity.get("adapters") or {})
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise ValueError(
-                f"{workdir / 'config.json'} is no run's ({error}): restore it."
+                f"{workdir / 'config.json'} is not a run's ({error}): restore it."
             ) from error
         config.metrics_hook = self.config.metrics_hook = None  # maybe not importable
         field_checks.check(config)

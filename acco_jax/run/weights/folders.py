@@ -165,8 +165,8 @@ class Folder:
         for file in names.values():
             if not isinstance(file, str) or Path(file).name != file:
                 raise ValueError(
-                    f"{index} names {file!r}, which is no file of its folder: restore "
-                    "it."
+                    f"{index} names {file!r}, which is not a file of its folder: "
+                    "restore it."
                 )
             if not (self.path / file).is_file():
                 raise ValueError(f"{index} names {file}, which is missing: add it.")

@@ -71,7 +71,7 @@ def check_read(config: transformer.Config, folder: Folder, ignored: str | None) 
         left = [name for name in left if not re.fullmatch(ignored or "", name)]
     except re.error as error:
         raise ValueError(
-            f"ignore_weights is {ignored!r}, which is no regular expression: {error}."
+            f"ignore_weights is {ignored!r}, not a regular expression: {error}."
         ) from error
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""

@@ -186,7 +186,7 @@ def test_16_bit_parameters_move_in_float32_within_a_round():
 REFUSED = [
     ({"local_steps": 0}, "local_steps is 0: it must be an integer"),
     ({"local_steps": 2.5}, "local_steps is 2.5: it must be an integer"),
-    ({"axis_name": "model"}, "axis_name 'model' is no axis"),
+    ({"axis_name": "model"}, "axis_name 'model' is not an axis"),
 ]
 
 
