@@ -615,7 +615,7 @@ def schedule(quick: bool, keep: Keep, **_: Any) -> Report:
                 "collectives": len(read.collectives),
                 "bytes": found.verdict().bytes,
                 "overlapped": found.verdict().hidden_share,
-                "text": str(found),
+                "text": str(found).replace(f"{ROOT}/", ""),
             }
         except Exception as error:
             report[name] = {"topology": places[name], "error": line(error)}

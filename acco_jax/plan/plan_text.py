@@ -306,9 +306,7 @@ def _notes(plan: Plan, o: Outcome) -> list[str]:
     """Return notes on the table of collectives."""
     notes = []
     if len(o.program.step.turns()) > 1:
-        notes.append(
-            "note: its calls differ; this is one of them, and stands for all"
-        )
+        notes.append("note: its calls differ; this is one of them, and stands for all")
     own = {c.name for c, size in o.own or () if size == c.bytes}
     kinds = {c.kind for c in o.collectives if c.name not in own}
     averages = o.method == "ddp" or o.program.tx.local

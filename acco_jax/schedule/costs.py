@@ -4,7 +4,8 @@ An operation takes its matmuls at the chip's peak plus its bytes at the memory's
 so that a loop costs what its body does when it is unrolled. Collectives run one after
 the other, overlapped with the operations that the schedule puts between their launch
 and completion. Beside a collective an operation takes longer, by the machine's
-`contention`: the two share cores and memory.
+`contention`: the two share cores and memory. So does the collective, which is not
+counted; an exposed one is therefore not shortened by the longer operations.
 
 The efficiencies are ranges (`machines.py`): a prediction is of their likely values,
 and its interval of every combination of their ends.
@@ -286,20 +287,17 @@ class _Timeline:
         share = 1.0
         if c.flops_carried is not None:
             share = c.flops_carried / c.flops_between if c.flops_between else 0.0
-        contention = self._machine.value("contention")
         passed = max(0.0, self._clock - start)
-        covers = share * (1 + contention)  # seconds of it, a second of computation
-        beside = min(passed, seconds / covers) if covers else 0.0
-        slowing = beside * contention
-        self.slow(slowing)
-        finish = start
-        if passed * covers >= seconds:
-            finish += seconds / share if share else 0.0
+        beside = min(passed, seconds / share) if share else 0.0
+        if passed * share >= seconds:
+            finish = start + seconds / share if share else start
         else:
-            finish = max(start, self._clock) + seconds - passed * covers
+            finish = max(start, self._clock) + seconds - passed * share
         self._add("communication", c.kind, start, finish)
         exposed = max(0.0, finish - self._clock)
         self.wait(c.kind, exposed)
+        slowing = beside * self._machine.value("contention")
+        self.slow(slowing)
         self._network_free = max(finish, self._network_free)
         return Spent(seconds, exposed, slowing)
 

@@ -98,8 +98,9 @@ def figures(
         ends = share.low, share.high
         table[f"{part}_efficiency"] = Constant(share.likely, "", assumed, ends)
     share, source = CONTENTION[chip.platform]
-    ends = (share.low, share.high) if share.high else None
-    table["contention"] = Constant(share.likely, "", source, ends)
+    table["contention"] = Constant(
+        share.likely, "", source, (share.low, share.high) if share.high else None
+    )
     room = "XLA_PYTHON_CLIENT_MEM_FRACTION's default" if gpu else "the compiler's limit"
     table["memory_fraction"] = Constant(
         PREALLOCATED if gpu else 1.0, "", f"of the memory for JAX: {room}"

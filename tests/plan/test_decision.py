@@ -58,7 +58,7 @@ def test_networks_are_rows_and_hiding_pays_on_a_slow_one(stand_in, tmp_path):
     }
     slow, fast = 10e9 / 8, 4000e9 / 8
     gains = [speeds["dpu", n] / speeds["zero1", n] for n in (slow, fast)]
-    assert gains[0] > 1.1 > gains[1]
+    assert gains[0] > 1.05 > gains[1]
 
 
 @pytest.mark.slow
