@@ -101,8 +101,10 @@ def _chunk(
     B, T, _ = x_BxTxD.shape
     held = B * T * w_VxD.shape[0] / (split.groups * split.parts)
     least = min(T, math.ceil(held / (logits or LOGITS[platform()])))
-    whole = (n for n in range(least, min(T, 2 * least) + 1) if T % n == 0)
-    return math.ceil(T / next(whole, least))  # without padding where that is near
+    if platform() == "gpu":  # without padding, if twice as many chunks suffice
+        divisors = (n for n in range(least, min(T, 2 * least) + 1) if T % n == 0)
+        least = next(divisors, least)
+    return math.ceil(T / least)
 
 
 def _padded(size: int, *arrays: jax.Array) -> list[jax.Array]:

@@ -94,19 +94,25 @@ def test_dtypes(dtype, tolerance):
             assert error < tolerance
 
 
-@pytest.mark.parametrize(("length", "logits", "tokens"), [
-    (1024, 2**27, 64),  # 13 chunks would do; 16 need no padding
-    (1024, 2**40, 1024),
-    (1021, 2**27, 79),  # a prime number of tokens is padded
+@pytest.mark.parametrize(("platform", "length", "logits", "tokens"), [
+    ("gpu", 1024, None, 64),  # 13 chunks would do; 16 need no padding
+    ("gpu", 1024, 2**40, 1024),
+    ("gpu", 1021, None, 79),  # a prime number of tokens is padded
+    ("tpu", 1024, None, 21),
 ])  # fmt: skip
-def test_chunks_divide_the_length_where_they_can(length, logits, tokens):
+def test_chunks_on_gpus_divide_the_length_where_they_can(
+    platform, length, logits, tokens
+):
     x = jax.ShapeDtypeStruct((32, length, 768), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((50304, 768), jnp.bfloat16)
     targets = jax.ShapeDtypeStruct((32, length), jnp.int32)
     weights = jax.ShapeDtypeStruct((32, length), jnp.float32)
     loss = functools.partial(cross_entropy, logits=logits)
-    text = jax.jit(loss).lower(x, w, targets, weights).as_text()
-    assert f"tensor<32x{tokens}x50304xf32>" in text
+    device = jax.sharding.AbstractDevice("x", None, platform)
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(loss)(x, w, targets, weights))
+    assert f"f32[32,{tokens},50304]" in text
 
 
 def test_no_logits_of_all_tokens_are_in_memory():
