@@ -20,9 +20,9 @@ from acco_jax.models.placement import platform
 T = TypeVar("T")
 _Saved = tuple[jax.Array, jax.Array, jax.Array]  # gradients of x and w, and targets
 
-# of a chunk, at most: 512 MiB in float32 on a GPU, where a larger chunk moves fewer
-# bytes of the output embedding's gradient, and 128 MiB elsewhere
-LOGITS = {"gpu": 2**27, "tpu": 2**25, "cpu": 2**25}
+LOGITS = 2**25  # of a chunk, at most: 128 MiB in float32
+# and 512 MiB: the output embedding's gradient is read and written once a chunk
+GPU_LOGITS = 2**27
 
 
 def cross_entropy(
@@ -48,7 +48,7 @@ def cross_entropy(
       targets_BxT: int32, from 0 to V - 1.
       weights_BxT: floating; not differentiated.
       softcap: c of c tanh(logit / c), which takes the place of each logit.
-      logits: how many there may be at once; None: as `LOGITS` says.
+      logits: how many there may be at once; None: `GPU_LOGITS` on GPUs, else `LOGITS`.
 
     Returns:
       The sum in nats, a scalar in at least float32.
@@ -100,8 +100,10 @@ def _chunk(
     """Return the number of tokens of each row that have at most `logits` logits."""
     B, T, _ = x_BxTxD.shape
     held = B * T * w_VxD.shape[0] / (split.groups * split.parts)
-    least = min(T, math.ceil(held / (logits or LOGITS[platform()])))
-    if platform() == "gpu":  # without padding, if twice as many chunks suffice
+    on_gpu = platform() == "gpu"
+    logits = logits or (GPU_LOGITS if on_gpu else LOGITS)
+    least = min(T, math.ceil(held / logits))
+    if on_gpu:  # without padding, if twice as many chunks suffice
         divisors = (n for n in range(least, min(T, 2 * least) + 1) if T % n == 0)
         least = next(divisors, least)
     return math.ceil(T / least)
