@@ -56,11 +56,6 @@ class Round(abc.ABC, Generic[StateT]):
     late: bool = False  # whether `finish` computes, not only puts things in place
     drops: bool = True  # whether it has each worker's gradients before they are reduced
 
-    @property
-    def pieces(self) -> int:
-        """The pieces of the computation: with `overlaps` one for each hop."""
-        return len(self.hops)
-
     @abc.abstractmethod
     def open(self, params: PyTree, state: StateT) -> tuple[PyTree, PyTree, PyTree]:
         """Take a state apart.
@@ -74,7 +69,7 @@ class Round(abc.ABC, Generic[StateT]):
     def compute(
         self, k: int, progress: PyTree, params: PyTree, rest: PyTree, inputs: Inputs
     ) -> PyTree:
-        """Compute the k-th of `pieces` of the computation.
+        """Compute the k-th piece of the computation, one for each hop.
 
         `progress` is what the piece before returned; None for the first, piece 0.
         """
@@ -173,11 +168,10 @@ def run_call(
 def computed(round: Round, params: PyTree, rest: PyTree, inputs: Inputs) -> PyTree:
     """Run the whole computation of a call, with nothing beside it.
 
-    With `overlaps` the pieces are those beside an exchange, so that sums are bitwise
-    identical.
+    The pieces are those beside an exchange, so that sums are bitwise identical.
     """
     progress = None
-    for k in range(round.pieces):
+    for k in range(len(round.hops)):
         progress = round.compute(k, progress, params, rest, inputs)
     return barrier(round.close(progress, rest, inputs))
 

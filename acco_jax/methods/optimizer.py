@@ -53,9 +53,7 @@ def guarded_step(
     """
     valid = totals.weight != 0
     weight = jnp.where(valid, totals.weight, 1)
-    # masked before the division: XLA:CPU computes again in each kernel what comes after
-    gradient = masked(valid, gradient)
-    mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
+    mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient))
     arguments = {
         k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()
     }

@@ -86,11 +86,6 @@ class ShardedRound(ExchangeRound[ShardedState]):
     exchange: Exchange
     overlaps: bool
 
-    @property
-    def pieces(self) -> int:
-        """One without overlap: each piece is a copy of the model in the program."""
-        return len(self.hops) if self.overlaps else 1
-
     def open(
         self, params: PyTree, state: ShardedState
     ) -> tuple[InFlight | None, ShardedState, Rest]:
@@ -105,7 +100,7 @@ class ShardedRound(ExchangeRound[ShardedState]):
     ) -> PyTree:
         gradients, batch, counts, rng = inputs
         args = params, batch, rng, counts, rest.model_state
-        return gradients.part(k, self.pieces, progress, *args)
+        return gradients.part(k, len(self.hops), progress, *args)
 
     def close(
         self, progress: Sums, rest: Rest, inputs: Inputs
