@@ -1,6 +1,7 @@
 """Train: python -m acco_jax.train --config=experiments/quickstart.py --workdir=DIR
 
-The same command continues an interrupted run. acco_jax.doctor checks the machine first.
+The same command continues an interrupted run. acco_jax.doctor checks the
+machine first.
 acco_jax.report makes a page of a run's records.
 """
 

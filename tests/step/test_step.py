@@ -392,3 +392,24 @@ def test_reduce_on_plateau():
     for _ in range(9):
         params, state, _ = step(params, state, np.ones((2, 1)))
     assert float(state.inner[-1].scale) < 1
+
+
+@optimized()  # an approximate operation would differ here alone
+def test_zero1_in_float32_is_ddp_as_users_compile_it():
+    draw = np.random.default_rng(0).normal
+    theta = {"w": draw(size=(16, 32)), "v": draw(size=(32, 8))}
+    theta = {k: x.astype(np.float32) for k, x in theta.items()}
+    batches = draw(size=(4, 4 * 2 * 3, 16)).astype(np.float32)
+
+    def loss(p, x, rng):
+        return jnp.mean(jnp.square(jnp.tanh(x @ p["w"]) @ p["v"]))
+
+    found = []
+    for method in (acco_jax.ddp, acco_jax.zero1):
+        tx = method(optax.adamw(1e-2), mesh=make_mesh(4))
+        step = acco_jax.make_train_step(loss, tx, microbatches=2)
+        params, state = acco_jax.start(tx, theta)
+        for x in batches:
+            params, state, _ = step(params, state, x)
+        found.append(jax.device_get(acco_jax.committed_params(state, params)))
+    chex.assert_trees_all_close(*found, rtol=0, atol=3e-7)
