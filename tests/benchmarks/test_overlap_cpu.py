@@ -21,13 +21,18 @@ def overlap_cpu():
 
 
 def run(*flags: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
+    """Returns what became of it, and its `pid`, which names its namespaces."""
+    process = subprocess.Popen(
         [sys.executable, PROGRAM, *flags],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **env},
-        timeout=540,
     )
+    out, err = process.communicate(timeout=540)
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    done.pid = process.pid
+    return done
 
 
 def namespaces() -> str:
@@ -113,7 +118,7 @@ def test_quick(overlap_cpu, tmp_path):
             assert len(point["seconds"][mode]) == 2
         assert point["ratios"].keys() >= {"acco / zero1", "acco / zero1 2N"}
     assert f"at most {overlap_cpu.TARGETS[1.0]['acco / zero1']}" in done.stdout
-    assert "acco-" not in namespaces()
+    assert f"acco-{done.pid}-" not in namespaces()
 
 
 @pytest.mark.slow
@@ -124,4 +129,4 @@ def test_ends_in_time_and_leaves_nothing_behind(overlap_cpu):
         return
     assert done.returncode == 1
     assert done.stderr == "ended by SIGALRM\n"
-    assert "acco-" not in namespaces()
+    assert f"acco-{done.pid}-" not in namespaces()

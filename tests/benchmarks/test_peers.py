@@ -31,13 +31,18 @@ def peers():
 
 
 def run(*flags: object, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
+    """Returns what became of it, and its `pid`, which names its namespaces."""
+    process = subprocess.Popen(
         [sys.executable, PROGRAM, *map(str, flags)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **env},
-        timeout=3000,
     )
+    out, err = process.communicate(timeout=3000)
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    done.pid = process.pid
+    return done
 
 
 def sample(method: str, repetition: int, seconds: float, **fields: float) -> dict:
@@ -192,10 +197,11 @@ def test_quick(peers, tmp_path):
     assert text.count("\n| ") == 1 + 3
     for x in peers.figures_of(found):
         assert x["bytes"] == pytest.approx(x["should_send"], rel=0.1)
-    assert run("--quick", methods, "--ratios=1", f"--out={out}").returncode == 0
+    done = run("--quick", methods, "--ratios=1", f"--out={out}")
+    assert done.returncode == 0
     assert len(out.read_text().splitlines()) == len(found)
     spaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-    assert "acco-" not in spaces
+    assert f"acco-{done.pid}-" not in spaces
 
 
 @pytest.mark.long
