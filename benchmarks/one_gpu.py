@@ -22,9 +22,10 @@ loop runs first, so that "<=" marks a second loop that needed less. Program memo
 the compiler's. Compile seconds of later rows reuse earlier rows' autotuning.
 
 On a machine without a network, carry the wheel of ml_collections, without which
-calibration, predictions and acco_jax.train are rows that name it:
+calibration, predictions and acco_jax.train are rows that name it. acco_jax.train also
+needs those of tensorflow-datasets and of what it requires (`pip show`):
 
-    python3 -m pip download --no-deps -d .whl ml_collections
+    python3 -m pip download --no-deps -d .whl ml_collections tensorflow-datasets ...
     python3 -m pip install --no-index --no-deps --target /tmp/site .whl/*.whl
     PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:/tmp/site \\
         timeout 480 python3 benchmarks/one_gpu.py --out=$OUT/one_gpu

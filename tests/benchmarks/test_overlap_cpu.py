@@ -1,15 +1,17 @@
 """The overlap benchmark runs where it can, says why where it cannot, and tidies up."""
 
+import functools
 import importlib.util
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
+from tests import programs
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "overlap_cpu.py"
+run = functools.partial(programs.run, PROGRAM, timeout=540)
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +20,6 @@ def overlap_cpu():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def run(*flags: str, **env: str) -> subprocess.CompletedProcess:
-    """Returns what became of it, and its `pid`, which names its namespaces."""
-    process = subprocess.Popen(
-        [sys.executable, PROGRAM, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **env},
-    )
-    out, err = process.communicate(timeout=540)
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    done.pid = process.pid
-    return done
 
 
 def namespaces() -> str:

@@ -1,15 +1,18 @@
 """The benchmark beside other people's ways: its figures, its page, a small run."""
 
+import functools
 import importlib.util
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from tests import programs
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "peers.py"
+run = functools.partial(programs.run, PROGRAM, timeout=3000)
 SETTINGS = {
     "kind": "settings", "command": "python benchmarks/peers.py", "machine": "2 cores",
     "left_out": "--environment was not given", "size": "25M", "processes": 2,
@@ -28,21 +31,6 @@ def peers():
     sys.modules["peers"] = module  # for its annotations
     spec.loader.exec_module(module)
     return module
-
-
-def run(*flags: object, **env: str) -> subprocess.CompletedProcess:
-    """Returns what became of it, and its `pid`, which names its namespaces."""
-    process = subprocess.Popen(
-        [sys.executable, PROGRAM, *map(str, flags)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **env},
-    )
-    out, err = process.communicate(timeout=3000)
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    done.pid = process.pid
-    return done
 
 
 def sample(method: str, repetition: int, seconds: float, **fields: float) -> dict:
