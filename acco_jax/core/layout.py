@@ -45,6 +45,7 @@ from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
 from acco_jax.core.select import masked
+from acco_jax.core.workers import reduce_scatter
 
 MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
 
@@ -452,7 +453,7 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers  # the collective of one worker would be a copy
-            return lax.psum_scatter(buffers, axis, scatter_dimension=0, tiled=True)
+            return reduce_scatter(buffers, axis)
 
         return self.on_buffers(local)(buffers)
 

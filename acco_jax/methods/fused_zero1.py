@@ -28,6 +28,7 @@ from acco_jax.core.half_round import Inputs
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.core.parts import SMALL, Parts, beyond_layers
+from acco_jax.core.workers import reduce_scatter
 from acco_jax.methods.layerwise import Reduction, reduced_gradients
 from acco_jax.methods.method import CommonOptions
 from acco_jax.methods.sharded import Rest, ShardedMethod, ShardedRound
@@ -256,10 +257,7 @@ class _Scatter(NamedTuple):
 
     def _scatter(self, x: jax.Array, dim: int | None) -> jax.Array:
         for axis in self.layout.reduce_order:
-            if dim is None:
-                x = lax.psum(x, axis)
-            else:
-                x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+            x = lax.psum(x, axis) if dim is None else reduce_scatter(x, axis, dim)
         return x
 
     def _groups(

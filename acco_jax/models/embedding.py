@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.core.groups import ROWS, TENSOR
+from acco_jax.core.workers import reduce_scatter
 from acco_jax.models.placement import automatic_axes
 
 
@@ -73,7 +74,7 @@ class Split:
         """Return the gradient of the table by all rows, as `gradient_spec` says."""
         if self.rows is None or not self.wide:
             return self.over_rows(gradient)
-        return lax.psum_scatter(gradient, self.rows, scatter_dimension=1, tiled=True)
+        return reduce_scatter(gradient, self.rows, 1)
 
 
 def split_of(rows: int, table: tuple[int, ...]) -> Split:

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.workers import reduce_scatter
 from acco_jax.plan import programs
 from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
@@ -237,7 +238,7 @@ def _collectives(mesh: Mesh) -> list[Kernel]:
     rows, replicated = P("data"), P()
     forms = {
         "reduce-scatter": (
-            lambda a: jax.lax.psum_scatter(a, "data", tiled=True), replicated, rows,
+            lambda a: reduce_scatter(a, "data"), replicated, rows,
         ),
         "all-gather": (
             lambda a: jax.lax.all_gather(a, "data", tiled=True), rows, replicated,
