@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from acco_jax.core import buffers
+from acco_jax.core import buffers, gloo
 from acco_jax.core.buffers import (
     Arrays,
     Group,
@@ -45,7 +45,6 @@ from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
 from acco_jax.core.select import masked
-from acco_jax.core.workers import reduce_scatter
 
 MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
 
@@ -453,14 +452,13 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers  # the collective of one worker would be a copy
-            return reduce_scatter(buffers, axis)
+            return gloo.reduce_scatter(buffers, axis)
 
         return self.on_buffers(local)(buffers)
 
     def all_to_all(self, buffers: Arrays, axis: str) -> Arrays:
         """Send block i of every worker's buffers to worker i: [n * rows, ...]."""
-        exchange = lambda xs: lax.all_to_all(xs, axis, 0, 0, tiled=True)  # noqa: E731
-        return self.on_buffers(exchange)(buffers)
+        return self.on_buffers(lambda xs: gloo.all_to_all(xs, axis))(buffers)
 
     def split(self, reduced: Arrays, whole: Arrays | None = None) -> PyTree:
         """Turn reduced buffers into shards, in the master weights' dtype.
@@ -492,7 +490,7 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers
-            return lax.all_gather(buffers, axis, axis=0, tiled=True)
+            return gloo.all_gather(buffers, axis)
 
         left = self.reduce_order[: self.reduce_order.index(axis)]
         before, after = self._over((*left, axis)), self._over(left)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 PyTree = Any
@@ -48,28 +47,6 @@ def over_data(
     """
     shard_map = functools.partial(jax.shard_map, axis_names=set(axis), check_vma=False)
     return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-def reduce_scatter(arrays: PyTree, axis: str, dim: int = 0) -> PyTree:
-    """Sum arrays over an axis; each device keeps its part of dimension dim.
-
-    Between CPU processes it is an all-to-all and a sum, which send as much: gloo's
-    reduce-scatter overwrites a large message before all of it has been sent, and the
-    end of the first device's part is then wrong (jax-ml/jax#40830).
-    """
-
-    def asked(arrays: PyTree) -> PyTree:
-        return lax.psum_scatter(arrays, axis, scatter_dimension=dim, tiled=True)
-
-    def exchanged(arrays: PyTree) -> PyTree:
-        n = lax.axis_size(axis)
-        parts = lax.all_to_all(arrays, axis, dim, dim, tiled=True)
-        by_sender = lambda x: x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])  # noqa: E731
-        return jax.tree.map(lambda x: by_sender(x).sum(dim), parts)
-
-    if not jax.distributed.is_initialized():
-        return asked(arrays)
-    return lax.platform_dependent(arrays, cpu=exchanged, default=asked)
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:

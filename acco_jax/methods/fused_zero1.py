@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.core.buffers import Arrays, Group, InFlight, make_group
 from acco_jax.core.codec import Codec
 from acco_jax.core.exchange import Exchange
+from acco_jax.core.gloo import reduce_scatter
 from acco_jax.core.gradients import Accumulator, Sums
 from acco_jax.core.half_round import Inputs
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.core.parts import SMALL, Parts, beyond_layers
-from acco_jax.core.workers import reduce_scatter
 from acco_jax.methods.layerwise import Reduction, reduced_gradients
 from acco_jax.methods.method import CommonOptions
 from acco_jax.methods.sharded import Rest, ShardedMethod, ShardedRound

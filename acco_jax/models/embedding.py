@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.core.gloo import reduce_scatter
 from acco_jax.core.groups import ROWS, TENSOR
-from acco_jax.core.workers import reduce_scatter
 from acco_jax.models.placement import automatic_axes
 
 

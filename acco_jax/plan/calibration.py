@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
+from acco_jax.core.gloo import all_gather, reduce_scatter
 from acco_jax.core.leaves import PyTree
-from acco_jax.core.workers import reduce_scatter
 from acco_jax.plan import programs
 from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
@@ -241,7 +241,7 @@ def _collectives(mesh: Mesh) -> list[Kernel]:
             lambda a: reduce_scatter(a, "data"), replicated, rows,
         ),
         "all-gather": (
-            lambda a: jax.lax.all_gather(a, "data", tiled=True), rows, replicated,
+            lambda a: all_gather(a, "data"), rows, replicated,
         ),
     }  # fmt: skip
     found = []

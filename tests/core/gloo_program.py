@@ -3,6 +3,7 @@
 With jax.distributed gloo communicates between the devices of one process as well.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
-from acco_jax.core.workers import over_data, reduce_scatter
+from acco_jax.core import gloo
+from acco_jax.core.workers import over_data, to_row
 from tests import stablehlo
 
 SIZE = 2**22  # elements of a part: 16 MB
@@ -35,12 +37,48 @@ def wrong():
     axes = "pair", "data"
     mesh, spec = mesh_of(pair=8, data=2), P(axes)
     sums = jax.jit(
-        over_data(lambda x: reduce_scatter(x, "data"), mesh, axes, spec, spec)
+        over_data(lambda x: gloo.reduce_scatter(x, "data"), mesh, axes, spec, spec)
     )
     x = np.random.default_rng(0).integers(-9, 9, (16, 2 * SIZE)).astype(np.float32)
     right = x.reshape(8, 2, -1).sum(1).reshape(-1)
     rows = jax.device_put(x.reshape(-1), NamedSharding(mesh, spec))
     return sum(bool((sums(rows) != right).any()) for _ in range(5))
+
+
+def unlike(n, dtype):
+    """What differs from NumPy's result among n devices, bit for bit."""
+    mesh, draw = mesh_of(data=n), np.random.default_rng(n)
+    x = draw.integers(0, 16, (n, n * 3, 2 * n)).astype(dtype)
+
+    def run(fn):
+        spec = P("data")
+        each = over_data(lambda x: to_row(fn(x[0])), mesh, ("data",), spec, spec)
+        return np.asarray(jax.jit(each)(jax.device_put(x, NamedSharding(mesh, spec))))
+
+    total = x.sum(0, dtype=x.dtype)
+    expected = {
+        "scatter 0": (
+            run(lambda x: gloo.reduce_scatter(x, "data")),
+            total.reshape(n, 3, -1),
+        ),
+        "scatter 1": (
+            run(lambda x: gloo.reduce_scatter(x, "data", 1)),
+            np.stack(np.split(total, n, 1)),
+        ),
+        "gather": (
+            run(lambda x: gloo.all_gather(x, "data")),
+            np.stack([x.reshape(-1, 2 * n)] * n),
+        ),
+        "to all": (
+            run(lambda x: gloo.all_to_all(x, "data")),
+            x.reshape(n, n, 3, -1).swapaxes(0, 1).reshape(x.shape),
+        ),
+    }
+    return [
+        f"{name}, {n} x {dtype}"
+        for name, (found, right) in expected.items()
+        if found.dtype != right.dtype or (found != right).any()
+    ]
 
 
 def kinds(method):
@@ -49,17 +87,23 @@ def kinds(method):
     step = acco_jax.make_train_step(
         lambda p, x, _: jnp.mean((x @ p["w"]) ** 2), tx, microbatches=1, form="fused"
     )
-    params, state = acco_jax.start(tx, {"w": jnp.ones((64, 64))})
-    asked = stablehlo.collectives(step.lower(params, state, jnp.ones((2, 64))))
+    params, state = acco_jax.start(tx, {"w": jnp.ones((64, 64), jnp.float32)})
+    asked = stablehlo.collectives(
+        step.lower(params, state, jnp.ones((2, 64), jnp.float32))
+    )
     return sorted({x.kind for x in asked})
 
 
 def main(port, out):
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
     asked = {method: kinds(method) for method in ("zero1", "fused_zero1", "acco")}
-    Path(out).write_text(json.dumps({"wrong": wrong(), "asked": asked}))
+    cases = itertools.product((2, 3, 4, 8), ("float32", "bfloat16", "float64", "uint8"))
+    differ = [line for n, dtype in cases for line in unlike(n, jnp.dtype(dtype))]
+    found = {"wrong": wrong(), "asked": asked, "differ": differ}
+    Path(out).write_text(json.dumps(found))
 
 
 main(*sys.argv[1:])
