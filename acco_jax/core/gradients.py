@@ -250,14 +250,14 @@ class Accumulator:
 
         Each worker's microbatches are in equal parts, with the remainder beside the
         slowest network's collectives, in the middle. A single microbatch has its
-        forward pass and its backward pass there. Pieces count from 0, and there are at
-        least 2: the first takes None for `progress`, each other one the result of the
-        piece before, and the last returns the `Sums`.
+        forward pass and its backward pass there. Pieces count from 0: the first takes
+        None for `progress`, each other one the result of the piece before, and the last
+        returns the `Sums`.
         """
         middle = parts // 2
         if self.microbatches == 1:
-            if k == middle - 1:
-                return self._forward(params, batch, rng, model_state)
+            if k == max(middle - 1, 0):
+                progress = self._forward(params, batch, rng, model_state)
             if k == middle:
                 return self._backward(progress, params, counts, model_state)
             return progress

@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from acco_jax.core.dtypes import promoted
 from acco_jax.core.gradients import Accumulator, Sums
@@ -67,11 +68,18 @@ class Round(abc.ABC, Generic[StateT]):
 
     @abc.abstractmethod
     def compute(
-        self, k: int, progress: PyTree, params: PyTree, rest: PyTree, inputs: Inputs
+        self,
+        k: int,
+        parts: int,
+        progress: PyTree,
+        params: PyTree,
+        rest: PyTree,
+        inputs: Inputs,
     ) -> PyTree:
-        """Compute the k-th piece of the computation, one for each hop.
+        """Compute the k-th of `parts` pieces: one for each hop, or one for all.
 
-        `progress` is what the piece before returned; None for the first, piece 0.
+        `progress` is what the piece before returned; None for the first, piece 0. The
+        number of pieces changes no bit of the last one's result.
         """
 
     def close(self, progress: PyTree, rest: PyTree, inputs: Inputs) -> PyTree:
@@ -148,10 +156,12 @@ def run_call(
     """Run a call of the train step as one program; see `acco_jax.make_train_step`."""
     in_flight, owner, rest = round.open(params, state)
 
-    def compute(k: int, progress: PyTree, params: PyTree) -> PyTree:
-        return round.compute(k, progress, params, rest, inputs)
+    if round.overlaps and _asynchronous(inputs.gradients.mesh):
 
-    if round.overlaps:
+        def compute(k: int, progress: PyTree, params: PyTree) -> PyTree:
+            parts = len(round.hops)
+            return round.compute(k, parts, progress, params, rest, inputs)
+
         message = round.send(in_flight, owner, extra)
         message, params, rest = barrier((message, params, rest))
         message, progress, params = run(round.hops, message, params, compute)
@@ -159,21 +169,27 @@ def run_call(
         progress = round.close(progress, rest, inputs)
     else:
         progress = computed(round, params, rest, inputs)
-        in_flight = round.outgoing(params, rest, progress)
+        if not round.overlaps:
+            in_flight = round.outgoing(params, rest, progress)
         received = exchanged(round, in_flight, owner, params, extra)
     params, state, sums, norm = round.finish(params, rest, inputs, progress, received)
     return params, state, metrics(sums, inputs.counts, norm, state.steps)
 
 
 def computed(round: Round, params: PyTree, rest: PyTree, inputs: Inputs) -> PyTree:
-    """Run the whole computation of a call, with nothing beside it.
-
-    The pieces are those beside an exchange, so that sums are bitwise identical.
-    """
-    progress = None
-    for k in range(len(round.hops)):
-        progress = round.compute(k, progress, params, rest, inputs)
+    """Run the whole computation of a call, with nothing beside it."""
+    progress = round.compute(0, 1, None, params, rest, inputs)
     return barrier(round.close(progress, rest, inputs))
+
+
+def _asynchronous(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether a program of these devices computes while it communicates.
+
+    XLA:CPU does one after the other. There a second piece of the computation would be a
+    second copy of the model to compile, and nothing else.
+    """
+    devices = getattr(mesh, "devices", None)  # an AbstractMesh has none
+    return devices is None or devices.flat[0].platform != "cpu"
 
 
 def exchanged(

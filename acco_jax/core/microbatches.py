@@ -55,14 +55,15 @@ def _clip(counts: jax.Array, most: int) -> jax.Array:
 def piece(count: Count, k: int, parts: int) -> tuple[Count, Count]:
     """Return (first, end) of the microbatches of the k-th of `parts` pieces.
 
-    Half of `count`, rounded down, comes before the middle. The remainder of a further
-    division goes to the pieces next to the middle.
+    Half of `count`, rounded down, comes before the middle; a single piece has all. The
+    remainder of a further division goes to the pieces next to the middle.
     """
-    middle, before = parts // 2, count // 2
+    middle = parts // 2
+    before = count * middle // parts
 
     def bound(k: int) -> Count:
-        if k <= middle:
+        if k < middle:
             return before * k // middle
-        return count - (count - before) * (parts - k) // middle
+        return count - (count - before) * (parts - k) // (parts - middle)
 
     return bound(k), bound(k + 1)

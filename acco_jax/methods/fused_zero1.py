@@ -60,7 +60,13 @@ class FusedRound(ShardedRound):
     drops = False
 
     def compute(
-        self, k: int, progress: PyTree, params: PyTree, rest: Rest, inputs: Inputs
+        self,
+        k: int,
+        parts: int,
+        progress: PyTree,
+        params: PyTree,
+        rest: Rest,
+        inputs: Inputs,
     ) -> tuple[InFlight, Sums]:
         return progress if k else _accumulate(self.pipelined, rest, params, inputs)
 

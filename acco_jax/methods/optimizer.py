@@ -53,7 +53,9 @@ def guarded_step(
     """
     valid = totals.weight != 0
     weight = jnp.where(valid, totals.weight, 1)
-    mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient))
+    # masked before the division: XLA:CPU computes again in each kernel what comes after
+    gradient = masked(valid, gradient)
+    mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
     arguments = {
         k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()
     }

@@ -96,11 +96,17 @@ class ShardedRound(ExchangeRound[ShardedState]):
         return state.in_flight, state._replace(in_flight=None), rest
 
     def compute(
-        self, k: int, progress: PyTree, params: PyTree, rest: Rest, inputs: Inputs
+        self,
+        k: int,
+        parts: int,
+        progress: PyTree,
+        params: PyTree,
+        rest: Rest,
+        inputs: Inputs,
     ) -> PyTree:
         gradients, batch, counts, rng = inputs
         args = params, batch, rng, counts, rest.model_state
-        return gradients.part(k, len(self.hops), progress, *args)
+        return gradients.part(k, parts, progress, *args)
 
     def close(
         self, progress: Sums, rest: Rest, inputs: Inputs

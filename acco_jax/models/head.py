@@ -166,6 +166,29 @@ def _over_chunks(
     return start
 
 
+def _log_sum_exp(x: jax.Array) -> jax.Array:
+    """Return the logarithm of the sum of exponentials along the last dimension.
+
+    On GPUs x is read once: logits are larger than any cache, and jax.nn.logsumexp reads
+    them for the maximum and again for the sum.
+    """
+    if platform() != "gpu":
+        return jax.nn.logsumexp(x, axis=-1)
+
+    def join(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
+        (most_a, sum_a), (most_b, sum_b) = a, b
+        less = jnp.exp(-jnp.abs(most_a - most_b))
+        a_is_most = most_a >= most_b
+        return (
+            jnp.where(a_is_most, most_a, most_b),
+            jnp.where(a_is_most, sum_a + sum_b * less, sum_a * less + sum_b),
+        )
+
+    none = jnp.array(jnp.finfo(x.dtype).min, x.dtype), jnp.zeros((), x.dtype)
+    most, total = lax.reduce((x, jnp.ones_like(x)), none, join, (x.ndim - 1,))
+    return most + jnp.log(total)
+
+
 def _losses(
     x_BxCxD: jax.Array,
     w_VxD: jax.Array,
@@ -186,7 +209,7 @@ def _losses(
     logits_BxCxV = capped(logits_BxCxV, softcap)
     own_BxC = targets_BxC - split.first(w_VxD)
     is_target_BxCxV = own_BxC[..., None] == jnp.arange(w_VxD.shape[0])
-    total_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    total_BxC = _log_sum_exp(logits_BxCxV)
     if split.vocabulary is not None:
         most_BxC = lax.pmax(total_BxC, split.vocabulary)
         parts_BxC = split.over_vocabulary(jnp.exp(total_BxC - most_BxC))

@@ -224,12 +224,12 @@ def test_bad_batches_and_arguments():
         four(THETA, data(2))
 
 
-@pytest.mark.parametrize("parts", [2, 4, 6])
+@pytest.mark.parametrize("parts", [1, 2, 4, 6])
 @pytest.mark.parametrize("count", range(12))
 def test_pieces_cover_all_microbatches_once(count, parts):
     spans = [piece(count, k, parts) for k in range(parts)]
     assert [i for first, end in spans for i in range(first, end)] == [*range(count)]
-    assert spans[parts // 2 - 1][1] == count // 2
+    assert parts == 1 or spans[parts // 2 - 1][1] == count // 2
     sizes = [end - first for first, end in spans]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[parts // 2] == max(sizes)  # beside the slowest network

@@ -57,7 +57,7 @@ def _both(loss, x, w, targets, weights):
     )
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])  # a loop, and none
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @examples(5)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(2, 30), st.integers(1, 300))
 def test_any_chunks_give_the_plain_loss(platform, B, T, V, logits):

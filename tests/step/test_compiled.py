@@ -129,3 +129,13 @@ def test_bytes_per_device(n):
     assert abs((memory.argument_size_in_bytes - others) / expected - 1) < 0.02
     # all of it is donated: nothing is held twice
     assert memory.alias_size_in_bytes > 0.98 * (expected + 2 * psi)
+
+
+@pytest.mark.parametrize("method", ["acco", "zero1", "ddp"])
+def test_a_cpus_program_holds_the_model_once(method):
+    """There nothing overlaps: a second copy would only take time to compile."""
+    gradient = jax.jit(jax.grad(functools.partial(loss_fn, rng=None)))
+    batch = jax.ShapeDtypeStruct((2, WIDTH), jnp.bfloat16)
+    one = gradient.lower(shapes(jnp.bfloat16), batch).as_text()
+    *_, lowered = build(2, method=method)
+    assert lowered.as_text().count("dot_general") == one.count("dot_general")

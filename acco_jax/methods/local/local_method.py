@@ -221,19 +221,18 @@ class LocalRound(Round[LocalT]):
     def compute(
         self,
         k: int,
+        parts: int,
         progress: LocalProgress | None,
         params: PyTree,
         rest: LocalT,
         inputs: Inputs,
     ) -> LocalProgress:
-        """The k-th piece of the steps beside the hops; after the last, the others."""
-        parts, layout = len(self.hops), rest.layout
+        """The k-th piece of the steps beside the hops; `finish` takes the others."""
+        layout = rest.layout
         if progress is None:
             theta = self.theta(params, rest)
             progress = self.steps.begin(theta, rest.inner, layout, inputs)
         span = (self.beside * k // parts, self.beside * (k + 1) // parts)
-        if k == parts:
-            span = (self.beside, self.steps.steps)
         return self.steps.run(span, progress, layout, inputs)
 
     def merge(
@@ -257,7 +256,8 @@ class LocalRound(Round[LocalT]):
         received: PyTree,
     ) -> tuple[PyTree, LocalT, Sums, jax.Array]:
         progress = self.merge(rest, progress, received)
-        progress = self.compute(len(self.hops), progress, params, rest, inputs)
+        others = self.beside, self.steps.steps
+        progress = self.steps.run(others, progress, rest.layout, inputs)
         rows, state = self.conclude(params, rest, progress, received)
         state = state._replace(
             calls_done=state.calls_done + 1, steps=state.steps + self.steps.steps

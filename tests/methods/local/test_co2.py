@@ -71,11 +71,6 @@ def test_its_collectives_are_those_of_one_step():
     found = collectives(text)
     assert [c.kind for c in found] == ["reduce_scatter", "all_gather"]
     assert all(c.dtype == "bf16" for c in found)
-    # the first half of the steps lies between them, the second behind the gather
-    places = [
-        text.index(f"stablehlo.{name}") for name in ("reduce_scatter", "all_gather")
-    ]
-    assert "stablehlo.while" in text[places[0] : places[1]]
 
 
 @pytest.mark.parametrize("name", ["staleness_penalty", "clip"])
