@@ -18,9 +18,9 @@ BURST = "256kb"  # may be sent at once
 ENVIRONMENT = {
     # A process pinned to one core would get one thread, and nothing would overlap.
     "PJRT_NPROC": "2",
-    # Buffers beyond 32 MB are new memory in every half-round: in 4 KB pages their
-    # page faults are half of the core's cost of communication.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    # as `acco_jax.command.devices.keep_memory`, for programs of any stack
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1"
+    ":glibc.malloc.trim_threshold=1099511627776",
     "XLA_FLAGS": "",  # one device each, whatever the caller's own processes have
     "JAX_PLATFORMS": "cpu",
 }
