@@ -35,7 +35,7 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 # What a newer Python and jax may break: layout, collectives, gradients, the forms of a
 # step, README's snippets. The rest runs on one interpreter.
 TESTS   ?=
-LIBRARY := $(addprefix tests/core/test_, layout.py collectives.py compiler.py gradients.py) \
+LIBRARY := $(addprefix tests/core/test_, layout.py collectives.py compiler.py gradients.py gloo.py) \
            $(addprefix tests/methods/test_, acco.py contract.py zero1.py) tests/step \
            tests/schedule/test_footprint.py tests/project/test_readme.py tests/test_multiprocess.py
 
