@@ -153,7 +153,7 @@ def compile_together(
 ) -> None:
     """Compile on all processes, before any of them communicates.
 
-    A collective waits only 30 s for a late process, over gloo.
+    The others wait here for one that compiles longer, not in a collective.
     """
     e = experiment
     for batch in shapes:
