@@ -516,7 +516,8 @@ a repetition, with quartiles, of {repetitions} repetitions.
   communication. Kernels differ between the stacks, so times are compared as multiples
   of it.
 - **own limit**: the longer of own compute and of the bytes sent at the link's rate. For
-  synchronous methods also the sum of both.
+  synchronous methods also the sum of both. A process's one core also copies what is
+  sent, which the limit does not count.
 - **best peer**: the synchronous method of others whose step is the shortest multiple of
   its own compute.
 - **sent**: bytes of a process per step at the interface, without headers, beside what
