@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
+from tests.compiling import optimized
 from tests.methods.test_contract import LOCAL
 from tests.reference import make_mesh
 
@@ -174,3 +175,29 @@ def test_what_was_donated_is_named_with_the_remedy(form, old, leaf):
     said = str(error.value)
     assert "\n" not in said and "params, state, metrics = step(params, state" in said
     step(params, state, batch_for(tx))
+
+
+@pytest.mark.parametrize("method", ["acco", "dpu"])
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_parameters_are_read_before_they_are_overwritten(method, microbatches):
+    """As users compile it, in one program: one worker's exchange could come first."""
+
+    def loss_fn(params, batch, rng):
+        return jnp.sum((params["x"] - batch[0]) ** 2) / 2
+
+    batches = np.random.default_rng(0).normal(size=(6, microbatches, 2))
+
+    def losses(form):
+        tx = getattr(acco_jax, method)(optax.sgd(1.4), mesh=make_mesh(1))
+        step = acco_jax.make_train_step(
+            loss_fn, tx, microbatches=microbatches, form=form
+        )
+        params, state = acco_jax.start(tx, {"x": jnp.array([-3.0, 2.0])})
+        found = []
+        for batch in batches.astype(np.float32):
+            params, state, metrics = step(params, state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    with optimized():
+        np.testing.assert_allclose(losses("fused"), losses("split"), rtol=1e-5)
