@@ -29,6 +29,9 @@ for half_round in range(1, 6):
             print("error: no such file", file=sys.stderr)
             heartbeat.ends_with(2, "no such file")
             sys.exit(2)
+        if fault == "stuck":  # its watchdog ends it
+            heartbeat.stuck("its main thread is stuck")
+            os._exit(5)
         if fault == "wait":  # as in a collective whose peer is gone
             while not told:
                 time.sleep(0.05)

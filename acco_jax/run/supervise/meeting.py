@@ -130,8 +130,9 @@ def judge(
 ) -> Judgment | None:
     """Decide whether an attempt is over before its end, and because of which process.
 
-    A process that gives a reason comes first, then one that a signal killed, then one
-    that is silent. The deaths of others after it was gone do not count against them.
+    A process that gives a reason comes first, then one that a signal or its watchdog
+    killed, then one that is silent. The deaths of others after it was gone do not count
+    against them.
     """
     for m in members:
         if m.gone and not m.end:

@@ -136,6 +136,8 @@ class End:
         """Rank of the likelihood that this process is at fault; 0: likeliest."""
         if self.error:
             return 0
+        if self.code == exits.LOST:  # its watchdog ended it
+            return 1
         return 1 if self.code < 0 and self.code != -signal.SIGABRT else 2
 
     def __str__(self) -> str:
