@@ -23,6 +23,13 @@ def on_files(files, config):
     return files
 
 
+def on_env(env, config, **_):
+    """Names of jax and optax in signatures become links to their documentation."""
+    for name, address in config.extra["addresses"].items():
+        config.plugins["autorefs"].register_url(name, address)
+    return env
+
+
 def pages_of(notebook):
     """Yield a notebook as Markdown, with outputs, and each of its pictures as PNG."""
     parts, pictures = [], 0

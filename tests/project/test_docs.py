@@ -1,6 +1,7 @@
 """The site's pages: snippets run, flags and files exist, links and tables hold."""
 
 import ast
+import importlib
 import importlib.util
 import os
 import re
@@ -428,6 +429,30 @@ def test_answers_are_one_click_away(reader):
     for question, answer in READERS[reader].items():
         assert answer in targets, question
         assert (SITE / answer.partition("#")[0]).exists() or (ROOT / answer).exists()
+
+
+def test_the_reference_has_every_export_once():
+    pages = [p.read_text() for p in sorted((SITE / "api").glob("*.md"))]
+    assert len(pages) == 4
+    found = re.findall(r"^::: (\S+)$", "\n".join(pages), re.M)
+    names = [path.rpartition(".")[2] for path in found]
+    assert len(set(found)) == len(found)
+    for path in found:
+        module, _, last = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), path
+    exported = set(acco_jax.__dir__()) & set(acco_jax._LAZY)
+    assert exported and sorted(exported - set(names)) == []
+
+
+def test_linked_names_of_other_libraries_exist():
+    """The addresses are theirs: signatures show these names."""
+    config = yaml.load((ROOT / "docs" / "mkdocs.yml").read_text(), yaml.BaseLoader)
+    addresses = config["extra"]["addresses"]
+    assert len(addresses) > 5
+    for path, address in addresses.items():
+        module, _, last = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), path
+        assert address.startswith("https://")
 
 
 def test_the_extra_has_what_the_site_is_built_with():
