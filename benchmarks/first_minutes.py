@@ -1,11 +1,12 @@
-"""A new user's path, timed step by step, from a fresh clone in a new environment.
+"""Two paths of a new user, timed step by step, from a fresh clone in a new environment.
 
     python benchmarks/first_minutes.py [--source=REPOSITORY]
 
-Clones the repository into a new folder and runs the commands of README.md and the
-site's front page, in that order. Writes docs/first-ten-minutes.md. The commands are
-STEPS; one that fails ends it. Packages come from pip's configured index and its cache.
-`--cold` gives pip an empty cache.
+Clones the repository into a new folder and installs it. The first path has the commands
+of README.md and the site's front page, in that order; the second one the user's own
+texts, tokenizer and model, tuned with adapters. Writes docs/first-ten-minutes.md. The
+commands are FIRST and OWN; one that fails ends it. Packages come from pip's configured
+index and its cache. `--cold` gives pip an empty cache.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -50,8 +53,8 @@ class Step:
     seen: str  # what it shows
 
 
-STEPS = (
-    Step("Install", "make setup", "an environment in `.venv`"),
+INSTALL = Step("Install", "make setup", "an environment in `.venv`")
+FIRST = (
     Step(
         "Look at the machine",
         ".venv/bin/python -m acco_jax.doctor",
@@ -91,21 +94,64 @@ STEPS = (
         "how much communication a compiled schedule overlaps, and the step's time",
     ),
 )
+TRAIN = f".venv/bin/python -m acco_jax.train {CONFIG}"
+OWN_DATA = "--config.data.name=jsonl --config.data.path=texts.jsonl"
+WRITE_TEXTS = """.venv/bin/python - <<'END'
+import json, pathlib
+texts = [p.read_text() for p in sorted(pathlib.Path("docs/site").rglob("*.md"))]
+parts = [part for text in texts for part in text.split("\\n\\n")]
+lines = [json.dumps({"text": part}) for part in parts]
+pathlib.Path("texts.jsonl").write_text("\\n".join(lines))
+END"""
+OWN = (
+    Step("Write texts as JSON lines", WRITE_TEXTS, "a document a line"),
+    Step(
+        "Train a Llama and a tokenizer on them",
+        f"{TRAIN} {OWN_DATA} --config.data.tokenizer=bpe --config.data.vocab_size=1024 "
+        "--config.model.family=llama --config.steps=150 --workdir=runs/base",
+        "held-out loss beside a bigram's",
+    ),
+    Step(
+        "Export it",
+        ".venv/bin/python -m acco_jax.export --workdir=runs/base --out=base",
+        "a Hugging Face folder",
+    ),
+    Step(
+        "Tune that folder with adapters",
+        f"{TRAIN} {OWN_DATA} --config.init_from=base --config.data.tokenizer=init_from "
+        "--config.lora.rank=8 --config.steps=50 --workdir=runs/adapters",
+        "only adapters are trained and sent",
+    ),
+    Step(
+        "Export the tuned model",
+        ".venv/bin/python -m acco_jax.export --workdir=runs/adapters --out=tuned",
+        "a Hugging Face folder, adapters merged",
+    ),
+    Step(
+        "Read it back",
+        ".venv/bin/python -m acco_jax.evaluate --model=tuned --file=README.md > folder "
+        "&& .venv/bin/python -m acco_jax.evaluate --workdir=runs/adapters "
+        "--file=README.md > run && cat folder && diff folder run",
+        "the folder and the run have the same loss",
+    ),
+)
 
 TEXT = """# The first ten minutes
 
     python benchmarks/first_minutes.py
 
-times a new user's path, step by step, in a fresh clone and a new environment. It writes
-this page. The machine: {machine}.
+times two paths of a new user, step by step, in a fresh clone and a new environment. It
+writes this page. The machine: {machine}.
 
-| | step | seconds | since the start | what it shows |
-|---|---|---|---|---|
-{rows}
+## The commands of the front page
 
-The commands:
+{first}
 
-{commands}
+## Texts, tokenizer and model of one's own
+
+The texts are the pages of this site, a paragraph a document.
+
+{own}
 
 ## Fifteen questions, one click from the front page
 
@@ -161,6 +207,23 @@ def machine() -> str:
     )
 
 
+def path(
+    steps: Sequence[Step], before: Sequence[tuple[Step, float]], folder: Path, env: dict
+) -> str:
+    """Runs the steps in the clone; returns the path's table and its commands."""
+    taken = [*before, *((step, timed(step, folder, env)) for step in steps)]
+    lines = ["| | step | seconds | since the start | what it shows |"]
+    lines.append("|---|---|---|---|---|")
+    total = 0.0
+    for k, (step, seconds) in enumerate(taken, 1):
+        total += seconds
+        lines.append(
+            f"| {k} | {step.title} | {seconds:.0f} | {clock(total)} | {step.seen} |"
+        )
+    commands = "\n".join(step.command for step, _ in taken[1:])
+    return "\n".join([*lines, "", textwrap.indent(commands, "    ")])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,23 +235,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="first_minutes-") as parent:
         folder = Path(parent) / "acco-jax"
         clone = Step("Clone", f"git clone -q {args.source} {folder}", "the checkout")
-        environment = os.environ | {"ACCO_DATA_DIR": f"{parent}/data"}
+        env = os.environ | {"ACCO_DATA_DIR": f"{parent}/data"}
         if args.cold:
-            environment["PIP_CACHE_DIR"] = f"{parent}/pip"
-        total, rows = 0.0, []
-        for k, step in enumerate((clone, *STEPS)):
-            seconds = timed(step, folder if k else Path(parent), environment)
-            total += seconds
-            rows.append(
-                f"| {k + 1} | {step.title} | {seconds:.0f} | {clock(total)} | "
-                f"{step.seen} |"
-            )
+            env["PIP_CACHE_DIR"] = f"{parent}/pip"
+        before = [(clone, timed(clone, Path(parent), env))]
+        before.append((INSTALL, timed(INSTALL, folder, env)))
+        first, own = (path(steps, before, folder, env) for steps in (FIRST, OWN))
     cached = "an empty pip cache" if args.cold else "packages from pip's cache"
     OUT.write_text(
         TEXT.format(
             machine=f"{machine()}, {cached}",
-            rows="\n".join(rows),
-            commands="\n".join(f"    {step.command}" for step in STEPS),
+            first=first,
+            own=own,
             questions=asked,
         )
     )
