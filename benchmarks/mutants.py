@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "the wire rounds, the parameter does not",
         "layout",
-        "for dtype in (self.wire, self.dtype):",
-        "for dtype in (self.wire,):",
+        "for dtype in (self.comm_dtype, self.dtype):",
+        "for dtype in (self.comm_dtype,):",
     ),
     Mutant(
         "small leaves are split, large ones stay whole",
@@ -114,15 +114,15 @@ MUTANTS = (
     Mutant(
         "no barrier behind a collective",
         "exchange",
-        "compute(k, work, params)\n"
-        "        parcel, work, params = barrier((parcel, work, params))",
-        "compute(k, work, params)",
+        "compute(k, progress, params)\n"
+        "        message, progress, params = barrier((message, progress, params))",
+        "compute(k, progress, params)",
     ),
     Mutant(
         "no barrier before a collective",
         "exchange",
-        "parcel, work, params = barrier((hop.encode(parcel), work, params))",
-        "parcel = hop.encode(parcel)",
+        "message, progress, params = barrier((hop.encode(message), progress, params))",
+        "message = hop.encode(message)",
     ),
     Mutant(
         "error feedback of the other sign",
@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "bits of estimate and commit are swapped",
         "exchange",
-        "bits = (bits[1], bits[0])  # half-round 0 is a commit",
-        "bits = (bits[0], bits[1])",
+        "bits = (gather_bits[1], gather_bits[0])  # half-round 0 is a commit",
+        "bits = (gather_bits[0], gather_bits[1])",
     ),
     Mutant(
         "scales are rounded down",
@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "the halves are swapped",
         "step",
-        "return self.lines[half_round % 2]",
-        "return self.lines[(half_round + 1) % 2]",
+        "return self.lines[call % 2]",
+        "return self.lines[(call + 1) % 2]",
     ),
     Mutant(
         "an adaptive half-round passes its most",

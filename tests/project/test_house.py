@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from benchmarks import mutants, mutations
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "acco_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -126,3 +128,12 @@ def test_nothing_but_methods_knows_what_kind_of_method_there_is():
             names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
             names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
             assert not names & kinds, path
+
+
+def test_every_fault_of_the_mutations_has_its_place():
+    """`make mutations` takes hours: it should not begin with a stale anchor."""
+    assert len(mutants.MUTANTS) == 50
+    for mutant in mutants.MUTANTS:
+        path, text = mutations.place(mutant)
+        changed = text.replace(mutant.before, mutant.after)
+        assert changed != text and ast.parse(changed), path
