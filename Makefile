@@ -39,7 +39,7 @@ LIBRARY := $(addprefix tests/core/test_, layout.py collectives.py compiler.py gr
            $(addprefix tests/methods/test_, acco.py contract.py zero1.py) tests/step \
            tests/schedule/test_footprint.py tests/project/test_readme.py tests/test_multiprocess.py
 
-test: $(VENV)/.test ## test every method and every command once, in fifteen minutes
+test: $(VENV)/.test ## test every method and every command once, in eleven minutes
 	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.test ## run what CI tests besides: whole runs, more optimizers and worlds
