@@ -84,7 +84,7 @@ class TrainStep:
         """Return the program for abstract or real arguments, as jax.jit's `lower`.
 
         Args:
-          *args, **named: of a call.
+          *args: of a call; `named` are its keyword arguments.
           call: its number, counted from the end of a warm-up: calls that
             communicate differently have programs of their own. An odd one of acco is
             an estimate. None: the last of a step's.
