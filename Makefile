@@ -74,11 +74,11 @@ soak: $(VENV)/.test ## kill runs a hundred times; all must end with the same bit
 chaos: $(VENV)/.test ## half an hour of faults in four processes (root, ip and tc)
 	$(PY) benchmarks/chaos.py
 
-browser: $(VENV)/.browser ## look at a report in headless Chromium, light and dark
+browser: $(VENV)/.browser docs ## look at a report and the site in Chromium, light and dark
 	JAX_PLATFORMS=cpu $(PY) -m acco_jax.compare --config=experiments/quickstart.py \
 	  --methods=acco,zero1 --seeds=1 --workdir=build/browser/runs --config.steps=60 \
 	  --config.eval_every=10 --config.log_every=1
-	$(PY) benchmarks/browser.py --out=build/browser build/browser/runs
+	$(PY) benchmarks/browser.py --out=build/browser --site=build/site build/browser/runs
 
 worlds: $(VENV)/.test ## ten random changes of a run's processes, replayed to the bit
 	$(PY) benchmarks/worlds.py

@@ -1,13 +1,16 @@
-"""Looks at a report in headless Chromium: at a phone's and a desktop's width, by day
-and by night.
+"""Looks at a report and at the site in headless Chromium: at a phone's and a desktop's
+width, by day and by night.
 
 make browser
-python benchmarks/browser.py --out=build/browser RUN [RUN ...]
+python benchmarks/browser.py --out=build/browser --site=build/site RUN [RUN ...]
 
-It checks that nothing is loaded from a network and nothing fails, that curves are drawn
-in each run's colour, that pointing at one says its loss, that dragging zooms and the
-toolbar's reset goes back, that a box hides a run, that the page is no wider than the
-screen, and that colours follow the system's theme, also while the page is open. OUT
+Of the site's PAGES it checks that nothing is loaded from elsewhere and nothing fails,
+that a page is no wider than the screen, and that its colours follow the system's theme.
+Of a report it checks that nothing is loaded from a network and nothing fails, that
+curves are drawn in each run's colour, that pointing at one says its loss, that dragging
+zooms and the toolbar's reset goes back, that a box hides a run, that the page is no
+wider than the screen, and that colours follow the system's theme, also while the page
+is open. OUT
 then has pictures of what it saw. It needs chromium and chromedriver
 (apt-get install chromium chromium-driver) and pip install -e '.[browser]'.
 """
@@ -15,11 +18,14 @@ then has pictures of what it saw. It needs chromium and chromedriver
 import argparse
 import base64
 import contextlib
+import functools
+import http.server
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -32,6 +38,7 @@ PAPER = {"light": (255, 255, 255), "dark": (21, 24, 29)}
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
          "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync")  # fmt: skip
+PAGES = ("", "methods/", "api/methods/", "results/overlap/", "results/peers/")
 SECONDS = 20  # until something must be there
 
 # The pictures' canvases are in shadow trees; views know where data are on the screen.
@@ -120,7 +127,7 @@ def show(driver, theme):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
-def load(driver, page, screen, theme):
+def emulate(driver, screen, theme):
     width, height, mobile = SCREENS[screen]
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -129,6 +136,10 @@ def load(driver, page, screen, theme):
     show(driver, theme)
     driver.get("about:blank")
     driver.get_log("performance")  # of the browser's own first page
+
+
+def load(driver, page, screen, theme):
+    emulate(driver, screen, theme)
     driver.get(page.resolve().as_uri())
     driver.execute_script(LIBRARY)
     js = driver.execute_script
@@ -144,24 +155,30 @@ def load(driver, page, screen, theme):
     )
 
 
-def check_quiet(driver, page):
-    """Nothing but the page itself was asked for, and nothing failed."""
+def check_quiet(driver, place):
+    """Nothing but what is at this place was asked for, and nothing failed."""
     for entry in driver.get_log("performance"):
         message = json.loads(entry["message"])["message"]
         if message["method"] == "Network.requestWillBeSent":
             url = message["params"]["request"]["url"]
             local = url.startswith(("data:", "blob:", "chrome:"))
-            assert local or url == page.resolve().as_uri(), url
+            assert local or url.startswith(place), url
     # "rendering": what counting pixels itself gives rise to
     found = [e for e in driver.get_log("browser") if e["source"] != "rendering"]
     errors = [e for e in found if e["level"] in ("SEVERE", "WARNING")]
     assert not errors, errors
 
 
-def check_width(driver):
+def check_fit(driver):
     js = driver.execute_script
     wide, screen = js("return [document.documentElement.scrollWidth, innerWidth]")
     assert wide <= screen, f"the page is {wide} wide, the screen {screen}"
+    return screen
+
+
+def check_width(driver):
+    js = driver.execute_script
+    screen = check_fit(driver)
     boxes = js(
         "return roots().map((_, n) => shown(n).el.getBoundingClientRect().width)"
     )
@@ -254,6 +271,60 @@ def check_boxes(driver):
     )
 
 
+def photograph(driver, screen, picture):
+    """Takes a picture of the whole page."""
+    height = driver.execute_script("return document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": 0, "width": SCREENS[screen][0], "height": height, "scale": 1}
+    shot = driver.execute_cdp_cmd(
+        "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip}
+    )
+    picture.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextlib.contextmanager
+def served(site):
+    """Serves the site on this machine, one version as mike lays it out; its address."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "0.1").symlink_to(Path(site).resolve())
+        versions = [{"version": "0.1", "title": "0.1", "aliases": ["latest"]}]
+        Path(folder, "versions.json").write_text(json.dumps(versions))
+        handler = functools.partial(Quiet, directory=folder)
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}/"
+            server.shutdown()
+
+
+def look_at_site(driver, place, out):
+    """Looks at the site's pages on every screen, in both themes."""
+    js = driver.execute_script
+    light = "return parseInt(getComputedStyle(document.body).backgroundColor.slice(4))"
+    for page in PAGES:
+        for screen in SCREENS:
+            for theme in PAPER:
+                emulate(driver, screen, theme)
+                driver.get(f"{place}0.1/{page}")
+                js("localStorage.clear()")  # the theme of the visit before
+                driver.refresh()
+                eventually(
+                    "no heading", lambda: js("return document.querySelector('h1')")
+                )
+                eventually(
+                    f"the page is not {theme}",
+                    lambda theme=theme: (js(light) > 128) == (theme == "light"),
+                )
+                check_fit(driver)
+                name = page.strip("/").replace("/", "-") or "home"
+                photograph(driver, screen, out / f"site-{name}-{screen}-{theme}.png")
+                check_quiet(driver, place)
+                print(f"{page or 'home'}, {screen}, {theme}: right")
+
+
 def look(driver, page, out):
     """Looks at a page on every screen, in both themes."""
     for screen in SCREENS:
@@ -266,17 +337,7 @@ def look(driver, page, out):
             driver.save_screenshot(
                 str(out / f"{page.stem}-{screen}-{theme}-curves.png")
             )
-            height = driver.execute_script(
-                "return document.documentElement.scrollHeight"
-            )
-            shot = driver.execute_cdp_cmd(
-                "Page.captureScreenshot",
-                {"captureBeyondViewport": True, "clip": {
-                    "x": 0, "y": 0, "width": SCREENS[screen][0], "height": height,
-                    "scale": 1}},
-            )  # fmt: skip
-            picture = out / f"{page.stem}-{screen}-{theme}.png"
-            picture.write_bytes(base64.b64decode(shot["data"]))
+            photograph(driver, screen, out / f"{page.stem}-{screen}-{theme}.png")
             if screen == "desktop":
                 check_hover(driver)
                 driver.save_screenshot(
@@ -286,28 +347,28 @@ def look(driver, page, out):
                 check_boxes(driver)
             show(driver, "dark" if theme == "light" else "light")
             check_theme(driver, "dark" if theme == "light" else "light")
-            check_quiet(driver, page)
+            check_quiet(driver, page.resolve().as_uri())
             print(f"{page.name}, {screen}, {theme}: right")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="folders, as for acco_jax.report")
+    parser.add_argument("runs", nargs="*", help="folders, as for acco_jax.report")
+    parser.add_argument("--site", help="what `make docs` has built")
     parser.add_argument("--out", default="build/browser", help="folder for what it saw")
     arguments = parser.parse_args()
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     page = out / "report.html"
-    command = [
-        sys.executable,
-        "-m",
-        "acco_jax.report",
-        *arguments.runs,
-        f"--out={page}",
-    ]
-    subprocess.run(command, check=True)
+    if arguments.runs:
+        command = [sys.executable, "-m", "acco_jax.report"]
+        subprocess.run([*command, *arguments.runs, f"--out={page}"], check=True)
     with browser() as driver:
-        look(driver, page, out)
+        if arguments.runs:
+            look(driver, page, out)
+        if arguments.site:
+            with served(arguments.site) as place:
+                look_at_site(driver, place, out)
     print(f"pictures are in {out}")
 
 
