@@ -86,10 +86,11 @@ worlds: $(VENV)/.test ## ten random changes of a run's processes, replayed to th
 heterogeneous: $(VENV)/.test ## four processes, one of them slow (root, CPU quotas)
 	$(PY) benchmarks/heterogeneous.py
 
-lint: $(VENV)/.test ## check format, lint and types
+lint: $(VENV)/.test ## check format, lint, types and prose
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(PY) -m pytest -q -n 0 tests/project/test_prose.py
 
 notebook: $(VENV)/.test ## execute the Colab notebooks here and keep their outputs
 	cd colab && ../$(VENV)/bin/jupyter-execute --inplace *.ipynb
