@@ -1,12 +1,15 @@
 """Exit codes of all commands, for schedulers and people."""
 
 import contextlib
+import logging as levels
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+
+from absl import logging
 
 from acco_jax.command import heartbeat
 
@@ -42,14 +45,24 @@ class Failed(Exception):
     """A command could not do its work, for a reason that its message names."""
 
 
+class _Timed(levels.Formatter):
+    """Format of a line of the log: the time, a warning's level, the message."""
+
+    def formatMessage(self, record: levels.LogRecord) -> str:
+        serious = record.levelno >= levels.WARNING
+        level = f"{record.levelname.lower()}: " if serious else ""
+        return f"{self.formatTime(record, self.datefmt)} {level}{record.message}"
+
+
 @contextlib.contextmanager
 def lines() -> Iterator[None]:
     """End a command whose body raises with one line on stderr and a code.
 
-    An unforeseen error prints its traceback before that line. In a process that a
+    What the body logs has the time, not the place in the code. An unforeseen error prints its traceback before that line. In a process that a
     supervisor started such an error is raised again: the supervisor receives it, and
     decides whether a lost peer caused it.
     """
+    logging.get_absl_handler().setFormatter(_Timed(datefmt="%Y-%m-%d %H:%M:%S"))
     try:
         yield
     except SystemExit:

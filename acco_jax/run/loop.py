@@ -524,7 +524,8 @@ def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
 def _devices(experiment: Experiment) -> str:
     """Return the number of devices, and of groups of them, as text."""
     devices, workers = experiment.mesh.devices, experiment.workers
-    text = f"{devices.size} {devices.flat[0].platform} devices"
+    plural = "s" if devices.size > 1 else ""
+    text = f"{devices.size} {devices.flat[0].platform} device{plural}"
     return text if devices.size == workers else f"{text} in {workers} groups"
 
 

@@ -1,11 +1,13 @@
 """How a command ends: one line and one code, whatever was raised."""
 
 import json
+import logging as levels
 import os
 import re
 from pathlib import Path
 
 import pytest
+from absl import logging
 
 import acco_jax
 from acco_jax.command import exits, heartbeat
@@ -50,6 +52,17 @@ def test_what_is_foreseen_is_one_line(capsys, error, code, line):
     out, err = capsys.readouterr()
     assert end.value.code == code and out == ""
     assert re.fullmatch(f"error: {line}\n", err), err
+
+
+@pytest.mark.parametrize(
+    ("level", "said"), [(levels.INFO, ""), (levels.WARNING, "warning: ")]
+)
+def test_a_line_of_the_log_has_the_time_and_no_place_in_the_code(level, said):
+    with exits.lines():
+        pass
+    record = levels.LogRecord("absl", level, "loop.py", 5, "step %d", (3,), None)
+    line = logging.get_absl_handler().format(record)
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {said}step 3", line), line
 
 
 @pytest.mark.parametrize(
