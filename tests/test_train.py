@@ -149,9 +149,7 @@ def finished(start, place):
 def test_prints_a_start_the_evaluations_and_a_summary(finished):
     out, err, workdir = finished
     assert out == ""
-    lines = [
-        re.sub(r"^I\d{4} [\d:.]+ +\d+ \w+\.py:\d+\] ", "", x) for x in err.splitlines()
-    ]
+    lines = [re.sub(r"^[\d-]{10} [\d:]{8} ", "", x) for x in err.splitlines()]
     patterns = [
         r"acco on 2 cpu devices: 7,488 parameters, 512 tokens a step; text_folder: .*",
         r"started: imports .*, state .*",

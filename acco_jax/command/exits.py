@@ -58,9 +58,10 @@ class _Timed(levels.Formatter):
 def lines() -> Iterator[None]:
     """End a command whose body raises with one line on stderr and a code.
 
-    What the body logs has the time, not the place in the code. An unforeseen error prints its traceback before that line. In a process that a
-    supervisor started such an error is raised again: the supervisor receives it, and
-    decides whether a lost peer caused it.
+    What the body logs has the time, not the place in the code. An unforeseen error
+    prints its traceback before that line. In a process that a supervisor started such
+    an error is raised again: the supervisor receives it, and decides whether a lost
+    peer caused it.
     """
     logging.get_absl_handler().setFormatter(_Timed(datefmt="%Y-%m-%d %H:%M:%S"))
     try:
