@@ -1,6 +1,7 @@
 """Four processes, a fault every few minutes: what a run loses to them.
 
-    python benchmarks/chaos.py [--minutes=30] [--every=180] [--mbit=8] [--json=FILE]
+    python benchmarks/chaos.py [--minutes=30] [--every=180] [--mbit=8] [--method=acco]
+        [--lost_after=10] [--json=FILE]
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Each process is a command of
 acco_jax.train with restarts and a warm compilation cache (see aimed.py), in a network
@@ -74,8 +75,10 @@ class Fault:
 class Run:
     """The commands of one run, each in its namespace."""
 
-    def __init__(self, net: network.Network, place: pathlib.Path, name: str) -> None:
-        self.net, self.workdir = net, place / name
+    def __init__(
+        self, net: network.Network, place: pathlib.Path, name: str, lost_after: float
+    ) -> None:
+        self.net, self.workdir, self._lost_after = net, place / name, lost_after
         self._place = place
         self.logs = [place / f"{name}-{i}.log" for i in range(PROCESSES)]
         self.commands: list[subprocess.Popen | None] = [None] * PROCESSES
@@ -83,7 +86,7 @@ class Run:
     def start(self, process: int, *flags: str) -> None:
         arguments = common.command(
             self._place / "config.py", self.workdir, *flags,
-            limits={"lost_after": 10.0, "restarts": 1000}, process=process,
+            limits={"lost_after": self._lost_after, "restarts": 1000}, process=process,
             processes=PROCESSES, coordinator=f"{self.net.address(0)}:9911",
         )  # fmt: skip
         environment = common.environment(self._place) | network.ENVIRONMENT
@@ -218,8 +221,10 @@ def seconds_each(run: Run, faults: list[Fault]) -> float:
 
 
 @contextlib.contextmanager
-def started(net: network.Network, place: pathlib.Path, name: str) -> Iterator[Run]:
-    run = Run(net, place, name)
+def started(
+    net: network.Network, place: pathlib.Path, name: str, lost_after: float
+) -> Iterator[Run]:
+    run = Run(net, place, name, lost_after)
     try:
         yield run
     finally:
@@ -233,6 +238,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=180.0, help="seconds")
     parser.add_argument("--mbit", type=float, default=8.0, help="of the slow link")
+    parser.add_argument("--method", default="acco")
+    parser.add_argument("--lost_after", type=float, default=10.0, help="seconds")
     parser.add_argument("--checkpoint_every", type=int, default=20, help="steps")
     parser.add_argument("--kinds", default=",".join(KINDS), help="in this order")
     parser.add_argument("--folder", type=pathlib.Path, help="keep everything here")
@@ -258,15 +265,16 @@ def experiment(
         place / "config.py", common.texts(place), devices=1, steps=10**5,
         microbatches_per_step=8, checkpoint_every=args.checkpoint_every,
         eval_every=10**6, eval_batches=1, data={"held_out": 0.1}, model={"width": 64},
+        method=args.method,
     )  # fmt: skip
     print("| fault | process | after half-round | detection, s | restart, s | "
           "half-rounds repeated |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
-    with started(net, place, "disturbed") as run:
+    with started(net, place, "disturbed", args.lost_after) as run:
         faults, done, wall = disturbed(run, args)
         each, last = seconds_each(run, faults), common.last_checkpoint(run.workdir)
         bits = common.bits(run.workdir)
     net.set_rate(1e4)
-    with started(net, place, "undisturbed") as run:
+    with started(net, place, "undisturbed", args.lost_after) as run:
         for process in range(PROCESSES):
             run.start(process, f"--stop_after={last}")
         run.finish()
