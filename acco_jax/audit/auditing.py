@@ -140,8 +140,7 @@ def _compile(
             f"the arguments lie {found}: make their mesh of "
             f"acco_jax.audit.devices('{topology}')."
         )
-    lowered = step.lower(*arguments)
-    return lowered.compile(compiler_options=dict(options) if options else None)
+    return topologies.compiled(step.lower(*arguments), topology, options)
 
 
 def _check_devices(schedule: schedules.Schedule, topology: Topology) -> None:

@@ -142,13 +142,13 @@ class Program:
         within = (len({i // size for i in group}) == 1 for group in c.groups)
         return size > 1 and bool(c.groups) and all(within)
 
-    def compile(self, place: object = "these devices") -> Compiled:
+    def compile(self, place: Topology | str = "these devices") -> Compiled:
         """Compile ahead of time, or load the compiled program, and read the schedule.
 
         For unequal halves, call it on each of its parts.
 
         Args:
-          place: the devices that it is compiled for, in the log.
+          place: the devices that it is compiled for, or words for them in the log.
 
         Raises:
           DoesNotFit: if the chip has too little memory.
@@ -164,7 +164,7 @@ class Program:
                 "compiling %s for %s, microbatches of %d",
                 self.method, place, self.rows,
             )  # fmt: skip
-        entry = found or _compiled(lowered, self.mesh)
+        entry = found or _compiled(lowered, self.mesh, place)
         if found is None:
             entry["seconds"] = time.perf_counter() - start
             program_cache.keep(name, entry)
@@ -222,10 +222,15 @@ class Program:
         return Memory(parts, sum(parts.values()), shards)
 
 
-def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, Any]:
+def _compiled(
+    lowered: jax.stages.Lowered, mesh: Mesh, place: Topology | str
+) -> dict[str, Any]:
     """Compile; return a plan's data of the program, as JSON-ready values."""
     try:
-        compiled = lowered.compile()
+        if isinstance(place, Topology):
+            compiled = topologies.compiled(lowered, place)
+        else:
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -3,7 +3,7 @@
     topology = parse("gpu:h200:4x8")      # 4 hosts of 8 GPUs
     topology = parse("tpu:v5e:4x4")       # one slice of 4 x 4 chips
     devices = mesh(topology, model=2)     # ("data", "model") over described devices
-    compiled = jax.jit(step).lower(...).compile(compiler_options=...)
+    program = compiled(jax.jit(step).lower(...), topology)
 
 A command that plans calls `use_cpu` first, so that JAX does not look for the chips
 whose compilers are installed.
@@ -14,6 +14,8 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +35,8 @@ _TPU_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # any: without one libtpu warns
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no lock: several may plan at the same time
 }
+# Options of a compiler that has no device: CUB's sort asks one for its scratch memory.
+_WITHOUT = {"gpu": {"xla_gpu_enable_cub_radix_sort": False}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +163,16 @@ def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
         return jax.sharding.Mesh(devices.reshape(-1, model), ("data", "model"))
     shape = (topology.slices, -1, model)
     return jax.sharding.Mesh(devices.reshape(shape), ("slice", "data", "model"))
+
+
+def compiled(
+    lowered: jax.stages.Lowered,
+    topology: Topology,
+    options: Mapping[str, Any] | None = None,
+) -> jax.stages.Compiled:
+    """Compile a program for devices that are not here, with further options."""
+    options = _WITHOUT.get(topology.platform, {}) | dict(options or {})
+    return lowered.compile(compiler_options=options or None)
 
 
 def use_cpu() -> None:

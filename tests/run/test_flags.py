@@ -105,6 +105,14 @@ WRONG = {
         ["--config.data.tokenizer=bpe", "--config.data.vocab_size=100000000000"],
         "vocab_size is 100000000000: it must be at most",
     ),
+    "layers of a size": (
+        ["--config.model.size=gpt2", "--config.model.layers=4"],
+        "model.layers is 4, but model.size 'gpt2' has its own",
+    ),
+    "width of a folder": (
+        ["--config.init_from=base", "--config.model.width=64"],
+        "model.width is 64, but the model of init_from 'base' has its own",
+    ),
     "scale": (["--config.lora.scale=nan"], "lora.scale is nan: it must be finite"),
     "port": (
         ["--processes=2", "--process=0", "--coordinator=localhost:99999"],

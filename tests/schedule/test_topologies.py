@@ -1,8 +1,9 @@
-"""Names of topologies, their shapes and meshes; nothing is compiled here."""
+"""Names of topologies, their shapes and meshes, and programs compiled for them."""
 
 import importlib.util
 import re
 
+import jax
 import pytest
 
 from acco_jax.schedule import topologies
@@ -77,3 +78,12 @@ def test_model_axis_stays_within_a_host(model):
     message = f"model axis of size {model} does not divide the 8 devices of a host"
     with pytest.raises(ValueError, match=message):
         topologies.mesh(topologies.parse("gpu:h200:4x8"), model=model)
+
+
+def test_a_large_sort_compiles_without_a_gpu():
+    """CUB's, which XLA takes for it, asks a GPU. Experts' rows are sorted so."""
+    topology = topologies.parse("gpu:h100:1x8")
+    rows = jax.NamedSharding(topologies.mesh(topology), jax.P("data"))
+    keys = jax.ShapeDtypeStruct((8, 2**18), "int32", sharding=rows)
+    program = topologies.compiled(jax.jit(jax.numpy.argsort).lower(keys), topology)
+    assert " sort(" in program.as_text()

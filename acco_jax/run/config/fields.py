@@ -71,6 +71,27 @@ def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
     return config
 
 
+def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
+    """Raise a ValueError for a given size of a model whose size is published.
+
+    Args:
+      config: of the experiment.
+      given: dotted names of fields of the command line.
+    """
+    if not isinstance(model := config.get("model"), ConfigDict):
+        return  # `validate` reports the missing field
+    if folder := config.get("init_from"):
+        whole = f"the model of init_from {folder!r}"
+    elif size := model.get("size"):
+        whole = f"model.size {size!r}"
+    else:
+        return
+    for field in ("model.width", "model.layers", "model.heads"):
+        if field in given:
+            value = model.get(field.removeprefix("model."))
+            raise ValueError(f"{field} is {value}, but {whole} has its own: drop one.")
+
+
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values."""
     for name, value in fields.items():

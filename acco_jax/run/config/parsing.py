@@ -168,8 +168,14 @@ def config_of(arguments: list[str]) -> ConfigDict:
 
 
 def _scale(flag: flags.Flag) -> None:
-    """Apply the config's scale; a field with a flag of its own keeps its value."""
-    flag.value = configs.scaled(flag.value, config_flags.get_override_values(flag))
+    """Apply the config's scale; a field with a flag of its own keeps its value.
+
+    Raises:
+      ValueError: if a field has a flag, but another field's value overrules it.
+    """
+    given = config_flags.get_override_values(flag)
+    flag.value = configs.scaled(flag.value, given)
+    configs.check_overruled(flag.value, given)
 
 
 def _line(error: BaseException) -> str:
