@@ -131,7 +131,7 @@ def settled(experiment: Experiment) -> Experiment:
         return e
     chosen, said = 0, ""
     if len(e.halves) > 1 and e.workers > 1:
-        logging.info("compiling and timing two first halves, of which the run has one")
+        logging.info("timing two sizes of the first half; each is compiled first")
         found = _timed(e, e.halves)
         chosen = smallest(found)
         times = [f"{seconds:.3g} s" for seconds in found.min(axis=0)]

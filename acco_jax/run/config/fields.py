@@ -72,7 +72,7 @@ def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
 
 
 def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
-    """Raise a ValueError for a given size of a model whose size is published.
+    """Raise a ValueError for sizes given beside a model that has its own.
 
     Args:
       config: of the experiment.
