@@ -46,7 +46,7 @@ def test_the_choice_is_said_recorded_and_kept(run, tmp_path, monkeypatch):
     monkeypatch.setattr(trials.logging, "info", lambda *words: said.append(words))
     _, asked = run(tmp_path, EQUAL, stop_after=3)
     assert asked == [2] and recorded(tmp_path) == [(0, 2)]
-    (line,) = (words for words in said if "first half" in words[0])
+    (line,) = (words for words in said if "of %d microbatches" in words[0])
     assert line[0] % line[1:] == (
         "acco: first half 2 of 4 microbatches: 1 s a step, a quarter 2 s"
     )
