@@ -73,6 +73,14 @@ class Audit:
             self.machine.network,
         )
 
+    def headline(self, axis: str | None = None) -> str:
+        """Return what is exposed and overlapped over an axis (None: all), as a line.
+
+        Raises:
+          ValueError: if there is no such axis.
+        """
+        return _headline(axis, self.verdict(axis))
+
     def to_json(self) -> str:
         """Return everything as JSON, in SI units."""
         return json.dumps(as_dict(self), indent=2)
@@ -138,13 +146,18 @@ def as_dict(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _axis(name: str, verdict: Verdict) -> list[str]:
+def _headline(axis: str | None, verdict: Verdict) -> str:
     times = sum(r.collective.times for r in verdict.readings)
-    lines = [
-        f"axis {name}: {milliseconds(verdict.exposed)} exposed of "
+    return (
+        f"{'all axes' if axis is None else f'axis {axis}'}: "
+        f"{milliseconds(verdict.exposed)} exposed of "
         f"{milliseconds(verdict.seconds)}, {in_bytes(verdict.bytes)} in "
         f"{many(times, 'collective')}; overlapped: {verdict.shares()}"
-    ]
+    )
+
+
+def _axis(name: str, verdict: Verdict) -> list[str]:
+    lines = [_headline(name, verdict)]
     lines.append(aligned([_row(r) for r in verdict.readings], "llrllrlll"))
     against = {id(r) for r in verdict.objections}
     for r in verdict.readings:
