@@ -177,7 +177,7 @@ def choose(
     """
     check_names(train_split, validation_split)
     if train_split == ALL:
-        return _distinct(Splits(tuple(files), ()), root)
+        return distinct(files, ())
     names = {path: path.relative_to(root).as_posix() for path in files}
     roles = {}
     for path, name in names.items():
@@ -188,7 +188,7 @@ def choose(
         found = set().union(*roles.values())
         if not all(roles.values()) or found in ({"train"}, {"validation"}, {"test"}):
             _check_documents([*names.values()], root)
-            return _distinct(Splits(tuple(files), ()), root)
+            return distinct(files, ())
     if several := [names[path] for path in files if len(roles[path]) > 1]:
         raise ValueError(
             f"files of {root} have words of several splits in their names: "
@@ -223,7 +223,7 @@ def choose(
                 f"{some(names.values())}"
             )
     unused = (*of["test"], *of["other"], *of[""])
-    return _distinct(Splits(of["train"], of["validation"], unused), root)
+    return distinct(of["train"], of["validation"], unused)
 
 
 def check_names(train_split: str, validation_split: str) -> None:
@@ -311,23 +311,27 @@ def _check_documents(names: Sequence[str], root: Path) -> None:
         )
 
 
-def _distinct(splits: Splits, root: Path) -> Splits:
-    """Leave out files that links repeat; raise a ValueError for one in two splits."""
+def distinct(
+    train: Iterable[Path], validation: Iterable[Path], unused: Iterable[Path] = ()
+) -> Splits:
+    """Leave out files that links repeat; raise a ValueError for one in two splits.
+
+    Raises:
+      ValueError: a file would be in two splits.
+    """
     seen: dict[str, tuple[int, Path]] = {}
     real = functools.cache(os.path.realpath)  # of folders
     kept: list[list[Path]] = [[], [], []]
-    groups = (splits.train, splits.validation, splits.unused)
-    for number, group in enumerate(groups):
+    for number, group in enumerate((train, validation, unused)):
         for path in group:
             place = os.path.join(real(path.parent), path.name)
             if path.is_symlink():
                 place = os.path.realpath(path)
             before = seen.setdefault(place, (number, path))
             if before[0] != number:
-                raise ValueError(
-                    f"{before[1]} and {path} are one file, by a link, in two splits: "
-                    "remove one of them"
-                )
+                one = f"{before[1]} and {path} are one file, by a link,"
+                one = f"{path} is" if before[1] == path else one
+                raise ValueError(f"{one} in two splits: remove one of them")
             if before[1] is path:
                 kept[number].append(path)
     return Splits(*map(tuple, kept))

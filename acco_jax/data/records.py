@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from acco_jax.core import small_files
-from acco_jax.data import listing, tasks
+from acco_jax.data import cards, listing, tasks
 
 SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
@@ -77,9 +77,9 @@ def remedy(name: str) -> str | None:
 def find(kind: str, path: str | None, train_split: str, validation_split: str) -> Files:
     """Find the files of a data set.
 
-    For 'jsonl', 'csv' and 'parquet' the path is a file, a folder or a glob pattern; the
-    words in a file's name, and in its folders' names, give its split (see
-    `acco_jax.data.listing`).
+    For 'jsonl', 'csv' and 'parquet' the path is a file, a folder or a glob pattern. The
+    folder's card gives the splits (`acco_jax.data.cards`); without one the words in a
+    file's name, and in its folders' names, do (`acco_jax.data.listing`).
     For 'huggingface' it is a folder that `datasets` has saved to disk.
 
     Raises:
@@ -92,8 +92,15 @@ def find(kind: str, path: str | None, train_split: str, validation_split: str) -
     root = Path(path).expanduser().absolute()
     if kind == "huggingface":
         return _saved(root, train_split, validation_split)
-    base, files = listing.matching(root)
-    files = _readable(kind, root, files)
+    card = None if train_split == listing.ALL else cards.default(root)
+    if card and card.patterns:
+        names = _named(root, [*card.patterns], train_split, validation_split)
+        splits = listing.distinct(*(_declared(kind, card, part) for part in names[:2]))
+        return Files(kind, splits.train, splits.validation, names)
+    if card:
+        root = card.folder
+    base, found = listing.matching(root)
+    files = _readable(kind, root, found)
     splits = listing.choose(files, base, train_split, validation_split)
     names = [
         [path.relative_to(base).as_posix() for path in paths]
@@ -156,22 +163,40 @@ def _readable(kind: str, root: Path, found: Sequence[Path]) -> list[Path]:
     return good
 
 
+def _declared(kind: str, card: cards.Subset, splits: Iterable[str]) -> Iterator[Path]:
+    """Iterate over the files that a card declares for some splits."""
+    for pattern in (p for split in splits for p in card.patterns[split]):
+        root = card.folder / pattern
+        yield from _readable(kind, root, listing.matching(root)[1])
+
+
+def _named(
+    root: Path, splits: Sequence[str], train_split: str, validation_split: str
+) -> list[list[str]]:
+    """Choose among declared splits: for training, held out, not used.
+
+    Raises:
+      ValueError: one that is asked for is not among them.
+    """
+    listing.check_names(train_split, validation_split)
+    held_out = listing.held_out(splits, validation_split)
+    chosen = [train_split, *([held_out] if held_out else [])]
+    for name in chosen:
+        if name not in splits:
+            raise ValueError(
+                f"{root} has no split {name!r}: set data.train_split and "
+                f"data.validation_split to some of {list(splits)}"
+            )
+    return [chosen[:1], chosen[1:], [s for s in splits if s not in chosen]]
+
+
 def _saved(root: Path, train_split: str, validation_split: str) -> Files:
     """Find the arrow files of a folder that `datasets` has saved."""
-    listing.check_names(train_split, validation_split)
     if (root / "dataset_dict.json").is_file():
         splits = _json(root / "dataset_dict.json").get("splits")
         splits = splits if isinstance(splits, list) else []
         splits = [s for s in splits if isinstance(s, str)]
-        held_out = listing.held_out(splits, validation_split)
-        chosen = [train_split, *([held_out] if held_out else [])]
-        for name in chosen:
-            if name not in splits:
-                raise ValueError(
-                    f"{root} has no split {name!r}: set data.train_split and "
-                    f"data.validation_split to some of {splits}"
-                )
-        names = [chosen[:1], chosen[1:], [s for s in splits if s not in chosen]]
+        names = _named(root, splits, train_split, validation_split)
         train, validation = (
             tuple(path for split in part for path in _shards(root / split))
             for part in names[:2]
