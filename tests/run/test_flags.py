@@ -109,6 +109,14 @@ WRONG = {
         ["--config.model.size=gpt2", "--config.model.layers=4"],
         "model.layers is 4, but model.size 'gpt2' has its own",
     ),
+    "family of a size": (
+        ["--config.model.size=gpt2", "--config.model.family=llama"],
+        "model.family is llama, but model.size 'gpt2' has its own",
+    ),
+    "window of a folder": (
+        ["--config.init_from=base", "--config.model.window=64"],
+        "model.window is 64, but the model of init_from 'base' has its own",
+    ),
     "width of a folder": (
         ["--config.init_from=base", "--config.model.width=64"],
         "model.width is 64, but the model of init_from 'base' has its own",

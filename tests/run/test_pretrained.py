@@ -129,6 +129,7 @@ def test_a_folder_may_move_but_not_change(prepared, folder, params, tmp_path):
         ({"base": "/elsewhere"}, "base is '/elsewhere', but init_from="),
         ({"model.size": "gpt2"}, "model.size is 'gpt2', but init_from="),
         ({"model.vocab_size": 300}, "model.vocab_size is 300, but init_from="),
+        ({"model.experts": 4}, "model.experts is 4, but init_from="),
         ({"data.tokenizer": "bpe"}, "data.tokenizer is 'bpe', which makes other"),
         ({"length": 49}, "length is 49, but .* has 48 positions: lower it"),
         ({"init_from": "/nowhere"}, "/nowhere/config.json cannot be read"),

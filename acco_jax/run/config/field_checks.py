@@ -224,8 +224,8 @@ def _check_init_from(config: ConfigDict) -> None:
                 "data.tokenizer is 'init_from', but init_from is not set: give both."
             )
         return
-    names = ("factory", "size", "vocab_size", "kv_heads", "mlp_width")
-    for field in ("base", *(f"model.{name}" for name in names)):
+    names = "factory size vocab_size kv_heads mlp_width experts experts_per_token"
+    for field in ("base", *(f"model.{name}" for name in names.split())):
         if (value := operator.attrgetter(field)(config)) is not None:
             raise ValueError(
                 f"{field} is {value!r}, but init_from={folder!r} has its own model: "

@@ -86,9 +86,9 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
         whole = f"model.size {size!r}"
     else:
         return
-    for field in ("model.width", "model.layers", "model.heads"):
-        if field in given:
-            value = model.get(field.removeprefix("model."))
+    for name in ("family", "width", "layers", "heads", *(["window"] if folder else [])):
+        if (field := f"model.{name}") in given:
+            value = model.get(name)
             raise ValueError(f"{field} is {value}, but {whole} has its own: drop one.")
 
 
