@@ -88,17 +88,23 @@ class _Inner:
         self.init, self.update = inner.init, inner.update
         # a method's `start` traces `init` several times, of one tree
         self.parts = functools.cache(functools.partial(_parts, inner))
-        self.check = functools.cache(self._check)
+        self._checked = set[Any]()
 
-    def _check(self, tree: "_Tree") -> None:
-        _refuse_across(self, tree, self.parts(tree), {})
+    def check(self, tree: "_Tree", extra: dict[str, Any]) -> None:
+        """Raise as `_refuse_across`; a tree with traced arguments is read once."""
+        leaves, treedef = jax.tree.flatten(extra)
+        traced = all(isinstance(x, jax.core.Tracer) for x in leaves)
+        key = (tree, treedef, *((x.shape, x.dtype) for x in leaves)) if traced else None
+        if key not in self._checked:
+            _refuse_across(self, tree, self.parts(tree), extra)
+            self._checked |= {key} - {None}
 
 
 def _init(inner: _Inner, stacked: Stacked, params: PyTree) -> PerLayerState:
     if not jax.tree.leaves(params):  # optax.tree_map_params gives a placeholder
         return PerLayerState(inner.init(params))
     tree = _read(stacked, params)
-    inner.check(tree)
+    inner.check(tree, {})
     parts = inner.parts(tree)
 
     def init(params: PyTree) -> State:
@@ -122,7 +128,7 @@ def _update(
     tree = _read(stacked, updates)
     parts = inner.parts(tree)
     if extra:
-        _refuse_across(inner, tree, parts, extra)
+        inner.check(tree, extra)
     whole = _by_path(state.inner_state)
 
     def run(part: _Part) -> tuple[list[Any], State]:

@@ -1,6 +1,8 @@
 """Stacked layers: every update is that of the same optimizer with a leaf per layer."""
 
 import functools
+import importlib
+from unittest import mock
 
 import chex
 import jax
@@ -196,6 +198,22 @@ def wants(value):
         return jax.tree.map(lambda g: g / optax.safe_norm(g, 0) * value, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: value, update)
+
+
+def test_inner_is_read_once_for_a_tree_and_its_arguments(monkeypatch):
+    module = importlib.import_module("acco_jax.methods.per_layer")
+    read = mock.Mock(side_effect=module._dependences)
+    monkeypatch.setattr(module, "_dependences", read)
+    tx, params = acco_jax.per_layer(optax.adamw(1e-2), STACKED), parameters(shapes())
+    state = jax.eval_shape(tx.init, params)
+    assert read.call_count == 2  # of one layer, and of two
+
+    def update(names, state, x):
+        return tx.update(params, state, params, **dict.fromkeys(names, x))
+
+    for names, times in ("v", 4), ("v", 4), ("vw", 6), ("v", 6):
+        jax.eval_shape(functools.partial(update, names), state, 1.0)
+        assert read.call_count == times
 
 
 def test_extra_arguments_reach_inner_whole():
