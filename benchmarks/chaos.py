@@ -1,7 +1,7 @@
-"""Four processes, a fault every few minutes: what a run loses to them.
+"""Processes with a fault every few minutes: what a run loses to them.
 
     python benchmarks/chaos.py [--minutes=30] [--every=180] [--mbit=8] [--method=acco]
-        [--lost_after=10] [--json=FILE]
+        [--lost_after=10] [--processes=4] [--json=FILE]
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Each process is a command of
 acco_jax.train with restarts and a warm compilation cache (see aimed.py), in a network
@@ -49,7 +49,6 @@ from acco_jax.command import exits, heartbeat  # noqa: E402
 from acco_jax.run.compare import network  # noqa: E402
 from benchmarks import common  # noqa: E402
 
-PROCESSES = 4
 KINDS = ("kill", "stop", "cut off", "coordinator")
 DETECTION, RESTART, POINTS = 15.0, 40.0, 5.0  # seconds, seconds, per cent: at most
 
@@ -76,18 +75,23 @@ class Run:
     """The commands of one run, each in its namespace."""
 
     def __init__(
-        self, net: network.Network, place: pathlib.Path, name: str, lost_after: float
+        self,
+        net: network.Network,
+        place: pathlib.Path,
+        name: str,
+        args: argparse.Namespace,
     ) -> None:
-        self.net, self.workdir, self._lost_after = net, place / name, lost_after
-        self._place = place
-        self.logs = [place / f"{name}-{i}.log" for i in range(PROCESSES)]
-        self.commands: list[subprocess.Popen | None] = [None] * PROCESSES
+        self.net, self.workdir, self._args = net, place / name, args
+        self._place, self.processes = place, range(args.processes)
+        self.logs = [place / f"{name}-{i}.log" for i in self.processes]
+        self.commands: list[subprocess.Popen | None] = [None] * args.processes
 
     def start(self, process: int, *flags: str) -> None:
         arguments = common.command(
             self._place / "config.py", self.workdir, *flags,
-            limits={"lost_after": self._lost_after, "restarts": 1000}, process=process,
-            processes=PROCESSES, coordinator=f"{self.net.address(0)}:9911",
+            limits={"lost_after": self._args.lost_after, "restarts": 1000},
+            process=process, processes=self._args.processes,
+            coordinator=f"{self.net.address(0)}:9911",
         )  # fmt: skip
         environment = common.environment(self._place) | network.ENVIRONMENT
         with open(self.logs[process], "a") as log:
@@ -186,13 +190,14 @@ def suffer(run: Run, kind: str, process: int) -> Fault:
 
 def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[Fault], int, float]:
     """Trains through faults; returns them, the half-rounds done, and in what time."""
-    for process in range(PROCESSES):
+    for process in run.processes:
         run.start(process)
     wait_for(lambda: run.half_round() > 0, "first half-round")
     first, start, faults = run.half_round(), time.monotonic(), []
     turns = zip(
-        itertools.cycle(args.kinds.split(",")), itertools.cycle((1, 2, 3)), strict=False
-    )
+        itertools.cycle(args.kinds.split(",")), itertools.cycle(run.processes[1:]),
+        strict=False,
+    )  # fmt: skip
     for number in range(int(60 * args.minutes / args.every)):
         time.sleep(max(start + (number + 0.5) * args.every - time.monotonic(), 0))
         kind, process = next(turns)
@@ -200,7 +205,7 @@ def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[Fault], int, flo
         print(faults[-1], flush=True)
     time.sleep(max(start + len(faults) * args.every - time.monotonic(), 0))
     done, wall = run.half_round() - first, time.monotonic() - start
-    for process in range(PROCESSES):
+    for process in run.processes:
         os.kill(run.pid(process), signal.SIGTERM)
     run.finish()
     return faults, done, wall
@@ -222,9 +227,9 @@ def seconds_each(run: Run, faults: list[Fault]) -> float:
 
 @contextlib.contextmanager
 def started(
-    net: network.Network, place: pathlib.Path, name: str, lost_after: float
+    net: network.Network, place: pathlib.Path, name: str, args: argparse.Namespace
 ) -> Iterator[Run]:
-    run = Run(net, place, name, lost_after)
+    run = Run(net, place, name, args)
     try:
         yield run
     finally:
@@ -240,6 +245,7 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, default=8.0, help="of the slow link")
     parser.add_argument("--method", default="acco")
     parser.add_argument("--lost_after", type=float, default=10.0, help="seconds")
+    parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--checkpoint_every", type=int, default=20, help="steps")
     parser.add_argument("--kinds", default=",".join(KINDS), help="in this order")
     parser.add_argument("--folder", type=pathlib.Path, help="keep everything here")
@@ -250,7 +256,7 @@ def main() -> int:
         return 2
     with (
         common.workplace(args.folder) as place,
-        network.joined(PROCESSES, args.mbit) as net,
+        network.joined(args.processes, args.mbit) as net,
     ):
         report = experiment(net, place, args)
     if args.json:
@@ -269,13 +275,13 @@ def experiment(
     )  # fmt: skip
     print("| fault | process | after half-round | detection, s | restart, s | "
           "half-rounds repeated |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
-    with started(net, place, "disturbed", args.lost_after) as run:
+    with started(net, place, "disturbed", args) as run:
         faults, done, wall = disturbed(run, args)
         each, last = seconds_each(run, faults), common.last_checkpoint(run.workdir)
         bits = common.bits(run.workdir)
     net.set_rate(1e4)
-    with started(net, place, "undisturbed", args.lost_after) as run:
-        for process in range(PROCESSES):
+    with started(net, place, "undisturbed", args) as run:
+        for process in run.processes:
             run.start(process, f"--stop_after={last}")
         run.finish()
         same = bits == common.bits(run.workdir)

@@ -21,7 +21,7 @@ def run(tiny, monkeypatch):
         def timed(step, halves, *arrays, calls):
             assert len(halves) == 2 and calls == 2
             asked.append(devices)
-            return np.asarray([seconds])
+            return np.atleast_2d(seconds)
 
         asked = []
         monkeypatch.setattr(trials, "step_seconds", timed)
@@ -44,7 +44,8 @@ def recorded(workdir):
 def test_the_choice_is_said_recorded_and_kept(run, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(trials.logging, "info", lambda *words: said.append(words))
-    _, asked = run(tmp_path, EQUAL, stop_after=3)
+    busy = [[1.5, 1.25], EQUAL]  # a turn beside other load, and one without
+    _, asked = run(tmp_path, busy, stop_after=3)
     assert asked == [2] and recorded(tmp_path) == [(0, 2)]
     (line,) = (words for words in said if "of %d microbatches" in words[0])
     assert line[0] % line[1:] == (
