@@ -9,6 +9,8 @@ pytest finds the plugin where acco-jax is installed. It imports JAX when a test 
 the fixture, so that a conftest.py can set JAX's environment variables before.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +36,12 @@ def assert_hidden(
 
     from acco_jax import audit
 
-    def asserted(
-        step: Any, args: Any, topology: Any, axis: str | None = None, **options: Any
-    ) -> "Audit":
-        found = audit.assert_hidden(step, args, topology, axis, **options)
+    named = inspect.signature(audit.assert_hidden)
+
+    @functools.wraps(audit.assert_hidden)
+    def asserted(*args: Any, **options: Any) -> "Audit":
+        found = audit.assert_hidden(*args, **options)
+        axis = named.bind(*args, **options).arguments.get("axis")
         record_property(_PROPERTY, f"{found.topology}, {found.headline(axis)}")
         return found
 

@@ -74,9 +74,17 @@ def _configs(root: Path) -> list[tuple[str, dict[str, Any]]]:
         first = str(error).splitlines()[0]
         raise ValueError(f"{path}'s header is not YAML ({first}): mend it") from error
     found = found if isinstance(found, list) else [found]
-    if not all(isinstance(fields, dict) for fields in found):
-        raise ValueError(f"{path} has odd configs: {_FORM}")
-    return [(str(fields.get("config_name", "default")), fields) for fields in found]
+    try:
+        return [(_name(each.get("config_name", "default")), each) for each in found]
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path} has odd configs: {_FORM}") from error
+
+
+def _name(value: Any) -> str:
+    """Return a name; YAML has numbers, too, and nested values that grow if printed."""
+    if not isinstance(value, str | int | float):
+        raise TypeError
+    return str(value)
 
 
 def _subset(root: Path, fields: Mapping[str, Any]) -> Subset:
@@ -90,7 +98,7 @@ def _subset(root: Path, fields: Mapping[str, Any]) -> Subset:
                 entry = {"split": "train", "path": entry}
             paths = entry["path"]
             paths = (paths,) if isinstance(paths, str) else tuple(paths)
-            split = str(entry["split"])
+            split = _name(entry["split"])
             patterns[split] = patterns.get(split, ()) + paths
         names = [PurePath(name) for paths in patterns.values() for name in paths]
         names.append(PurePath(folder))

@@ -20,7 +20,7 @@ def test_overlapped(assert_hidden):
 
     assert not ALREADY  # a conftest.py can set JAX's variables before
     assert not jax.config.values["jax_disable_most_optimizations"]
-    assert_hidden(TEXT, (), "{PLACE}", "data", mesh={{"data": 32}})
+    assert_hidden(TEXT, (), "{PLACE}", "data", 0.9, mesh={{"data": 32}})
     assert_hidden(TEXT, (), "{PLACE}", fraction=0.5, mesh={{"data": 32}})
 
 

@@ -30,7 +30,12 @@ def test_what_datasets_finds(tmp_path, name):
     [
         ("configs: [", r"README\.md's header is not YAML \(.*\): mend it"),
         ("configs: 3", "README.md has odd configs: write it as"),
+        ("configs: [{config_name: [a]}]", "README.md has odd configs: write it as"),
         ("configs: [{data_files: 3}]", "odd data_files: write it as"),
+        (
+            "configs: [{data_files: [{split: [a], path: a.parquet}]}]",
+            "odd data_files: write it as",
+        ),
         ("configs: [{data_files: [{split: train}]}]", "odd data_files: write it as"),
         ("configs: [{data_dir: [a]}]", "odd data_files: write it as"),
         ("configs: [{data_files: /a.parquet}]", "names '/a.parquet', which is not in"),
