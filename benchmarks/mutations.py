@@ -26,6 +26,11 @@ from benchmarks.mutants import MUTANTS, Mutant  # noqa: E402
 
 SECONDS = 1500  # of one fault's tests; one that hangs was noticed
 AT_ONCE = 40  # tests in a process
+CACHE = {  # of compiled programs; those of a fault are others
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def place(mutant: Mutant) -> tuple[pathlib.Path, str]:
@@ -92,17 +97,21 @@ def copy(target: pathlib.Path) -> None:
 
 
 def noticed(mutant: Mutant, tests: list[str]) -> str | None:
-    """Returns the test that fails of a fault, None if all of them pass."""
+    """Returns the test that fails of a fault, None if all of them pass.
+
+    Raises:
+      RuntimeError: pytest ended otherwise, so that nothing is known.
+    """
     path, text = place(mutant)
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
         copy(tree)
         changed = text.replace(mutant.before, mutant.after)
         (tree / path.relative_to(ROOT)).write_text(changed)
-        env = os.environ | {"PYTHONPATH": str(tree)}
+        env = os.environ | CACHE | {"PYTHONPATH": str(tree)}
         for i in range(0, len(tests), AT_ONCE):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "",
-                       "-p", "no:cacheprovider", *tests[i : i + AT_ONCE]]  # fmt: skip
+                       *tests[i : i + AT_ONCE]]  # fmt: skip
             try:
                 done = subprocess.run(
                     command, cwd=tree, env=env, capture_output=True, text=True,
@@ -110,9 +119,13 @@ def noticed(mutant: Mutant, tests: list[str]) -> str | None:
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 return "timeout"
-            if done.returncode:
-                failed = [x for x in done.stdout.splitlines() if "FAILED" in x[:7]]
-                return failed[0][7:200] if failed else f"exit {done.returncode}"
+            lines = done.stdout.splitlines()
+            if failed := [x for x in lines if x.startswith(("FAILED", "ERROR tests"))]:
+                return failed[0][:200]
+            if done.returncode < 0:
+                return f"signal {-done.returncode}"
+            if done.returncode:  # nothing was tested
+                raise RuntimeError(f"pytest ended with {done.returncode}: {lines[-3:]}")
     return None
 
 
