@@ -5,6 +5,9 @@ import pytest
 from benchmarks import mutations
 from benchmarks.mutants import Mutant
 
+pytestmark = pytest.mark.skipif(  # of which it copies what git has
+    not (mutations.ROOT / ".git").exists(), reason="not a git checkout"
+)
 FAULT = Mutant(
     "a split has another word",
     "data",
