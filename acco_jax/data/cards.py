@@ -87,19 +87,22 @@ def _name(value: Any) -> str:
     return str(value)
 
 
+def _listed(value: Any) -> list[Any]:
+    """Return a list, or a string in one; a mapping has other meanings for others."""
+    if not isinstance(value, str | list):
+        raise TypeError
+    return [value] if isinstance(value, str) else value
+
+
 def _subset(root: Path, fields: Mapping[str, Any]) -> Subset:
-    folder, declared = fields.get("data_dir", "."), fields.get("data_files", ())
-    if isinstance(declared, str):
-        declared = [declared]
+    folder = fields.get("data_dir", ".")
     patterns: dict[str, tuple[str, ...]] = {}
     try:
-        for entry in declared:
+        for entry in _listed(fields.get("data_files", [])):
             if isinstance(entry, str):
                 entry = {"split": "train", "path": entry}
-            paths = entry["path"]
-            paths = (paths,) if isinstance(paths, str) else tuple(paths)
             split = _name(entry["split"])
-            patterns[split] = patterns.get(split, ()) + paths
+            patterns[split] = (*patterns.get(split, ()), *_listed(entry["path"]))
         names = [PurePath(name) for paths in patterns.values() for name in paths]
         names.append(PurePath(folder))
     except (KeyError, TypeError) as error:

@@ -32,6 +32,11 @@ def test_what_datasets_finds(tmp_path, name):
         ("configs: 3", "README.md has odd configs: write it as"),
         ("configs: [{config_name: [a]}]", "README.md has odd configs: write it as"),
         ("configs: [{data_files: 3}]", "odd data_files: write it as"),
+        ("configs: [{data_files: {train: a.parquet}}]", "odd data_files: write it as"),
+        (
+            "configs: [{data_files: [{split: train, path: {a.parquet: 1}}]}]",
+            "odd data_files: write it as",
+        ),
         (
             "configs: [{data_files: [{split: [a], path: a.parquet}]}]",
             "odd data_files: write it as",
