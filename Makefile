@@ -61,6 +61,7 @@ durations: $(VENV)/.test ## run all but the long tests; where do their minutes g
 coverage: $(VENV)/.test ## the same, with the lines of acco_jax/ that each test runs
 	rm -rf build/coverage && mkdir -p build/coverage
 	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+	  COVERAGE_FILE=$(CURDIR)/build/coverage/.coverage \
 	  $(PYTEST) -p benchmarks.durations -m "not long"
 	mv build/durations.jsonl build/coverage
 	$(PY) -m coverage combine -q && $(PY) benchmarks/covered.py

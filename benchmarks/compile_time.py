@@ -2,19 +2,22 @@
 
 python benchmarks/compile_time.py [--layers=12,48] [--families=gpt-neo,llama]
 python benchmarks/compile_time.py --leaves=50,100,200,400 [--methods=zero1,acco]
+    [--topology=gpu:h100:1x8]
 
 With layers: the fused step of acco on two CPU devices; layers are one loop of the
 program, so that more of them should not take longer.
 
 With leaves: a chain of that many 16 x 16 products, unrolled, under adamw on four CPU
-devices, two microbatches of eight rows; beside each method `plain`, data parallel as
-jax.jit makes it of optax's own update in a scan over microbatches.
+devices, or for those of a topology, two microbatches of eight rows; beside each method
+`plain`, data parallel as jax.jit makes it of optax's own update in a scan over
+microbatches.
 
 Each size is traced and compiled again, sizes and methods in turn, because machines are
 noisy: seconds are medians, ratios medians of those within a repetition.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -27,6 +30,7 @@ import jax.numpy as jnp
 import optax
 
 import acco_jax
+from acco_jax import audit
 from acco_jax.methods import METHODS
 from acco_jax.models import transformer
 from acco_jax.run.build import models
@@ -64,21 +68,27 @@ def chain(params: dict[str, jax.Array], batch: jax.Array, rng: None) -> jax.Arra
     return jnp.mean(x**2)
 
 
-def unrolled(method: str, leaves: int) -> float:
+def unrolled(topology: str | None, method: str, leaves: int) -> float:
     """Return the seconds where each of many leaves has its own product."""
-    mesh, optimizer = mesh_of(4), optax.adamw(1e-3)
-    params = {f"{i:04}": jnp.eye(SIDE) / 2 for i in range(leaves)}
-    batch = jnp.ones((mesh.size * MICROBATCHES * ROWS, SIDE))
-    batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+    if topology:
+        mesh = jax.sharding.Mesh(audit.devices(topology), ("data",))
+    else:
+        mesh = mesh_of(4)
+    optimizer, whole = optax.adamw(1e-3), jax.NamedSharding(mesh, jax.P())
+    leaf = jax.ShapeDtypeStruct((SIDE, SIDE), "f4")
+    params = {f"{i:04}": leaf for i in range(leaves)}
+    batch = jax.ShapeDtypeStruct(
+        (mesh.size * MICROBATCHES * ROWS, SIDE), "f4",
+        sharding=jax.NamedSharding(mesh, jax.P("data")),
+    )  # fmt: skip
     if method != "plain":
         tx = METHODS[method](optimizer, mesh=mesh)
-        params, state = acco_jax.start(tx, params)
+        begin = functools.partial(acco_jax.start, tx)
+        homes = acco_jax.start_shardings(tx, params)
         step = acco_jax.make_train_step(
             chain, tx, microbatches=MICROBATCHES, form="fused"
         )
     else:
-        whole = jax.NamedSharding(mesh, jax.P())
-        params, state = jax.device_put((params, optimizer.init(params)), whole)
 
         @jax.jit
         def step(params, state, batch):
@@ -92,6 +102,12 @@ def unrolled(method: str, leaves: int) -> float:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
+        def begin(params):
+            return params, optimizer.init(params)
+
+        homes = jax.tree.map(lambda _: whole, jax.eval_shape(begin, params))
+    of = jax.eval_shape(begin, params)
+    params, state = jax.tree.map(lambda x, home: x.update(sharding=home), of, homes)
     start = time.perf_counter()
     step.lower(params, state, batch).compile()
     return time.perf_counter() - start
@@ -126,13 +142,15 @@ def main() -> None:
     parser.add_argument("--layers", default="12,48")
     parser.add_argument("--families", default="gpt-neo,llama")
     parser.add_argument("--leaves")
+    parser.add_argument("--topology")
     parser.add_argument("--methods", default="ddp,zero1,acco")
     parser.add_argument("--repeat", type=int, default=3)
     flags = parser.parse_args()
     if flags.leaves:
         names = ["plain", *flags.methods.split(",")]
         sizes = [int(n) for n in flags.leaves.split(",")]
-        table(unrolled, names, sizes, flags.repeat, "leaves")
+        measure = functools.partial(unrolled, flags.topology)
+        table(measure, names, sizes, flags.repeat, "leaves")
     else:
         sizes = [int(n) for n in flags.layers.split(",")]
         table(scanned, flags.families.split(","), sizes, flags.repeat, "layers")

@@ -1,17 +1,19 @@
 """Applies fifty faults, one at a time: which of them do the tests notice?
 
     python benchmarks/mutations.py --coverage=build/coverage [--tier=test|all]
-        [--out=build/mutations.jsonl] [--only=NAME] [--check]
+        [--out=build/mutations.jsonl] [--only=NAME] [--jobs=N] [--check]
 
 Each fault of `benchmarks/mutants.py` is put into a copy of the tree, in which the tests
 run whose coverage touches its lines, quickest first, until one fails. `make coverage`
 says which tests those are. With --tier=test they are those of `make test` alone. Faults
-that the file has results of are not tried again. --check only looks whether each fault
-has its place. Exits with 1 if a fault has none; the last line counts what was noticed.
+that the file has results of are not tried again. --jobs faults are tried at once, one
+a core unless said. --check only looks whether each fault has its place. Exits with 1 if
+a fault has none; the last line counts what was noticed.
 """
 
 import argparse
 import ast
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--tier", choices=("test", "all"), default="test")
     parser.add_argument("--out", type=pathlib.Path, default="build/mutations.jsonl")
     parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     for mutant in MUTANTS:
@@ -153,10 +156,9 @@ def main() -> None:
     if args.out.exists():
         rows = [json.loads(line) for line in args.out.read_text().splitlines()]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for mutant in MUTANTS:
-        known = any((r["name"], r["tier"]) == (mutant.name, args.tier) for r in rows)
-        if known or args.only not in mutant.name:
-            continue
+    known = {(row["name"], row["tier"]) for row in rows}
+
+    def attempt(mutant: Mutant) -> None:
         path, text = place(mutant)
         tests = covering(args.coverage, path, lines(mutant, text)) & there
         order = sorted(tests, key=lambda t: (seconds.get(t, 1.0), t))
@@ -166,6 +168,10 @@ def main() -> None:
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{mutant.part}: {mutant.name}: {row['noticed'] or 'NOT NOTICED'}")
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        wanted = (m for m in MUTANTS if args.only in m.name)
+        list(pool.map(attempt, (m for m in wanted if (m.name, args.tier) not in known)))
     mine = [r for r in rows if r["tier"] == args.tier]
     print(f"{sum(bool(r['noticed']) for r in mine)} of {len(mine)} faults were noticed")
 

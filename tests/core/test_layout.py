@@ -90,6 +90,20 @@ def test_bytes_on_the_wire(model, sizes):
     assert elements // (elements & -elements) <= 512
 
 
+f32, bf16, f16 = map(jnp.dtype, ("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize(
+    ("wire", "parameter"),
+    [(f32, f32), (f32, bf16), (bf16, f32), (f32, f16), (bf16, f16)],
+)
+def test_what_the_wire_carries_has_the_digits_of_both_dtypes(wire, parameter):
+    leaf = Leaf(("x",), (64,), parameter, wire, P(), (64,))
+    x = np.random.default_rng(0).normal(size=64).astype("f4")
+    expected = x.astype(wire).astype("f4").astype(parameter).astype("f4")
+    np.testing.assert_array_equal(jax.jit(leaf.on_wire)(x), expected)
+
+
 @examples(10)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
@@ -102,7 +116,6 @@ def test_parts_are_slices(shape, parts, split):
     parts, split = tuple(parts[:rank]), tuple(split[:rank])
     whole = tuple(s * k for s, k in zip(shape, split, strict=True))
     spec = P(*("model" if k > 1 else None for k in split))
-    f32 = np.dtype("f4")
     leaf = Leaf(("x",), whole, f32, f32, spec, tuple(shape), parts)
     x = np.arange(1.0, math.prod(whole) + 1, dtype="f4").reshape(whole)
     stored = np.asarray(leaf.store(jnp.asarray(x)))

@@ -1,5 +1,7 @@
 """streaming_diloco against NumPy loops written from its equations; what it sends."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,30 @@ def test_one_fragment_without_overlap_is_diloco():
     for (a, x, _), (b, y, _) in zip(run(tx, *drawn), run(plain, *drawn), strict=True):
         problem.assert_close(a, b, atol=1e-14)
         problem.assert_close(x, y, atol=1e-14)
+
+
+def test_of_three_fragments_each_arrives_a_call_after_its_turn():
+    """With two, the next one and the last one are the same."""
+    tx = acco_jax.streaming_diloco(
+        optax.sgd(0.1), mesh=make_mesh(2), local_steps=3, fragments=3, overlap_steps=1
+    )
+    params, state = acco_jax.start(tx, {name: jnp.ones(2) for name in "abc"})
+
+    def loss(params, batch, rng):
+        return sum(jnp.sum((x - batch.mean()) ** 2) for x in params.values())
+
+    step = acco_jax.make_train_step(loss, tx, microbatches=1)
+    sent, points = [], [acco_jax.committed_params(state, params)]
+    for call in range(5):
+        sent.append(list(state.anchor[call % 3]))
+        params, state, _ = step(params, state, jnp.zeros(2))
+        points.append(acco_jax.committed_params(state, params))
+    moved = [
+        [name for name in after if (after[name] != before[name]).any()]
+        for before, after in itertools.pairwise(points)
+    ]
+    assert sorted(sent[:3]) == [["a"], ["b"], ["c"]]
+    assert moved == [[], *sent[:4]]
 
 
 def test_another_process_continues_in_the_middle_of_a_turn():
