@@ -149,9 +149,9 @@ class Batches:
         targets = self._position.targets
         left: list[list[int]] = []
         for stream, chosen in enumerate(self._chosen):
-            places = self._places[chosen]
+            places, waiting = self._places[chosen], self._position.left[stream]
             positions = self._open[places]
-            left.append(np.sort(positions[~done[places]]).tolist())
+            left.append(sorted([*positions[~done[places]].tolist(), *waiting]))
             rows = self._order.rows(stream, positions[done[places]])
             targets += self._rows.targets(rows)
         self._position = Position(self._position.rows, left, targets)

@@ -126,11 +126,12 @@ def test_what_is_not_computed_is_not_consumed(counts, steps, size, count):
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(40, 90))
 @examples(15)
 def test_where_counts_adapt_nothing_is_skipped_or_repeated(drawn, workers, size, count):
-    rows = numbered(count)
+    """Also where a run goes on with another number of workers."""
+    rows, most = numbered(count), workers
     batches = batches_of(rows, 3, workers, 4, size, ())
-    shape, computed = (workers, 4, size), []
+    computed = []
     for _ in range(count // size):
-        found = read([batches]).reshape(shape)
+        found = read([batches]).reshape(workers, 4, size)
         assert np.all(found >= 0)  # full
         counts = drawn.draw(
             st.lists(st.integers(1, 4), min_size=workers, max_size=workers)
@@ -141,14 +142,30 @@ def test_where_counts_adapt_nothing_is_skipped_or_repeated(drawn, workers, size,
         ).tolist()
         state = json.loads(json.dumps(batches.get_state()))
         assert state["row"] - len(state["left"]) == len(computed) == batches.targets
-        again = batches_of(rows, 3, workers, 4, size, ())
-        again.set_state(state)
-        batches = again
+        workers = drawn.draw(st.sampled_from([workers, 1, most]))
+        batches = batches_of(rows, 3, workers, 4, size, ())
+        batches.set_state(state)
     left = Shuffled(count, 3).rows(0, np.asarray(state["left"], int)).tolist()
     whole = Shuffled(count, 3).rows(0, np.arange(state["row"])).tolist()
     assert sorted(computed + left) == sorted(whole)
     # no row waits for long: the oldest are computed first
-    assert state["row"] - min(state["left"], default=state["row"]) <= 8 * workers * size
+    assert state["row"] - min(state["left"], default=state["row"]) <= 8 * most * size
+
+
+def test_a_smaller_batch_begins_with_the_rows_that_a_larger_one_left():
+    """And leaves those that it has no place for, whether or not its counts adapt."""
+    large = batches_of(numbered(90), 3, 4, 4, 1, ())
+    next(large)
+    large.computed([1] * 4)
+    state = large.get_state()
+    assert len(state["left"]) == 12
+    for counts in ((), (4,)):
+        small = Batches(numbered(90), Shuffled(90, 3), Slots(1, 1, 4, 1, counts))
+        small.set_state(state)
+        expected = Shuffled(90, 3).rows(0, np.asarray(state["left"]))
+        for rows in expected.reshape(3, 4):
+            np.testing.assert_array_equal(read([small]), rows)
+            small.computed([4])
 
 
 @pytest.mark.parametrize("counts", [None, (1, 3, 2)])

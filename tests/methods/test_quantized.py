@@ -249,6 +249,18 @@ def test_all_forms_are_one_half_round(name):
     chex.assert_trees_all_close(near(plain[0]), near(fused[0]), rtol=0, atol=atol)
 
 
+def test_a_period_has_one_kind_of_half_round_several_times():
+    def turns(**options):
+        tx = acco_jax.acco(INNER, mesh=make_mesh(2), **options)
+        return acco_jax.make_train_step(
+            lambda params, batch, rng: jnp.sum(params), tx, microbatches=1, form="fused"
+        ).turns()
+
+    assert turns(gather_bits=8) == {0: 1}
+    assert turns(gather_bits=8, resync_every=4) == {0: 1, 1: 3}
+    assert turns(gather_bits=(8, 4), resync_every=4) == {0: 1, 1: 2, 2: 1}
+
+
 def one_by_one(tree):
     """Devices that hold the same part of an array hold the same, to the bit."""
     for x in jax.tree.leaves(tree):
