@@ -7,12 +7,13 @@ Compiles each program of benchmarks/foreign.py and this library's acco, zero1 an
 fused_zero1 (the same sizes: a decoder of 8 layers of width 2,048, 4 rows of 2,048
 tokens, 4 microbatches an optimizer step) for each machine, one process at a time, and
 audits the texts, which it keeps in DIR, in a folder named by JAX's version: what is
-there already is not compiled again. Nothing is run; it needs the compilers, `pip install
-'acco-jax[plan,train]'`. Call it from an environment with another JAX, or with another
-library, with the same DIR: peft_trainer needs google-tunix 0.1.7; levanter_step needs
-marin-levanter, which goes with `acco-jax[plan]`, flax and ml-collections alone. Several
-calls at once, for different machines, do not disturb each other. --seconds=0 compiles
-nothing more. The page holds GPUs with two versions of JAX and TPUs with the newest.
+there already is not compiled again. Nothing is run; it needs the compilers, `pip
+install 'acco-jax[plan,train]'`. Call it from an environment with another JAX, or with
+another library, with the same DIR: peft_trainer needs google-tunix 0.1.7; levanter_step
+needs marin-levanter, which goes with `acco-jax[plan]`, flax and ml-collections alone.
+Several calls at once, for different machines, do not disturb each other. --seconds=0
+compiles nothing more. The page holds GPUs with two versions of JAX and TPUs with the
+newest.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ benchmarks/foreign_tunix.py (google-tunix's PeftTrainer, unmodified, on two laye
 Llama 3.2 1B), benchmarks/foreign_levanter.py (Levanter's Trainer, unmodified, on its
 Llama model with the sizes of Llama 3.2 1B), and a model of the same sizes as the first
 with this library's methods. Others' are compiled with the compiler's own settings, this
-library's with `acco_jax.compiler_options`. GPU rows are of two versions of JAX, TPU rows
-of the newer one. Levanter asks for jax below 0.12. Compile times are those of a busy
-machine.
+library's with `acco_jax.compiler_options`. GPU rows are of two versions of JAX, TPU
+rows of the newer one. Levanter asks for jax below 0.12. Compile times are those of a
+busy machine.
 
 """
 NOTES = """## Known issues, from the schedules alone
