@@ -161,7 +161,7 @@ def without_a_link(peers, done: subprocess.CompletedProcess) -> bool:
 @pytest.mark.slow
 def test_jax_methods_have_the_losses_of_zero1(peers, tmp_path):
     names = ["jax/jit", "jax/shard_map", "jax/fsdp", "ddp", "fused_zero1"]
-    methods = f"--methods=torch/ddp,{','.join(names)}"
+    methods = f"--methods=torch/ddp,acco(8 bits),{','.join(names)}"
     done = run("--check", "--quick", methods, f"--out={tmp_path / 'losses.jsonl'}")
     if without_a_link(peers, done):
         return
