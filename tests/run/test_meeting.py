@@ -334,6 +334,24 @@ def test_the_judge_is_lost_by_all_when_it_pauses(monkeypatch):
     together(play, limits=limits)
 
 
+def test_who_has_ended_may_come_again_while_the_others_go_on():
+    async def play(command, meets):
+        zero = await command().hello(process=0, command="zero")
+        one = await command().hello()
+        for each in (zero, one):
+            await each.next(Go)
+        one.say(End(exits.FINISHED))
+        while not meets._members[1].end:
+            await asyncio.sleep(0.01)
+        again = await command().hello()
+        assert isinstance(again.answer, Welcome) and meets._running
+        zero.say(End(exits.FINISHED))
+        for each in (zero, again):
+            assert await each.next(Over, Judgment) == Over(exits.FINISHED)
+
+    together(play)
+
+
 def test_who_comes_when_the_run_is_over_is_told():
     async def play(command, meets):
         meets._end(Judgment(exits.FAILED, "over", None, False))

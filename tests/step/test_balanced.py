@@ -79,6 +79,16 @@ def test_counts_stay_unless_it_is_worth_it(case, data, grows):
         assert pace(best, known) <= 1.1 * pace(after, known) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("total", "single"), [(3, True), (4, True), (5, False)])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_program_for_one_microbatch_is_expected_where_counts_have_at_most_one(
+    total, single, grows
+):
+    balancer = Balancer(acco_jax.Balanced(total, 4, grows=grows), 4)
+    assert balancer.may_be_single is single
+    assert (max(balancer.counts) == 1) is single
+
+
 def test_small_differences_move_nothing():
     balancer, draw = Balancer(acco_jax.Balanced(64, 32), 4), np.random.default_rng(0)
     for _ in range(50):
