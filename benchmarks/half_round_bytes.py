@@ -123,7 +123,7 @@ def measure(machine: str, args: argparse.Namespace) -> dict[str, Any]:
     """Compiles the half-round of one machine; all that is reported of it."""
     program = half_round(machine, args)
     compiled = program.compile()
-    chosen = compiled.schedule.select(groups=program.groups)
+    chosen = program.of_data(compiled.schedule, 1 << 20)
     total = sum(c.bytes * c.times for c in chosen)
     hidden = sum(c.bytes * c.times for c in chosen if c.hidden)
     operations, on_chip = entry_operations(compiled.text)

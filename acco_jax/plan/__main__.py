@@ -10,12 +10,13 @@ measures the devices that are here, and the step on them, beside what plan predi
 --calibration=FILE plans with what was measured.
 """
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # quiet C++ start-up messages
 
@@ -27,9 +28,6 @@ from acco_jax.run.config import parsing, usage
 from acco_jax.schedule import arguments, topologies
 from acco_jax.schedule.machines import Change
 from acco_jax.schedule.topologies import Topology
-
-if TYPE_CHECKING:
-    from acco_jax.plan.planner import Plan
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -105,29 +103,28 @@ def main(argv: list[str]) -> None:
         topologies.use_cpu()
     logging.set_verbosity(logging.INFO)
     try:
-        plans = _run()
+        objections_to = _run()
     except (ValueError, RuntimeError, OSError) as error:
         exits.end(exits.REFUSED, error)
     if (fraction := _REQUIRE_HIDDEN.value) is None:
         return
-    objections = {
-        f"{m} on {plan.topology}, {plan.machine.network}": why
-        for plan in plans
-        for m, why in plan.objections(fraction).items()
-    }
-    if objections:
+    if objections := objections_to(fraction):
         reasons = "; ".join(f"{m}: {why}" for m, why in objections.items())
         print(f"--require-hidden={fraction:g}: {reasons}", file=sys.stderr)
         sys.exit(exits.EXPOSED)
 
 
-def _run() -> "Sequence[Plan]":
-    """Make the plan or the decision that the flags ask for."""
+def _run() -> Callable[[float], Mapping[str, str]]:
+    """Make the plan or the decision that the flags ask for.
+
+    Returns what tells, for a fraction, which methods overlap less, and why.
+    """
     folder, json_file, programs = map(arguments.path, (_OUT, _JSON, _DUMP_HLO))
     for path in filter(None, (folder, json_file and json_file.parent, programs)):
         arguments.check_writable(path)  # before anything is compiled
     if _CALIBRATE.value:
-        return _calibrate(json_file)
+        _calibrate(json_file)
+        return lambda fraction: {}
     if not _TOPOLOGY.value:
         raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
     places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
@@ -149,12 +146,20 @@ def _run() -> "Sequence[Plan]":
             "--recommend is for one machine and network: leave out --methods, "
             "--devices, --tokens, and all but one --topology and --network."
         )
-    terms = _terms(places, networks, several)
-    if terms is not None and (sizes or programs):
+    if _SWEEP.value and _REQUIRE_HIDDEN.value is not None:
         raise ValueError(
-            "--devices and --dump-hlo are of one plan: leave out --tokens, and give "
-            "one --topology and one --network."
+            "--require-hidden judges one rate of the network: leave out "
+            "--sweep-network, and give --network."
         )
+    terms = _terms(places, networks, several)
+    whole = _RECOMMEND.value or terms is not None  # not of one plan
+    if (terms is not None and sizes) or (whole and (programs or folder)):
+        raise ValueError(
+            "--devices, --out and --dump-hlo are of one plan: leave out --tokens and "
+            "--recommend, and give one --topology and one --network."
+        )
+    if _SWEEP.value and programs:
+        raise ValueError("--dump-hlo is of one plan: leave out --sweep-network.")
     # slow: after the flags' check
     from acco_jax.plan import (
         decision,
@@ -171,7 +176,7 @@ def _run() -> "Sequence[Plan]":
         best = recommendation.make(_CONFIG.value, places[0], request, own)
         print(recommendation.text(best))
         _write(json_file, lambda: recommendation.as_dict(best))
-        return [best.plan]
+        return best.objections
     if _SWEEP.value:
         found = sweep.make(_CONFIG.value, places[0], request)
         print(sweep.text(found))
@@ -179,20 +184,20 @@ def _run() -> "Sequence[Plan]":
             sweep.picture(found, folder / "sweep.png")
             print(f"picture  {folder / 'sweep.png'}")
         _write(json_file, lambda: sweep.as_dict(found))
-        return found.plans
+        return lambda fraction: {}
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(plan_text.text(plan))
         for line in exports.write(plan, folder, json_file, programs):
             print(line)
-        return [plan]
+        return functools.partial(planner.objections, [plan])
     chosen = decision.make(_CONFIG.value, places, request, decision.Terms(**terms))
     print(decision.text(chosen))
     _write(json_file, lambda: decision.as_dict(chosen))
-    return chosen.plans
+    return chosen.objections
 
 
-def _calibrate(json_file: Path | None) -> "Sequence[Plan]":
+def _calibrate(json_file: Path | None) -> None:
     if _TOPOLOGY.value or _CALIBRATION.value:
         raise ValueError(
             "--calibrate measures the devices that are here: leave out --topology and "
@@ -207,7 +212,6 @@ def _calibrate(json_file: Path | None) -> "Sequence[Plan]":
     if json_file:
         calibration.save(plan_text, json_file)
         print(f"JSON     {json_file}")
-    return []
 
 
 def _measured(places: Sequence[Topology]) -> dict[str, Change]:

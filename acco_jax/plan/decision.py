@@ -68,6 +68,16 @@ class Decision:
     plans: tuple[Plan, ...]
     sentence: str
 
+    def objections(self, fraction: float) -> dict[str, str]:
+        """Return the methods that overlap less than a gate requires, and why.
+
+        One that does not fit is among them.
+        """
+        found = planner.objections(self.plans, fraction)
+        planned = {(p.topology, p.machine.value("slow_bandwidth")) for p in self.plans}
+        nowhere = (c for c in self.choices if (c.topology, c.network) not in planned)
+        return found | {f"{c.method} on {c.topology}": c.misfit for c in nowhere}
+
 
 def goodput(terms: Terms, devices: int) -> float:
     """Return the share of time not lost to checkpoints, repeated work and restarts.
@@ -96,6 +106,13 @@ def make(
         fits becomes choices with a `misfit`.
       RuntimeError: if a compiler is not installed, with how to install it.
     """
+    for topology in topologies:
+        if not goodput(terms, topology.devices):
+            raise ValueError(
+                f"--failure-hours={terms.failure_hours:g} leaves {topology} no time to "
+                "train: its devices fail faster than they restart. Give more hours, or "
+                "fewer --restart-seconds."
+            )
     requests = [
         dataclasses.replace(
             request,
@@ -144,7 +161,7 @@ def _choice(plan: Plan, o: Outcome, network: float, terms: Terms) -> Choice:
         )  # fmt: skip
     devices, chip = plan.topology.devices, plan.topology.chip
     share = goodput(terms, devices)
-    hours = terms.tokens / speed / 3600 / share if share else math.inf
+    hours = terms.tokens / speed / 3600 / share
     price = terms.prices.get(chip.name)
     watts = chip.watts
     return Choice(

@@ -22,7 +22,7 @@ class Part(NamedTuple):
     @property
     def collectives(self) -> list[Collective]:
         """Collectives of the data axis of at least 1 MiB: gradients and parameters."""
-        return self.compiled.schedule.select(groups=self.program.groups)
+        return self.program.of_data(self.compiled.schedule, 1 << 20)
 
 
 @dataclasses.dataclass(frozen=True)

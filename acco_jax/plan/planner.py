@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -76,6 +76,24 @@ class Plan:
         """Return a method's predictions for the topology itself."""
         key = (method, self.topology.devices)
         return next(r for r in self.growth if (r["method"], r["devices"]) == key)
+
+
+def objections(
+    plans: Iterable[Plan], fraction: float, methods: Collection[str] | None = None
+) -> dict[str, str]:
+    """Return the objections of several plans, each method with its machine.
+
+    Args:
+      plans: of one or several machines.
+      fraction: as for `Plan.objections`.
+      methods: of which to return objections; None: of all that are checked.
+    """
+    return {
+        f"{m} on {plan.topology}, {plan.machine.network}": why
+        for plan in plans
+        for m, why in plan.objections(fraction).items()
+        if methods is None or m in methods
+    }
 
 
 class NothingFits(ValueError):
@@ -304,7 +322,7 @@ def _with_first_half(
 def _part(program: Program, compiled: Compiled, machine: Machine) -> Part:
     schedule = compiled.schedule
     prediction = costs.predict(schedule, machine, machine.topology.devices)
-    data = {id(c) for c in schedule.select(0, groups=program.groups)}
+    data = {id(c) for c in program.of_data(schedule, 0)}
     own = {id(c) for c in schedule.collectives if program.in_group(c)}
     verdicts = (
         verdict.judge(
@@ -335,7 +353,7 @@ def optimizers_own(
     split = topology.slices > 1 and len(program.tx.axis) == 1
     if compiled.source_collectives is None or split:
         return None
-    collectives = compiled.schedule.select(1, groups=program.groups)
+    collectives = program.of_data(compiled.schedule)
     return optimizer_collectives.own(collectives, compiled.source_collectives)
 
 
@@ -382,7 +400,7 @@ def _tried(
     data = [
         c
         for part, found in zip(program.parts, compiled, strict=True)
-        for c in found.schedule.select(0, groups=part.groups)
+        for c in part.of_data(found.schedule, 0)
     ]
     machines = (machine, *machine.corners())
     times = [_predicted(compiled, m).total for m in machines]

@@ -29,7 +29,7 @@ from acco_jax.core.microbatches import piece
 from acco_jax.run.build import models, optimizers
 from acco_jax.run.config import fields as configs
 from acco_jax.run.weights import adapters
-from acco_jax.schedule import footprint, hlo, program_cache, schedules, topologies
+from acco_jax.schedule import footprint, program_cache, schedules, topologies
 from acco_jax.schedule.compiled import Compiled, DoesNotFit, Memory, what_it_needs
 from acco_jax.schedule.footprint import bytes_held
 from acco_jax.schedule.machines import Machine
@@ -129,12 +129,16 @@ class Program:
         leaves = jax.tree.leaves(self.arguments[0])
         return ", ".join(sorted({x.dtype.name for x in leaves}))
 
-    @property
-    def groups(self) -> hlo.Groups | None:
-        """Groups of devices of the data axis; None: one group of all devices."""
-        sizes = dict(self.mesh.shape)
-        alone = all(n == 1 for a, n in sizes.items() if a not in self.tx.axis)
-        return None if alone else hlo.axis_groups(sizes, *self.tx.axis)
+    def of_data(
+        self, schedule: schedules.Schedule, least: int = 1
+    ) -> list[schedules.Collective]:
+        """Return a schedule's collectives over data axes, of at least so many bytes.
+
+        They are all that cross the boundary of a model-parallel group: over one data
+        axis or several, and those whose groups the text lacks.
+        """
+        found = schedule.select(least)
+        return [c for c in found if not self.in_group(c)]
 
     def in_group(self, c: schedules.Collective) -> bool:
         """Return whether a collective stays within a model-parallel group."""

@@ -44,6 +44,11 @@ class Recommendation:
     chosen: Timed
     command: str
 
+    def objections(self, fraction: float) -> dict[str, str]:
+        """Return the method if it overlaps less than a gate requires, and why."""
+        chosen = self.chosen.candidate.method
+        return planner.objections([self.plan], fraction, [chosen])
+
 
 def make(
     config: ConfigDict,
@@ -62,7 +67,7 @@ def make(
     Raises:
       ValueError: if the input is invalid (before any compile), or nothing fits.
     """
-    config = _quarters(config)
+    given, config = config, _quarters(config)
     found, left_out = gaps.allowed(config.optimizer.name, config.tolerance)
     methods = tuple(dict.fromkeys(c.method for c in found))
     plan = planner.make(config, topology, dataclasses.replace(request, methods=methods))
@@ -75,12 +80,32 @@ def make(
     timed = [each for c in found for each in _timed(plans[c.divides], c, plan.config)]
     best = max(t.tokens_per_second for t in timed)
     chosen = next(t for t in timed if LONGER * t.tokens_per_second >= best)
-    fields = {f"--config.{name}": value for name, value in chosen.fields.items()}
-    own = [x for x in arguments if x.partition("=")[0] not in fields]
-    words = ["python", "-m", "acco_jax.train", *own]
-    words += [f"{name}={value}" for name, value in fields.items()]
-    command = shlex.join([*words, "--workdir=runs/recommended"])
+    command = _command(given, chosen, arguments)
+    plan = plans[chosen.candidate.divides]
     return Recommendation(plan, tuple(timed), tuple(left_out), chosen, command)
+
+
+def _command(config: ConfigDict, chosen: Timed, arguments: Sequence[str]) -> str:
+    """Return the command that trains with what was chosen.
+
+    Raises:
+      ValueError: if the config's own fields do not let it.
+    """
+    fields = {f"--config.{name}": value for name, value in chosen.fields.items()}
+    named = {x: x.partition("=")[0] for x in arguments}
+    dropped = set(fields)
+    if chosen.candidate.method != config.method:
+        options = {f"--config.method_options.{name}" for name in config.method_options}
+        dropped |= options
+        if rest := options - set(named.values()):
+            raise ValueError(
+                f"{chosen.candidate.name} is best here, but the config's file has "
+                f"{min(rest)[len('--config.') :]}, of {config.method}: leave it out."
+            )
+    own = [x for x, name in named.items() if name not in dropped]
+    own += [f"{name}={value}" for name, value in fields.items()]
+    words = ["python", "-m", "acco_jax.train", *own, "--workdir=runs/recommended"]
+    return shlex.join(words)
 
 
 def _quarters(config: ConfigDict) -> ConfigDict:
@@ -101,7 +126,11 @@ def _timed(plan: Plan, candidate: Candidate, config: ConfigDict) -> list[Timed]:
         return []
     row = plan.row(method)
     speed, step, exposed = row["tokens_per_second"], row["step"], row["exposed"]
-    shape = plan.config.microbatch_size, outcome.program.per_step
+    program = outcome.program
+    count = program.per_step
+    if program.adaptive:  # what a step has at least, not what its batch has room for
+        count = plan.config.microbatches_per_step
+    shape = plan.config.microbatch_size, count
     if outcome.fit and outcome.fit.best:
         speed, shape = outcome.fit.best.tokens_per_second, outcome.fit.best.shape
     if options:
@@ -117,6 +146,8 @@ def _timed(plan: Plan, candidate: Candidate, config: ConfigDict) -> list[Timed]:
         step, exposed = few[0]["step"], few[0]["exposed"]
     fields = {"method": method, "microbatch_size": shape[0]}
     fields |= {"microbatches_per_step": shape[1]}
+    if program.halves:
+        fields["first_half"] = first_halves(shape[1])[0]
     fields |= {f"method_options.{name}": value for name, value in options.items()}
     if plan.config.domains != config.domains:
         fields["domains"] = plan.config.domains

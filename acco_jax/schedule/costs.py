@@ -210,13 +210,23 @@ def in_few_bits(
     return dataclasses.replace(schedule, collectives=collectives)
 
 
+@dataclasses.dataclass
+class _Flight:
+    """A collective that has been launched and not awaited."""
+
+    kind: str
+    start: float
+    end: float
+    waited: float = 0.0  # seconds in which nothing was computed
+
+
 class _Timeline:
     """A walk through one computation: when it and the network are busy, in seconds."""
 
     def __init__(self, machine: Machine, devices: int) -> None:
         self._machine, self._devices = machine, devices
         self._clock = self._network_free = 0.0
-        self._starts: dict[int, float] = {}
+        self._flying: dict[int, _Flight] = {}
         self.matrix = self.matmul = self.memory = 0.0
         self.spans: list[Span] = []
 
@@ -274,32 +284,40 @@ class _Timeline:
 
     def _begin(self, i: int, c: Collective) -> None:
         """Launch collective number i, which starts when the network is free."""
-        self._starts[i] = max(self._clock, self._network_free)
-        self._network_free = self._starts[i] + collective_seconds(
-            c, self._machine, self._devices
-        )
+        start = max(self._clock, self._network_free)
+        self._network_free = start + collective_seconds(c, self._machine, self._devices)
+        self._flying[i] = _Flight(c.kind, start, self._network_free)
 
     def _end(self, i: int, c: Collective) -> Spent:
         """Wait for collective number i."""
         seconds = collective_seconds(c, self._machine, self._devices)
-        start = self._starts[i]
+        own = self._flying.pop(i)
+        start = own.start
+        for other in self._flying.values():  # what is before it waits first
+            self._await(other, min(other.end, start))
         # woven into the fusions of a TPU v5e it advances only inside these
         share = 1.0
         if c.flops_carried is not None:
             share = c.flops_carried / c.flops_between if c.flops_between else 0.0
         passed = max(0.0, self._clock - start)
         beside = min(passed, seconds / share) if share else 0.0
+        beside = max(0.0, beside - own.waited)
         if passed * share >= seconds:
             finish = start + seconds / share if share else start
         else:
             finish = max(start, self._clock) + seconds - passed * share
         self._add("communication", c.kind, start, finish)
-        exposed = max(0.0, finish - self._clock)
-        self.wait(c.kind, exposed)
+        self._await(own, finish)
         slowing = beside * self._machine.value("contention")
         self.slow(slowing)
         self._network_free = max(finish, self._network_free)
-        return Spent(seconds, exposed, slowing)
+        return Spent(seconds, own.waited, slowing)
+
+    def _await(self, flight: "_Flight", until: float) -> None:
+        """Wait for a collective until a time."""
+        if until > self._clock:
+            flight.waited += until - self._clock
+            self.wait(flight.kind, until - self._clock)
 
     def _add(self, track: str, name: str, start: float, end: float) -> None:
         last = self.spans[-1] if self.spans else None
@@ -327,9 +345,10 @@ def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
         return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))
     if (c.group_size or topology.devices) == topology.devices:  # everyone
         return machine.seconds(c.kind, c.bytes, devices, machine.domain(devices))
-    size, domains = len(c.groups[0]), machine.domains(c)
-    total = topology.devices // topology.fast_domain
-    if total > 1 and domains == total:  # across all of them, however many there are
-        domains = max(1, devices // topology.fast_domain)
-        size = size // total * domains
-    return machine.seconds(c.kind, c.bytes, size, size // domains)
+    size, domains = max(map(len, c.groups)), machine.domains(c)
+    apart = any(len({i // len(g) for i in g}) > 1 for g in c.groups)
+    if apart and domains == topology.devices // topology.fast_domain:
+        # across groups of neighbours, and across all hosts, however many there are
+        size = max(1, size * devices // topology.devices)
+        domains = -(-devices // machine.domain(devices))
+    return machine.seconds(c.kind, c.bytes, size, max(1, size // domains))

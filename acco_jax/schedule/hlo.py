@@ -312,12 +312,14 @@ def product_flops(x: Instruction) -> int:
     if x.opcode == "dot":
         contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
     elif x.opcode == "convolution":
-        return _convolution_flops(x)
+        return _convolution_flops(x, x.operands[0].dims, x.operands[1].dims, x.dims)
     elif x.opcode == "custom-call" and "__cublas$" in x.attributes:
         pattern = r'lhs_contracting_dimensions\\?":\[([^\]]*)\]'
         contracted = _integers(x.attribute(pattern))
     elif x.opcode == "custom-call" and "__cudnn$fmha" in x.attributes:
         return _attention_flops(x)
+    elif x.opcode == "custom-call" and "__cudnn$conv" in x.attributes:
+        return _cudnn_flops(x)
     elif x.opcode == "custom-call":
         return _kernel_flops(x)
     else:
@@ -377,12 +379,31 @@ def _seen(length: int, window: int) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def _convolution_flops(x: Instruction) -> int:
+def _cudnn_flops(x: Instruction) -> int:
+    """Count the FLOPs of one of cuDNN's convolutions.
+
+    Its labels and window are those of the forward pass, whichever gradient it is.
+    """
+    first, second = (operand.dims for operand in x.operands[:2])
+    target = x.attribute(r'target="([^"]*)"') or ""
+    if "BackwardInput" in target:  # (gradient of the output, kernel)
+        return _convolution_flops(x, x.dims, second, first)
+    if "BackwardFilter" in target:  # (input, gradient of the output)
+        return _convolution_flops(x, first, x.dims, second)
+    return _convolution_flops(x, first, second, x.dims)
+
+
+def _convolution_flops(
+    x: Instruction, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> int:
     """Count as XLA's HloCostAnalysis does, without products with padding and holes.
 
     TPU writes every dot as a convolution, batch dimensions as dilated windows.
+
+    Args:
+      x: has the labels and the window.
+      lhs, rhs, out: sizes of the input, of the kernel and of the output.
     """
-    lhs, rhs = x.operands[:2]
     labels = x.attribute(r"dim_labels=(\S+?)(?:,|$)") or ""
     lhs_labels, rhs_labels, out_labels = re.split(r"_|->", labels)
     window = x.attribute(r"window=\{([^}]*)\}") or ""
@@ -398,10 +419,10 @@ def _convolution_flops(x: Instruction) -> int:
     windows = zip(*(each(*option) for option in options.items()), strict=True)
     taps = 1
     for c, dimension in zip(spatial, windows, strict=True):
-        size, kernel = lhs.dims[lhs_labels.index(c)], rhs.dims[rhs_labels.index(c)]
-        taps *= _valid_taps(size, kernel, x.dims[out_labels.index(c)], *dimension)
-    depth = rhs.dims[rhs_labels.index("i")]
-    batch_and_features = x.dims[out_labels.index("b")] * x.dims[out_labels.index("f")]
+        size, kernel = lhs[lhs_labels.index(c)], rhs[rhs_labels.index(c)]
+        taps *= _valid_taps(size, kernel, out[out_labels.index(c)], *dimension)
+    depth = rhs[rhs_labels.index("i")]
+    batch_and_features = out[out_labels.index("b")] * out[out_labels.index("f")]
     return 2 * batch_and_features * depth * taps
 
 

@@ -178,10 +178,11 @@ class Machine:
         return min(devices, largest)
 
     def domains(self, c: Collective) -> int:
-        """Count the topology's domains that a collective's first group spans."""
+        """Count the topology's domains that a collective's widest group spans."""
         if c.kind == "send-recv" or not c.groups:
             return self.topology.devices // self.topology.fast_domain
-        return len({device // self.topology.fast_domain for device in c.groups[0]})
+        fast = self.topology.fast_domain
+        return max(len({device // fast for device in group}) for group in c.groups)
 
     def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
         """Predict the seconds of one collective.

@@ -33,7 +33,7 @@ _LIKE = r"(all|collective|reduce-scatter|ragged|send|recv)\b"
 _CALLS = (
     r'custom_call_target="[^"]*(nccl|nvshmem|rccl|AllGather|AllReduce|ReduceScatter)'
 )
-_KERNELS = r'"has_communication": ?true'
+_KERNELS = r'"has_communication": ?true|\buses_xla_collective_metadata ?= ?true'
 # Python functions that the program calls, which may do anything.
 _CALLBACKS = r'custom_call_target="\w*(python|callback)'
 FREE = {"parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast"}
@@ -68,6 +68,10 @@ class Module:
     def body(self, loop: Instruction) -> Computation:
         return self._computation(loop.attribute(r"\bbody=%?([\w.\-]+)") or "", loop)
 
+    def condition(self, loop: Instruction) -> Computation:
+        name = loop.attribute(r"\bcondition=%?([\w.\-]+)") or ""
+        return self._computation(name, loop)
+
     def _computation(self, name: str, caller: Instruction) -> Computation:
         """Return a computation by its name.
 
@@ -92,6 +96,8 @@ class Module:
                 iterations = self.count(x) if x.opcode == "while" else 1
                 for called in self.called(x):
                     yield from self.runs(called, times * iterations)
+            if x.opcode == "while":
+                yield from self.runs(self.condition(x), times * (iterations + 1))
 
     # ---- iterations of loops
 
@@ -112,8 +118,7 @@ class Module:
         note = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if note is not None:
             return int(note)
-        name = loop.attribute(r"condition=%?([\w.\-]+)") or ""
-        condition = self._computation(name, loop)
+        condition = self.condition(loop)
         test, start = condition.root, loop.operand(0)
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
@@ -257,7 +262,7 @@ class Module:
         """Return the instructions that seem to communicate in an unknown form."""
 
         def is_unknown(x: Instruction) -> bool:
-            if x.opcode == "custom-call":
+            if x.opcode.removesuffix("-start") == "custom-call":
                 return bool(
                     re.search(f"{_CALLS}|{_KERNELS}|{_CALLBACKS}", x.attributes)
                 )

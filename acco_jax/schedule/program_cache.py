@@ -2,7 +2,8 @@
 
 JAX's own cache keeps executables, which a compiler without its devices cannot load
 again; a plan needs only the text and the memory. An entry belongs to the program's
-StableHLO, the compiler's options and version, and the devices that it is compiled for.
+StableHLO, the compiler's options, flags and version, and the devices that it is
+compiled for.
 $ACCO_PLAN_CACHE names the folder; 'off' keeps nothing.
 """
 
@@ -20,6 +21,9 @@ import numpy as np
 
 from acco_jax.schedule.chips import of_kind
 
+# What also changes programs: options of XLA for any process, and of the TPU's compiler.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_OF_THE_CPU = ("--xla_cpu_", "--xla_force_host_platform_device_count=")
 ENTRIES = 200  # the newest are kept
 _FORM = 1  # of an entry: raise it when the content changes
 
@@ -52,8 +56,15 @@ def key(
         (devices.shape, [str(d) for d in devices.flat]),
         sorted(options.items()),
         lowered.as_text(),
+        *_environment(),
     )
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _environment() -> list[str]:
+    """Return the compilers' flags of this process's environment, sorted."""
+    words = (word for x in _VARIABLES for word in os.environ.get(x, "").split())
+    return sorted(word for word in words if not word.startswith(_OF_THE_CPU))
 
 
 def load(name: str) -> dict[str, Any] | None:

@@ -412,7 +412,9 @@ def _buffer(
     x: Instruction, launch: Instruction, done: Instruction | None
 ) -> tuple[int, str]:
     """Return the bytes of a collective's full buffer and the data type it carries."""
-    arrays, operand_bytes = x.arrays, sum(operand.bytes for operand in x.operands)
+    ragged = x.opcode.startswith("ragged-")  # its operands: data, result, offsets, ...
+    sent = x.operands[:1] if ragged else x.operands
+    arrays, operand_bytes = x.arrays, sum(operand.bytes for operand in sent)
     if x.opcode in ("send", "recv"):  # (buffer, flags, token)
         arrays, operand_bytes = arrays[:1], 0
     elif x is launch and done is launch and x.opcode.endswith("-start"):

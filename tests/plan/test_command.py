@@ -121,7 +121,7 @@ def test_network_and_other_figures_from_the_command_line(stand_in, capsys):
         (["--tokens=1e9", "--price=h200=-2"], "--price=h200: give CHIP=PRICE"),
         (["--price=h200=2"], "--tokens is missing: a decision needs the length"),
         (["--network=100,200"], "--tokens is missing: a decision needs the length"),
-        (["--tokens=1e9", "--devices=8"], "--devices and --dump-hlo are of one plan"),
+        (["--tokens=1e9", "--devices=8"], "--devices, --out and --dump-hlo are of one"),
         (
             ["--tokens=1e9", "--failure-hours=0"],
             "--failure-hours: '0' is not a positive",

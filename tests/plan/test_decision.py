@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from acco_jax.command import exits
 from acco_jax.plan import decision, planner
 from acco_jax.plan.decision import Terms
 from acco_jax.run.config.fields import default_config
@@ -127,6 +128,31 @@ def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, capsys):
     assert "acco does not fit: it needs too much" in text
     assert "acco on gpu:mi300x:1x8 (Infinity Fabric) takes least time" in text
     assert "there is no compiler for AMD Instinct MI300X" in text
+
+
+@pytest.mark.parametrize("places", [PLACES[1:], PLACES])
+def test_a_gate_judges_what_fits_nowhere(stand_in, monkeypatch, capsys, places):
+    finish = planner.finish
+
+    def limited(prepared):
+        if prepared.machine.topology.chip.name == "a100":
+            raise planner.NothingFits({"acco": "acco does not fit: it needs too much"})
+        return finish(prepared)
+
+    monkeypatch.setattr(planner, "finish", limited)
+    with pytest.raises(SystemExit) as end:
+        run(*places, "--methods=acco", "--tokens=1e9", "--nofit",
+            "--require-hidden=0.01")  # fmt: skip
+    assert end.value.code == exits.EXPOSED
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.count("acco on ") == 1
+    assert said.endswith("acco on gpu:a100:1x8: acco does not fit: it needs too much")
+
+
+def test_failures_that_leave_no_time_are_rejected(refusal, stand_in):
+    said = refusal(PLACES[0], PAIR, "--tokens=1e9", "--failure-hours=0.01")
+    assert "--failure-hours=0.01 leaves gpu:h200:1x8 no time" in said
+    assert not stand_in  # nothing was compiled
 
 
 def test_goodput_is_young_s():

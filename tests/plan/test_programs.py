@@ -1,9 +1,11 @@
 """The program that is planned is that of training; nothing is compiled here."""
 
+import dataclasses
 import logging
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -11,8 +13,8 @@ from jax.sharding import Mesh
 from acco_jax.plan import programs
 from acco_jax.run.build import models
 from acco_jax.run.config.fields import default_config
-from acco_jax.schedule import topologies
-from tests.schedule.recordings import text_of
+from acco_jax.schedule import program_cache, topologies
+from tests.schedule.recordings import recorded, text_of
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,6 @@ def test_the_program_is_that_of_training(stand_in):
     assert params["wte"]["embedding"].shape == (models.BYTE_TOKENS, 128)
     assert params["wte"]["embedding"].sharding.is_fully_replicated
     assert {f for f in state._fields if "in_flight" in f} == {"in_flight"}
-    assert program.groups is None
     program.step.lower(*program.arguments)  # traces
 
 
@@ -123,6 +124,46 @@ def test_bytes_are_those_of_the_tokenizer():
 )
 def test_what_a_compiler_says_of_memory(message, said):
     assert programs.what_it_needs(message) == said
+
+
+def test_a_group_s_collectives_are_told_from_the_data_axes():
+    """Over one data axis, over all of them, between slices: each is the data axes'."""
+    devices = np.array(jax.devices()).reshape(2, 2, 2)
+    mesh = jax.sharding.Mesh(devices, ("domain", "data", "fsdp"))
+    tx = types.SimpleNamespace(axis=("domain", "data"), mesh=mesh)
+    program = programs.Program("acco", tx, None, 1, (), (None,) * 4)
+    whole = recorded("gpu_hidden")
+    groups = {
+        "data": ((0, 2), (1, 3), (4, 6), (5, 7)),
+        "domain": ((0, 4), (1, 5), (2, 6), (3, 7)),
+        "both": ((0, 2, 4, 6), (1, 3, 5, 7)),
+        "between slices": (),
+        "fsdp": ((0, 1), (2, 3), (4, 5), (6, 7)),
+        "of a slice": ((0, 1), (2, 3)),
+    }
+    like = whole.select()[0]
+    found = tuple(
+        dataclasses.replace(like, name=name, groups=g) for name, g in groups.items()
+    )
+    schedule = dataclasses.replace(whole, collectives=found)
+    data = ["data", "domain", "both", "between slices"]
+    assert [c.name for c in program.of_data(schedule)] == data
+    assert [c.name for c in found if program.in_group(c)] == ["fsdp", "of a slice"]
+
+
+def test_compilers_flags_have_entries_of_their_own(monkeypatch):
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    devices = np.array(jax.devices()[:1])
+
+    def key(flags, variable="XLA_FLAGS"):
+        monkeypatch.setenv(variable, flags)
+        return program_cache.key(lowered, {}, devices)
+
+    plain = key("--xla_force_host_platform_device_count=8")
+    assert key("") == key("--xla_cpu_parallel_codegen_split_count=1") == plain
+    assert key("--xla_gpu_enable_triton_gemm=false") != plain
+    assert key("") == plain
+    assert key("--xla_jf_spmd_threshold=1", "LIBTPU_INIT_ARGS") != plain
 
 
 def test_what_was_compiled_before_is_not_said_to_be_compiled(

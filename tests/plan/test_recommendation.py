@@ -61,3 +61,41 @@ def test_without_a_measured_loss_there_is_zero1(stand_in, tmp_path):
 )
 def test_it_is_for_one_machine(refusal, extra):
     assert "--recommend is for one machine" in refusal(*FILE, extra)
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_options_of_another_method_are_left_out(stand_in, tmp_path):
+    found = recommended(
+        tmp_path,
+        "--set=fast_bandwidth=1e15",
+        "--config.method_options.extrapolation=1.2",
+    )
+    assert found["recommended"] == "zero1"
+    assert "method_options" not in found["command"]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize("given", ["first_half=2", "microbatches=adaptive"])
+def test_the_command_has_the_halves_that_were_planned(stand_in, tmp_path, given):
+    """Not those that the config asked for, and an adaptive run's least microbatches."""
+    found = recommended(
+        tmp_path, "--set=fast_bandwidth=5e9", f"--config.{given}",
+        "--config.microbatches_per_step=4",
+    )  # fmt: skip
+    assert "acco" in found["recommended"]
+    config = parsing.config_of(shlex.split(found["command"])[3:-1])
+    assert config.microbatches_per_step == 4
+    assert config.first_half == (1 if given == "first_half=2" else "auto")
+
+
+def test_a_gate_judges_what_is_recommended(stand_in, tmp_path, capsys):
+    """Zero1 is compiled, too, and overlaps nothing."""
+    with pytest.raises(SystemExit) as end:
+        run(*FILE, "--require-hidden", "--set=fast_bandwidth=5e9")
+    assert end.value.code == 3
+    assert "zero1" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("extra", ["--out=x", "--dump-hlo=x"])
+def test_files_of_a_plan_are_rejected(refusal, extra):
+    assert "leave out --tokens and --recommend" in refusal(*FILE, extra)

@@ -171,6 +171,53 @@ def test_a_collective_between_hosts_grows_with_their_number():
         assert p.communication >= BUFFER * (1 - 1 / hosts) / m.value("slow_bandwidth")
 
 
+def test_one_of_groups_of_devices_grows_with_them():
+    """Those of neighbours do not: they are a model's own groups."""
+    m, whole = machine("gpu:h100:1x8"), recorded("gpu_hidden")
+
+    def seconds(groups, devices):
+        c = dataclasses.replace(whole.select()[1], groups=groups)
+        return costs.collective_seconds(c, m, devices), c.bytes
+
+    apart, size = seconds(((0, 2, 4, 6), (1, 3, 5, 7)), 64)
+    assert apart == pytest.approx(m.seconds("all-gather", size, 32, 4))
+    here, size = seconds(((0, 2, 4, 6), (1, 3, 5, 7)), 8)
+    assert here == pytest.approx(m.seconds("all-gather", size, 4, 4))
+    neighbours, size = seconds(((0, 1), (2, 3), (4, 5), (6, 7)), 64)
+    assert neighbours == pytest.approx(m.seconds("all-gather", size, 2, 2))
+
+
+def test_the_widest_of_unequal_groups_decides():
+    m, c = machine("gpu:h100:2x4"), recorded("gpu_hidden").select()[1]
+    within, between = ((0, 1), (2, 3)), ((0, 1), (2, 6))
+    times = [
+        costs.collective_seconds(
+            dataclasses.replace(c, groups=g, kind="collective-permute"), m, 8
+        )
+        for g in (within, between)
+    ]
+    assert times[0] == pytest.approx(m.seconds("collective-permute", c.bytes, 2, 2))
+    assert times[1] == pytest.approx(m.seconds("collective-permute", c.bytes, 2, 1))
+
+
+def test_who_waits_for_another_is_not_charged_for_it():
+    """A large collective in flight holds back a small one, which waits right there."""
+    m, whole = machine("gpu:h100:1x8"), recorded("gpu_hidden")
+    c = whole.select()[1]
+    large = dataclasses.replace(c, start=2, done=9, flops_carried=None)
+    small = dataclasses.replace(
+        c, start=5, done=5, bytes=c.bytes // 100, asynchronous=False
+    )
+    schedule = dataclasses.replace(
+        whole, collectives=(large, small), operations=(), bodies={}
+    )
+    p = costs.predict(schedule, m, 8)
+    for spent in p.each:
+        assert spent.exposed == pytest.approx(spent.seconds)
+    assert p.exposed == pytest.approx(p.communication)
+    assert p.total == pytest.approx(p.exposed)
+
+
 def test_a_v5e_collective_goes_on_in_the_fusions_that_carry_it():
     m = machine("tpu:v5e:4x4", fast_bandwidth=2e9)
     schedule = recorded("tpu_v5e_hidden")

@@ -23,6 +23,7 @@ from acco_jax.plan import programs
 from acco_jax.run.config.fields import default_config
 from acco_jax.schedule import schedules, topologies
 from acco_jax.schedule.footprint import bytes_held
+from acco_jax.schedule.schedules import hidden_share
 
 MODEL = transformer.Config(
     vocab_size=50304,
@@ -130,7 +131,7 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     program = described(method, machine, microbatches, model, dynamic)
     compiled = program.compile()
     schedule = compiled.schedule
-    found = schedule.select(groups=program.groups)
+    found = program.of_data(schedule, 1 << 20)
     print(f"\n{compiled.seconds:.0f} s to compile\n{schedule.summary()}")
 
     # One reduce-scatter and one all-gather of the parameters' size, nothing else.
@@ -146,7 +147,7 @@ def test_hidden(method, machine, microbatches, model, dynamic):
         assert (c.where, c.times, c.dtype) == ("ENTRY", 1, "bf16")
 
     lowest, highest = HIDDEN[method]
-    hidden = schedule.hidden_fraction(groups=program.groups)
+    hidden = hidden_share(program.of_data(schedule, 1 << 20))
     assert lowest <= hidden <= highest
     if method == "acco":  # behind the microbatches' own products, a half behind each
         total = sum(c.flops_between for c in found)
@@ -174,10 +175,10 @@ def test_a_first_half_of_one_microbatch_hides_both(machine):
     program = described("acco", machine, 3, 1, dynamic=False, halves=(1, 3))
     first, second = (part.compile().schedule for part in program.parts)
     for schedule in first, second:
-        kinds = [c.kind for c in schedule.select(groups=program.groups)]
+        kinds = [c.kind for c in program.of_data(schedule, 1 << 20)]
         assert kinds == ["reduce-scatter", "all-gather"]
-        assert schedule.hidden_fraction(groups=program.groups) == 1.0
-        beside = [c.flops_between for c in schedule.select(groups=program.groups)]
+        assert hidden_share(program.of_data(schedule, 1 << 20)) == 1.0
+        beside = [c.flops_between for c in program.of_data(schedule, 1 << 20)]
         assert min(beside) >= 0.3 * schedule.flops
     assert second.flops == pytest.approx(3 * first.flops, rel=0.02)
 
@@ -197,10 +198,10 @@ def test_groups(machine, group, kinds):
     mesh = programs.data_mesh(topologies.parse(machine), None, c.mesh)
     program = programs.describe(c, mesh)
     schedule = program.compile().schedule
-    assert schedule.hidden_fraction(groups=program.groups) == 1.0
+    assert hidden_share(program.of_data(schedule, 1 << 20)) == 1.0
     own = [x for x in schedule.select() if program.in_group(x)]
     assert {x.kind for x in own} >= kinds and any(x.times > 1 for x in own)
-    data = schedule.select(groups=program.groups)
+    data = program.of_data(schedule, 1 << 20)
     assert [x.kind for x in data] == ["reduce-scatter", "all-gather"]
     split = bytes_held(program.arguments[0])  # what a device has of the parameters
     assert all(split <= x.bytes <= 1.02 * split for x in data)
@@ -264,13 +265,13 @@ def test_two_data_axes(name):
     )
     schedule = program.compile().schedule
     print(f"\n{schedule.summary()}")
-    found = schedule.select(groups=program.groups)
+    found = program.of_data(schedule, 1 << 20)
     assert [f"{c.kind} {c.dtype}" for c in found] == kinds
     whole = 2 * program.parameters
     shares = [c.bytes / whole for c in found]
     # a transfer between slices is counted whole: what a chip's own slice left it
     assert shares == pytest.approx(parts, rel=0.02)
-    assert schedule.hidden_fraction(groups=program.groups) == 1.0
+    assert hidden_share(program.of_data(schedule, 1 << 20)) == 1.0
     assert all(c.flops_between >= 0.2 * schedule.flops for c in found)
 
 
@@ -316,10 +317,10 @@ def test_fused_zero1_lies_in_between():
     program = described("fused_zero1", "gpu:h200:2x8", 2, 1, False)
     schedule = program.compile().schedule
     print(f"\n{schedule.summary()}")
-    found = schedule.select(groups=program.groups)
+    found = program.of_data(schedule, 1 << 20)
     assert {c.kind for c in found} == {"reduce-scatter", "all-gather"}
     assert any(c.hidden and c.times > 1 for c in found)  # inside the backward loop
-    assert 0.1 < schedule.hidden_fraction(groups=program.groups) < 0.9
+    assert 0.1 < hidden_share(program.of_data(schedule, 1 << 20)) < 0.9
 
 
 LOCAL = {
@@ -349,12 +350,12 @@ def test_exchanges_hide_behind_inner_steps(method):
     )
     schedule = program.compile().schedule
     print(f"\n{schedule.summary()}")
-    found = schedule.select(groups=program.groups)
+    found = program.of_data(schedule, 1 << 20)
     assert [c.kind for c in found] == kinds
     assert [c.dtype for c in found if c.kind == "all-to-all"] == (
         ["u32"] if "bits" in options else []
     )
-    assert schedule.hidden_fraction(groups=program.groups) == 1
+    assert hidden_share(program.of_data(schedule, 1 << 20)) == 1
     assert program.parameters == transformer.count_params(MODEL)
 
 

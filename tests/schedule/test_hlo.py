@@ -101,6 +101,20 @@ def between(lines: str, computations: str = "") -> schedules.Collective:
             "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f",
             2 * 4 * 2 * 22 * 22,
         ),
+        # cuDNN's: a 5x5 kernel in strides of 2, and both of its gradients
+        *(
+            (
+                f"%x = {result} custom-call({operands}), "
+                "window={size=5x5 stride=2x2}, dim_labels=b01f_o01i->b01f, "
+                f'custom_call_target="__cudnn$conv{name}"',
+                2 * 3 * 4 * 7 * 2 * 2 * 5 * 5,
+            )
+            for name, result, operands in (
+                ("Forward", "(f32[3,2,2,7]{3,2,1,0}, u8[0]{0})", "%ci, %ck"),
+                ("BackwardInput", "(f32[3,7,7,4]{3,2,1,0}, u8[0]{0})", "%co, %ck"),
+                ("BackwardFilter", "(f32[7,5,5,4]{3,2,1,0}, u8[0]{0})", "%ci, %co"),
+            )
+        ),
         ("%x = bf16[64,32]{1,0} add(%q, %q)", 0),
         (
             '%x = bf16[64,32]{1,0} custom-call(%q), custom_call_target="__other"',
@@ -115,6 +129,9 @@ def test_products(lines, flops):
         %s = s8[1,2,2]{2,1,0} parameter(6)
         %i = f32[1,8,8,2]{3,2,1,0} parameter(4)
         %k = f32[3,3,2,4]{3,2,1,0} parameter(5)
+        %ci = f32[3,7,7,4]{3,2,1,0} parameter(7)
+        %ck = f32[7,5,5,4]{3,2,1,0} parameter(8)
+        %co = f32[3,2,2,7]{3,2,1,0} parameter(9)
     """
     found = between(operands + lines)
     assert (found.flops_between, found.hidden) == (flops, flops > 0)
@@ -274,6 +291,67 @@ def test_what_waits_where_it_starts_is_no_larger(kind, operand, result, shape):
     (found,) = schedules.read(text).select()
     assert (found.kind, found.bytes, found.dtype) == (kind, 8 * MIB, "bf16")
     assert not found.asynchronous and found.start == found.done == 1
+
+
+def test_a_ragged_exchange_has_its_data_s_bytes():
+    text = module(
+        """
+        %p = bf16[1024,1024]{1,0} parameter(0)
+        %o = bf16[1024,1024]{1,0} parameter(1)
+        %i = s32[8]{0} parameter(2)
+        %r = bf16[1024,1024]{1,0} ragged-all-to-all(%p, %o, %i, %i, %i, %i), \
+          replica_groups=[1,8]<=[8]
+        """
+    )
+    assert [c.bytes for c in schedules.read(text).select()] == [2 * MIB]
+
+
+def test_a_loop_s_condition_communicates_before_each_iteration_and_after_the_last():
+    condition = """
+    %asks (t: (s32[], f32[1024,1024])) -> pred[] {
+      %t = (s32[], f32[1024,1024]{1,0}) parameter(0)
+      %i = s32[] get-tuple-element(%t), index=0
+      %x = f32[1024,1024]{1,0} get-tuple-element(%t), index=1
+      %ar = f32[1024,1024]{1,0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%sum
+      ROOT %lt = pred[] compare(%i, %i), direction=LT
+    }
+
+    %body (t: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
+      ROOT %t = (s32[], f32[1024,1024]{1,0}) parameter(0)
+    }
+"""
+    text = module(
+        """
+        %zero = s32[] constant(0)
+        %p = f32[1024,1024]{1,0} parameter(0)
+        %t = (s32[], f32[1024,1024]{1,0}) tuple(%zero, %p)
+        %w = (s32[], f32[1024,1024]{1,0}) while(%t), condition=%asks, body=%body, \
+          backend_config={"known_trip_count":{"n":"5"}}
+        """,
+        condition,
+    )
+    (found,) = schedules.read(text).select()
+    assert (found.kind, found.where, found.times) == ("all-reduce", "asks", 6)
+    assert not found.hidden
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '%k = f32[8]{0} custom-call(%p), custom_call_target="ncclAllReduce"',
+        '%k = f32[8]{0} custom-call-start(%p), custom_call_target="nccl_all_reduce"',
+        # a kernel of Pallas that writes to another device
+        '%k = f32[8]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2", '
+        'uses_xla_collective_metadata = true, xla_replica_ids = "0,1"',
+    ],
+)
+def test_what_may_communicate_is_named(line):
+    text = module("%p = f32[8]{0} parameter(0)\n" + line)
+    (found,) = schedules.read(text).unknown
+    assert found.startswith("k: custom-call")
+    quiet = line.replace("nccl", "nothing").replace("= true", "= false")
+    quiet = quiet.replace("AllReduce", "").replace("_all_reduce", "")
+    assert not schedules.read(text.replace(line, quiet)).unknown
 
 
 def test_end_inside_a_loop_counts_what_runs_before_it():
