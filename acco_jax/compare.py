@@ -32,7 +32,7 @@ from absl import app, flags, logging
 from acco_jax.command import exits
 from acco_jax.command.paths import expanded
 from acco_jax.run.compare import comparison, tuning
-from acco_jax.run.config import fields, parsing, usage
+from acco_jax.run.config import parsing, usage
 
 __doc__ = f"{(__doc__ or '').rstrip()}\n{exits.TABLE}"
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     if not _TUNE.value and (_BUDGET.value or flags.FLAGS["tune_seeds"].present):
         raise ValueError("--budget and --tune_seeds are for --tune: give it, too.")
     request = comparison.ComparisonRequest(
-        config=(*parsing.config_arguments(), *_first_half()),
+        config=tuple(parsing.config_arguments()),
         entries=comparison.parse(str(_METHODS.value)),
         workdir=expanded(str(_WORKDIR.value)),
         seeds=_SEEDS.value,
@@ -97,19 +97,6 @@ def main(argv: list[str]) -> None:
         print(json.dumps(comparison.check(request)))
         return
     print(comparison.compare(request, [*sys.argv[1:], "--check"]))
-
-
-def _first_half() -> list[str]:
-    """Return the flag of acco's smallest first half, where a run would time several.
-
-    All seeds then compute the same, whatever else the machine does. On a link of its
-    own each run chooses.
-    """
-    config = _CONFIG.value
-    if _NETWORK.value or config.get("first_half") != "auto":
-        return []
-    first = next(iter(fields.first_halves(config, 2)), 0)
-    return [f"--config.first_half={first}"] if first else []
 
 
 if __name__ == "__main__":

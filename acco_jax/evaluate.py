@@ -8,7 +8,8 @@ The model is a run's newest checkpoint, or a Hugging Face folder (config.json,
 *.safetensors, tokenizer.json).
 
 --split evaluates a run's own data, in the rows of the run: the held-out loss is the
-run's. Ends of texts count as tokens.
+run's. Ends of texts count as tokens. Where examples are cut or left out, words and
+bytes count in proportion.
 --file evaluates one text. Each token counts once. The first one follows the end of a
 text. Each token is predicted from those before it in a window of as many tokens as the
 model has positions. Windows begin --stride tokens after each other.

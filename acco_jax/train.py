@@ -199,8 +199,9 @@ def _train(claim: contextlib.ExitStack) -> None:
         # a scheduler may have restarted this run on another host, as a supervisor does
         again = _ORDERS.attempt > 1 if _ORDERS else several
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
-        folders = workdirs.own(workdir, trained_runs.checkpoint_folder(config, workdir))
-        for folder in folders:
+        checkpoint_folder = trained_runs.checkpoint_folder(config, workdir)
+        preparation.check_present(workdir, checkpoint_folder)  # a claim makes it
+        for folder in workdirs.own(workdir, checkpoint_folder):
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
             new += [missing] if process_index() == 0 else []

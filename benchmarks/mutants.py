@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "model states are summed without weights",
         "exchange",
-        "return jnp.where(weight != 0, weight * flat, 0)",
+        "return jnp.where(weight != 0, weight.astype(dtype) * flat, 0)",
         "return jnp.where(weight != 0, flat, 0)",
     ),
     # ---- step
@@ -306,8 +306,8 @@ MUTANTS = (
     Mutant(
         "collectives share the network for nothing",
         "plan",
-        "self._starts[i] = max(self._clock, self._network_free)",
-        "self._starts[i] = self._clock",
+        "start = max(self._clock, self._network_free)",
+        "start = self._clock",
     ),
     Mutant(
         "what a loop waits for costs no time",

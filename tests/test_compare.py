@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -12,12 +13,15 @@ import time
 import warnings
 from pathlib import Path
 
+import jax
 import pytest
 
 from acco_jax.command import exits
-from acco_jax.run.compare import comparison, network, pool, results
+from acco_jax.run import preparation
+from acco_jax.run.compare import comparison, network, pool, results, tuning
 from acco_jax.run.config import parsing
 from acco_jax.run.observe import metrics
+from acco_jax.run.state.workdir import claimed
 from tests.lines import refusal
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +42,8 @@ def get_config():
 QUICKSTART = ROOT / "experiments" / "quickstart.py"
 RATE = "config.optimizer.learning_rate=0.002"
 METHODS = f"acco,zero1({RATE})"
+# ml_collections loads config files as Python 3.12 no longer does
+LOADS = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 CLOCKS = ("seconds", "tokens_per_second", "goodput")
 
 
@@ -175,7 +181,107 @@ def test_a_method_that_cannot_run_is_named_before_any_run(start, place):
     out, err = process.communicate(timeout=500)
     assert process.returncode == exits.REFUSED and out == ""
     assert refusal(err, "acco: ", "microbatches_per_step is 3", " 2 ", "a multiple")
-    assert not list((place / "refused").glob("*/*/metrics.jsonl"))
+    assert not (place / "refused").exists()
+
+
+@pytest.fixture
+def request_of(place, tmp_path):
+    """request_of(methods, **fields): a comparison of the tiny config in tmp_path."""
+
+    def make(methods, seeds=2, **fields):
+        config, entries = (f"--config={place / 'tiny.py'}",), comparison.parse(methods)
+        return comparison.ComparisonRequest(config, entries, tmp_path, seeds, **fields)
+
+    return make
+
+
+@pytest.fixture
+def on_two(monkeypatch):
+    """`check` and `prepare` take two devices of this process."""
+    build = preparation.build
+
+    def on_two(config, workdir, *_, **__):
+        return build(config, workdir, jax.devices()[:2])
+
+    monkeypatch.setattr(preparation, "build", on_two)
+    monkeypatch.setattr(comparison.devices, "choose_platform", lambda *_, **__: None)
+    monkeypatch.setattr(comparison.program_store, "keep_programs", lambda: None)
+
+
+def begin(request, entry, *flags):
+    """Prepare the run of an entry's first seed with more flags; return its folder."""
+    config = parsing.config_of([*request.flags(entry), *flags])
+    folder = request.folder(entry, 0)
+    preparation.prepare(config, folder)
+    return folder
+
+
+@LOADS
+def test_a_check_leaves_nothing_behind(request_of, on_two, tmp_path):
+    """So that each run of auto chooses, and a rejected comparison claims no folder."""
+    (length,) = comparison.check(request_of("auto"))
+    assert length["calls"][60] == 60
+    assert not list(tmp_path.iterdir())
+
+
+@LOADS
+def test_auto_goes_on_with_the_method_that_its_run_chose(request_of, on_two):
+    request = request_of("auto")
+    begin(request, request.entries[0], "--config.method=acco")
+    (length,) = comparison.check(request)
+    assert length["calls"][60] == 121
+    comparison._check_folders(request)
+
+
+@LOADS
+def test_runs_that_choose_their_method_have_no_budget(request_of, on_two):
+    sweep = tuning.parse(["optimizer.learning_rate=1,2"])
+    with pytest.raises(ValueError, match=r"--budget=9 ends runs .* name methods"):
+        comparison.check(request_of("auto", sweep=sweep, budget=9))
+
+
+@LOADS
+def test_a_check_leaves_a_living_runs_checkpoints(request_of, on_two):
+    request = request_of("zero1")
+    folder = begin(request, request.entries[0])
+    saving = folder / "checkpoints" / "20"
+    saving.mkdir()
+    saving.with_suffix(".saving").touch()
+    with claimed(folder):
+        comparison.check(request)
+    assert saving.exists() and saving.with_suffix(".saving").exists()
+
+
+@LOADS
+@pytest.mark.parametrize("seed", [0, 1])
+def test_runs_of_another_config_are_no_tuned_ones(request_of, tmp_path, seed):
+    request = request_of("zero1", sweep=tuning.parse(["optimizer.learning_rate=1,2"]))
+    (plain,) = request.entries
+    tuned = comparison.Entry("zero1", (*plain.flags, f"--{RATE}"))
+    request = dataclasses.replace(request, entries=(tuned,))
+    for number in request.seed_numbers:
+        flags = request.flags(plain if number == seed else tuned)
+        config = parsing.config_of([*flags, f"--config.seed={number}"])
+        folder = request.folder(tuned, number)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(config.to_json_best_effort())
+    message = rf"seed-{seed} .*learning_rate=0.001, not 0.002: use another workdir"
+    with pytest.raises(ValueError, match=message):
+        comparison._check_folders(request)
+
+
+@LOADS
+def test_a_first_half_is_that_of_the_methods_own_step(request_of, monkeypatch):
+    option = "config.microbatches_per_step"
+    sweep = tuning.parse([f"{option[7:]}=8,32"])
+    request = request_of(f"acco,acco({option}=16),acco(config.first_half=1)")
+    halves = [parsing.config_of(request.flags(e)).first_half for e in request.entries]
+    assert halves == [1, 4, 1]
+    request = request_of("acco", sweep=sweep)
+    monkeypatch.setattr(tuning, "tune", lambda found, *_: {"acco": found[1]})
+    lengths = [{"steps": 1, "tokens": 1, "calls": {}}] * 2
+    (best,) = (tuned := comparison._tuned(request, lengths, None)).entries
+    assert parsing.config_of(tuned.flags(best)).first_half == 8
 
 
 def test_methods_and_their_options():
@@ -227,8 +333,7 @@ def test_without_the_tools_the_network_is_refused_before_any_run(start, place):
     assert not (place / "unshaped").exists()
 
 
-# ml_collections loads config files as Python 3.12 no longer does
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@LOADS
 def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatch):
     """With stand-ins for the processes: one method's write a result."""
 
@@ -237,8 +342,8 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
             return [subprocess.Popen(["false"])]
         folder = task.folder
         folder.mkdir(parents=True, exist_ok=True)
-        row = {"kind": "validation", "half_round": 3, "tokens": 9, "seconds": 1.0,
-               "loss": 2.5}  # fmt: skip
+        row = {"kind": "validation", "half_round": 3, "step": 1, "tokens": 9,
+               "seconds": 1.0, "loss": 2.5}  # fmt: skip
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         summary = {"loss": 2.5, "tokens": 9, "steps": 1, "seconds": 1.0,
                    "bytes_sent_per_worker": 8, "state_bytes_per_device": 7}  # fmt: skip

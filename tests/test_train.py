@@ -282,6 +282,13 @@ def test_a_folder_of_checkpoints_is_of_one_run(start, tmp_path):
     assert "seed=0, not 1" in line
     more = f"--stop_after={int(done) + 5}"
     finish(start(first, *LONG, checkpoints, more), code=exits.STOPPED)
+    rows = (first / "metrics.jsonl").read_bytes()
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")  # as if not mounted
+    ((_, err),) = finish(start(first, *LONG, checkpoints), code=exits.REFUSED)
+    (line,) = (x for x in err.splitlines() if x.startswith("error: "))
+    assert f"its folder {tmp_path / 'checkpoints'} is gone: restore it" in line
+    assert not (tmp_path / "checkpoints").exists()
+    assert (first / "metrics.jsonl").read_bytes() == rows
 
 
 @pytest.mark.slow

@@ -60,26 +60,28 @@ def sealed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(
-    path: Path, fields: set[str], *, seals: bool = False
+    path: Path, fields: set[str], *, whole: bool = False, seals: bool = False
 ) -> list[dict[str, Any]]:
     """Read JSON objects, one a line.
 
     Args:
       path: of the file; a missing file has no rows.
       fields: that each object must have.
-      seals: whether the file was written whole, of rows that are `sealed`. Otherwise a
-        process that was killed may have cut the last line, which is left out.
+      whole: whether the file was written whole. Otherwise a process that was killed may
+        have cut the last line, which is left out.
+      seals: whether it was written whole, of rows that are `sealed`.
 
     Raises:
       ValueError: if the file holds something else.
     """
-    lines = read_text(path, limit=ROWS).splitlines() if path.exists() else []
+    text = read_text(path, limit=ROWS).rstrip("\r\n") if path.exists() else ""
+    lines = text.split("\n") if text else []  # other ends of lines may be in a text
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines) and not seals:
+            if number == len(lines) and not (whole or seals):
                 break
             raise ValueError(
                 f"{path} is damaged in line {number}: restore it."
@@ -101,7 +103,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
-    """Return a file's text.
+    """Return a file's text, with the ends of lines that it has.
 
     Args:
       path: of the file.
@@ -114,7 +116,7 @@ def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
     try:
         if limit is not None and not is_remote(path):
             small_files.check(path, limit)
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = small_files.reason(error)
         raise ValueError(f"{path} cannot be read: {reason}.") from error

@@ -8,6 +8,7 @@ from acco_jax.data.pipeline import Corpus as Corpus
 from acco_jax.data.pipeline import bits_per_byte as bits_per_byte
 from acco_jax.data.pipeline import check_rows as check_rows
 from acco_jax.data.pipeline import cuts as cuts
+from acco_jax.data.pipeline import held_out_targets as held_out_targets
 from acco_jax.data.pipeline import kept_tokenizer as kept_tokenizer
 from acco_jax.data.pipeline import load_corpus as load_corpus
 from acco_jax.data.pipeline import rows_per_epoch as rows_per_epoch

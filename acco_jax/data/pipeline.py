@@ -64,7 +64,10 @@ class Corpus:
 
 
 def load_corpus(
-    config: ml_collections.ConfigDict, *, workdir: str | os.PathLike
+    config: ml_collections.ConfigDict,
+    *,
+    workdir: str | os.PathLike,
+    base: str | os.PathLike | None = None,
 ) -> Corpus:
     """Prepare a corpus, or find it prepared, and open its tokens.
 
@@ -74,6 +77,7 @@ def load_corpus(
         held_out, task and data_dir; of the tokenizer tokenizer, vocab_size and
         end_of_text.
       workdir: where a copy of the tokenizer is read from, or written to.
+      base: another workdir, whose BPE a new one takes instead of training its own.
 
     Raises:
       ValueError: if a setting is wrong, or names something that does not exist.
@@ -87,7 +91,8 @@ def load_corpus(
     data_dir.mkdir(parents=True, exist_ok=True)
     with cache.lock(data_dir / "lock"):
         source = corpora.open_source(config, data_dir)
-        tokenizer = _tokenizer(config, source, data_dir, workdir)
+        base = None if base is None else Path(base).expanduser()
+        tokenizer = _tokenizer(config, source, data_dir, workdir, base)
         chat = ChatTemplate(tokenizer) if config.task == "chat" else None
         parts = [source.fingerprint, tokenizer.fingerprint, str(cache.FORMAT)]
         if chat is not None:
@@ -243,13 +248,19 @@ def bits_per_byte(
     `targets` is their number; None: all. A part (`limit` of `validation_batches`) is
     assumed to have the whole split's bytes per target.
     """
+    total = held_out_targets(corpus)
+    share = 1.0 if targets is None else targets / total
+    return total_nats / math.log(2) / (share * corpus.validation_bytes)
+
+
+def held_out_targets(corpus: Corpus) -> int:
+    """Return the number of held-out targets before examples are cut or left out."""
     total = len(corpus.validation_tokens) - 1
     if (spans := corpus.validation_spans) is not None:
         total = int((spans[:, 2] - spans[:, 1] + 1).sum())
     if corpus.validation_targets is not None:
         total = int(np.asarray(corpus.validation_targets).sum())
-    share = 1.0 if targets is None else targets / total
-    return total_nats / math.log(2) / (share * corpus.validation_bytes)
+    return total
 
 
 def rows_per_epoch(corpus: Corpus, length: int, lengths: Sequence[int] = ()) -> int:
@@ -436,8 +447,9 @@ def _tokenizer(
     source: corpora.Source,
     data_dir: Path,
     workdir: Path,
+    base: Path | None,
 ) -> Tokenizer:
-    """Find the workdir's, the trained or the given tokenizer, and copy it there.
+    """Find a run's own, its base's, the trained or the given tokenizer, and copy it.
 
     Raises:
       ValueError: the workdir has another tokenizer.
@@ -450,7 +462,7 @@ def _tokenizer(
             "a copy of: use another workdir"
         )
     if config.tokenizer == "bpe":
-        return _trained(config, source, data_dir, old)
+        return _trained(config, source, data_dir, old, base)
     if old.exists() and kept is None:
         raise ValueError(
             f"data.tokenizer {config.tokenizer!r} is not the 'bpe' of {old}: set it to "
@@ -476,24 +488,26 @@ def _trained(
     source: corpora.Source,
     data_dir: Path,
     path: Path,
+    base: Path | None,
 ) -> Tokenizer:
-    """Find the workdir's BPE at `path` or the one trained before, or train it."""
-    trained = data_dir / "tokenizers" / f"{source.fingerprint}-{config.vocab_size}.json"
+    """Find the BPE at `path`, the base's or the one trained before, or train it."""
+    found = data_dir / "tokenizers" / f"{source.fingerprint}-{config.vocab_size}.json"
     if path.exists():
-        tokenizer = BpeTokenizer.load(path)
-        if tokenizer.vocab_size != config.vocab_size:
-            raise ValueError(
-                f"data.vocab_size {config.vocab_size} is not the "
-                f"{tokenizer.vocab_size} of {path}: set it to {tokenizer.vocab_size}, "
-                "or use another workdir"
-            )
-        return tokenizer
-    if trained.exists():
-        tokenizer = BpeTokenizer.load(trained)
-    else:
+        found = path
+    elif base and (base / path.name).exists() and copied(base) is None:
+        found = base / path.name
+    if not found.exists():
         tokenizer = BpeTokenizer.train(_texts(source.train()), config.vocab_size)
-        tokenizer.save(trained)
-    tokenizer.save(path)
+        tokenizer.save(found)
+    tokenizer = BpeTokenizer.load(found)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"data.vocab_size {config.vocab_size} is not the "
+            f"{tokenizer.vocab_size} of {found}: set it to {tokenizer.vocab_size}, "
+            "or use another workdir"
+        )
+    if found != path:
+        tokenizer.save(path)
     return tokenizer
 
 

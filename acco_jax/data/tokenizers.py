@@ -53,8 +53,9 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, integers (n,), leaving out ends of text.
+        """Return the text of ids, integers (n,).
 
+        Ends of text, and ids beyond the vocabulary, are left out.
         Bytes that are not UTF-8 (a text cut in the middle) become U+FFFD.
         """
 
@@ -328,6 +329,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.end_of_text = end
         self.end_string = self._model.id_to_piece(end)
         self.vocab_size = self._model.get_piece_size()
+        said = beside.read(self._path.with_name(beside.CONFIG))
+        if said.get("add_bos_token") is True and self._model.bos_id() >= 0:
+            self.prefix = (self._model.bos_id(),)
         digest = hashlib.sha256(proto + bytes(str(end), "ascii"))
         self.fingerprint = f"sentencepiece-{digest.hexdigest()[:16]}"
 
@@ -362,7 +366,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
-        return self._model.decode(ids[ids != self.end_of_text].tolist())
+        known = (ids != self.end_of_text) & (ids < self.vocab_size)  # a model has more
+        return self._model.decode(ids[known].tolist())
 
 
 def read_tokenizer(

@@ -26,7 +26,7 @@ from acco_jax.models.rope import (
     YarnScaling,
     yarn_magnitude,
 )
-from acco_jax.models.sizes import FAMILIES, PROJECTIONS, Config
+from acco_jax.models.sizes import FAMILIES, HOW, PROJECTIONS, Config
 from acco_jax.models.transformer import Params, shapes_of
 
 
@@ -217,11 +217,10 @@ _PARTS = (
     "norm", "norm_placement", "positions", "mlp", "biases", "qk_norm",
     "scale_embedding",
 )  # fmt: skip
-# Fields of how something is computed, which no config.json describes.
-_OURS = {"dtype", "param_dtype", "remat", "attention", "scan_layers", "router_loss"}
 # rope_type -> its class, and our field -> that of rope_scaling
 _FACTOR = {"factor": "factor"}
-_LENGTH = {"original_length": "original_max_position_embeddings"}
+_ORIGINAL = "original_max_position_embeddings"
+_LENGTH = {"original_length": _ORIGINAL}
 _SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
     "linear": (LinearScaling, _FACTOR),
     "llama3": (
@@ -338,13 +337,23 @@ def _pattern(config_json: Mapping[str, Any], row: _Family) -> tuple[str, ...]:
 
 
 def _rope(config_json: Mapping[str, Any], row: _Family) -> dict[str, Any]:
-    """Return the fields of RoPE, which transformers 5 has in one field."""
+    """Return the fields of RoPE, which transformers 5 has in one field.
+
+    As there, `rope_scaling` replaces `rope_parameters` (in Gemma 3 it updates them). An
+    original length outside of them comes first, unless they are of a kind of layers.
+    """
     theta = 1e4 if row.local_theta is None else 1e6
     given = {"rope_theta": config_json.get("rope_theta", theta)}
     local = {"rope_theta": config_json.get(row.local_theta or "", 1e4)}
-    for name in ("rope_scaling", "rope_parameters"):
+    alike, length = row.local_theta is None, config_json.get(_ORIGINAL)
+    names = ["rope_parameters", "rope_scaling"]
+    if alike and config_json.get("rope_scaling"):
+        names.remove("rope_parameters")
+    for name in names:
         said = config_json.get(name) or {}
-        given |= _of_layers(name, said)
+        given |= (chosen := _of_layers(name, said))
+        if alike and said and chosen is said and length is not None:
+            given[_ORIGINAL] = length
         if row.local_theta and isinstance(said.get("sliding_attention"), dict):
             local |= said["sliding_attention"]
     part = given.get("partial_rotary_factor", config_json.get("partial_rotary_factor"))
@@ -479,7 +488,7 @@ def _misfit(config: Config, family: str) -> str | None:
     expected |= {"kv_heads": config.heads, "head_width": plain}
     if set(given["pattern"]) == set(expected["pattern"]):
         expected["pattern"] = given["pattern"]
-    described = row.described | _OURS
+    described = row.described | HOW
     if "local" not in config.pattern:
         described.add("window")
     for name in sorted(given.keys() - described):

@@ -8,6 +8,7 @@ import jax
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
+Loss = Callable[[PyTree, Batch, Any], tuple[jax.Array, jax.Array, PyTree]]
 Stacked = Callable[[PyTree], PyTree]  # parameters -> a bool for each leaf
 
 
@@ -26,6 +27,8 @@ class Model:
         config.data.document_mask, batch["segments"], int32 (b, length), numbers the
         documents of the inputs, within which attention is to stay. rng is
         a key in training if `draws`, and None in evaluation.
+      evaluation_loss: `loss` of held-out rows, without what only training adds to it;
+        None: it is `loss`.
       flops_per_token: length -> model FLOPs of forward and backward pass per target,
         for the utilization that metrics and plan show; None: they leave it out.
       stacked: parameters -> which leaves stack layers on axis 0, so that an optimizer
@@ -40,13 +43,14 @@ class Model:
     """
 
     init: Callable[[jax.Array], PyTree]
-    loss: Callable[[PyTree, Batch, Any], tuple[jax.Array, jax.Array, PyTree]]
+    loss: Loss
     flops_per_token: Callable[[int], float] | None = None
     stacked: Stacked | None = None
     tensor: Callable[[PyTree, int], PyTree] | None = None
     draws: bool = False
     apply: Callable[[PyTree, jax.Array], jax.Array] | None = None
     dtype: str = "bfloat16"
+    evaluation_loss: Loss | None = None
 
     def parameters(self) -> int:
         """Return the number of parameters."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from acco_jax.models import decoding
 from acco_jax.models.sizes import Config
@@ -139,7 +140,7 @@ def write(
     config: Config,
     sampling: Sampling,
     params: Params,
-    end_of_text: int | jax.Array,
+    ends: ArrayLike,
     texts: Texts,
     tokens: int | jax.Array,
 ) -> Texts:
@@ -149,7 +150,7 @@ def write(
       config: of the model.
       sampling: how tokens are chosen.
       params: in the tree of `transformer.init_params`.
-      end_of_text: the token after which a row ends.
+      ends: the token after which a row ends, or several.
       texts: from `begin` or this; its arrays are not to be used again.
       tokens: how many; not part of the compiled program.
     """
@@ -165,7 +166,7 @@ def write(
         new = choose(sampling, logits, jax.vmap(jax.random.fold_in)(t.keys, t.lengths))
         at = jnp.where(t.ended, t.tokens.shape[1], t.lengths)  # beyond: dropped
         lengths = t.lengths + ~t.ended
-        ended = t.ended | (new == end_of_text) | (lengths == t.limits)
+        ended = t.ended | jnp.isin(new, ends) | (lengths == t.limits)
         written = t.tokens.at[rows, at].set(new, mode="drop")
         t = t._replace(tokens=written, lengths=lengths, ended=ended, cache=cache)
         return left - 1, t

@@ -20,6 +20,8 @@ PROJECTIONS = {
     "geglu": ("gate_proj", "up_proj", "down_proj"),
     "moe": ("gate_proj", "up_proj", "down_proj"),  # of each expert
 }
+# Fields of how something is computed, which no config.json describes.
+HOW = {"dtype", "param_dtype", "remat", "attention", "scan_layers", "router_loss"}
 NORMS = ("layer", "rms", "zero_centered_rms")
 
 
@@ -193,6 +195,17 @@ class Config:
     def blocks(self) -> tuple[str, ...]:
         """The blocks' names in one repetition of the pattern: '0_global', '1_local'."""
         return tuple(f"{i}_{kind}" for i, kind in enumerate(self.pattern))
+
+    @property
+    def computed(self) -> dict[str, Any]:
+        """The fields that decide which logits follow from parameters, all resolved."""
+        left_out = {*HOW, "init_std", "max_length"}
+        left_out |= set() if "local" in self.pattern else {"window"}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["kv_heads"], fields["head_width"] = self.key_heads, self.head_size
+        fields["mlp_width"] = self.hidden
+        fields["scale"] = self.scale or self.head_size**-0.5
+        return {name: x for name, x in fields.items() if name not in left_out}
 
 
 _GPT: dict[str, Any] = {"norm": "layer", "positions": "learned", "mlp": "gelu"}

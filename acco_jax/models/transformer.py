@@ -8,6 +8,7 @@ Shapes are spelled in suffixes: B batch, T length, D width, N heads of queries, 
 of keys and values, H width of a head, V vocabulary.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -532,9 +533,11 @@ def loss_fn(config: Config) -> Loss:
 
 def model(config: Config) -> Model:
     """Return the transformer of this configuration as a `Model` for the runner."""
+    plain = dataclasses.replace(config, router_loss=0.0)
     return Model(
         init=functools.partial(init_params, config),
         loss=loss_fn(config),
+        evaluation_loss=loss_fn(plain) if config.router_loss else None,
         flops_per_token=functools.partial(flops_per_token, config),
         stacked=stacked,
         tensor=functools.partial(tensor_specs, config),

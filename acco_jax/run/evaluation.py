@@ -14,6 +14,7 @@ from acco_jax import data
 from acco_jax.command import exits
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.workers import over_data
+from acco_jax.run.build import models
 from acco_jax.run.preparation import Experiment, held_out_batches, to_devices
 
 PyTree = Any
@@ -28,7 +29,8 @@ class Evaluator:
         """Prepare evaluations that `stopped`, asked before each batch, ends."""
         self._experiment, self._stopped = experiment, stopped
         e = experiment
-        self._loss_fn, rows = with_arrays(e.loss_fn), P(e.tx.axis)
+        loss_fn = models.evaluated(e.config, e.model, e.loss_fn)
+        self._loss_fn, rows = with_arrays(loss_fn), P(e.tx.axis)
 
         def add(
             loss_fn: Partial, params: PyTree, batch: PyTree, sums: jax.Array

@@ -192,6 +192,13 @@ class _Run:
     def tokens(self) -> int:
         return self._batches.targets
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that all workers together have computed so far."""
+        at = self._batches.position
+        rows = sum(at.rows) - sum(map(len, at.left))
+        return rows // self._experiment.config.microbatch_size
+
     def half_round(self) -> None:
         """Dispatch a half-round; block only on a previous logging interval."""
         e = self._experiment
@@ -258,7 +265,8 @@ class _Run:
     def owes_evaluation(self) -> bool:
         """Return whether the run was stopped in its last half-round's evaluation."""
         e = self._experiment
-        if not self.done or not _crossed(e, self.done, e.config.eval_every):
+        due = _crossed(e, self.done, e.config.eval_every) or self.done == e.total_calls
+        if not self.done or not due:
             return False
         rows = metrics.read(e.workdir)
         return not any(
@@ -455,7 +463,7 @@ def run(
                 logging.warning("%s", spike)
                 logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
-        measured = runner.spent()
+        measured = runner.spent() | {"microbatches": runner.microbatches}
         measured |= measures.footprint(experiment, runner.params, runner.state)
         if time_gradients:
             params = acco_jax.committed_params(runner.state, runner.params)

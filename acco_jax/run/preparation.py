@@ -234,7 +234,7 @@ def build(
             config, identity, old, amounts.method, done, extend=extend
         )
         identity["extended"] = [list(pair) for pair in config.extended]
-    trainable = _trainable(config, mesh, corpus)
+    trainable = _trainable(config, mesh, corpus, begun=bool(old))
     tx, step = _step(config, mesh, trainable, amounts)
     experiment = Experiment(
         config=config, workdir=workdir, mesh=mesh, corpus=corpus, tx=tx, step=step,
@@ -321,6 +321,8 @@ def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
         identity["pretrained"] = pretrained.identity(
             config.init_from, config.ignore_weights
         )
+    if config.base and (config.lora.rank or config.lora.ranks):
+        identity["frozen"] = trained_runs.base_identity(config)
     if config.lora.init_from is not None:
         identity["adapters"] = adapters.identity(config)
     return identity | {"generation": pretrained.kept_generation(config)}
@@ -359,7 +361,8 @@ def _corpus(
     Raises:
       ValueError: if it is not that of the run in the workdir, or of other processes.
     """
-    corpus = data.load_corpus(pretrained.data_fields(config), workdir=workdir)
+    fields = pretrained.data_fields(config)
+    corpus = data.load_corpus(fields, workdir=workdir, base=config.base)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
     if jax.process_count() > 1:
         _check_same_text(corpus.checksum)
@@ -395,21 +398,25 @@ def _with_steps(
     )
 
 
-def _trainable(config: ConfigDict, mesh: Mesh, corpus: data.Corpus) -> Trainable:
-    """Return the model for a corpus, and how its parameters begin.
+def _trainable(
+    config: ConfigDict, mesh: Mesh, corpus: data.Corpus, *, begun: bool
+) -> Trainable:
+    """Return the model for a corpus, and how its parameters begin, or have begun.
 
     Raises:
       ValueError: if the model does not fit the tokenizer, or its weights are missing.
     """
     model = models.model(config, corpus.tokenizer.vocab_size)
     models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
+    known = None if begun else corpus.tokenizer
     loss_fn, init = models.trained(
-        config, model, lambda make: trained_runs.start(config, make, model, mesh)
+        config, model, lambda make: trained_runs.start(config, make, model, mesh, known)
     )
     specs = models.specs(model, jax.eval_shape(init), mesh)
     adapts = config.lora.rank or config.lora.ranks
     if config.base and not adapts:
-        init = Partial(_identity, trained_runs.start(config, init, model, mesh))
+        base = trained_runs.start(config, init, model, mesh, known)
+        init = Partial(_identity, base)
     start = functools.partial(
         _made, with_arrays(init), trained_runs.shardings(specs, mesh)
     )
@@ -724,14 +731,15 @@ def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, An
 
 
 def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
-    """Raise a ValueError for a workdir with metrics but without its checkpoints.
-
-    Raises:
-      ValueError: if the checkpoints are missing, or a file of rows is damaged.
-    """
+    """Raise a ValueError if the checkpoints are missing, or rows are damaged."""
     goodput.read(workdir)
     metrics.read(workdir)
     worlds.recorded(workdir)
+    check_present(workdir, checkpoints)
+
+
+def check_present(workdir: Path, checkpoints: Path | epath.Path) -> None:
+    """Raise a ValueError for a workdir with metrics but without its checkpoints."""
     if (workdir / metrics.FILE).exists() and not checkpoints.exists():
         raise ValueError(
             f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "

@@ -11,7 +11,7 @@ from acco_jax.models import lora
 from acco_jax.models.sampling import Sampling
 from acco_jax.run.build import models
 from acco_jax.run.preparation import Experiment
-from acco_jax.run.trained.language import Language, keys_of
+from acco_jax.run.trained.language import Language, ends_of, keys_of
 
 PyTree = Any
 
@@ -34,7 +34,8 @@ def written(experiment: Experiment, params: PyTree) -> list[str]:
         params = whole(c.lora.scale, params, adapted)
         here = jax.tree.map(lambda x: x.addressable_data(0), params)
         config = models.transformer_config(c, e.corpus.tokenizer.vocab_size)
-        model = Language(config, here, e.corpus.tokenizer)
+        ends = ends_of(e.identity.get("generation"), config)
+        model = Language(config, here, e.corpus.tokenizer, ends=ends)
         prompt = model.tokens(c.sample_prompt, config.max_length - tokens)
         prompts, how = [prompt] * c.samples, Sampling(temperature=1.0)
         (texts,) = model.write(prompts, tokens, how, keys_of(seed, c.samples), tokens)

@@ -101,7 +101,7 @@ def _no_work(name: str, module: Any):
     """Lets a command check all that it can, and stop where it would begin to work."""
     patches: list[tuple[Any, str, Any]] = [
         (comparison.devices, "choose_platform", lambda *_, **__: None),
-        (preparation, "prepare", lambda config, folder: validate(config)),
+        (preparation, "build", lambda config, folder: None),
         (comparison, "_length", lambda experiment: {}),
         (comparison, "compare", lambda request, argv: comparison.check(request) or ""),
     ]
@@ -213,22 +213,8 @@ def workdir(case: Case) -> None:
     with workdirs.claimed(Path()):
         workdirs.check_held(Path())
         preparation._check_workdir(Path(), _experiment().identity)
-    request = comparison.ComparisonRequest((), (comparison.Entry("m", ()),), Path(), 2)
-    for seed in (0, 1):
-        shutil.copytree(".", f"m/seed-{seed}", ignore=lambda *_: ["m", "checkpoints"])
-    with _patched(comparison.ComparisonRequest, "seed_numbers", (0, 0)):
-        comparison._check_folders(request)
+    comparison._check_folder(Path(), _experiment().config)
     _results(Path())
-
-
-@contextlib.contextmanager
-def _patched(owner: Any, name: str, value: Any):
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _results(folder: Path) -> None:

@@ -1,11 +1,14 @@
 """Tokenizers: round trips, vocabularies, files."""
 
+import json
+
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acco_jax.data import BpeTokenizer, ByteTokenizer
+from acco_jax.data import BpeTokenizer, ByteTokenizer, read_tokenizer
 
 TEXTS = [f"the cat {i} sat on the mat, l'été, 猫\n<|endoftext|>" for i in range(200)]
 TOKENIZERS = [ByteTokenizer(), BpeTokenizer.train(TEXTS, 300)]
@@ -61,3 +64,34 @@ def test_impossible_vocabularies_are_refused(vocab_size, hint):
         BpeTokenizer.train(TEXTS, vocab_size)
     assert str(vocab_size) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def pieces(tmp_path):
+    """A SentencePiece model, whose "<s>" is 1 and "</s>" 2."""
+    with open(tmp_path / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS), model_writer=file, vocab_size=50,
+            minloglevel=2,
+        )  # fmt: skip
+    return tmp_path / "tokenizer.model"
+
+
+@pytest.mark.parametrize(
+    ("said", "prefix"), [(True, (1,)), (False, ()), (None, ()), ("yes", ())]
+)
+def test_pieces_begin_as_the_configuration_says(pieces, tmp_path, said, prefix):
+    plain = read_tokenizer(pieces)
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": said}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = read_tokenizer(pieces)
+    assert (plain.prefix, found.prefix) == ((), prefix)
+    assert found.fingerprint == plain.fingerprint
+    assert found.encode("the cat").tolist() == plain.encode("the cat").tolist()
+
+
+def test_ids_beyond_the_pieces_are_left_out(pieces):
+    tokenizer = read_tokenizer(pieces)
+    ids = tokenizer.encode("the cat sat").tolist()
+    more = [tokenizer.vocab_size, *ids[:2], 99, *ids[2:], tokenizer.end_of_text]
+    assert tokenizer.decode(np.array(more)) == tokenizer.decode(ids) == "the cat sat"

@@ -262,6 +262,8 @@ def test_published_configurations(fields, size):
     if scale:
         published = dataclasses.replace(published, scale=scale)
     assert dataclasses.replace(config, head_width=published.head_width) == published
+    assert config.computed == transformer.size(size, max_length=9).computed
+    assert config.computed != dataclasses.replace(config, eps=1e-3).computed
     said = huggingface.config_json(config)
     again = huggingface.config_of(json.loads(json.dumps(said)), remat="block")
     # widths that follow from others are said
@@ -278,6 +280,58 @@ def test_both_forms_of_rope():
     assert config == huggingface.config_of(LLAMA)
     assert config.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
     assert huggingface.config_of(newer).rope_theta == 10000.0
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+SLOW = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}
+SLOW |= {"high_freq_factor": 4.0}
+LENGTH = "original_max_position_embeddings"
+# The fields of RoPE beside others, and inverse frequencies of transformers 5.24.
+LENGTHS = {
+    "yarn, outside": ({"rope_scaling": YARN, LENGTH: 32}, [1, 0.025, 0.0025, 0.00025]),
+    "yarn, both": (
+        {"rope_scaling": YARN | {LENGTH: 64}, LENGTH: 32},
+        [1, 0.025, 0.0025, 0.00025],
+    ),
+    "llama3, newer": (
+        {"rope_parameters": SLOW | {LENGTH: 256, "rope_theta": 5e4}, LENGTH: 32},
+        [1, 0.016719, 0.001118, 0.000075],
+    ),
+    "llama3, both": (
+        {"rope_scaling": SLOW | {LENGTH: 256}, LENGTH: 32},
+        [1, 0.025, 0.0025, 0.00025],
+    ),
+    "null": (
+        {"rope_scaling": YARN | {LENGTH: 64}, LENGTH: None},
+        [1, 0.0625, 0.0025, 0.00025],
+    ),
+    "two fields": (
+        {
+            "rope_scaling": YARN | {LENGTH: 64},
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 5e5,
+            },
+        },
+        [1, 0.0625, 0.0025, 0.00025],
+    ),
+    "of a kind of layers": (
+        {"rope_parameters": {"full_attention": YARN | {LENGTH: 64}}, LENGTH: 32},
+        [1, 0.0625, 0.0025, 0.00025],
+    ),
+}
+
+
+@pytest.mark.parametrize(("rope", "frequencies"), LENGTHS.values(), ids=LENGTHS)
+def test_a_length_outside_of_rope_is_read_as_by_transformers(rope, frequencies):
+    plain = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
+    config = huggingface.config_of({**plain, "max_position_embeddings": 128, **rope})
+    exported = huggingface.config_of(huggingface.config_json(config))
+    for found in (config, exported):
+        radians = found.rope_theta ** (-np.arange(0, 8, 2) / 8)
+        scaled = found.rope_scaling.scaled(radians)
+        np.testing.assert_allclose(scaled, frequencies, atol=6e-7)
 
 
 FULL = {"rope_type": "default", "rope_theta": 5e6}
@@ -374,7 +428,7 @@ def test_weights_that_are_not_read(name):
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
         (QWEN3, {"layer_types": ["sliding_attention"]}, "sliding_attention"),
         (LLAMA, {"rope_theta": None}, "rope_theta=None: give a number above 0"),
-        (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': give a num"),
+        (QWEN3, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': give a num"),
         (QWEN3, {"rope_theta": 0}, "rope_theta=0: give a number above 0"),
         (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps=0: it must be above 0"),
         (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope'"),

@@ -1,6 +1,7 @@
 """Runs on instructions, on masked documents and with adaptive counts: their rows."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.run import loop, preparation
+from acco_jax.run import load_run, loop, preparation
 from acco_jax.run.config import identity
 from acco_jax.run.observe import metrics
 from acco_jax.run.trained import splits
-from tests.run.test_loop import arrays_of, compilations, rows_of
+from tests.run.test_loop import arrays_of, compilations, manual_loss, rows_of
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 
@@ -54,6 +55,44 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     again, _ = train(tmp_path / "parts", **instructions)
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
     assert arrays_of(again) == arrays_of(whole)
+
+
+def test_figures_of_a_split_are_those_of_the_targets_that_are_kept(
+    instructions, saved, tmp_path
+):
+    changes = instructions | {"data.lengths": (), "length": 166}
+    e, theta = saved(tmp_path, 1, **changes)
+    found = splits.of_split(tmp_path, "validation")
+    loss, bits = loop.Evaluator(e)(theta, None)
+    spans = e.corpus.validation_spans
+    prompts, targets = spans[:, 1] - spans[:, 0], spans[:, 2] - spans[:, 1] + 1
+    kept = np.clip(166 - prompts, 0, targets).sum()
+    assert found["tokens"] == kept < targets.sum()
+    share = kept / targets.sum()
+    size = share * (targets - 1).sum()  # an answer's bytes, and one word each
+    nats = loss * kept
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    per_word = math.log(found["perplexity_per_word"])
+    assert per_word == pytest.approx(nats / (share * len(spans)), rel=1e-5)
+    words = round(share * len(spans))
+    assert (found["words"], found["bytes"]) == (words, round(size))
+
+
+def test_held_out_loss_is_without_the_router_loss(saved, tmp_path):
+    """Of a model, and of adapters of one."""
+    changes = {
+        "model.family": "qwen3-moe", "model.experts": 4, "model.experts_per_token": 2,
+        "model.router_loss": 0.5, "model.mlp_width": 8, "lora.rank": 2,
+        "method": "zero1",
+    }  # fmt: skip
+    e, theta = saved(tmp_path, 1, **changes)
+    expected = manual_loss(e, load_run(tmp_path, jax.devices()[:1]).params)
+    found = splits.of_split(tmp_path, "validation")
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    loss, _ = loop.Evaluator(e)(theta, None)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

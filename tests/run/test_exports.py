@@ -16,7 +16,7 @@ from acco_jax import data
 from acco_jax.command import exits
 from acco_jax.models import huggingface
 from acco_jax.run import load_run
-from acco_jax.run.trained import exporting
+from acco_jax.run.trained import exporting, language
 from acco_jax.run.weights import folders, pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +119,7 @@ def test_bytes_in_another_dtype_from_which_a_run_starts(saved, tiny, tmp_path):
     assert again["chat_template"] == "{{ messages }}" and "auto_map" not in again
     generation |= {"eos_token_id": [2, 3, 1, 256], "temperature": 0.5}
     check_generation(tmp_path / "again", generation, {"bos_token": 0, "pad_token": 2})
+    assert language.from_run(tmp_path / "tuned").ends == (2, 3, 1, 256)
     chex.assert_trees_all_equal(
         read(tmp_path / "again", "float32")[0], jax.device_get(run.params)
     )

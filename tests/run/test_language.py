@@ -111,6 +111,21 @@ def test_a_folder_has_its_own_prefix_and_dtype(folder):
     assert texts == [" bca bc"]
 
 
+def test_a_text_ends_with_each_of_the_folder_s_ends(folder, harness, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    ends = {"eos_token_id": [256, ord("c"), 2**40]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    model = from_folder(tmp_path)
+    assert model.ends == (256, ord("c"))
+    prompts = [model.tokens("ba"), model.tokens("zc")]  # in a prompt it ends nothing
+    seen = [*model.write(prompts, 3, Sampling(), keys_of(0, 2), 1)]
+    assert seen == [[" ", "a"], [" b", "a "], [" b", "a b"]]
+    options = {"until": ["!"], "max_gen_toks": 9, "do_sample": False}
+    asked = types.SimpleNamespace(args=("ba", options))
+    assert harness.AccoLM(model=str(tmp_path)).generate_until([asked]) == [" b"]
+
+
 def test_a_text_without_a_prefix(model):
     assert model.tokens("ab").tolist() == [97, 98]
     assert model.tokens("").tolist() == [256]
@@ -166,6 +181,16 @@ def test_lambada_is_of_last_words(successors, tmp_path):
     assert found["whole_text"]["loss"] == pytest.approx(sum(whole) / 24, rel=1e-5)
 
 
+def test_only_a_new_line_ends_a_line_of_lambada(successors, tmp_path):
+    texts = ["cab\u2028ba bca", "ba\x85 bcb", "a\x0b bc a b"]
+    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in texts]
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes("\r\n".join([*lines, "", ""]).encode())
+    found = perplexity.of_lambada(successors, path)
+    assert found["texts"] == 3
+    assert found["whole_text"]["bytes"] == sum(len(t.encode()) for t in texts)
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -173,6 +198,7 @@ def test_lambada_is_of_last_words(successors, tmp_path):
         ('{"text": "one"}\n', "has no last word in line 1"),
         ('{"text": "a b"}\n{"text": "a "}\n', "has no last word in line 2"),
         ('{"text": "a b"}\n{"txt": "a b"}\n', "damaged in line 2"),
+        ('{"text": "a b"}\n{"text": "a b', "damaged in line 2"),
     ],
 )
 def test_what_is_no_lambada_is_refused(successors, tmp_path, content, match):
@@ -251,9 +277,11 @@ def test_generate_shows_prompt_and_what_follows(folder):
 
 
 def test_evaluate_prints_figures(folder, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
+    text = TEXT.replace(" ", "\r\n", 3).replace(" ", "\r", 1)
+    (tmp_path / "text.txt").write_bytes(text.encode())
     flags = f"--model={folder}", f"--file={tmp_path / 'text.txt'}", "--stride=16"
     done = _command("evaluate", *flags, "--json")
     assert done.returncode == 0, done.stderr
-    expected = perplexity.of_text(from_folder(folder), TEXT, 16)
+    expected = perplexity.of_text(from_folder(folder), text, 16)
+    assert expected["bytes"] == len(TEXT.encode()) + 3
     assert json.loads(done.stdout) == pytest.approx(expected, rel=1e-5)

@@ -16,6 +16,7 @@ import pytest
 
 import acco_jax
 from acco_jax import data
+from acco_jax.command import exits
 from acco_jax.models import transformer
 from acco_jax.run import loop, preparation
 from acco_jax.run.build import models
@@ -333,6 +334,25 @@ def test_a_signal_stops_with_a_checkpoint(
     assert signal.getsignal(number) == before
     train(tmp_path)
     assert rows_of(tmp_path) == rows_of(whole)
+
+
+def test_a_last_evaluation_that_was_stopped_is_made_up_for(
+    train_quickly, tmp_path, monkeypatch
+):
+    """Also where the run's last step is no multiple of eval_every."""
+
+    def stopped(evaluator, params, limit):
+        raise exits.Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Evaluator, "__call__", stopped)
+        _, summary = train_quickly(tmp_path, eval_every=100)
+    assert summary is None
+    _, summary = train_quickly(tmp_path, eval_every=100)
+    assert [row["kind"] for row in rows_of(tmp_path)][-3:] == [
+        "train", "validation", "final",
+    ]  # fmt: skip
+    assert summary is not None
 
 
 def test_runs_outside_the_main_thread(train_quickly, tmp_path):

@@ -1,5 +1,7 @@
 """The runner trains adapters with any method, and continues them bit for bit."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import acco_jax
 from acco_jax.models import lora
 from acco_jax.run import loop, preparation
 from acco_jax.run.observe import metrics
+from acco_jax.run.trained.trained_runs import load_run
 
 CHANGES = {"lora.rank": 2, "lora.scale": 2.0, "steps": 4}
 CLOCKS = ("seconds", "tokens_per_second", "goodput")
@@ -86,6 +89,19 @@ def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_base_that_was_trained_on_is_another_model(train, tmp_path):
+    base, workdir = tmp_path / "base", tmp_path / "adapters"
+    train(base, stop_after=1)
+    train(workdir, **CHANGES, base=str(base), stop_after=1)
+    load_run(workdir)
+    train(base, stop_after=2)
+    with pytest.raises(ValueError, match=r"frozen\.checksums=.*another workdir"):
+        train(workdir, **CHANGES, base=str(base))
+    with pytest.raises(ValueError, match=rf"base is {base}, whose newest checkpoint"):
+        load_run(workdir)
+
+
 def test_goes_on_from_the_parameters_of_another_run(dense_run, train, tmp_path):
     _, summary, workdir = dense_run
     experiment, _ = train(tmp_path, base=str(workdir), method="zero1", stop_after=1)
@@ -101,6 +117,11 @@ def test_goes_on_from_the_parameters_of_another_run(dense_run, train, tmp_path):
     [
         ({"base": "/nowhere"}, "which holds no run: "),
         ({"model.width": 32}, "which holds another model"),
+        ({"model.heads": 1}, r"which holds another model \(heads=2, "),
+        (
+            {"data.tokenizer": "bpe", "data.vocab_size": 257},
+            r"another model \(its tokenizer is bytes\)",
+        ),
     ],
 )
 def test_a_base_that_cannot_be_is_refused_in_one_line(
@@ -127,3 +148,30 @@ def test_a_pattern_that_matches_nothing_is_refused(tiny, tmp_path):
     config = tiny(**{"lora.rank": 2, "lora.pattern": "conv"})
     with pytest.raises(ValueError, match="matches no parameter"):
         preparation.prepare(config, tmp_path, jax.devices()[:2])
+
+
+def test_a_run_takes_the_bpe_of_its_base(saved, tiny, tmp_path):
+    base, texts = tmp_path / "base", tmp_path / "texts"
+    changes = {"data.tokenizer": "bpe", "data.vocab_size": 290, "method": "zero1"}
+    experiment, _ = saved(base, 1, **changes)
+    texts.mkdir()
+    for i in range(4):  # of which another BPE would be trained
+        numbers = " ".join(str(k * k) for k in range(1000 * i, 1000 * i + 999))
+        (texts / f"{i}.txt").write_text(numbers)
+    changes |= {"data.path": str(texts), "base": str(base)}
+    devices, known = jax.devices()[:1], experiment.corpus.tokenizer.fingerprint
+    e = preparation.prepare(tiny(**changes), tmp_path / "new", devices)
+    assert e.corpus.tokenizer.fingerprint == known
+    with pytest.raises(
+        ValueError, match=r"288 is not the 290 of .*/base/tokenizer\.json"
+    ):
+        preparation.prepare(
+            tiny(**changes | {"data.vocab_size": 288}), tmp_path / "no", devices
+        )
+    # a run that has begun goes on; one that begins is compared
+    described = json.loads((base / "config.json").read_text())
+    described["model"]["heads"] = 1
+    (base / "config.json").write_text(json.dumps(described))
+    preparation.prepare(tiny(**changes), tmp_path / "new", devices)
+    with pytest.raises(ValueError, match=r"another model \(heads=1, "):
+        preparation.prepare(tiny(**changes), tmp_path / "other", devices)

@@ -17,13 +17,14 @@ ACCO, ZERO1 = (
 EVERY = 100  # half-rounds between evaluations
 
 
-def make_run(folder, *, loss, rate=1000.0, sent=4_000_000, alone=8e-4, rows=10):
+def make_run(folder, *, loss, rate=1000.0, sent=4_000_000, alone=8e-4, rows=10, fill=0):
     """A run's folder: 10 evaluations, falling to `loss`; the last but one is best."""
     folder.mkdir(parents=True)
     lines = []
     for k in range(1, rows + 1):
         tokens = 256 * EVERY * k
-        at = {"half_round": EVERY * k, "tokens": tokens, "seconds": tokens / rate}
+        at = {"half_round": EVERY * k + fill, "step": EVERY * k, "tokens": tokens,
+              "seconds": tokens / rate}  # fmt: skip
         known = None if k == 1 else rate  # the first interval compiles
         lines.append(
             {"kind": "train", "loss": 9.0, "tokens_per_second": known, **at}
@@ -37,7 +38,8 @@ def make_run(folder, *, loss, rate=1000.0, sent=4_000_000, alone=8e-4, rows=10):
         "loss": loss, "tokens": tokens, "steps": EVERY * rows, "seconds": tokens / rate,
         "bytes_sent_per_worker": sent, "state_bytes_per_device": 1_234_567,
         "gradient_seconds_per_token": alone,
-        "seconds_by_cause": {"training": 200.0, "compiling": 30.0},
+        "seconds_by_cause": {"training": 200.0, "compiling": 30.0, "down": 900.0},
+        "wall_seconds": 1200.0, "microbatches": 4002,
     }  # fmt: skip
     if alone is None:
         del summary["gradient_seconds_per_token"], summary["seconds_by_cause"]
@@ -74,11 +76,24 @@ def cells(text):
 def test_a_result_is_what_the_run_recorded(found):
     first = found[0]
     assert first.final_loss == 2.0 and first.best_loss == 1.5
-    assert first.tokens == 256_000 and first.microbatches == 256_000 / 64
+    assert first.tokens == 256_000 and first.microbatches == 4002
     assert first.tokens_per_second == 1000  # without the interval that compiled
     # 1 / 1000 s a token, of which 0.8 ms gradients; 256 tokens a step
     assert first.exposed_ms_per_step == pytest.approx(256 * 0.2)
     assert found[2].exposed_ms_per_step is None
+
+
+def test_a_run_on_answers_counts_its_microbatches(train_quickly, tmp_path):
+    """Of 2 workers, 4 microbatches each; few tokens are targets."""
+    rows = [{"instruction": f"{i}?", "input": "", "output": "a"} for i in range(60)]
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train_quickly(tmp_path / "run", **{
+        "data.name": "jsonl", "data.path": str(tmp_path / "all.jsonl"),
+        "data.task": "instruct", "length": 200, "method": "zero1", "steps": 2,
+    })  # fmt: skip
+    result = results.read(tmp_path / "run", "zero1", 0)
+    assert result.tokens < 16 * 2 * 200 / 10 and result.microbatches == 16
+    assert result.seconds >= result.training_seconds + result.compiling_seconds
 
 
 def test_the_table_says_means_spreads_and_what_is_not_known(found, tmp_path):
@@ -90,8 +105,8 @@ def test_the_table_says_means_spreads_and_what_is_not_known(found, tmp_path):
     expected = {
         "method": "acco", "seeds": "2", "final": "2.1250 (0.2500)",
         "against acco": "", "lowest": "1.6250 (0.2500)", "tokens/s": "1,000",
-        "training": "200.0 s", "compiling": "30.0 s", "in all": "256.0 s",
-        "exposed": "51.2 ms/step", "microbatches": "4,000", "sent": "4 MB",
+        "training": "200.0 s", "compiling": "30.0 s", "in all": "300.0 s",
+        "exposed": "51.2 ms/step", "microbatches": "4,002", "sent": "4 MB",
         "state": "1.235 MB",
     }  # fmt: skip
     assert rows["acco"] == expected
@@ -142,6 +157,12 @@ def test_a_curve_is_the_mean_within_the_seeds_range(found):
 def test_seeds_with_other_evaluations_meet_where_both_have_one(found, tmp_path):
     short = results.read(make_run(tmp_path / "s", loss=2.0, rows=4), "acco", 2)
     assert len(results.curve([*found[:2], short]).mean) == 4
+
+
+def test_seeds_whose_methods_differ_meet_at_their_steps(found, tmp_path):
+    """As runs of auto may: acco's half-rounds have other numbers than zero1's."""
+    other = results.read(make_run(tmp_path / "o", loss=2.0, fill=1), "acco", 2)
+    assert len(results.curve([*found[:2], other]).mean) == 10
 
 
 def pixels(path, colour):

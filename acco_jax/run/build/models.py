@@ -1,5 +1,6 @@
 """Model of an experiment: a transformer, or the result of a user's factory."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -203,3 +204,12 @@ def trained(
         return loss, whole
     jax.eval_shape(adapters)  # raises before there is a model
     return lora.loss_fn(loss, freeze(whole), c.scale), adapters
+
+
+def evaluated(config: ConfigDict, model: Model, loss_fn: Any) -> Callable[..., Any]:
+    """Return the loss of held-out rows, for `trained`'s, with its frozen parameters."""
+    if model.evaluation_loss is None:
+        return loss_fn
+    model = dataclasses.replace(model, loss=model.evaluation_loss)
+    # a frozen model is an argument of its adapters' loss
+    return trained(config, model, lambda make: loss_fn.args[0])[0]

@@ -6,17 +6,21 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from absl import logging
+from ml_collections import ConfigDict
 
 from acco_jax.command import devices, program_store
 from acco_jax.command.files import read_object
 from acco_jax.run.compare import network, pool, results, tuning
 from acco_jax.run.compare.tuning import Candidate
-from acco_jax.run.config import parsing
+from acco_jax.run.config import fields, parsing
 from acco_jax.run.config.identity import differing_field
+
+CHOSEN = ("method", "method_options", "domains", "first_half")  # by a run of auto
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,17 @@ class ComparisonRequest:
     budget: int | None = None  # tokens of the sweep; None: of all its runs
 
     def flags(self, entry: Entry) -> list[str]:
-        return [*self.config, *entry.flags]
+        """Return the flags of a method's runs, with acco's smallest first half.
+
+        Where a run would time several, all seeds then compute the same, whatever else
+        the machine does. On a link of its own each run chooses.
+        """
+        given = [*self.config, *entry.flags]
+        config = parsing.config_of(given)
+        if self.rate is not None or config.get("first_half") != "auto":
+            return given
+        first = next(iter(fields.first_halves(config, 2)), 0)
+        return [*given, f"--config.first_half={first}"] if first else given
 
     def folder(self, entry: Entry, seed: int) -> Path:
         return self.workdir / entry.name / f"seed-{seed}"
@@ -110,7 +124,7 @@ def _entry(name: str) -> Entry:
 
 
 def check(request: ComparisonRequest) -> list[dict[str, Any]]:
-    """Prepare a run of every method, in this process, as its own process would.
+    """Check and build a run of every method, in this process; no run is recorded.
 
     Returns:
       The fields of a `tuning.Length` for each candidate of the sweep; without a sweep,
@@ -129,7 +143,8 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
     )
     program_store.keep_programs()
     # slow, and only now may anything touch devices
-    from acco_jax.run import preparation
+    from acco_jax.run import preparation, trials
+    from acco_jax.run.state.workdir import held
 
     lengths = []
     for c in request.candidates:
@@ -141,9 +156,21 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
         try:
             flags = [*request.flags(entry), f"--config.seed={seed}"]
             config = parsing.config_of(flags)
-            if config.method == "auto":  # each run chooses: this one is always allowed
-                config.method = "zero1"
-            experiment = preparation.prepare(config, folder)
+            preparation.check(config)
+            if config.method == "auto" and request.budget:
+                raise ValueError(
+                    f"--budget={request.budget} ends runs early, at calls of a known "
+                    "method: name methods instead of auto, or leave it out."
+                )
+            _check_folder(folder, config)
+            begun = (folder / "config.json").exists()
+            if config.method == "auto" and not begun:
+                config.method = "zero1"  # each run chooses: this one is always allowed
+            config = trials.with_method(config, folder)
+            with tempfile.TemporaryDirectory() as empty:
+                # a living run's checkpoints are its own, and a new folder stays unmade
+                own = begun and not held(folder)
+                experiment = preparation.build(config, folder if own else Path(empty))
         except (ValueError, OSError) as error:
             at = f" at {c.name}" if c.point else ""
             raise ValueError(f"{c.method}{at}: {error}") from error
@@ -212,7 +239,7 @@ def _tuned(
 ) -> ComparisonRequest:
     """Return the request with each method at its own best point."""
     found = request.candidates
-    own = [(*request.config, *c.flags) for c in found]
+    own = [tuple(request.flags(Entry(c.method, c.flags))) for c in found]
     full = [dataclasses.replace(c, flags=f) for c, f in zip(found, own, strict=True)]
     known = {
         c: tuning.Length(
@@ -245,23 +272,26 @@ def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]
 
 
 def _check_folders(request: ComparisonRequest) -> None:
-    """Raise a ValueError if folders of the other seeds hold runs of other configs."""
+    """Raise a ValueError if the folder of a run holds one of another config."""
     for entry in request.entries:
-        first, *seeds = request.seed_numbers
-        path = request.folder(entry, first) / "config.json"
-        if request.sweep and not path.exists():
-            continue  # its runs reject folders of other runs
-        config = read_object(path)
-        for seed in seeds:
-            folder = request.folder(entry, seed)
-            if not (folder / "config.json").exists():
-                continue
-            old = read_object(folder / "config.json")
-            if field := differing_field(old, config | {"seed": seed}):
-                raise ValueError(
-                    f"workdir {folder} belongs to a run with {field}: use another "
-                    "workdir, or the same config."
-                )
+        for seed in request.seed_numbers:
+            flags = [*request.flags(entry), f"--config.seed={seed}"]
+            _check_folder(request.folder(entry, seed), parsing.config_of(flags))
+
+
+def _check_folder(folder: Path, config: ConfigDict) -> None:
+    """Raise a ValueError if a folder holds a run of another config."""
+    path, new = folder / "config.json", json.loads(config.to_json_best_effort())
+    if not path.exists():
+        return
+    if config.method == "auto":
+        new = {name: value for name, value in new.items() if name not in CHOSEN}
+    old = read_object(path)
+    if field := differing_field(old, old | new):
+        raise ValueError(
+            f"workdir {folder} belongs to a run with {field}: use another workdir, or "
+            "move that one away."
+        )
 
 
 def _report(request: ComparisonRequest) -> str:

@@ -29,9 +29,9 @@ class Result:
     best_loss: float  # the lowest at an evaluation, which takes eval_batches of them
     tokens: int
     steps: int
-    microbatches: int  # of all workers in the whole run
+    microbatches: int | None  # of all workers in the whole run
     tokens_per_second: float | None  # median over the logging intervals
-    seconds: float  # all of the run's, except those between its restarts
+    seconds: float | None  # all of the run's, except those between its restarts
     training_seconds: float | None  # of the half-rounds that counted
     compiling_seconds: float | None
     bytes_sent_per_worker: int | None
@@ -58,12 +58,14 @@ def read(folder: Path, method: str, seed: int) -> Result:
     """
     summary = numbers(
         folder / SUMMARY,
-        ("loss", "tokens", "steps", "seconds", "state_bytes_per_device"),
-        ("bytes_sent_per_worker", "gradient_seconds_per_token"),
-    )
-    config = numbers(folder / "config.json", ("microbatch_size", "length"))
+        ("loss", "tokens", "steps", "state_bytes_per_device"),
+        ("bytes_sent_per_worker", "gradient_seconds_per_token", "microbatches",
+         "wall_seconds"),
+    )  # fmt: skip
     rows = metrics.read(folder)
-    evaluations = tuple(r for r in rows if r["kind"] == "validation")
+    evaluations = tuple(
+        r for r in rows if r["kind"] == "validation" and is_number(r.get("step"))
+    )
     rate = typical_rate(rows)
     if not evaluations or rate == 0:
         raise ValueError(f"{folder / metrics.FILE} lacks rows of the run: restore it.")
@@ -75,9 +77,9 @@ def read(folder: Path, method: str, seed: int) -> Result:
         best_loss=min(r["loss"] for r in evaluations),
         tokens=tokens,
         steps=steps,
-        microbatches=tokens // (config["microbatch_size"] * config["length"]),
+        microbatches=summary.get("microbatches"),
         tokens_per_second=rate,
-        seconds=summary["seconds"],
+        seconds=_seconds(summary),
         training_seconds=_cause(summary, "training"),
         compiling_seconds=_cause(summary, "compiling"),
         bytes_sent_per_worker=summary["bytes_sent_per_worker"],
@@ -85,6 +87,12 @@ def read(folder: Path, method: str, seed: int) -> Result:
         exposed_ms_per_step=exposed_ms(rate, summary),
         evaluations=evaluations,
     )
+
+
+def _seconds(summary: dict[str, Any]) -> float | None:
+    """Return the wall time in which a process ran, None if it is not known."""
+    wall, down = summary.get("wall_seconds"), _cause(summary, "down")
+    return None if wall is None or down is None else wall - down
 
 
 def _cause(summary: dict[str, Any], cause: str) -> float | None:
@@ -172,7 +180,7 @@ it can lie below or above "final", and does not compare methods.
 with its standard error."""
 TIMES = """\
 Time of a run, the seeds' mean: "training" in half-rounds that counted,
-"compiling" apart from it, "in all" with evaluations and checkpoints.
+"compiling" apart from it, "in all" with start-up, evaluations and checkpoints.
 "tokens/s" is the median of logging intervals, without compiling and
 evaluating. "exposed" is what a step takes beyond only its gradients:
 exposed communication and the optimizer; n/a if that is negative."""
@@ -329,10 +337,11 @@ class Curve:
 
 def curve(runs: list[Result]) -> Curve:
     """Return the evaluations that all seeds of a method have, as a curve."""
-    rows = [{e["half_round"]: e for e in r.evaluations} for r in runs]
+    rows = [{e["step"]: e for e in r.evaluations} for r in runs]
     common = sorted(set.intersection(*(set(r) for r in rows)))
+    calls = [rows[0][step]["half_round"] for step in common]
     values = {
-        key: [[row[h][key] for row in rows] for h in common]
+        key: [[row[step][key] for row in rows] for step in common]
         for key in ("tokens", "seconds", "loss")
     }
     sent = runs[0].bytes_sent_per_worker
@@ -340,7 +349,7 @@ def curve(runs: list[Result]) -> Curve:
         tokens=list(map(statistics.fmean, values["tokens"])),
         seconds=list(map(statistics.fmean, values["seconds"])),
         # every half-round sends as much
-        bytes_sent=None if sent is None else [sent * h / common[-1] for h in common],
+        bytes_sent=None if sent is None else [sent * h / calls[-1] for h in calls],
         mean=list(map(statistics.fmean, values["loss"])),
         low=list(map(min, values["loss"])),
         high=list(map(max, values["loss"])),

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from acco_jax import data
+from acco_jax.command.files import read_object
 from acco_jax.models import sampling, scoring, transformer
 from acco_jax.models.sampling import Sampling
 from acco_jax.models.scoring import Score, ScoredRow
@@ -31,12 +32,14 @@ class Language:
       params: in the tree of `transformer.init_params`.
       tokenizer: the model's own tokens.
       prefix: tokens that it sees before a text; often none.
+      ends: tokens that end its texts, beside the tokenizer's end of text.
     """
 
     config: transformer.Config
     params: PyTree
     tokenizer: data.Tokenizer
     prefix: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def before(self) -> tuple[int, ...]:
@@ -128,8 +131,8 @@ class Language:
     ) -> Iterator[list[str]]:
         """Yield the text written after each prompt so far, repeatedly, to the end.
 
-        An incomplete character at the end is left out until its bytes are complete,
-        or nothing more comes.
+        A token that ends a text is left out. An incomplete character at the end is left
+        out until its bytes are complete, or nothing more comes.
 
         Args:
           prompts: from `tokens`, so that each begins with the prefix.
@@ -141,14 +144,16 @@ class Language:
         Raises:
           ValueError: if prompts and tokens exceed the model's positions.
         """
-        skip, end = len(self.prefix), self.tokenizer.end_of_text  # decoded is the rest
+        skip = len(self.prefix)  # decoded is the rest
+        ends = np.asarray([self.tokenizer.end_of_text, *self.ends], np.int32)
         given = [len(self.tokenizer.decode(p[skip:])) for p in prompts]
         texts = sampling.begin(self.config, self.params, list(prompts), tokens, keys)
         while True:
-            texts = sampling.write(self.config, how, self.params, end, texts, chunk)
+            texts = sampling.write(self.config, how, self.params, ends, texts, chunk)
             ids, lengths, ended = jax.device_get(texts[:3])
             found = []
             for row, n, begin, over in zip(ids, lengths, given, ended, strict=True):
+                n -= over and row[n - 1] in ends
                 text = self.tokenizer.decode(row[skip:n])[begin:]
                 found.append(text if over else text.rstrip(_CUT))
             yield found
@@ -187,7 +192,9 @@ def from_run(
             f"{workdir} has the model of {run.config.model.factory}, of which only the "
             "loss is known: evaluate a split of its data, or use a transformer."
         )
-    return Language(run.architecture, run.params, run.tokenizer)
+    said = read_object(run.workdir / "config.json").get("generation")
+    ends = ends_of(said, run.architecture)
+    return Language(run.architecture, run.params, run.tokenizer, ends=ends)
 
 
 def from_folder(
@@ -218,4 +225,11 @@ def from_folder(
     here = SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: here, transformer.shapes_of(config))
     params = pretrained.load(config, folder, shardings)
-    return Language(config, params, tokenizer, tokenizer.prefix)
+    ends = ends_of(pretrained.generation(str(path)), config)
+    return Language(config, params, tokenizer, tokenizer.prefix, ends)
+
+
+def ends_of(generation: Any, config: transformer.Config) -> tuple[int, ...]:
+    """Return the model's tokens that settings of generation name as ends."""
+    named = generation.get("eos_token_id") if isinstance(generation, dict) else ()
+    return tuple(i for i in named or () if i < config.vocab_size)

@@ -8,7 +8,7 @@ from acco_jax.command.files import read_rows
 from acco_jax.run.trained.language import Language
 
 
-def figures(nats: float, tokens: float, words: int, size: int) -> dict[str, Any]:
+def figures(nats: float, tokens: float, words: float, size: float) -> dict[str, Any]:
     """Return the figures of a text.
 
     Args:
@@ -31,8 +31,8 @@ def figures(nats: float, tokens: float, words: int, size: int) -> dict[str, Any]
         "perplexity_per_word": _exp(nats / words) if words else None,
         "bits_per_byte": nats / math.log(2) / size,
         "tokens": round(tokens),
-        "words": words,
-        "bytes": size,
+        "words": round(words),
+        "bytes": round(size),
     }
 
 
@@ -100,7 +100,7 @@ def of_lambada(language: Language, path: Path) -> dict[str, Any]:
 
 def _texts(path: Path) -> list[str]:
     """Return the texts of a file of LAMBADA's format; raise as `of_lambada`."""
-    rows = read_rows(path, {"text"})
+    rows = read_rows(path, {"text"}, whole=True)
     if not rows:
         raise ValueError(
             f"{path} has no texts: give a file of JSON objects, one a line."

@@ -19,6 +19,9 @@ from acco_jax.run.weights import pretrained
 def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
     """Return the figures of a split, as the run's own evaluations compute its loss.
 
+    Where examples are cut or left out, the rows' share of the split's targets is also
+    their share of its words and bytes.
+
     Args:
       workdir: of the run; its model may be a factory's.
       split: "train" or "validation".
@@ -35,9 +38,8 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
         corpus = dataclasses.replace(
             corpus, **{to: getattr(corpus, of) for to, of in own.items()}
         )
-    add = jax.jit(
-        lambda params, batch: jnp.stack(run.model.loss(params, batch, None)[:2])
-    )
+    loss = run.model.evaluation_loss or run.model.loss
+    add = jax.jit(lambda params, batch: jnp.stack(loss(params, batch, None)[:2]))
     c, sums = run.config, []
     for batch in data.validation_batches(
         corpus,
@@ -50,7 +52,9 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
     ):
         sums.append(jax.device_get(add(run.params, batch)))
     nats, tokens = (math.fsum(column) for column in zip(*sums, strict=True))
-    return perplexity.figures(nats, tokens, _words(corpus), corpus.validation_bytes)
+    share = tokens / data.held_out_targets(corpus)  # of examples cut or left out, less
+    words, size = share * _words(corpus), share * corpus.validation_bytes
+    return perplexity.figures(nats, tokens, words, size)
 
 
 def _corpus(run: TrainedRun) -> data.Corpus:

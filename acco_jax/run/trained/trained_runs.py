@@ -8,6 +8,7 @@ Nothing of the workdir changes, and the data are not needed.
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
-from acco_jax.command.files import read_object
+from acco_jax.command.files import read_object, read_text
 from acco_jax.command.paths import expanded
 from acco_jax.core.groups import data_axes
 from acco_jax.models import lora, transformer
@@ -127,6 +128,7 @@ class Saved:
         config.metrics_hook = self.config.metrics_hook = None  # maybe not importable
         field_checks.check(config)
         self._pretrained = identity.get("pretrained") or {}
+        self._frozen = identity.get("frozen")
         self.tokenizer = data.kept_tokenizer(self.config.data, workdir)
         arguments = self.config, self.tokenizer.vocab_size
         described = self._pretrained.get("model")
@@ -137,6 +139,14 @@ class Saved:
         folder = checkpoint_folder(self.config, workdir)
         self._checkpoints = Checkpoints(folder, keep=1, repair=False)
         self.half_round = self._chosen(half_round)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells the checkpoint from others: half-round, digest of checksums."""
+        folder = checkpoint_folder(self.config, self.workdir)
+        sums = read_text(folder / f"{self.half_round}.checksums")
+        digest = hashlib.sha256(sums.encode()).hexdigest()[:16]
+        return {"half_round": self.half_round, "checksums": digest}
 
     def _chosen(self, half_round: int | None) -> int:
         """Return a checkpoint that exists and is sound, by default the newest."""
@@ -192,6 +202,11 @@ class Saved:
 
     def _check_adapted(self) -> None:
         """Raise a ValueError if adapters' folder holds another model by now."""
+        if self.config.base and base_identity(self.config) != self._frozen:
+            raise ValueError(
+                f"base is {self.config.base}, whose newest checkpoint is not the one "
+                f"that {self.workdir} has adapted: restore that one."
+            )
         path = self.config.init_from
         if path is None:
             return
@@ -272,8 +287,25 @@ def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def base_identity(config: ConfigDict) -> dict[str, Any]:
+    """Return which checkpoint of `base` adapters adapt.
+
+    Raises:
+      ValueError: if `base` holds no run.
+    """
+    folder = expanded(config.base)
+    try:
+        return Saved(folder).identity
+    except (OSError, ValueError) as error:
+        raise ValueError(f"base is {folder}, which holds no run: {error}") from error
+
+
 def start(
-    config: ConfigDict, make: Callable[[], PyTree], model: Model, mesh: Mesh
+    config: ConfigDict,
+    make: Callable[[], PyTree],
+    model: Model,
+    mesh: Mesh,
+    tokenizer: data.Tokenizer | None = None,
 ) -> PyTree:
     """Return the parameters of init_from, of the finished run `base`, or `make`'s.
 
@@ -282,6 +314,8 @@ def start(
       make: the initialization of its model.
       model: of the experiment.
       mesh: the devices to hold them.
+      tokenizer: of a new run, which has to have the model and the tokenizer of `base`;
+        None: the run has begun, and only the shapes are compared.
 
     Raises:
       ValueError: if init_from or `base` holds no such model.
@@ -297,11 +331,27 @@ def start(
     folder = expanded(config.base)
     try:
         base = Saved(folder)
-        if base.model.shapes() == shapes:
+        other = "" if base.model.shapes() == shapes else "its parameters' shapes"
+        if tokenizer is not None and not other:
+            other = _difference(base, config, tokenizer)
+        if not other:
             return base.params(mesh)
     except (OSError, ValueError) as error:
         raise ValueError(f"base is {folder}, which holds no run: {error}") from error
     raise ValueError(
-        f"base is {folder}, which holds another model: set the same model.*, length "
-        "and tokenizer."
+        f"base is {folder}, which holds another model ({other}): set the same model.*, "
+        "length and tokenizer, or export it and set init_from."
     )
+
+
+def _difference(base: Saved, config: ConfigDict, tokenizer: data.Tokenizer) -> str:
+    """Return what of a run's model or tokenizer is not that of a config, '' if none."""
+    if base.tokenizer.fingerprint != tokenizer.fingerprint:
+        return f"its tokenizer is {base.tokenizer.fingerprint}"
+    if (factory := base.config.model.factory) != config.model.factory:
+        return f"model.factory={factory!r}"
+    if base.architecture is None:
+        return ""
+    own = models.transformer_config(config, tokenizer.vocab_size).computed
+    theirs = base.architecture.computed
+    return ", ".join(f"{n}={x!r}" for n, x in theirs.items() if x != own[n])
