@@ -63,7 +63,7 @@ def pytest_collection_finish() -> None:
 def x64():
     """Double precision for a module: `pytestmark = pytest.mark.usefixtures("x64")`.
 
-    Not the context manager of that name, which the split form's thread does not see.
+    Not the context manager of that name, which threads of a test would not see.
     """
     jax.config.update("jax_enable_x64", True)
     yield

@@ -429,10 +429,14 @@ class Layout:
                 return own
             if many:
                 return lax.psum(own, self.axis)
-            flat = jnp.concatenate([x.astype(self.scalar).reshape(-1) for x in own])
+            dtypes = [self.scalar] * len(own)
+            if states:  # which may be wider
+                dtypes[-1] = own[-1].dtype
+            flat = [x.astype(dtypes[-1]).reshape(-1) for x in own]
             ends = np.cumsum([x.size for x in own])
-            sums = jnp.split(lax.psum(flat, self.axis), ends[:-1])
-            return tuple(s.reshape(x.shape) for s, x in zip(sums, own, strict=True))
+            sums = jnp.split(lax.psum(jnp.concatenate(flat), self.axis), ends[:-1])
+            each = zip(sums, own, dtypes, strict=True)
+            return tuple(s.reshape(x.shape).astype(dtype) for s, x, dtype in each)
 
         specs = (P(), P(), *(self._whole_specs if in_flight.whole else ()))
         rows = (in_flight.weight, in_flight.loss, *in_flight.whole)

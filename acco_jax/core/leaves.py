@@ -282,9 +282,12 @@ def describe(
         names = path_names(path)
         name = "/".join(names) or "parameter"
         _check_trainable(name, x)
-        shape, dtype = tuple(x.shape), np.dtype(x.dtype)
+        # without jax_enable_x64 arrays of NumPy's float64 become float32
+        shape, dtype = tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype)
         spec, local = _split_by_spec(name, shape, spec, mesh, axis)
-        sent = dtype if comm_dtype is None else np.dtype(comm_dtype)
+        sent = (
+            dtype if comm_dtype is None else jax.dtypes.canonicalize_dtype(comm_dtype)
+        )
         leaves.append(Leaf(names, shape, dtype, sent, spec, local))
     return treedef, tuple(leaves)
 

@@ -8,11 +8,12 @@ microbatch of half-round t and its weight,
 
     m(t) = sum_i w_i(t) r_i(t) / sum_i w_i(t), or m(t-1) if no worker had weight.
 
-Without delay every worker begins half-round t + 1 at m(t). A delayed method knows m(t)
-a half-round late: there each goes on at its own r_i(t). A microbatch without weight,
-and a worker that is dropped, leave r_i as it was.
+Without delay, as in a warm-up, every worker begins half-round t + 1 at m(t). A delayed
+method knows m(t) a half-round late: there each goes on at its own r_i(t). A microbatch
+without weight, and a worker that is dropped, leave r_i as it was.
 """
 
+import functools
 import inspect
 import math
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from acco_jax.core.dtypes import promoted
 
 PyTree = Any
 _ELSEWHERE = (
@@ -127,9 +130,13 @@ def check_same(before: PyTree, after: PyTree) -> None:
 
 
 def weighted(states: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
-    """Return a worker's leaves times its weight, as a vector; zeros without weight."""
-    flat = jnp.concatenate([x.astype(weight.dtype).reshape(-1) for x in states])
-    return jnp.where(weight != 0, weight * flat, 0)
+    """Return a worker's leaves times its weight, as a vector; zeros without weight.
+
+    Its dtype holds the weight and every leaf.
+    """
+    dtype = functools.reduce(promoted, (x.dtype for x in states), weight.dtype)
+    flat = jnp.concatenate([x.astype(dtype).reshape(-1) for x in states])
+    return jnp.where(weight != 0, weight.astype(dtype) * flat, 0)
 
 
 def averaged(before: PyTree, total: jax.Array, weight: jax.Array) -> PyTree:
@@ -142,7 +149,8 @@ def averaged(before: PyTree, total: jax.Array, weight: jax.Array) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(before)
     ends = np.cumsum([math.prod(x.shape) for x in leaves])
-    means = jnp.split(total / jnp.where(weight != 0, weight, 1), ends[:-1])
+    divisor = jnp.where(weight != 0, weight, 1).astype(total.dtype)
+    means = jnp.split(total / divisor, ends[:-1])
     new = [
         jnp.where(weight != 0, mean.reshape(x.shape).astype(x.dtype), x)
         for x, mean in zip(leaves, means, strict=True)

@@ -73,7 +73,8 @@ def advance(
             f"has feedback {feedback}: give the state of tx.init for the same tx."
         )
     # this half-round is counted already; in a warm-up no gradient is late
-    late = (totals.weight != 0) & (state.calls_done > warmup)
+    valid = totals.weight != 0
+    late = valid & (state.calls_done > warmup)
 
     def fed_back(point: PyTree, at: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
         """Return where a step to `point` ends, and its update."""
@@ -83,7 +84,7 @@ def advance(
         further = jax.tree.map(
             lambda x, u, last: x + feedback * (u - last), point, update, before
         )
-        return choose(late, (further, update), (point, before))
+        return choose(late, further, point), choose(valid, update, before)
 
     theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
     theta, update = fed_back(theta, state.master, state.update)

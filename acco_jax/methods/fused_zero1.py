@@ -98,9 +98,9 @@ def fused_zero1(
 
     The strongest synchronous rival of `acco_jax.acco`. Stacked parameters that the loss
     scans over are reduced layer by layer, others leaf by leaf. A last microbatch whose
-    weight `loss_fn` finds to be 0 must have finite gradients: they are reduced before
-    the weight is known; for the same reason a train step rejects `drop_nonfinite`. A
-    plain `update`, which is given gradients, is that of zero1.
+    weight `loss_fn` finds to be 0 counts for nothing, but its gradients must be finite:
+    they are reduced where they are computed. For the same reason a train step rejects
+    `drop_nonfinite`. A plain `update`, which is given gradients, is that of zero1.
 
     Args:
       inner: the optimizer.
@@ -186,7 +186,13 @@ def _reduced(
         pipelined=pipelined,
     )
     shards = list(map(empty, layout.leaves, whole))
-    out, reduced = reduced_gradients(loss_of, params, before, shards, valid, reduction)
+
+    def counted(params: PyTree) -> Any:
+        """Return what `loss_of` does; without weight the loss has no gradient."""
+        loss, rest = loss_of(params)
+        return jnp.where(rest[0] != 0, loss, 0), rest
+
+    out, reduced = reduced_gradients(counted, params, before, shards, valid, reduction)
     return out, tuple(reduced)
 
 

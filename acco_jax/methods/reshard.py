@@ -4,13 +4,16 @@ State of the whole run stays the same: the committed parameters, the optimizer's
 and the sum of the workers' in-flight gradients. Its splits, padding and packing follow
 the new devices. State that each of n workers has for itself goes to m workers so:
 
-    gradients and their error feedback             worker i's are added to those of
-    (sums G, W over the workers)                   worker floor(i m / n); others have 0
+    gradients and their error feedback, and        worker i's are added to those of
+    what sparse methods have yet to send           worker floor(i m / n); others have 0
+    (sums over the workers)
     rows of local methods (parameters, states of   worker j has the mean over the i
     inner optimizers: means over the workers)      with floor(i m / n) = j, or a copy
                                                    of worker floor(j n / m)'s
 
-So G / W does not change. Nor does the mean of rows if m divides n or n divides m.
+So G / W does not change. Nor does the mean of rows if m divides n or n divides m. What
+sparse methods with weighted=False have yet to send is averaged like rows: they divide
+its sum by the number of workers.
 """
 
 import functools
@@ -72,7 +75,9 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
     if not pair:
         like, shardings = like[1], shardings[1]
     old = jax.tree.map(lambda x: jax.device_put(x, anywhere(x.shape, tx.mesh)), old)
-    return jax.jit(functools.partial(moved, new=like), out_shardings=shardings)(old)
+    weighted = getattr(tx.round(tx.phase(0)), "weighted", True)
+    move = functools.partial(moved, new=like, weighted=weighted)
+    return jax.jit(move, out_shardings=shardings)(old)
 
 
 def saved(
@@ -99,7 +104,7 @@ def anywhere(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * free[0], mesh.axis_names) if free else P())
 
 
-def moved(old: PyTree, new: PyTree) -> PyTree:
+def moved(old: PyTree, new: PyTree, weighted: bool = True) -> PyTree:
     """Return a state, or (params, state), as other workers store it.
 
     All arrays are global ones: run it inside jax.jit, with the new one's shardings.
@@ -107,13 +112,14 @@ def moved(old: PyTree, new: PyTree) -> PyTree:
     Args:
       old: arrays.
       new: the same, abstract, of the same method and parameters.
+      weighted: whether workers of a local method count by weight; see `RoundOptions`.
 
     Raises:
       ValueError: an array is of another shape for another reason.
     """
     if type(old) is tuple:
         rows = functools.partial(_as, old[1].layout, new[1].layout)
-        return jax.tree.map(rows, old[0], new[0]), moved(old[1], new[1])
+        return jax.tree.map(rows, old[0], new[0]), moved(old[1], new[1], weighted)
     source, target = old.layout, new.layout
 
     def is_unit(x: PyTree) -> bool:
@@ -150,6 +156,8 @@ def moved(old: PyTree, new: PyTree) -> PyTree:
             fields[name] = target.store_state(source.view_state(a))
         elif name == "model_state":
             fields[name] = a
+        elif name == "error" and weighted:  # of sparse methods
+            fields[name] = _placed(target, lambda rows: _summed(rows, target), a)
         else:
             fields[name] = jax.tree.map(convert, a, b, is_leaf=is_unit)
     return type(old)(**fields)

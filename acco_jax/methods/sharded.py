@@ -141,8 +141,10 @@ class ShardedRound(ExchangeRound[ShardedState]):
         state = received.state
         if self.overlaps:
             state = state._replace(in_flight=in_flight)
-        elif is_delayed(state):  # warming up: nothing is left to be sent
-            own = state.in_flight._replace(model_state=in_flight.model_state)
+        elif is_delayed(state) and state.model_state is not None:
+            # warming up: nothing is left to be sent, and the workers go on at the mean
+            rows = _compiled_rows(state.layout, state.model_state)
+            own = state.in_flight._replace(model_state=rows)
             state = state._replace(in_flight=own)
         return received.params, state, sums, received.grad_norm
 
@@ -151,7 +153,7 @@ def _own_states(state: ShardedState) -> PyTree:
     """Return the model state from which each worker goes on: rows.
 
     A delayed method goes on from each worker's own state of the last half-round, whose
-    mean is not communicated yet. Other methods go on from the mean.
+    mean is not communicated yet. Other methods, and a warm-up, go on from the mean.
     """
     if is_delayed(state):
         return state.in_flight.model_state
@@ -162,6 +164,10 @@ def _rows(layout: Layout, tree: PyTree) -> PyTree:
     if tree is None:
         return None
     return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
+
+
+# compiled: a train step of several programs ends a call outside of them
+_compiled_rows = jax.jit(_rows, static_argnums=0)
 
 
 # ---------------------------------------------------------------------- the method

@@ -1,5 +1,6 @@
 """The forms of a train step, and the choice of a form."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 
 from acco_jax.core.compiler import compiler_options as default_options
 from acco_jax.core.gradients import Accumulator
-from acco_jax.core.groups import members
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.methods.method import Method, check_method, start
 from acco_jax.step.adaptive import Adaptive, AdaptiveStep
@@ -151,7 +151,7 @@ def find_halves(
     step = make_train_step(loss_fn, tx, microbatches=found[0])
     if len(found) == 1:
         return found[0]
-    workers = len(members(tx.mesh))
+    workers = math.prod(tx.mesh.shape[a] for a in tx.axis)
 
     def part(x: jax.Array) -> jax.Array:  # the rows that the step's batches hold
         rows = x.reshape(workers, microbatches, -1, *x.shape[1:])[:, : found[0].most]

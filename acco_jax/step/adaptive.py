@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.core.gradients import Accumulator, Span, Sums
 from acco_jax.core.half_round import Inputs
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.state import State
 from acco_jax.methods.method import Method
+from acco_jax.step.fused import Arguments
 from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 from acco_jax.step.replay import Replay
@@ -77,6 +79,20 @@ class AdaptiveStep(LoggedStep, SplitStep):
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program
 
+    def _run(
+        self, phase: Hashable, args: Arguments
+    ) -> tuple[PyTree, State, dict[str, Any]]:
+        if args.inputs.counts is None and self._log is not None:
+            counts = self._gradients.counts_here(self._log.line(self.call))
+            args = args._replace(inputs=args.inputs._replace(counts=counts))
+        return super()._run(phase, args)
+
+    def _trace(
+        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
+    ) -> None:
+        sums, i = jax.eval_shape(self._zeros, params, inputs, rest.model_state)
+        jax.eval_shape(self._add, sums, i, params, inputs)
+
     def _lowered_compute(
         self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
     ) -> tuple[list[jax.stages.Lowered], Callable[[], PyTree]]:
@@ -101,10 +117,6 @@ class AdaptiveStep(LoggedStep, SplitStep):
         exchange: Future | None,
     ) -> tuple[PyTree, Inputs]:
         gradients, counts = self._gradients, inputs.counts
-        if counts is None and self._log is not None:
-            counts = gradients.counts_here(self._log.line(self.call))
-            inputs = inputs._replace(counts=counts)
-        self.call += 1
         sums, i = self._zeros(params, inputs, rest.model_state)
         least, most, done = self._least, gradients.microbatches, 0
         if counts is not None:

@@ -105,7 +105,6 @@ class BalancedStep(LoggedStep):
             line = self._next(args)
             self._put(line)
             args = self._with(args, self._there, _is_single(line))
-        self.call += 1
         return super()._run(phase, args)
 
     def _expected(self, call: int, args: Arguments) -> Arguments:

@@ -72,6 +72,7 @@ class TrainStep:
         phase = self._tx.phase(call)
         if traced:
             return self._program(phase, state, nested=True)(*args)
+        self._returned = []  # a call that fails may have taken their memory
         with naming_unknown_options():
             params, state, metrics = self._run(phase, args)
         self._counted = state.calls_done, call + 1

@@ -1,12 +1,14 @@
 """A train step whose counts are known before it runs: those of halves, or of a log."""
 
+from collections.abc import Hashable
 from typing import Any
 
 from acco_jax.core.gradients import Accumulator
+from acco_jax.core.leaves import PyTree
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
 from acco_jax.methods.method import Method
-from acco_jax.step.fused import TrainStep
+from acco_jax.step.fused import Arguments, TrainStep
 from acco_jax.step.halves import Halves, Turns
 from acco_jax.step.replay import Lines, Replay
 
@@ -55,3 +57,10 @@ class LoggedStep(TrainStep):
         if isinstance(self._log, Turns):
             self.call = call
         return call
+
+    def _run(
+        self, phase: Hashable, args: Arguments
+    ) -> tuple[PyTree, State, dict[str, Any]]:
+        found = super()._run(phase, args)
+        self.call += 1  # a call that fails can be repeated with its counts
+        return found

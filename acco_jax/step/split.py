@@ -3,9 +3,10 @@
 For CPU processes: XLA:CPU runs a program's collectives and loops one after the other.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,15 @@ from acco_jax.core.state import State
 from acco_jax.methods.method import Method
 from acco_jax.step.fused import Arguments, TrainStep
 
+# jax's settings that change what is traced; a context manager sets them in one thread
+SETTINGS = (
+    "enable_x64",
+    "default_matmul_precision",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "default_prng_impl",
+)
+
 
 class Programs(NamedTuple):
     """The programs of one phase; only `communicate` sends more than a few sums."""
@@ -28,6 +38,7 @@ class Programs(NamedTuple):
     close: Any  # (work, rest, inputs) -> closed work
     communicate: Any  # (in_flight, owner, params, extra) -> received
     finish: Any  # (params, rest, inputs, progress, received); see `Round`
+    traced: set[Any]  # the inputs for which the computation has been traced
 
 
 class SplitStep(TrainStep):
@@ -58,15 +69,28 @@ class SplitStep(TrainStep):
         programs = self._split(phase, params, state)
         in_flight, owner, rest = programs.round.open(params, state)
         if programs.round.overlaps:
+            settings = _settings()
+            like = jax.tree.structure(inputs), *map(jax.typeof, jax.tree.leaves(inputs))
+            if (like, settings) not in programs.traced:
+                # a loss that raises must do so before the exchange takes the state
+                self._trace(programs, params, rest, inputs)
+                programs.traced.add((like, settings))
+            message = in_flight, owner, params, extra
             exchange = self._thread.submit(
-                self._communicate, programs, in_flight, owner, params, extra
+                self._communicate, programs, settings, *message
             )
-            progress, inputs = self._compute(programs, params, rest, inputs, exchange)
+            try:
+                progress, inputs = self._compute(
+                    programs, params, rest, inputs, exchange
+                )
+            finally:  # or the next call might find the state not yet taken
+                wait([exchange])
             received = exchange.result()
         else:
             progress, inputs = self._compute(programs, params, rest, inputs, None)
             in_flight = programs.round.outgoing(params, rest, progress)
-            received = self._communicate(programs, in_flight, owner, params, extra)
+            message = in_flight, owner, params, extra
+            received = self._communicate(programs, _settings(), *message)
         params, state, sums, norm = programs.finish(
             params, rest, inputs, progress, received
         )
@@ -79,8 +103,21 @@ class SplitStep(TrainStep):
         """Return whether calls of a phase are one program, since nothing overlaps."""
         return not self._tx.round(phase).overlaps
 
-    def _communicate(self, programs: Programs, *args: Any) -> PyTree:
-        return jax.block_until_ready(programs.communicate(*args))
+    def _communicate(
+        self, programs: Programs, settings: tuple[Any, ...], *args: Any
+    ) -> PyTree:
+        """Run an exchange as in a thread of these settings."""
+        with contextlib.ExitStack() as stack:
+            for name, own, value in zip(SETTINGS, _settings(), settings, strict=True):
+                if own != value:
+                    stack.enter_context(getattr(jax, name)(value))
+            return jax.block_until_ready(programs.communicate(*args))
+
+    def _trace(
+        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
+    ) -> None:
+        """Trace the programs of `_compute` that call the loss function."""
+        jax.eval_shape(programs.compute, params, rest, inputs)
 
     def _compute(
         self,
@@ -117,6 +154,7 @@ class SplitStep(TrainStep):
                     compiler_options=self.compiler_options or None,
                 ),
                 finish,
+                set(),
             )
         return self._programs[key]
 
@@ -146,6 +184,11 @@ class SplitStep(TrainStep):
         progress = (params, rest, inputs)
         lowered = programs.compute.lower(*progress)
         return [lowered], lambda: placed(lowered, programs.compute, *progress)
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return the values of `SETTINGS` in this thread."""
+    return tuple(getattr(jax.config, f"jax_{name}") for name in SETTINGS)
 
 
 def placed(

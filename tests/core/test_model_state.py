@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,6 +158,44 @@ def test_counts_that_are_found_and_a_warm_up_carry_it(kind, mesh):
     mean, _ = expected(data, counts, delayed)[-1 if delayed else 1]
     found = acco_jax.committed_model_state(state)["mean"]
     np.testing.assert_allclose(found, mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [HELD, acco_jax.Adaptive(HELD, HELD)])
+def test_a_warm_up_goes_on_from_the_mean(microbatches):
+    """It is zero1, also where the loss reads the state."""
+
+    def loss(params, x, rng, state):
+        value, weight, aux, new = loss_fn(params, x, rng, state)
+        return value + jnp.sum(params["w"] * state["mean"]), weight, aux, new
+
+    found, mesh = [], make_mesh(WORKERS, types=AUTO)
+    for tx, counts in (
+        (acco_jax.zero1(optax.sgd(0.1), mesh=mesh), HELD),
+        (acco_jax.dpu(optax.sgd(0.1), mesh=mesh, warmup_steps=3), microbatches),
+    ):
+        step = acco_jax.make_train_step(loss, tx, microbatches=counts)
+        params, state = begin(tx)
+        for batch in batches():
+            params, state, _ = step(params, state, batch)
+        found.append((params, state.model_state))
+    chex.assert_trees_all_close(*found, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@jax.enable_x64(True)
+def test_a_state_wider_than_the_parameters_keeps_its_bits(n):
+    def loss(params, x, rng, state):
+        return jnp.sum(params["w"] * x), 1.0, None, state
+
+    tx = acco_jax.zero1(optax.sgd(0.1), mesh=make_mesh(n))
+    step = acco_jax.make_train_step(loss, tx, microbatches=1)
+    wide, narrow = np.array([1 / 3, 2.0**24 + 1]), np.float32([1 / 3])
+    carried = {"narrow": jnp.asarray(narrow), "wide": jnp.asarray(wide)}
+    start = acco_jax.start(tx, {"w": jnp.ones(4, jnp.float32)}, carried)
+    _, state, _ = step(*start, np.ones((2, 4), np.float32))
+    found = acco_jax.committed_model_state(state)
+    np.testing.assert_array_equal(found["wide"], wide)
+    np.testing.assert_array_equal(found["narrow"], narrow)
 
 
 def test_a_checkpoint_is_restored_bitwise(mesh, tmp_path):

@@ -51,8 +51,8 @@ def reference(w, batches, counts, *, warmup=0, predict=False, feedback=0.0):
     for batch, count in zip(batches, counts, strict=True):
         gradient = mean_gradient(at, batch, count)
         if state[2] < warmup:
-            w, state = adamw(w, state, gradient)
-            at = w
+            new, state = adamw(w, state, gradient)
+            at, w, last = new, new, new - w
         else:
             if in_flight is not None:
                 w, state, last = late_step(w, state)
@@ -162,6 +162,18 @@ def test_without_weight_the_fed_back_update_stays():
         points.append(float(params["w"][0]))
     # late by one: nothing, then -1 - (1 - 0), -1 - (1 - 1), nothing, -1
     assert points == [0, -2, -3, -3, -4]
+
+
+def test_the_warm_ups_last_update_is_fed_back():
+    """Gradients of 1 move by 1 a step, the first late one as well."""
+    tx = acco_jax.dpu(optax.sgd(1.0), mesh=make_mesh(1), feedback=1.0, warmup_steps=2)
+    params = {"w": jnp.zeros(2)}
+    state, points = tx.init(params), []
+    for _ in range(5):
+        updates, state = tx.update({"w": jnp.ones((1, 2))}, state, params)
+        params = optax.apply_updates(params, updates)
+        points.append(float(params["w"][0]))
+    assert points == [-1, -2, -2, -3, -4]  # the third call fills the pipeline
 
 
 def test_endless_warmup_is_zero1():

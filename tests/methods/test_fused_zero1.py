@@ -132,6 +132,25 @@ def test_it_is_an_unsharded_loop(loss, n, N, form, pipelined, types):
         np.testing.assert_allclose(metrics["loss"], losses / max(weight, 1), 1e-10)
 
 
+@pytest.mark.parametrize("N", [1, 2])
+def test_a_last_microbatch_without_weight_has_no_gradient(N):
+    """Also where its loss has one, as a decay of the parameters has."""
+
+    def loss(w, batch, rng):
+        x, mask = batch
+        return jnp.sum(mask * (x @ w) ** 2) + w @ w / 2, mask.sum(), None
+
+    draw = np.random.default_rng(0)
+    w, x = draw.normal(size=4), draw.normal(size=(2 * N, 4))
+    mask = np.ones(2 * N)
+    mask[-1] = 0
+    tx = acco_jax.fused_zero1(optax.sgd(0.1), mesh=make_mesh(2), pipelined=True)
+    step = acco_jax.make_train_step(loss, tx, microbatches=N)
+    found, _, _ = step(*acco_jax.start(tx, jnp.asarray(w)), (x, mask))
+    mean = sum(2 * row * (row @ w) + w for row in x[:-1]) / (2 * N - 1)
+    np.testing.assert_allclose(found, w - 0.1 * mean, rtol=1e-12)
+
+
 def run(method, mesh, loss, params, batches, N, counts=None, **options):
     tx = method(optax.sgd(0.5, momentum=0.9), mesh=mesh, **options)
     step = acco_jax.make_train_step(loss, tx, microbatches=N, form="fused")

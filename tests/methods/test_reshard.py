@@ -154,6 +154,26 @@ def test_workers_of_local_methods_are_averaged(name):
         mean = means(theta, state)
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+def test_what_sparse_methods_have_yet_to_send_is_kept(weighted):
+    """Its sum over the workers; where they count equally the mean, as n divides it."""
+
+    def owed(state):
+        rows = [np.asarray(state.error[k]) for k in SHAPES]
+        return [x.sum(0) if weighted else x.mean(0) for x in rows]
+
+    options = LOCAL["cellm"] | {"keep": 1, "weighted": weighted}
+    tx = method("cellm", (2,), **options)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    batch = {"x": np.arange(8 * tx.steps_per_call) + 1.0}
+    made = step(*acco_jax.start(tx, params()), batch)[:2]
+    before = owed(made[1])
+    assert np.abs(before[0]).max() > 1e-3
+    for n in (4, 2, 1):
+        made = acco_jax.reshard(made, method("cellm", (n,), **options))
+        chex.assert_trees_all_close(owed(made[1]), before, rtol=1e-9)
+
+
 def means(theta, state):
     inner = [x for x in jax.tree.leaves(state.inner) if x.dtype == float]
     rows = jax.tree.map(lambda x: np.asarray(x).mean(0), (theta, inner))

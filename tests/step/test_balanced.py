@@ -362,3 +362,24 @@ def test_what_cannot_be_balanced_is_refused():
     batch = np.ones((N * 2 * ROWS, WIDTH), np.float32)
     with pytest.raises(ValueError, match="inside jit or scan: give microbatches as a"):
         jax.jit(lambda *x: step(*x))(*held, batch)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_a_failed_call_is_repeated_with_its_counts(form, tmp_path):
+    log = tmp_path / "counts.jsonl"
+    log.write_text("[2, 2]\n[1, 2]\n[2, 1]\n")
+    tx = acco_jax.acco(optax.sgd(0.1), mesh=make_mesh(2))
+    step = acco_jax.make_train_step(
+        lambda p, x, rng: jnp.mean(x @ p),
+        tx,
+        microbatches=acco_jax.Replay(log, 2),
+        form=form,
+    )
+    params, state = acco_jax.start(tx, jnp.ones(3))
+    found = []
+    for _ in range(3):
+        with pytest.raises(TypeError, match="contracting dimensions"):
+            step(params, state, np.ones((4, 2), np.float32))
+        params, state, metrics = step(params, state, np.ones((4, 3), np.float32))
+        found.append(metrics["counts"].tolist())
+    assert found == [[2, 2], [1, 2], [2, 1]]

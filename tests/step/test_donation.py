@@ -177,6 +177,41 @@ def test_what_was_donated_is_named_with_the_remedy(form, old, leaf):
     step(params, state, batch_for(tx))
 
 
+@pytest.mark.parametrize("microbatches", [1, acco_jax.Adaptive(1, 1)])
+def test_a_loss_that_raises_leaves_the_state(microbatches):
+    """In two threads, too, where the exchange takes it beside the computation."""
+    tx = method("acco")
+    step = acco_jax.make_train_step(
+        loss_fn, tx, microbatches=microbatches, form="split"
+    )
+    batch = batch_for(tx)
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch)
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        step(params, state, {"x": batch["x"][:, :2]})
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    expected = run(step, *acco_jax.start(tx, separate()), batch)
+    same(run(step, params, state, batch, calls=1), expected)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_what_a_failed_call_took_is_named(form, monkeypatch):
+    """On one device: on several JAX may crash where the step gives it such arrays."""
+    tx = method("acco", n=1)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch_for(tx))
+    work = step._run
+
+    def failing(*args):
+        work(*args)
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(step, "_run", failing)
+        step(params, state, batch_for(tx))
+    with pytest.raises(ValueError, match="was given to an earlier call"):
+        step(params, state, batch_for(tx))
+
+
 @pytest.mark.parametrize("method", ["acco", "dpu"])
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_parameters_are_read_before_they_are_overwritten(method, microbatches):

@@ -68,3 +68,20 @@ def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, f
     assert metrics["counts"].tolist() == [4 - first] * N
     with pytest.raises(ValueError, match="microbatches is 1: a step of two halves"):
         acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=1)
+
+
+def test_devices_of_one_worker_are_not_workers(monkeypatch):
+    tx = acco_jax.acco(
+        optax.sgd(0.1), mesh=make_mesh(2, 2), param_specs={"w": P(None, "model")}
+    )
+    seen = []
+
+    def timed(step, halves, params, state, rows, counts, rng):
+        seen.append(rows[:, 0].tolist())
+        return np.ones((1, len(halves)))
+
+    monkeypatch.setattr(acco_jax.step, "step_seconds", timed)
+    batch = np.arange(8.0)[:, None] * np.ones(WIDTH)
+    params = {"w": jnp.ones((WIDTH, WIDTH))}
+    found = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
+    assert (found, seen) == (acco_jax.Halves(1, 3), [[0, 1, 2, 4, 5, 6]])

@@ -1,5 +1,6 @@
 """Fused, split and plain are one half-round."""
 
+import contextlib
 import functools
 
 import chex
@@ -374,6 +375,31 @@ def test_extra_arguments_of_a_step(form):
     step = acco_jax.make_train_step(loss_fn, local, microbatches=1)
     with pytest.raises(ValueError, match="given only gradients"):
         step(*acco_jax.start(local, start), batch, extra={"scale": 2.0})
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_the_optimizer_is_traced_with_the_callers_settings(form):
+    """They are of one thread, and the exchange may run in another."""
+    names = "enable_x64", "default_matmul_precision", "numpy_dtype_promotion"
+    values = False, "highest", "strict"
+    seen = []
+
+    def update(grads, state, params=None):
+        seen.append(tuple(getattr(jax.config, f"jax_{name}") for name in names))
+        return grads, state
+
+    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = acco_jax.acco(inner, mesh=make_mesh(2))
+    step = acco_jax.make_train_step(
+        lambda p, x, rng: jnp.mean(x @ p), tx, microbatches=1, form=form
+    )
+    with contextlib.ExitStack() as stack:
+        for name, value in zip(names, values, strict=True):
+            stack.enter_context(getattr(jax, name)(value))
+        params, state = acco_jax.start(tx, jnp.ones(3))
+        seen.clear()
+        step(params, state, np.ones((2, 3), np.float32))
+    assert set(seen) == {values}
 
 
 def test_reduce_on_plateau():

@@ -55,7 +55,7 @@ from acco_jax.methods.method import (
 from acco_jax.methods.sharded import ShardedMethod
 from acco_jax.methods.zero1 import zero1
 
-Fragment = dict[str, Any]  # leaves by name
+Fragment = dict[str, Any]  # leaves by their `keys`
 
 
 class StreamingState(NamedTuple):
@@ -72,9 +72,8 @@ class StreamingState(NamedTuple):
 
     def shardings(self) -> Self:
         layout = self.layout
-        out_shardings = {
-            leaf.name: layout.sharding(*leaf.spec) for leaf in layout.leaves
-        }
+        each = zip(keys(layout.leaves), layout.leaves, strict=True)
+        out_shardings = {key: layout.sharding(*leaf.spec) for key, leaf in each}
         anchor = tuple(
             {name: out_shardings[name] for name in part} for part in self.anchor
         )
@@ -93,7 +92,8 @@ class StreamingState(NamedTuple):
         leaves: Fragment = {}
         for state in self.outer:
             leaves |= gather(state.layout, state.master)
-        return self.layout.tree(lambda leaf: leaves[leaf.name])
+        layout = self.layout
+        return layout.treedef.unflatten([leaves[key] for key in keys(layout.leaves)])
 
 
 def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], ...]:
@@ -133,16 +133,24 @@ def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], .
     return tuple(tuple(sorted(part)) for part in made)
 
 
+def keys(leaves: Sequence[Leaf]) -> list[str]:
+    """Return a key for each leaf: its name; with its index, if leaves share a name."""
+    names = [leaf.name for leaf in leaves]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{i}.{name}" for i, name in enumerate(names)]
+
+
 def take(layout: Layout, members: Sequence[int], tree: PyTree) -> Fragment:
-    """The leaves of a fragment, by name."""
-    leaves = jax.tree.leaves(tree)
-    return {layout.leaves[i].name: leaves[i] for i in members}
+    """Return the leaves of a fragment."""
+    leaves, named = jax.tree.leaves(tree), keys(layout.leaves)
+    return {named[i]: leaves[i] for i in members}
 
 
 def put(layout: Layout, tree: PyTree, part: Fragment) -> PyTree:
     """The tree with a fragment's leaves replaced."""
-    leaves = zip(layout.leaves, jax.tree.leaves(tree), strict=True)
-    return layout.treedef.unflatten([part.get(leaf.name, x) for leaf, x in leaves])
+    leaves = zip(keys(layout.leaves), jax.tree.leaves(tree), strict=True)
+    return layout.treedef.unflatten([part.get(key, x) for key, x in leaves])
 
 
 # -------------------------------------------------------------------------- the round
@@ -331,10 +339,10 @@ def streaming_diloco(
         local_method.check_wire(whole, weighted and not bits)
         params = jax.device_put(params, whole.params_shardings)
         members = fragments_of(whole.leaves, fragments)
-        specs = {leaf.name: leaf.spec for leaf in whole.leaves}
+        specs = whole.tree(lambda leaf: leaf.spec)
         states = tuple(
-            outer_method({name: specs[name] for name in part}).init(part)
-            for part in (take(whole, numbers, params) for numbers in members)
+            outer_method(take(whole, numbers, specs)).init(take(whole, numbers, params))
+            for numbers in members
         )
 
         def make(params: PyTree) -> StreamingState:

@@ -350,3 +350,17 @@ def test_start_shardings_are_where_things_are(wide):
             homes,
         )
     problem.assert_close(before, theta, atol=0)  # they are the caller's to keep
+
+
+@jax.enable_x64(False)
+def test_arrays_of_numpys_float64_become_float32():
+    tx = acco_jax.cellm(optax.sgd(0.1), mesh=make_mesh(2), local_steps=1, keep=3)
+    step = acco_jax.make_train_step(
+        lambda w, x, rng: jnp.mean((x @ w) ** 2), tx, microbatches=1
+    )
+    batch, w = np.ones((4, 8), np.float32), np.linspace(-1, 1, 8)
+    found = []
+    for given in (w, w.astype(np.float32)):
+        params, state, _ = step(*acco_jax.start(tx, given), batch)
+        found.append(acco_jax.committed_params(state, params))
+    np.testing.assert_array_equal(*found)

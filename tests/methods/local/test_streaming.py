@@ -288,3 +288,29 @@ def test_refuses(options, message):
     with pytest.raises(ValueError, match=message) as error:
         acco_jax.streaming_diloco(optax.sgd(1.0), mesh=make_mesh(2), **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+def test_parameters_whose_names_are_equal_are_apart(tau):
+    tx = acco_jax.streaming_diloco(
+        optax.sgd(0.1),
+        mesh=make_mesh(2),
+        local_steps=2,
+        fragments=2,
+        overlap_steps=tau,
+    )
+    batch = np.random.default_rng(0).normal(size=(4, 3))
+    found = []
+    for name in ("a/b", "c"):
+
+        def loss(p, x, rng, name=name):
+            return jnp.mean((x @ p["a"]["b"] - 1) ** 2 + (x @ p[name] + 1) ** 2)
+
+        step = acco_jax.make_train_step(loss, tx, microbatches=1)
+        params = {"a": {"b": jnp.ones(3)}, name: 2 * jnp.ones(3)}
+        params, state = acco_jax.start(tx, params)
+        for _ in range(3):
+            params, state, _ = step(params, state, batch)
+        committed = acco_jax.committed_params(state, params)
+        found.append(jax.tree.map(np.asarray, jax.tree.leaves((params, committed))))
+    jax.tree.map(np.testing.assert_array_equal, *found)
