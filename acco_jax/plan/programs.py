@@ -29,7 +29,7 @@ from acco_jax.core.microbatches import piece
 from acco_jax.run.build import models, optimizers
 from acco_jax.run.config import fields as configs
 from acco_jax.run.weights import adapters
-from acco_jax.schedule import footprint, program_cache, schedules, topologies
+from acco_jax.schedule import footprint, hlo, program_cache, schedules, topologies
 from acco_jax.schedule.compiled import Compiled, DoesNotFit, Memory, what_it_needs
 from acco_jax.schedule.footprint import bytes_held
 from acco_jax.schedule.machines import Machine
@@ -142,9 +142,11 @@ class Program:
 
     def in_group(self, c: schedules.Collective) -> bool:
         """Return whether a collective stays within a model-parallel group."""
-        size = members(self.mesh).shape[1]
-        within = (len({i // size for i in group}) == 1 for group in c.groups)
-        return size > 1 and bool(c.groups) and all(within)
+        sizes = dict(self.mesh.shape)
+        own = hlo.axis_groups(sizes, *(a for a in sizes if a not in self.tx.axis))
+        of = {device: k for k, group in enumerate(own) for device in group}
+        within = (len({of[i] for i in group}) == 1 for group in c.groups)
+        return len(own[0]) > 1 and bool(c.groups) and all(within)
 
     def compile(self, place: Topology | str = "these devices") -> Compiled:
         """Compile ahead of time, or load the compiled program, and read the schedule.

@@ -149,6 +149,15 @@ def test_a_group_s_collectives_are_told_from_the_data_axes():
     data = ["data", "domain", "both", "between slices"]
     assert [c.name for c in program.of_data(schedule)] == data
     assert [c.name for c in found if program.in_group(c)] == ["fsdp", "of a slice"]
+    # whatever the axes' names and order
+    mesh = jax.sharding.Mesh(devices.reshape(2, 4), ("model", "data"))
+    program = dataclasses.replace(
+        program, tx=types.SimpleNamespace(axis=("data",), mesh=mesh)
+    )
+    groups = {"data": ((0, 1, 2, 3), (4, 5, 6, 7)), "model": ((0, 4), (1, 5))}
+    for name, own in groups.items():
+        c = dataclasses.replace(like, groups=own)
+        assert program.in_group(c) is (name == "model")
 
 
 def test_compilers_flags_have_entries_of_their_own(monkeypatch):
