@@ -112,7 +112,8 @@ def test_the_sentence_names_its_network_whatever_the_order(stand_in):
     assert len(found.choices) == 4
 
 
-def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, capsys):
+@pytest.fixture
+def small_a100(monkeypatch):
     finish = planner.finish
 
     def limited(prepared):
@@ -121,6 +122,9 @@ def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, capsys):
         return finish(prepared)
 
     monkeypatch.setattr(planner, "finish", limited)
+
+
+def test_a_machine_that_nothing_fits_is_a_row(stand_in, small_a100, capsys):
     run("--topology=gpu:mi300x:1x8", PLACES[1], "--methods=acco", "--tokens=1e9",
         "--nofit")  # fmt: skip
     text = capsys.readouterr().out
@@ -131,15 +135,7 @@ def test_a_machine_that_nothing_fits_is_a_row(stand_in, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("places", [PLACES[1:], PLACES])
-def test_a_gate_judges_what_fits_nowhere(stand_in, monkeypatch, capsys, places):
-    finish = planner.finish
-
-    def limited(prepared):
-        if prepared.machine.topology.chip.name == "a100":
-            raise planner.NothingFits({"acco": "acco does not fit: it needs too much"})
-        return finish(prepared)
-
-    monkeypatch.setattr(planner, "finish", limited)
+def test_a_gate_judges_what_fits_nowhere(stand_in, small_a100, capsys, places):
     with pytest.raises(SystemExit) as end:
         run(*places, "--methods=acco", "--tokens=1e9", "--nofit",
             "--require-hidden=0.01")  # fmt: skip
