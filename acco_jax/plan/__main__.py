@@ -122,9 +122,12 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     folder, json_file, programs = map(arguments.path, (_OUT, _JSON, _DUMP_HLO))
     for path in filter(None, (folder, json_file and json_file.parent, programs)):
         arguments.check_writable(path)  # before anything is compiled
+    gate = _REQUIRE_HIDDEN.value is not None
     if _CALIBRATE.value:
+        if gate:
+            raise ValueError("--require-hidden judges a plan: leave out --calibrate.")
         _calibrate(json_file)
-        return lambda fraction: {}
+        return _nothing
     if not _TOPOLOGY.value:
         raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
     places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
@@ -146,7 +149,7 @@ def _run() -> Callable[[float], Mapping[str, str]]:
             "--recommend is for one machine and network: leave out --methods, "
             "--devices, --tokens, and all but one --topology and --network."
         )
-    if _SWEEP.value and _REQUIRE_HIDDEN.value is not None:
+    if _SWEEP.value and gate:
         raise ValueError(
             "--require-hidden judges one rate of the network: leave out "
             "--sweep-network, and give --network."
@@ -184,7 +187,7 @@ def _run() -> Callable[[float], Mapping[str, str]]:
             sweep.picture(found, folder / "sweep.png")
             print(f"picture  {folder / 'sweep.png'}")
         _write(json_file, lambda: sweep.as_dict(found))
-        return lambda fraction: {}
+        return _nothing
     if terms is None:
         plan = planner.make(_CONFIG.value, places[0], request)
         print(plan_text.text(plan))
@@ -195,6 +198,11 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     print(decision.text(chosen))
     _write(json_file, lambda: decision.as_dict(chosen))
     return chosen.objections
+
+
+def _nothing(fraction: float) -> Mapping[str, str]:
+    """Return the objections where no gate is allowed: none."""
+    return {}
 
 
 def _calibrate(json_file: Path | None) -> None:

@@ -122,6 +122,9 @@ def test_network_and_other_figures_from_the_command_line(stand_in, capsys):
         (["--price=h200=2"], "--tokens is missing: a decision needs the length"),
         (["--network=100,200"], "--tokens is missing: a decision needs the length"),
         (["--tokens=1e9", "--devices=8"], "--devices, --out and --dump-hlo are of one"),
+        (["--sweep-network", "--require-hidden"], "leave out --sweep-network"),
+        (["--sweep-network", "--dump-hlo=x"], "leave out --sweep-network"),
+        (["--calibrate", "--require-hidden"], "leave out --calibrate"),
         (
             ["--tokens=1e9", "--failure-hours=0"],
             "--failure-hours: '0' is not a positive",
