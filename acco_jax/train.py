@@ -210,8 +210,9 @@ def _train(claim: contextlib.ExitStack) -> None:
         config = trials.with_method(config, repeated or workdir)
         stages.ended("trials")
         experiment = preparation.build(
-            config, workdir, began=began, extend=_EXTEND.value, replay=repeated
-        )
+            config, workdir, began=began, extend=_EXTEND.value, replay=repeated,
+            again=_ORDERS is not None and _ORDERS.attempt > 1,
+        )  # fmt: skip
         fields.profiled(config.profile, experiment.total_calls)
         replay = None
         if repeated:

@@ -5,9 +5,13 @@ $JAX_COMPILATION_CACHE_DIR names another folder, which is then JAX's matter;
 $ACCO_COMPILATION_CACHE=off keeps nothing.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import os
 import platform
+import sys
+import sysconfig
 from pathlib import Path
 
 import jax
@@ -51,6 +55,33 @@ def keep_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SECONDS)
+
+
+def environment() -> str:
+    """Return what this process's programs depend on, beside their own arguments.
+
+    It is the code that is not of the installed libraries, their versions, the settings
+    of JAX and XLA, and the devices.
+    """
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    files = set(Path(__file__).parents[1].rglob("*.py"))
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if name and not name.startswith(tuple(libraries)):
+            files.add(Path(name))
+    stamps = []
+    for path in sorted(files):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            stamps.append((str(path), stat.st_mtime_ns, stat.st_size))
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("jax", "jaxlib", "optax", "flax", "numpy")
+    }
+    flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    devices = [(d.id, d.device_kind, d.process_index) for d in jax.devices()]
+    here = sys.version, jax.process_index(), devices
+    return repr((stamps, versions, flags, sorted(jax.config.values.items()), here))
 
 
 def _shrink(place: Path, limit: int) -> None:

@@ -188,9 +188,9 @@ class Accumulator:
         return jax.ShapeDtypeStruct((self.workers,), jnp.int32, sharding=sharding)
 
     def _on_workers(self, fn: Callable, out_specs: PyTree, *args: Any) -> PyTree:
-        """Run fn(self, params, batch, rng, sums or model state, counts) on own rows."""
+        """Run fn(self, params, batch, rng, sums or state, counts, at) on own rows."""
         rows = self.rows
-        in_specs = (P(), P(), rows, P(), rows, rows)[: len(args) + 1]
+        in_specs = (P(), P(), rows, P(), rows, rows, P())[: len(args) + 1]
         return self.over_data(fn, in_specs, out_specs)(self, *args)
 
     def zeros(
@@ -211,29 +211,32 @@ class Accumulator:
         batch: PyTree,
         rng: Rng,
         counts: jax.Array | None,
-        span: Callable[[int | jax.Array], Span] = lambda count: (0, count),
+        span: Callable[..., Span] = lambda count: (0, count),
         model_state: PyTree = None,
+        at: jax.Array | None = None,
     ) -> Sums:
         """Add each worker's microbatches span(count) = (first, end) to its row.
 
+        With a number `at` they are span(count, at): a span may not close over an array.
         Without `sums` these microbatches are the first: each worker goes on at its row
         of `model_state`.
         """
 
-        def local(self, params, batch, rng, before, counts):  # type: ignore[no-untyped-def]
+        def local(self, params, batch, rng, before, counts, at):  # type: ignore[no-untyped-def]
             (sums, state), count = from_row(before), self.microbatches
             if sums is None:
                 sums = self.zeros_here(params, batch, rng, self.capacity, state)
             if counts is not None:
                 count = jnp.clip(counts[0], 0, count)
-            first, end = span(count)
+            first, end = span(count) if at is None else span(count, at)
             if isinstance(end, int) and end - first == 1:
                 end = self.opaque(end)
             total = self.capacity
             return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
         before = sums, model_state
-        return self._on_workers(local, self.rows, params, batch, rng, before, counts)
+        args = params, batch, rng, before, counts, at
+        return self._on_workers(local, self.rows, *args)
 
     def part(
         self,

@@ -21,6 +21,9 @@ from acco_jax.methods.checks import checked_update
 class _MeanLoss:
     """A placeholder among an optimizer's extra arguments for the mean loss."""
 
+    def __reduce__(self) -> str:
+        return "MEAN_LOSS"  # there is one
+
 
 MEAN_LOSS = _MeanLoss()
 

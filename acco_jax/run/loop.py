@@ -105,8 +105,9 @@ class _Run:
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
         stages.ended("state")
-        if jax.process_count() > 1:
-            trials.compile_together(e, self.params, self.state, self._batches.shapes())
+        if jax.process_count() > 1 or memory.enabled:
+            shapes = self._batches.shapes()
+            trials.compile_together(e, self.params, self.state, shapes, memory)
             self._goodput.mark("compiling", self.done)
             stages.ended("programs")
         enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"

@@ -198,6 +198,7 @@ def build(
     began: float | None = None,
     extend: bool | None = None,
     replay: Path | None = None,
+    again: bool = False,
 ) -> Experiment:
     """Build the experiment of a config that `check` accepts.
 
@@ -208,6 +209,7 @@ def build(
       began: when the process started, in seconds since 1970; None: now.
       extend: as for `prepare`.
       replay: workdir of a run that this one repeats.
+      again: whether an earlier attempt of the same command has checked the optimizer.
 
     Raises:
       ValueError: if the machine, the workdir or the data do not fit the config.
@@ -242,6 +244,8 @@ def build(
         varying=amounts.varying, halves=amounts.halves, capacity=amounts.capacity,
         identity=identity, began=began, **trainable._asdict(),
     )  # fmt: skip
+    if not again:
+        _check_optimizer(experiment)
     _check_experiment(experiment, lengths.FIELDS if old else ())
     return experiment
 
@@ -429,10 +433,8 @@ def _trainable(
     return Trainable(model, loss_fn, init, start, specs)
 
 
-def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
-    """Raise a ValueError for documents, an optimizer or checkpoints that do not fit."""
-    first = batches(experiment)  # raises if a worker's documents are too few
-    held_out_batches(experiment, None)
+def _check_optimizer(experiment: Experiment) -> None:
+    """Raise a ValueError for an optimizer that the method cannot run."""
     try:
         experiment.tx.check(abstract_params(experiment))
     except Exception as error:
@@ -440,6 +442,12 @@ def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
             f"optimizer {experiment.config.optimizer.name} with the options given does "
             f"not work here: {error}"
         ) from error
+
+
+def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
+    """Raise a ValueError for documents or checkpoints that do not fit."""
+    first = batches(experiment)  # raises if a worker's documents are too few
+    held_out_batches(experiment, None)
     check_whole(experiment.workdir, experiment.checkpoint_folder)
     _check_checkpoint(experiment, first, but)
 

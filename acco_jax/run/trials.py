@@ -27,6 +27,7 @@ from acco_jax.run.preparation import (
     to_devices,
     with_first_half,
 )
+from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.step.first_half import LONGER, first_halves, smallest, step_seconds
 from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
@@ -152,17 +153,27 @@ def settled(experiment: Experiment) -> Experiment:
 
 
 def compile_together(
-    experiment: Experiment, params: PyTree, state: State, shapes: Iterable[PyTree]
+    experiment: Experiment,
+    params: PyTree,
+    state: State,
+    shapes: Iterable[PyTree],
+    memory: MemoryCopies | None = None,
 ) -> None:
     """Compile on all processes, before any of them communicates.
 
-    The others wait here for one that compiles longer, not in a collective.
+    The others wait here for one that compiles longer, not in a collective. A process
+    that is restarted takes the programs that it finds in memory.
     """
     e = experiment
+    taken = memory and memory.take_programs(lambda data: e.step.take(data, state))
     for batch in shapes:
         rows = to_devices(batch, e.mesh)
         e.step.compile(params, state, rows, counts_of(e), _key(e))
+    if memory and not taken:
+        memory.keep_programs(lambda: e.step.keep(state))
     everyone = set(range(jax.process_count()))
+    if len(everyone) == 1:
+        return
     multihost.sync_global_processes(
         "ready to train", timeout=COMPILE_SECONDS, processes=everyone
     )

@@ -7,6 +7,7 @@ given number of microbatches.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
@@ -71,10 +72,20 @@ class AdaptiveStep(LoggedStep, SplitStep):
             self.alternate(microbatches)
         else:
             self._least = microbatches.least
-        # the number in one place, or the second microbatch would compile again
-        out_shardings = (None, NamedSharding(gradients.mesh, P()))
-        self._zeros = jax.jit(_zeros, out_shardings=out_shardings)
-        self._add = jax.jit(_one_more, donate_argnums=0, out_shardings=out_shardings)
+
+    @functools.cached_property
+    def _zeros(self) -> Any:
+        return self._jit("zeros", _zeros, out_shardings=self._numbered)
+
+    @functools.cached_property
+    def _add(self) -> Any:
+        shardings = self._numbered
+        return self._jit("add", _one_more, donate_argnums=0, out_shardings=shardings)
+
+    @property
+    def _numbered(self) -> tuple[Any, NamedSharding]:
+        """Shardings of sums and a number, or the second microbatch compiles again."""
+        return None, NamedSharding(self._gradients.mesh, P())
 
     def _fuses(self, phase: Hashable) -> bool:
         return False  # each microbatch is a program
@@ -94,8 +105,13 @@ class AdaptiveStep(LoggedStep, SplitStep):
         jax.eval_shape(self._add, sums, i, params, inputs)
 
     def _lowered_compute(
-        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
-    ) -> tuple[list[jax.stages.Lowered], Callable[[], PyTree]]:
+        self,
+        phase: Hashable,
+        programs: Programs,
+        params: PyTree,
+        rest: PyTree,
+        inputs: Inputs,
+    ) -> tuple[dict[str, jax.stages.Lowered], Callable[[], PyTree]]:
         if inputs.counts is None and self._log is not None:
             none = self._gradients.counts_here([0] * self._gradients.workers)
             inputs = inputs._replace(counts=none)
@@ -106,7 +122,7 @@ class AdaptiveStep(LoggedStep, SplitStep):
         sums, _ = placed(add, self._add, sums, i, params, inputs)
         close = programs.close.lower(sums, rest, inputs)
         closed = placed(close, programs.close, sums, rest, inputs)
-        return [zeros, add, close], lambda: closed
+        return {"zeros": zeros, "add": add, f"{phase} close": close}, lambda: closed
 
     def _compute(
         self,
@@ -146,7 +162,7 @@ def _one_more(
     """Add microbatch i; with counts, only on the workers that have that many."""
     gradients, batch, counts, rng = inputs
 
-    def span(count: int | jax.Array) -> Span:
+    def span(count: int | jax.Array, i: jax.Array) -> Span:
         return i, i + 1 if counts is None else i + (count > i).astype(i.dtype)
 
-    return gradients.add(sums, params, batch, rng, counts, span), i + 1
+    return gradients.add(sums, params, batch, rng, counts, span, at=i), i + 1

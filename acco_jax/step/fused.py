@@ -1,9 +1,10 @@
 """The train step as one program, each collective beside a part of the computation."""
 
+import collections
 import dataclasses
 import functools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
 from acco_jax.core.workers import check_compiled, place
 from acco_jax.methods.method import Method
+from acco_jax.step import kept
 
 
 class Arguments(NamedTuple):
@@ -45,6 +47,9 @@ class TrainStep:
         microbatches = gradients.microbatches * tx.steps_per_call
         self._batches = dataclasses.replace(gradients, microbatches=microbatches)
         self._programs: dict[tuple[Any, ...], Any] = {}
+        # by name: those that `compile` has made, and those of an earlier process
+        self._compiled = collections.defaultdict[str, list[jax.stages.Compiled]](list)
+        self._kept: kept.Programs = {}
         self._alone = Alone(self._batches, tx.local)
         # the parameters and the state that were returned last
         self._returned: list[weakref.ref[Any]] = []
@@ -106,7 +111,7 @@ class TrainStep:
         args = self._placed(self._described(self._arguments(*args, **named)))
         args = args._replace(state=place(args.state, args.state.shardings()))
         args = self._expected(number, args)
-        return self._lowered(self._tx.phase(number), args)
+        return tuple(self._lowered(self._tx.phase(number), args).values())
 
     def turns(self) -> dict[int, int]:
         """Map each distinct half-round to how often it occurs in one period.
@@ -124,8 +129,11 @@ class TrainStep:
         """Compile the next calls' programs; nothing runs and nothing is donated.
 
         Several processes can then meet before they start: a collective times out if a
-        process compiles too long. Arguments are those of a call.
+        process compiles too long. Arguments are those of a call. After `take` this
+        does nothing.
         """
+        if self._kept:
+            return
         placed = self._placed(self._arguments(*given, **named))
         tx, call = self._tx, self._call(placed.state)
         warming = range(call, min(tx.warmup, call + tx.period))
@@ -133,8 +141,27 @@ class TrainStep:
         with naming_unknown_options():
             for phase in {tx.phase(k) for k in (*warming, *steady)}:
                 for args in self._variants(placed):
-                    for program in self._lowered(phase, args):
-                        program.compile()
+                    for name, program in self._lowered(phase, args).items():
+                        self._compiled[name].append(program.compile())
+
+    def keep(self, state: State) -> bytes:
+        """Return the programs that `compile` has made, for a later process's `take`.
+
+        That process must have the same code, devices and arguments.
+
+        Raises:
+          Exception: of any kind, if the backend or a tree of the user's cannot be kept.
+        """
+        return kept.dumped(self._compiled, self._shared(state))
+
+    def take(self, programs: bytes, state: State) -> None:
+        """Run the programs that an earlier process kept, instead of compiling."""
+        devices = self._tx.mesh.devices.flat
+        self._kept = kept.loaded(programs, self._shared(state), list(devices))
+
+    def _shared(self, state: State) -> list[object]:
+        """Return what programs' arguments hold that belongs to this process."""
+        return [state.layout, *kept.functions(self._gradients.loss_fn)]
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
         """Return the arguments in the form that this call gives to its programs."""
@@ -160,7 +187,7 @@ class TrainStep:
         """Return the arguments, checked and on their devices."""
         inputs, params = args.inputs, self._tx.place(args.params, args.state)
         batch, counts = self._batches.place_batch(inputs.batch), inputs.counts
-        if self._may_differ(counts):
+        if self._may_differ(counts) and not self._kept:
             self._alone(params, batch, inputs.rng, model_state(args.state))
         if not isinstance(counts, jax.ShapeDtypeStruct):
             counts = self._gradients.place_counts(counts)
@@ -234,8 +261,14 @@ class TrainStep:
 
     def _lowered(
         self, phase: Hashable, args: Arguments
-    ) -> tuple[jax.stages.Lowered, ...]:
-        return (self._program(phase, args.state).lower(*args),)
+    ) -> dict[str, jax.stages.Lowered]:
+        """Return the programs of a call by name."""
+        return {str(phase): self._program(phase, args.state).lower(*args)}
+
+    def _jit(self, name: str, function: Callable[..., Any], **options: Any) -> Any:
+        """Return a function compiled by jax.jit, or by the process that kept it."""
+        program = jax.jit(function, **options)
+        return kept.Kept(program, self._kept[name]) if name in self._kept else program
 
     def _program(
         self, phase: Hashable, state: State, nested: bool = False
@@ -249,7 +282,8 @@ class TrainStep:
         if key not in self._programs:
             # metrics are replicated: any process can read them
             out_shardings = (*self._out_shardings(state), state.layout.sharding())
-            self._programs[key] = jax.jit(
+            self._programs[key] = self._jit(
+                "nested" if nested else str(phase),
                 functools.partial(run_call, self._tx.round(phase)),
                 donate_argnums=() if nested else (0, 1),
                 out_shardings=out_shardings,

@@ -71,7 +71,7 @@ class SplitStep(TrainStep):
         if programs.round.overlaps:
             settings = _settings()
             like = jax.tree.structure(inputs), *map(jax.typeof, jax.tree.leaves(inputs))
-            if (like, settings) not in programs.traced:
+            if (like, settings) not in programs.traced and not self._kept:
                 # a loss that raises must do so before the exchange takes the state
                 self._trace(programs, params, rest, inputs)
                 programs.traced.add((like, settings))
@@ -142,12 +142,15 @@ class SplitStep(TrainStep):
             finish: Any = round.finish
             if round.late:
                 out_shardings = (*self._out_shardings(state), None, None)
-                finish = jax.jit(finish, out_shardings=out_shardings)
+                finish = self._jit(
+                    f"{phase} finish", finish, out_shardings=out_shardings
+                )
             self._programs[key] = Programs(
                 round,
-                jax.jit(functools.partial(computed, round)),
-                jax.jit(round.close),
-                jax.jit(
+                self._jit(f"{phase} compute", functools.partial(computed, round)),
+                self._jit(f"{phase} close", round.close),
+                self._jit(
+                    f"{phase} communicate",
                     functools.partial(exchanged, round),
                     donate_argnums=1,
                     out_shardings=round.out_shardings(owner),
@@ -160,30 +163,37 @@ class SplitStep(TrainStep):
 
     def _lowered(
         self, phase: Hashable, args: Arguments
-    ) -> tuple[jax.stages.Lowered, ...]:
+    ) -> dict[str, jax.stages.Lowered]:
         if self._fuses(phase):
             return super()._lowered(phase, args)
         params, state, inputs, extra = args
         programs = self._split(phase, params, state)
         in_flight, owner, rest = programs.round.open(params, state)
-        lowered, closed = self._lowered_compute(programs, params, rest, inputs)
+        lowered, closed = self._lowered_compute(phase, programs, params, rest, inputs)
         if not programs.round.overlaps:
             in_flight = programs.round.outgoing(params, rest, closed())
         message = (in_flight, owner, params, extra)
-        lowered.append(programs.communicate.lower(*message))
+        communicate = programs.communicate.lower(*message)
+        lowered[f"{phase} communicate"] = communicate
         if programs.round.late:
-            received = placed(lowered[-1], programs.communicate, *message)
+            received = placed(communicate, programs.communicate, *message)
             finish = programs.finish.lower(params, rest, inputs, closed(), received)
-            lowered.append(finish)
-        return tuple(lowered)
+            lowered[f"{phase} finish"] = finish
+        return lowered
 
     def _lowered_compute(
-        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
-    ) -> tuple[list[jax.stages.Lowered], Callable[[], PyTree]]:
+        self,
+        phase: Hashable,
+        programs: Programs,
+        params: PyTree,
+        rest: PyTree,
+        inputs: Inputs,
+    ) -> tuple[dict[str, jax.stages.Lowered], Callable[[], PyTree]]:
         """Return the programs of `_compute`, and a function for its abstract work."""
         progress = (params, rest, inputs)
         lowered = programs.compute.lower(*progress)
-        return [lowered], lambda: placed(lowered, programs.compute, *progress)
+        named = {f"{phase} compute": lowered}
+        return named, lambda: placed(lowered, programs.compute, *progress)
 
 
 def _settings() -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Compiled programs are kept on disk, within a bound, and give the same bits."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -52,6 +53,24 @@ def test_what_was_not_used_for_longest_goes(tmp_path):
     os.utime(tmp_path / "used", (1e9 + 1, 1e9 - 50))
     program_store._shrink(tmp_path, 20)
     assert {path.name for path in tmp_path.iterdir()} == {"new", "used"}
+
+
+def test_programs_depend_on_code_flags_and_settings(tmp_path, monkeypatch):
+    before = program_store.environment()
+    assert program_store.environment() == before
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_model_of_ones_own.py").write_text("SIZE = 3\n")
+    importlib.import_module("a_model_of_ones_own")
+    imported = program_store.environment()
+    (tmp_path / "a_model_of_ones_own.py").write_text("SIZE = 30\n")
+    edited = program_store.environment()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_kind")
+    flagged = program_store.environment()
+    with jax.default_matmul_precision("float32"):
+        inside = program_store.environment()
+    found = {before, imported, edited, flagged, inside}
+    sys.modules.pop("a_model_of_ones_own")
+    assert len(found) == 5
 
 
 PROGRAM = """

@@ -178,6 +178,47 @@ def test_old_copies_of_runs_that_are_gone_are_removed(place, monkeypatch):
     assert not files(place)
 
 
+def taken(place, **changes):
+    found = []
+    there = opened(place, **changes).take_programs(found.append)
+    assert there == bool(found)
+    return found
+
+
+def test_programs_are_for_the_same_run_and_code(place, monkeypatch):
+    opened(place).keep_programs(lambda: b"a\nb")
+    assert taken(place) == [b"a\nb"] and taken(place, counts=(1, 2)) == []
+    kept(place, 4)
+    opened(place).restore_newest(like, 7)  # which removes copies that are old
+    assert taken(place) == [b"a\nb"]
+    here = memory.program_store.environment()
+    monkeypatch.setattr(memory.program_store, "environment", lambda: here + "edited")
+    assert taken(place) == []
+
+
+def test_programs_that_are_damaged_or_cannot_be_loaded(place, caplog):
+    def fails(data):
+        raise RuntimeError("another compiler's")
+
+    opened(place).keep_programs(lambda: b"abc")
+    assert not opened(place).take_programs(fails)
+    assert "compiled again: another compiler's" in caplog.text
+    (path,) = place.folder.rglob(memory.PROGRAMS)
+    path.write_bytes(path.read_bytes()[:-1] + b"d")
+    assert taken(place) == []
+
+
+def test_programs_that_cannot_be_kept(place, monkeypatch):
+    def fails():
+        raise TypeError("cannot pickle")
+
+    opened(place).keep_programs(fails)
+    full = SimpleNamespace(free=10)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: full)
+    opened(place).keep_programs(lambda: b"a" * 6)
+    assert taken(place) == []
+
+
 @pytest.mark.long
 def test_kills_at_random_times(tmp_path):
     """Twenty-five, some during a copy, and one bit that changes: the same end."""

@@ -154,10 +154,9 @@ def test_when_the_judge_pauses_all_say_so(jobs, start, restarts):
 @pytest.mark.slow
 def test_silent_connections_under_a_low_limit_of_open_files(jobs, start):
     todo = jobs(("none", 0), ("SIGKILL", 3), restarts=1)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
     first = start(todo[0])
-    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.prlimit(first.pid, resource.RLIMIT_NOFILE, (64, most))
     address = todo[0].coordinator.split(":")
     silent = []
     with contextlib.ExitStack() as stack:

@@ -244,8 +244,8 @@ FIELDS = {
     "compare_replicas_every": Field(100, "Between comparisons of the workers' copies.",
         least=0, zero="never", unit="steps", identity=False),
     "memory_copies": Field("/dev/shm", "Folder in memory for copies of the newest "
-        "state, from which a supervised run restarts; empty: none.", form="path",
-        identity=False),
+        "state and of the programs, from which a supervised run restarts; empty: "
+        "none.", form="path", identity=False),
     "keep_checkpoints": Field(2, "The newest ones, beside the one with the best "
         "held-out loss.", least=1, identity=False),
     "spike.policy": Field("stop", "Action when the training loss rises by `threshold`. "

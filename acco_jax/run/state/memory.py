@@ -6,6 +6,9 @@ is written last, so that a copy with it is whole. Two copies exist at most. A re
 takes the newest one that all processes have and whose checksums are right; a file that
 has changed, a host without copies or another number of processes leave the checkpoint
 on disk.
+
+Beside them lie the compiled programs of the train step, which the next process of the
+same code, machine and run loads instead of tracing and compiling.
 """
 
 import collections
@@ -27,6 +30,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from acco_jax.command import program_store
 from acco_jax.command.files import read_rows, sealed, write_rows
 from acco_jax.core import leaf_names
 from acco_jax.run.state import processes, shards
@@ -35,6 +39,7 @@ from acco_jax.run.state.replicas import ReplicasDiffer
 PyTree = Any
 SHARE = 0.01  # of the time, which copies may take
 FIRST = 4  # half-rounds between the first copies, whose time is not known
+PROGRAMS = "programs"  # the file of compiled programs, with a checksum before them
 RUN = "memory_id.txt"  # in the workdir: another run there has another number
 LEFT_SECONDS = 86400  # after which copies of a run that is gone are removed
 
@@ -150,6 +155,52 @@ class MemoryCopies:
         self._remove_but(taken and taken[0])
         return taken
 
+    @property
+    def enabled(self) -> bool:
+        """Whether this run keeps anything."""
+        return self._enabled
+
+    def take_programs(self, take: Callable[[bytes], None]) -> bool:
+        """Call `take` with the programs that an earlier process in this place kept.
+
+        Returns whether there were any, and it has taken them.
+        """
+        if self._folder is None:
+            return False
+        try:
+            key, data = (self._folder / PROGRAMS).read_bytes().split(b"\n", 1)
+            if key != self._programs_key(data):
+                return False
+            take(data)
+        except FileNotFoundError:
+            return False
+        except Exception as error:  # of a library that loads them
+            logging.warning("the programs in memory are compiled again: %s", error)
+            return False
+        logging.info("the compiled programs were in memory")
+        return True
+
+    def keep_programs(self, programs: Callable[[], bytes]) -> None:
+        """Keep programs for the next process in this place, unless that fails."""
+        if self._folder is None:
+            return
+        path = self._folder / PROGRAMS
+        try:
+            data = programs()
+            if len(data) > shutil.disk_usage(self._folder).free // 2:
+                raise OSError(f"{len(data):,} bytes are more than half of what is free")
+            new = path.with_suffix(".new")
+            new.write_bytes(self._programs_key(data) + b"\n" + data)
+            new.replace(path)
+        except Exception as error:  # a tree of the user's that cannot be pickled, say
+            logging.info("the compiled programs are not kept in memory: %s", error)
+
+    def _programs_key(self, data: bytes) -> bytes:
+        """Return a checksum of programs and of what they depend on."""
+        sha = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode())
+        sha.update(program_store.environment().encode() + data)
+        return sha.hexdigest().encode()
+
     def __enter__(self) -> Self:
         return self
 
@@ -219,7 +270,7 @@ class MemoryCopies:
         return list(self._folder.glob("[0-9]*.json")) if self._folder else []
 
     def _remove_but(self, kept: int | None) -> None:
-        for path in self._folder.iterdir() if self._folder else ():
+        for path in self._folder.glob("[0-9]*") if self._folder else ():
             if path.stem != str(kept):
                 path.unlink()
 

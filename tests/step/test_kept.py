@@ -1,0 +1,128 @@
+"""Programs that an earlier process kept: the same bits, without a trace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import acco_jax
+from acco_jax.step import kept
+from tests.reference import EXPLICIT, make_mesh, parameters
+
+SHAPES = {"w": (5, 13), "v": (13, 3)}
+N = 4  # devices
+OPTIONS = {  # what each method is given beside mesh
+    acco_jax.acco: {},
+    acco_jax.zero1: {},
+    acco_jax.fused_zero1: {},
+    acco_jax.diloco: {"local_steps": 3},
+}
+
+
+def program(method, form, microbatches, traced=None, scale=None):
+    """The method and a train step whose loss raises if it is traced again."""
+
+    def loss_fn(*args):
+        *carried, params, batch, _ = args
+        if traced is not None:
+            traced.append(1)
+        out = jnp.tanh(batch @ params["w"]) @ params["v"]
+        return jnp.mean(out**2) * (carried[0] if carried else 1.0)
+
+    if scale is not None:  # with an array, as a frozen base of adapters
+        loss_fn = jax.tree_util.Partial(loss_fn, scale)
+    mesh = make_mesh(N, types=EXPLICIT)
+    tx = method(optax.adamw(1e-2), mesh=mesh, **OPTIONS[method])
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=microbatches, form=form)
+    return tx, step
+
+
+def batch(step, rows=2):
+    held = step._batches.capacity * N * rows
+    return jax.random.normal(jax.random.key(rows), (held, 5))
+
+
+def begin(tx):
+    return acco_jax.start(tx, jax.tree.map(jnp.array, parameters(SHAPES)))
+
+
+def trained(step, params, state, x, calls=4):
+    for _ in range(calls):
+        params, state, metrics = step(params, state, x)
+    found = params, metrics["loss"]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(found)]
+
+
+CASES = [
+    (acco_jax.acco, "fused", 2),
+    (acco_jax.acco, "split", 2),
+    (acco_jax.acco, "fused", acco_jax.Halves(1, 3)),
+    (acco_jax.acco, "split", acco_jax.Halves(1, 3)),
+    (acco_jax.zero1, "fused", 2),
+    (acco_jax.fused_zero1, "fused", 2),
+    (acco_jax.diloco, "fused", 2),
+]
+
+
+@pytest.mark.parametrize("scale", [None, 2.0], ids=["plain", "array"])
+@pytest.mark.parametrize(
+    ("method", "form", "microbatches"),
+    CASES,
+    ids=[f"{m.__name__}-{form}-{n}" for m, form, n in CASES],
+)
+def test_the_same_bits_without_a_trace(method, form, microbatches, scale):
+    scale = None if scale is None else jnp.float32(scale)
+    make = functools.partial(program, method, form, microbatches)
+    tx, step = make(scale=scale)
+    params, state = begin(tx)
+    x = batch(step)
+    step.compile(params, state, x)
+    data = step.keep(state)
+    expected = trained(step, params, state, x)
+
+    traced = []
+    tx, again = make(traced, scale)
+    params, state = begin(tx)
+    again.take(data, state)
+    again.compile(params, state, x)
+    assert trained(again, params, state, x) == expected
+    assert not traced
+
+
+def test_other_shapes_are_compiled():
+    tx, step = program(acco_jax.acco, "fused", 2)
+    params, state = begin(tx)
+    step.compile(params, state, batch(step))
+    data = step.keep(state)
+    expected = trained(step, *begin(tx), batch(step, rows=3))
+    traced = []
+    tx, again = program(acco_jax.acco, "fused", 2, traced)
+    again.take(data, begin(tx)[1])
+    assert trained(again, *begin(tx), batch(again, rows=3)) == expected
+    assert traced
+
+
+def test_two_shapes_are_both_kept():
+    tx, step = program(acco_jax.zero1, "fused", 2)
+    params, state = begin(tx)
+    for rows in (2, 3):
+        step.compile(params, state, batch(step, rows))
+    data, traced = step.keep(state), []
+    tx, again = program(acco_jax.zero1, "fused", 2, traced)
+    again.take(data, begin(tx)[1])
+    for rows in (2, 3):
+        trained(again, *begin(tx), batch(again, rows))
+    assert not traced
+
+
+def test_what_cannot_be_pickled_raises():
+    class Local:
+        """Of a tree of the user's, which another process would not find."""
+
+    jax.tree_util.register_static(Local)
+    compiled = jax.jit(lambda x, own: x).lower(1.0, Local()).compile()
+    with pytest.raises(AttributeError, match="Local"):
+        kept.dumped({"one": [compiled]}, [])
