@@ -18,7 +18,8 @@ Sources:
     Watts: the most a device takes, of the same data sheets (TDP); TPUs' makers say
         none.
     TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x} (ICI is given there both
-        ways; DCN per chip, for v5e per pod: 6.4 Tbit/s over 256 chips).
+        ways; DCN per chip, for v5e per pod: 6.4 Tbit/s over 256 chips). Rings: v5p's
+        page (a cube of 4 x 4 x 4 and larger), and for v5e and v6e the scaling book.
     Latencies: NCCL's src/graph/tuning.cc, ring, simple protocol, for NVLink and the
         network; about 1 us per ICI hop (jax-ml.github.io/scaling-book). For DCN no
         figure is published: NCCL's network latency stands in.
@@ -67,10 +68,16 @@ class Chip:
     fast_latency: float  # seconds per step over NVLink or ICI
     slow_latency: float = 14e-6  # seconds per step over the network
     dimensions: int = 2  # of a shape: of a TPU's torus; GPU hosts x devices
+    # Chips along a dimension of a TPU's slice from which on it is a ring, as are their
+    # multiples: of all dimensions or none, if there are three.
+    ring: int = 0
     devices_per_chip: int = 1  # JAX devices per chip of the shape
     gpu: Gpu | None = None  # figures for the GPU compiler
     watts: float | None = None  # most that a device takes, if a data sheet gives it
     link: str = "ICI"  # link between the devices of a domain
+    # Parts of its links that lead to different devices; 1: all lead to a switch. On a
+    # torus they are the dimensions: a compiler sends both ways along one at once.
+    neighbours: int = 1
     # a chip whose programs represent this one's, if it has no compiler here
     compiled_as: str | None = None
 
@@ -190,15 +197,17 @@ _CHIPS = (
             (24 * 10**9, 600e9), (32e9, 1.5625e9), _A10G, 300, link="PCIe"),
     Chip("mi300x", "AMD Instinct MI300X", "gpu", 1307.4e12,
          192 * GIB, 5.3e12, 448e9, 50e9, 3.4e-6, gpu=_H200, watts=750,
-         link="Infinity Fabric", compiled_as="h200"),
+         link="Infinity Fabric", neighbours=7, compiled_as="h200"),
     Chip("v5e", "TPU v5e", "tpu", 197e12,
-         16 * GIB, 819e9, 200e9, 3.125e9, 1e-6),
+         16 * GIB, 819e9, 200e9, 3.125e9, 1e-6, ring=16, neighbours=2),
     Chip("v5p", "TPU v5p", "tpu", 459e12,
-         95 * GIB, 2.765e12, 600e9, 6.25e9, 1e-6, dimensions=3),
+         95 * GIB, 2.765e12, 600e9, 6.25e9, 1e-6, dimensions=3, ring=4,
+         neighbours=3),
     Chip("v6e", "TPU v6e", "tpu", 918e12,
-         32 * GIB, 1.638e12, 400e9, 12.5e9, 1e-6),
+         32 * GIB, 1.638e12, 400e9, 12.5e9, 1e-6, ring=16, neighbours=2),
     Chip("tpu7x", "TPU7x", "tpu", 1153.5e12,
-         96 * GIB, 3.69e12, 300e9, 6.25e9, 1e-6, dimensions=3, devices_per_chip=2),
+         96 * GIB, 3.69e12, 300e9, 6.25e9, 1e-6, dimensions=3, ring=4,
+         neighbours=3, devices_per_chip=2),
 )
 # fmt: on
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})

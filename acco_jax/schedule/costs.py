@@ -345,10 +345,11 @@ def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
         return seconds * (1 - 1 / slices) / (1 - 1 / max(topology.slices, 2))
     if (c.group_size or topology.devices) == topology.devices:  # everyone
         return machine.seconds(c.kind, c.bytes, devices, machine.domain(devices))
-    size, domains = max(map(len, c.groups)), machine.domains(c)
+    widest: Sequence[int] = max(c.groups, key=len)
+    size, domains = len(widest), machine.domains(c)
     apart = any(len({i // len(g) for i in g}) > 1 for g in c.groups)
     if apart and domains == topology.devices // topology.fast_domain:
         # across groups of neighbours, and across all hosts, however many there are
         size = max(1, size * devices // topology.devices)
         domains = -(-devices // machine.domain(devices))
-    return machine.seconds(c.kind, c.bytes, size, max(1, size // domains))
+    return machine.seconds(c.kind, c.bytes, size, max(1, size // domains), widest)

@@ -3,15 +3,17 @@
 Sources of the formulas: rings as in NCCL's src/graph/tuning.cc (n - 1 steps, of which
 hosts - 1 cross the network; every GPU of a host drives its own adapter), and its trees
 for what is small; an all-to-all through each device's own links, without the ring's
-advantage that only hosts - 1 steps cross the network; on TPU along all links of a torus
-at once, between slices a second stage over the data-centre network
+advantage that only hosts - 1 steps cross the network; on TPU along all links of the
+dimensions of a torus that the devices span, one way each if a dimension is no ring,
+between slices a second stage over the data-centre network
 (jax-ml.github.io/scaling-book, "Sharded matrices").
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from acco_jax.core.names import check_name
@@ -137,6 +139,13 @@ def _check_value(name: str, value: float) -> None:
         )
 
 
+class Links(NamedTuple):
+    """Links of a TPU's torus that a collective has."""
+
+    dimensions: int  # that its devices span
+    share: float  # of all links of a device
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Devices joined fast in domains (hosts, slices), and a network between these."""
@@ -184,7 +193,47 @@ class Machine:
         fast = self.topology.fast_domain
         return max(len({device // fast for device in group}) for group in c.groups)
 
-    def seconds(self, kind: str, size: int, devices: int, domain: int) -> float:
+    def links(self, domain: int, group: Sequence[int] = ()) -> Links:
+        """Return the links of a slice that a collective has.
+
+        Args:
+          domain: devices of a slice, which all take part where there is no group. If
+            they are not the topology's they form a square or a cube.
+          group: numbers of the devices of a slice that take part. Of n groups that lie
+            between each other each has 1/n of the links.
+        """
+        topology, chip = self.topology, self.topology.chip
+        if group:
+            places = [topology.coordinates[i] for i in group]
+            spans = [sorted(set(along)) for along in zip(*places, strict=True)]
+            sizes = [len(span) for span in spans]
+            apart = [(s[-1] - s[0]) / max(len(s) - 1, 1) for s in spans]
+            whole = map(operator.eq, sizes, topology.shape)
+            rings = list(map(operator.and_, whole, topology.rings))
+        elif domain == topology.fast_domain:
+            sizes, rings = list(topology.shape), list(topology.rings)
+            apart = [1.0] * len(sizes)
+        else:
+            side = (domain / chip.devices_per_chip) ** (1 / chip.dimensions)
+            sizes = [math.ceil(side)] * chip.dimensions
+            rings, apart = [side >= chip.ring] * len(sizes), [1.0] * len(sizes)
+        own = [
+            (2 if ring else 1) / distance
+            for size, ring, distance in zip(sizes, rings, apart, strict=True)
+            if size > 1
+        ]
+        if not own:  # the devices of one chip
+            return Links(1, 1.0)
+        return Links(len(own), sum(own) / (2 * chip.dimensions))
+
+    def seconds(
+        self,
+        kind: str,
+        size: int,
+        devices: int,
+        domain: int,
+        group: Sequence[int] = (),
+    ) -> float:
         """Predict the seconds of one collective.
 
         Args:
@@ -192,6 +241,7 @@ class Machine:
           size: bytes of the full buffer.
           devices: number of devices that take part.
           domain: how many of them are in one host or slice.
+          group: numbers of the devices of a TPU's slice, if not all take part.
         """
         if devices < 2:
             return 0.0
@@ -208,7 +258,9 @@ class Machine:
             within = (domain - 1) * SMALL_HOP_SECONDS
             return 2 * (within + math.log2(domains) * SMALL_NETWORK_SECONDS)
         if kind == "collective-permute":  # to one neighbour
-            return size / fast + hop if domains == 1 else size / slow + far
+            if domains > 1:
+                return size / slow + far
+            return size / (fast / self.topology.chip.neighbours) + hop
         if self.topology.platform != "tpu":
             latency = (devices - domains) * hop + (domains - 1) * far
             if kind == "all-to-all":  # through a device's own links, both at once
@@ -216,8 +268,8 @@ class Machine:
                 return size * max(inside / fast, outside / slow) + latency
             link = fast if domains == 1 else min(fast, domain * slow)
             return rounds * (size * (devices - 1) / devices / link + latency)
-        sides = self.topology.chip.dimensions
-        side = domain ** (1 / sides)
+        sides, share = self.links(domain, group)
+        side, fast = domain ** (1 / sides), fast * share
         latency = sides * (side - 1) * hop + (domains - 1) * far
         if kind == "all-to-all":  # a block crosses side / 4 links of each dimension
             within = size * (1 - outside) * sides * side / 4 / fast

@@ -10,7 +10,9 @@ whose compilers are installed.
 """
 
 import dataclasses
+import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -62,6 +64,25 @@ class Topology:
     def domain_name(self) -> str:
         """Name of such a set of devices."""
         return "slice" if self.platform == "tpu" else "host"
+
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """Whether each dimension of a TPU's slice is a ring; else it has two ends."""
+        found = [size % self.chip.ring == 0 for size in self.shape]
+        return tuple(found) if len(found) < 3 else (all(found),) * 3
+
+    @functools.cached_property
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Places in its slice of each TPU device, in the order of `mesh`.
+
+        Without the compiler, which knows it, rows one after the other.
+        """
+        try:
+            devices: Any = self.description().devices
+        except (RuntimeError, ValueError):
+            chips = itertools.product(*map(range, self.shape))
+            return [place for place in chips for _ in range(self.chip.devices_per_chip)]
+        return [tuple(x.coords)[: len(self.shape)] for x in devices]
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))

@@ -78,16 +78,13 @@ def loaded(
     """
     rows = _Unpickler(io.BytesIO(data), shared, devices).load()
     load = serialize_executable.deserialize_and_load
-    client = devices[0].client
-    return {
-        name: [load(*row, client, devices) for row in found]
-        for name, found in rows.items()
-    }
+    here = {"backend": devices[0].client, "execution_devices": devices}
+    return {name: [load(*row, **here) for row in found] for name, found in rows.items()}
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
-        super().__init__(file)  # type: ignore[call-arg]
+        super().__init__(file)
         self._shared = shared
 
     def persistent_id(self, obj: object) -> tuple[str, int] | None:

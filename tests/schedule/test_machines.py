@@ -57,9 +57,9 @@ def test_small_collectives_cost_latency_alone():
 
 def test_seconds_on_a_torus_and_between_slices():
     e = machines.EFFICIENCIES["network"].likely
-    m = machine("tpu:v6e:4x4")
+    m = machine("tpu:v6e:4x4")  # no rings: a corner has two of four links
     gather = m.seconds("all-gather", 160 * MIB, 16, 16)
-    assert gather == pytest.approx(150 * MIB / (400e9 * e) + 6e-6)
+    assert gather == pytest.approx(150 * MIB / (200e9 * e) + 6e-6)
     both = m.seconds("all-gather", 160 * MIB, 32, 16)
     between = 10 * MIB * 0.5 / (12.5e9 * e) + 14e-6
     assert both == pytest.approx(gather + between)
@@ -77,9 +77,61 @@ def test_an_all_to_all_and_a_neighbour():
     assert inside == pytest.approx(700 * MIB / (450e9 * e) + 7 * 3.4e-6)
     lone = m.seconds("collective-permute", 320 * MIB, 32, 8)
     assert lone == pytest.approx(320 * MIB / (50e9 * e) + 14e-6)
-    # a ring of k: k / 4 hops on average; a torus of 4 x 4 one hop in each dimension
-    torus = machine("tpu:v6e:4x4").seconds("all-to-all", 160 * MIB, 16, 16)
-    assert torus == pytest.approx(2 * 160 * MIB / (400e9 * e) + 6e-6)
+    # a ring of k: k / 4 hops on average; a torus of 16 x 16 four in each dimension
+    torus = machine("tpu:v6e:16x16").seconds("all-to-all", 160 * MIB, 256, 256)
+    assert torus == pytest.approx(8 * 160 * MIB / (400e9 * e) + 30e-6)
+    # without rings twice as many cross the links in the middle
     slices = machine("tpu:v6e:4x4", 2).seconds("all-to-all", 160 * MIB, 32, 16)
     out = 80 * MIB / (12.5e9 * e) + 14e-6
-    assert slices == pytest.approx(160 * MIB / (400e9 * e) + 6e-6 + out)
+    assert slices == pytest.approx(160 * MIB / (200e9 * e) + 6e-6 + out)
+
+
+@pytest.mark.parametrize(
+    ("topology", "rings"),
+    [
+        ("tpu:v5e:4x4", (False, False)),
+        ("tpu:v5e:8x16", (False, True)),
+        ("tpu:v6e:16x16", (True, True)),
+        ("tpu:v5p:2x4x4", (False, False, False)),
+        ("tpu:v5p:4x4x8", (True, True, True)),
+        ("tpu:tpu7x:2x2x2", (False, False, False)),
+    ],
+)
+def test_which_dimensions_of_a_slice_are_rings(topology, rings):
+    assert machine(topology).topology.rings == rings
+
+
+@pytest.mark.parametrize(
+    ("topology", "places", "links"),
+    [  # links of each dimension, over all of a device's
+        ("tpu:v5e:16x16", [(0, y) for y in range(16)], (1, 2 / 4)),
+        ("tpu:v5e:16x16", [(0, y) for y in range(8)], (1, 1 / 4)),  # half a ring
+        ("tpu:v5e:4x4", [(0, 0), (1, 0)], (1, 1 / 4)),
+        ("tpu:v5e:4x4", [(x, y) for x in (0, 1) for y in (2, 3)], (2, 2 / 4)),
+        ("tpu:v5e:4x4", [(0, 0), (0, 2)], (1, 1 / 8)),  # beside (0, 1) and (0, 3)
+        ("tpu:v5p:4x4x4", [(x, y, 3) for x in range(4) for y in range(4)], (2, 4 / 6)),
+        ("tpu:tpu7x:2x2x2", [(0, 0, 0), (0, 0, 0)], (1, 1.0)),  # of one chip
+    ],
+)
+def test_links_of_groups_on_a_torus(topology, places, links):
+    m = machine(topology)
+    numbers = [m.topology.coordinates.index(place) for place in places]
+    assert m.links(m.topology.fast_domain, numbers) == pytest.approx(links)
+
+
+def test_links_of_slices_that_are_not_the_topologys():
+    m = machine("tpu:v5e:4x4")
+    assert [m.links(n) for n in (16, 64, 256)] == [(2, 0.5), (2, 0.5), (2, 1.0)]
+
+
+def test_a_permute_goes_to_one_neighbour():
+    e = machines.EFFICIENCIES["network"].likely
+    for topology, rate, hop in (
+        ("gpu:h200:1x8", 450e9, 3.4e-6),  # through a switch
+        ("gpu:mi300x:1x8", 448e9 / 7, 3.4e-6),
+        ("tpu:v5e:4x4", 200e9 / 2, 1e-6),
+        ("tpu:v5p:4x4x4", 600e9 / 3, 1e-6),
+    ):
+        m = machine(topology)
+        seconds = m.seconds("collective-permute", 320 * MIB, 8, m.domain(8))
+        assert seconds == pytest.approx(320 * MIB / (rate * e) + hop)
