@@ -175,6 +175,7 @@ def test_other_configs_are_refused_in_the_same_workdir(finished, start):
     assert refusal(err, "acco: ", "out/acco/seed-0", "steps=60, not 61", "use another")
 
 
+@pytest.mark.slow
 def test_a_method_that_cannot_run_is_named_before_any_run(start, place):
     process = start("--config.microbatches_per_step=3", methods="zero1,acco", seeds=1,
                     workdir="refused")  # fmt: skip

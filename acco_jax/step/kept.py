@@ -4,6 +4,7 @@ JAX's compilation cache spares that process the compiler alone: it would trace a
 each program first, which takes longer than to load it.
 """
 
+import contextlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,25 @@ class Kept:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[list[str]]:
+    """Collect an event for each program that JAX's compilation cache gives meanwhile.
+
+    XLA:CPU writes such a program without its code, and what loads that fails.
+    """
+    found: list[str] = []
+
+    def notice(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            found.append(event)
+
+    jax.monitoring.register_event_listener(notice)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_listener(notice)
 
 
 def functions(tree: PyTree) -> Iterator[Callable[..., Any]]:

@@ -17,6 +17,7 @@ FAULT = Mutant(
 LISTING = "tests/data/test_listing.py::test_splits_of_records"
 
 
+@pytest.mark.slow
 def test_a_fault_is_noticed_by_the_test_of_it_alone():
     other, own = f"{LISTING}[val-jsonl]", f"{LISTING}[dev-jsonl]"
     assert mutations.noticed(FAULT, [other]) is None

@@ -132,6 +132,7 @@ def test_the_method_is_compared(house, tmp_path):
     assert np.isfinite(summary["loss"])
 
 
+@pytest.mark.slow
 def test_the_method_is_planned(house, tmp_path):
     done = command(
         house, "plan", *SMALL, "--topology=gpu:h200:1x8", "--methods=stale_sgd",

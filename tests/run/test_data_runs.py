@@ -80,6 +80,7 @@ def test_figures_of_a_split_are_those_of_the_targets_that_are_kept(
     assert (found["words"], found["bytes"]) == (words, round(size))
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_without_the_router_loss(saved, tmp_path):
     """Of a model, and of adapters of one."""
     changes = {
@@ -129,6 +130,7 @@ def test_conversations_are_learnt_resumed_and_scored(train, tmp_path):
         train(tmp_path / "other", **changes | {"tokens": 9})
 
 
+@pytest.mark.slow
 def test_documents_are_masked_in_training_and_evaluation(train, tmp_path):
     masked, summary = train(
         tmp_path / "a", stop_after=1, **{"data.document_mask": True}

@@ -61,7 +61,7 @@ def rows(workdir):
     return [r for r in metrics.read(workdir) if r["kind"] == "train"]
 
 
-@pytest.mark.fast("once")
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(6,), (4, 9)], ids=["once", "twice"])
 def test_it_goes_on_and_says_so_and_resumes_to_the_bit(
     train, tmp_path, marked, caplog, stops

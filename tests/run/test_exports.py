@@ -92,6 +92,7 @@ def test_merged_adapters_in_several_files(saved, tmp_path):
     assert said["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_bytes_in_another_dtype_from_which_a_run_starts(saved, tiny, tmp_path):
     workdir, out = tmp_path / "run", tmp_path / "out"
     _, theta = saved(workdir, 1, **{"model.family": "llama", "model.kv_heads": 1})

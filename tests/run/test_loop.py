@@ -101,7 +101,7 @@ def acco_run(train, tmp_path_factory):
     return experiment, summary, workdir, names
 
 
-@pytest.mark.fast("acco", "diloco")
+@pytest.mark.fast("acco")
 def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     changes, experiment, summary, workdir = whole
     delayed = experiment.tx.delayed

@@ -102,6 +102,7 @@ def test_a_base_that_was_trained_on_is_another_model(train, tmp_path):
         load_run(workdir)
 
 
+@pytest.mark.slow
 def test_goes_on_from_the_parameters_of_another_run(dense_run, train, tmp_path):
     _, summary, workdir = dense_run
     experiment, _ = train(tmp_path, base=str(workdir), method="zero1", stop_after=1)

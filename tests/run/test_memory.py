@@ -187,10 +187,13 @@ def taken(place, **changes):
 
 def test_programs_are_for_the_same_run_and_code(place, monkeypatch):
     opened(place).keep_programs(lambda: b"a\nb")
-    assert taken(place) == [b"a\nb"] and taken(place, counts=(1, 2)) == []
+    assert taken(place, counts=(1, 2)) == []
+    assert taken(place) == [b"a\nb"]
+    assert taken(place) == []  # who took them has not run yet
     kept(place, 4)
     opened(place).restore_newest(like, 7)  # which removes copies that are old
     assert taken(place) == [b"a\nb"]
+    kept(place, 4)
     here = memory.program_store.environment()
     monkeypatch.setattr(memory.program_store, "environment", lambda: here + "edited")
     assert taken(place) == []
@@ -203,6 +206,7 @@ def test_programs_that_are_damaged_or_cannot_be_loaded(place, caplog):
     opened(place).keep_programs(lambda: b"abc")
     assert not opened(place).take_programs(fails)
     assert "compiled again: another compiler's" in caplog.text
+    opened(place).keep_programs(lambda: b"abc")
     (path,) = place.folder.rglob(memory.PROGRAMS)
     path.write_bytes(path.read_bytes()[:-1] + b"d")
     assert taken(place) == []

@@ -24,7 +24,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.fast("lion")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -90,6 +90,7 @@ def test_adapters_change_the_model_of_the_folder(prepared, params, tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_goes_on(prepared, folder, tmp_path):
     changes = {"data.tokenizer": "init_from", "eval_every": 6}
     experiment = prepared(tmp_path, **changes)

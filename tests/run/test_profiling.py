@@ -264,6 +264,7 @@ def test_a_run_is_traced(train_quickly, tmp_path):
     assert traces.found(tmp_path / "profile" / "process-0") is not None
 
 
+@pytest.mark.slow
 def test_a_stopped_run_keeps_its_trace(train_quickly, tmp_path):
     train_quickly(tmp_path, profile="3:9", stop_after=5)
     ((_, got),) = profiling.summaries(tmp_path)

@@ -41,6 +41,7 @@ def choose(tiny, monkeypatch, tmp_path):
     return go
 
 
+@pytest.mark.slow
 def test_the_fastest_within_the_tolerance_is_taken(choose):
     zero1, acco, gathers, both = ("zero1", 0), ("acco", 0), ("acco", 1), ("acco", 2)
     config, timed, _ = choose({zero1: 2.0, acco: 1.5, gathers: 1.2, both: 1.1})

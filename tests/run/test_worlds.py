@@ -109,6 +109,7 @@ def theta(experiment):
     return jax.device_get(acco_jax.committed_params(state, params))
 
 
+@pytest.mark.slow
 def test_a_replay_of_another_world_or_run_is_refused(world, begun, tmp_path):
     said = [(h, w.axes["data"], w.counts) for h, w in worlds.recorded(begun)]
     assert said == [(0, 4, [2, 2, 2, 2]), (2, 2, [4, 4])]

@@ -79,7 +79,7 @@ def test_counts_may_be_given_and_differ_between_workers():
     np.testing.assert_allclose(adaptive, fixed, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.fast("1.0-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("delay", "expected"), [(1.0, MAXIMUM), (0.0, MINIMUM)])
 def test_slow_communication_is_filled_and_fast_is_not_waited_for(
     monkeypatch, delay, expected

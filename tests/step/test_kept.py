@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import acco_jax
 from acco_jax.step import kept
@@ -22,15 +23,27 @@ OPTIONS = {  # what each method is given beside mesh
 }
 
 
+@pytest.fixture
+def uncached():
+    """Programs are compiled, whatever JAX's compilation cache has."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
 def program(method, form, microbatches, traced=None, scale=None):
-    """The method and a train step whose loss raises if it is traced again."""
+    """The method and a train step, of a loss that notes when it is traced."""
 
     def loss_fn(*args):
         *carried, params, batch, _ = args
         if traced is not None:
             traced.append(1)
         out = jnp.tanh(batch @ params["w"]) @ params["v"]
-        return jnp.mean(out**2) * (carried[0] if carried else 1.0)
+        factor = carried[0] if carried else 1.0
+        return jnp.mean(out**2) * factor
 
     if scale is not None:  # with an array, as a frozen base of adapters
         loss_fn = jax.tree_util.Partial(loss_fn, scale)
@@ -67,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("scale", [None, 2.0], ids=["plain", "array"])
 @pytest.mark.parametrize(
     ("method", "form", "microbatches"),
@@ -84,7 +98,7 @@ def test_the_same_bits_without_a_trace(method, form, microbatches, scale):
     expected = trained(step, params, state, x)
 
     traced = []
-    tx, again = make(traced, scale)
+    tx, again = make(traced=traced, scale=scale)
     params, state = begin(tx)
     again.take(data, state)
     again.compile(params, state, x)
@@ -92,6 +106,7 @@ def test_the_same_bits_without_a_trace(method, form, microbatches, scale):
     assert not traced
 
 
+@pytest.mark.usefixtures("uncached")
 def test_other_shapes_are_compiled():
     tx, step = program(acco_jax.acco, "fused", 2)
     params, state = begin(tx)
@@ -105,6 +120,7 @@ def test_other_shapes_are_compiled():
     assert traced
 
 
+@pytest.mark.usefixtures("uncached")
 def test_two_shapes_are_both_kept():
     tx, step = program(acco_jax.zero1, "fused", 2)
     params, state = begin(tx)
@@ -116,6 +132,38 @@ def test_two_shapes_are_both_kept():
     for rows in (2, 3):
         trained(again, *begin(tx), batch(again, rows))
     assert not traced
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """JAX's compilation cache is an empty folder."""
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in names}
+    for values in (names, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is names:
+            yield
+
+
+@pytest.mark.usefixtures("cached")
+def test_what_the_compilation_cache_had_is_not_kept():
+    """XLA:CPU would write it without its code."""
+
+    def kept():
+        tx, step = program(acco_jax.zero1, "fused", 2)
+        params, state = begin(tx)
+        step.compile(params, state, batch(step))
+        return step.keep(state)
+
+    assert kept()
+    with pytest.raises(ValueError, match="compilation cache"):
+        kept()
 
 
 def test_what_cannot_be_pickled_raises():

@@ -40,6 +40,7 @@ PyTree = Any
 SHARE = 0.01  # of the time, which copies may take
 FIRST = 4  # half-rounds between the first copies, whose time is not known
 PROGRAMS = "programs"  # the file of compiled programs, with a checksum before them
+TRIED = ".tried"  # its ending from when it is taken until it has run
 RUN = "memory_id.txt"  # in the workdir: another run there has another number
 LEFT_SECONDS = 86400  # after which copies of a run that is gone are removed
 
@@ -97,6 +98,10 @@ class MemoryCopies:
         """
         begin = time.perf_counter()
         written = 0.0
+        if self._folder is not None:
+            with contextlib.suppress(FileNotFoundError):  # they have run
+                path = self._folder / PROGRAMS
+                path.with_suffix(TRIED).replace(path)
         if self._writing is not None:
             written, self._writing = self._writing.result(), None
         if self._folder is not None:
@@ -163,14 +168,19 @@ class MemoryCopies:
     def take_programs(self, take: Callable[[bytes], None]) -> bool:
         """Call `take` with the programs that an earlier process in this place kept.
 
+        Until `keep` they are not offered again: a process that fails with them is not
+        followed by one that does the same.
+
         Returns whether there were any, and it has taken them.
         """
         if self._folder is None:
             return False
         try:
-            key, data = (self._folder / PROGRAMS).read_bytes().split(b"\n", 1)
+            path = self._folder / PROGRAMS
+            key, data = path.read_bytes().split(b"\n", 1)
             if key != self._programs_key(data):
                 return False
+            path.replace(path.with_suffix(TRIED))
             take(data)
         except FileNotFoundError:
             return False
@@ -193,7 +203,7 @@ class MemoryCopies:
             new.write_bytes(self._programs_key(data) + b"\n" + data)
             new.replace(path)
         except Exception as error:  # a tree of the user's that cannot be pickled, say
-            logging.info("the compiled programs are not kept in memory: %s", error)
+            logging.debug("the compiled programs are not kept in memory: %s", error)
 
     def _programs_key(self, data: bytes) -> bytes:
         """Return a checksum of programs and of what they depend on."""
