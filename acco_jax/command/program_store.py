@@ -7,17 +7,19 @@ $ACCO_COMPILATION_CACHE=off keeps nothing.
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
+import site
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import jax
 from absl import logging
 
 BYTES = 2**32  # of the folder; at the start the entries not read for longest go
+_BEGAN = time.time_ns()  # this process; what is imported later is not older
 SECONDS = 0.5  # a program that compiles faster is not kept
 
 
@@ -60,28 +62,33 @@ def keep_programs() -> None:
 def environment() -> str:
     """Return what this process's programs depend on, beside their own arguments.
 
-    It is the code that is not of the installed libraries, their versions, the settings
-    of JAX and XLA, and the devices.
+    It is the code, that of the installed packages by their lists of files, the settings
+    of JAX and XLA, the processor and the devices.
+
+    Raises:
+      RuntimeError: code has changed since this process began: which it runs is unknown.
     """
-    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    names = ("stdlib", "purelib", "platlib")
+    installed = {sysconfig.get_path(name) for name in names}
+    installed.add(site.getusersitepackages())
     files = set(Path(__file__).parents[1].rglob("*.py"))
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
-        if name and not name.startswith(tuple(libraries)):
+        if name and not name.startswith(tuple(installed)):
             files.add(Path(name))
+    for place in installed:
+        files |= set(Path(place).glob("*.dist-info/RECORD"))
     stamps = []
     for path in sorted(files):
         with contextlib.suppress(OSError):
             stat = path.stat()
+            if stat.st_mtime_ns > _BEGAN:
+                raise RuntimeError(f"{path} has changed since this process began")
             stamps.append((str(path), stat.st_mtime_ns, stat.st_size))
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("jax", "jaxlib", "optax", "flax", "numpy")
-    }
     flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     devices = [(d.id, d.device_kind, d.process_index) for d in jax.devices()]
-    here = sys.version, jax.process_index(), devices
-    return repr((stamps, versions, flags, sorted(jax.config.values.items()), here))
+    here = sys.version, _processor(), jax.process_index(), devices
+    return repr((stamps, flags, sorted(jax.config.values.items()), here))
 
 
 def _shrink(place: Path, limit: int) -> None:

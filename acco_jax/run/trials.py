@@ -1,5 +1,6 @@
 """Trials before a run: what is fastest on its devices."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,7 @@ def _timed(experiment: Experiment, halves: Sequence[Halves | None]) -> np.ndarra
     e = experiment
     params, state = initial(e)
     rows = batches(e)
-    if jax.process_count() > 1:
-        compile_together(e, params, state, rows.shapes())
+    compile_together(e, params, state, rows.shapes())
     batch = to_devices(next(rows), e.mesh)
     return step_seconds(
         e.step, halves, params, state, batch, counts_of(e), _key(e),
@@ -165,18 +165,18 @@ def compile_together(
     that is restarted takes the programs that it finds in memory.
     """
     e = experiment
-    taken = memory and memory.take_programs(lambda data: e.step.take(data, state))
+    take, forget = functools.partial(e.step.take, state=state), e.step.forget
+    taken = memory and memory.take_programs(take, forget)
     for batch in shapes:
         rows = to_devices(batch, e.mesh)
         e.step.compile(params, state, rows, counts_of(e), _key(e))
+    everyone = set(range(jax.process_count()))
+    if len(everyone) > 1:
+        multihost.sync_global_processes(
+            "ready to train", timeout=COMPILE_SECONDS, processes=everyone
+        )
     if memory and not taken:
         memory.keep_programs(lambda: e.step.keep(state))
-    everyone = set(range(jax.process_count()))
-    if len(everyone) == 1:
-        return
-    multihost.sync_global_processes(
-        "ready to train", timeout=COMPILE_SECONDS, processes=everyone
-    )
 
 
 def _key(experiment: Experiment) -> Rng:

@@ -208,13 +208,15 @@ class Machine:
             spans = [sorted(set(along)) for along in zip(*places, strict=True)]
             sizes = [len(span) for span in spans]
             apart = [(s[-1] - s[0]) / max(len(s) - 1, 1) for s in spans]
-            whole = map(operator.eq, sizes, topology.shape)
+            around = map(operator.mul, sizes, apart)
+            whole = map(operator.eq, around, topology.shape)
             rings = list(map(operator.and_, whole, topology.rings))
         elif domain == topology.fast_domain:
             sizes, rings = list(topology.shape), list(topology.rings)
             apart = [1.0] * len(sizes)
         else:
             side = (domain / chip.devices_per_chip) ** (1 / chip.dimensions)
+            side = round(side, 6)  # of a cube of 64 it is 4
             sizes = [math.ceil(side)] * chip.dimensions
             rings, apart = [side >= chip.ring] * len(sizes), [1.0] * len(sizes)
         own = [

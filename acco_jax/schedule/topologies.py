@@ -81,7 +81,8 @@ class Topology:
             devices: Any = self.description().devices
         except (RuntimeError, ValueError):
             chips = itertools.product(*map(range, self.shape))
-            return [place for place in chips for _ in range(self.chip.devices_per_chip)]
+            each = self.chip.devices_per_chip
+            return [place for place in chips for _ in range(each)] * self.slices
         return [tuple(x.coords)[: len(self.shape)] for x in devices]
 
     def __str__(self) -> str:

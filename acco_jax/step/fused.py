@@ -50,7 +50,7 @@ class TrainStep:
         # by name: those that `compile` has made, and those of an earlier process
         self._compiled = collections.defaultdict[str, list[jax.stages.Compiled]](list)
         self._kept: kept.Programs = {}
-        self._read = False  # whether one of the first was in the compilation cache
+        self._reads = kept.reads()
         self._alone = Alone(self._batches, tx.local)
         # the parameters and the state that were returned last
         self._returned: list[weakref.ref[Any]] = []
@@ -139,12 +139,11 @@ class TrainStep:
         tx, call = self._tx, self._call(placed.state)
         warming = range(call, min(tx.warmup, call + tx.period))
         steady = (tx.warmup + k for k in self.turns())
-        with naming_unknown_options(), kept.reads() as reads:
+        with naming_unknown_options():
             for phase in {tx.phase(k) for k in (*warming, *steady)}:
                 for args in self._variants(placed):
                     for name, program in self._lowered(phase, args).items():
                         self._compiled[name].append(program.compile())
-        self._read = self._read or bool(reads)
 
     def keep(self, state: State) -> bytes:
         """Return the programs that `compile` has made, for a later process's `take`.
@@ -152,21 +151,26 @@ class TrainStep:
         That process must have the same code, devices and arguments.
 
         Raises:
-          ValueError: on CPU, if one of them was in JAX's compilation cache.
+          ValueError: on CPU, if one of them may come from JAX's compilation cache.
           Exception: of any kind, if the backend or a tree of the user's cannot be kept.
         """
-        if self._read and self._tx.mesh.devices.flat[0].platform == "cpu":
+        devices = list(self._tx.mesh.devices.flat)
+        if devices[0].platform == "cpu" and kept.reads() > self._reads:
             raise ValueError("they come from JAX's compilation cache")
-        return kept.dumped(self._compiled, self._shared(state))
+        return kept.dumped(self._compiled, self._shared(state), devices)
 
     def take(self, programs: bytes, state: State) -> None:
         """Run the programs that an earlier process kept, instead of compiling."""
         devices = self._tx.mesh.devices.flat
         self._kept = kept.loaded(programs, self._shared(state), list(devices))
 
+    def forget(self) -> None:
+        """Compile after all: undo `take`."""
+        self._kept = {}
+
     def _shared(self, state: State) -> list[object]:
         """Return what programs' arguments hold that belongs to this process."""
-        return [state.layout, *kept.functions(self._gradients.loss_fn)]
+        return [*kept.layouts(state), *kept.functions(self._gradients.loss_fn)]
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
         """Return the arguments in the form that this call gives to its programs."""

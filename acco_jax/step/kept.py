@@ -4,15 +4,17 @@ JAX's compilation cache spares that process the compiler alone: it would trace a
 each program first, which takes longer than to load it.
 """
 
-import contextlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import serialize_executable
-from jax.tree_util import Partial
+from jax.tree_util import Partial, PyTreeDef
 
 from acco_jax.core.layout import Layout
 
@@ -27,37 +29,50 @@ class Kept:
         self, function: Callable[..., Any], programs: Sequence[jax.stages.Compiled]
     ) -> None:
         """Take what jax.jit returned, for arguments that fit none of the programs."""
-        self._function, self._programs = function, programs
+        self._function = function
+        self._programs = [
+            (_form(jax.tree.leaves(x.args_info), x.in_tree), x) for x in programs
+        ]
 
     def __call__(self, *args: Any) -> Any:
-        for program in self._programs:
-            try:
-                return program(*args)
-            except (TypeError, ValueError):  # of other shapes: nothing has run
-                continue
-        return self._function(*args)
+        form = _form(*jax.tree.flatten((args, {})))
+        fits = (program for known, program in self._programs if known == form)
+        return next(fits, self._function)(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
 
 
-@contextlib.contextmanager
-def reads() -> Iterator[list[str]]:
-    """Collect an event for each program that JAX's compilation cache gives meanwhile.
+def _form(leaves: Sequence[Any], treedef: PyTreeDef) -> tuple[Any, ...]:
+    """Return what a program's arguments must have."""
+    return treedef, *((np.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+_reads = 0
+
+
+def _notice(event: str, **_: Any) -> None:
+    global _reads
+    _reads += event == "/jax/compilation_cache/cache_hits"
+
+
+jax.monitoring.register_event_listener(_notice)
+
+
+def reads() -> int:
+    """Return how many programs JAX's compilation cache has given this process.
 
     XLA:CPU writes such a program without its code, and what loads that fails.
     """
-    found: list[str] = []
+    return _reads
 
-    def notice(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            found.append(event)
 
-    jax.monitoring.register_event_listener(notice)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_listener(notice)
+def layouts(state: PyTree) -> Iterator[Layout]:
+    """Yield the layouts of a method's state, and of the states in it."""
+    for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "layout")):
+        if hasattr(x, "layout"):
+            yield x.layout
+            yield from layouts([part for part in x if part is not x.layout])
 
 
 def functions(tree: PyTree) -> Iterator[Callable[..., Any]]:
@@ -68,24 +83,34 @@ def functions(tree: PyTree) -> Iterator[Callable[..., Any]]:
             yield from functions((x.args, x.keywords))
 
 
-def dumped(programs: Programs, shared: Sequence[object]) -> bytes:
+def dumped(
+    programs: Programs, shared: Sequence[object], devices: Sequence[jax.Device]
+) -> bytes:
     """Return programs as bytes.
 
     Args:
       programs: of this process.
       shared: objects in their arguments' trees that cannot be pickled; `loaded` is
         given the equal ones of its process, in the same order.
+      devices: of the programs.
 
     Raises:
-      Exception: if a tree holds something else that cannot be pickled, or a program
-        cannot be serialized.
+      ValueError: if a tree holds something that is equal only to itself.
+      Exception: if it holds something else that cannot be pickled, or a program cannot
+        be serialized.
     """
-    rows = {
-        name: [serialize_executable.serialize(program) for program in found]
-        for name, found in programs.items()
-    }
+    rows = {}
+    for name, found in programs.items():
+        forms = [_form(jax.tree.leaves(x.args_info), x.in_tree) for x in found]
+        first = [x for i, x in enumerate(found) if forms[i] not in forms[:i]]
+        rows[name] = [serialize_executable.serialize(program) for program in first]
     file = io.BytesIO()
     _Pickler(file, shared).dump(rows)
+    again = _Unpickler(io.BytesIO(file.getvalue()), shared, devices).load()
+    for name, found in rows.items():
+        for before, after in zip(found, again[name], strict=True):
+            if before[1] != after[1]:
+                raise ValueError("a tree of arguments is equal only to itself")
     return file.getvalue()
 
 
@@ -111,7 +136,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, jax.Device):
             return "device", obj.id
         for i, x in enumerate(self._shared):
-            if x is obj or (type(x) is type(obj) is Layout and x == obj):
+            same = type(x) is type(obj) and isinstance(x, Layout) and x == obj
+            if x is obj or same:
                 return "shared", i
         return None
 

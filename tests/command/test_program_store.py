@@ -56,21 +56,28 @@ def test_what_was_not_used_for_longest_goes(tmp_path):
 
 
 def test_programs_depend_on_code_flags_and_settings(tmp_path, monkeypatch):
+    def module(text):
+        path.write_text(text)
+        os.utime(path, (1e9 + len(text), 1e9 + len(text)))  # before this process
+
+    path = tmp_path / "a_model_of_ones_own.py"
     before = program_store.environment()
     assert program_store.environment() == before
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "a_model_of_ones_own.py").write_text("SIZE = 3\n")
+    module("SIZE = 3\n")
     importlib.import_module("a_model_of_ones_own")
     imported = program_store.environment()
-    (tmp_path / "a_model_of_ones_own.py").write_text("SIZE = 30\n")
+    module("SIZE = 30\n")
     edited = program_store.environment()
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_kind")
     flagged = program_store.environment()
     with jax.default_matmul_precision("float32"):
         inside = program_store.environment()
-    found = {before, imported, edited, flagged, inside}
+    assert len({before, imported, edited, flagged, inside}) == 5
+    path.write_text("SIZE = 3\n")  # which of the two this process runs is unknown
+    with pytest.raises(RuntimeError, match=r"own\.py has changed since this process"):
+        program_store.environment()
     sys.modules.pop("a_model_of_ones_own")
-    assert len(found) == 5
 
 
 PROGRAM = """

@@ -180,7 +180,7 @@ def test_old_copies_of_runs_that_are_gone_are_removed(place, monkeypatch):
 
 def taken(place, **changes):
     found = []
-    there = opened(place, **changes).take_programs(found.append)
+    there = opened(place, **changes).take_programs(found.append, found.clear)
     assert there == bool(found)
     return found
 
@@ -199,12 +199,33 @@ def test_programs_are_for_the_same_run_and_code(place, monkeypatch):
     assert taken(place) == []
 
 
+def test_untried_programs_do_not_come_back_over_newer_ones(place):
+    opened(place).keep_programs(lambda: b"one")
+    assert taken(place) == [b"one"]  # and has died
+    opened(place).keep_programs(lambda: b"two")
+    kept(place, 4)
+    assert taken(place) == [b"two"]
+
+
+def test_all_processes_take_what_was_kept_together_or_none_does(place, monkeypatch):
+    opened(place).keep_programs(lambda: b"one")
+    other = memory.processes.gathered
+    monkeypatch.setattr(
+        memory.processes, "gathered", lambda x: np.stack([other(x)[0], np.int32(7)])
+    )
+    assert taken(place) == []
+    kept(place, 4)
+    both = lambda x: np.stack([other(x)[0], x if x.dtype == np.int32 else ~x])  # noqa: E731
+    monkeypatch.setattr(memory.processes, "gathered", both)
+    assert taken(place) == []  # the other one could not load them
+
+
 def test_programs_that_are_damaged_or_cannot_be_loaded(place, caplog):
     def fails(data):
         raise RuntimeError("another compiler's")
 
     opened(place).keep_programs(lambda: b"abc")
-    assert not opened(place).take_programs(fails)
+    assert not opened(place).take_programs(fails, lambda: None)
     assert "compiled again: another compiler's" in caplog.text
     opened(place).keep_programs(lambda: b"abc")
     (path,) = place.folder.rglob(memory.PROGRAMS)
@@ -221,6 +242,15 @@ def test_programs_that_cannot_be_kept(place, monkeypatch):
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: full)
     opened(place).keep_programs(lambda: b"a" * 6)
     assert taken(place) == []
+
+
+def test_programs_give_way_to_copies_of_the_state(place, monkeypatch):
+    opened(place).keep_programs(lambda: b"abc")
+    (path,) = place.folder.rglob(memory.PROGRAMS)
+    space = lambda _: SimpleNamespace(free=10 if path.exists() else 10**9)  # noqa: E731
+    monkeypatch.setattr(memory.shutil, "disk_usage", space)
+    kept(place, 4)
+    assert files(place) == ["4.data", "4.json"] and not path.exists()
 
 
 @pytest.mark.long

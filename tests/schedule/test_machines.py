@@ -1,10 +1,11 @@
 """A machine's figures, as given or replaced, and the time of one collective."""
 
+import itertools
 import re
 
 import pytest
 
-from acco_jax.schedule import machines
+from acco_jax.schedule import machines, topologies
 from acco_jax.schedule.chips import CHIPS
 from tests.schedule.recordings import machine
 
@@ -109,6 +110,11 @@ def test_which_dimensions_of_a_slice_are_rings(topology, rings):
         ("tpu:v5e:4x4", [(0, 0), (1, 0)], (1, 1 / 4)),
         ("tpu:v5e:4x4", [(x, y) for x in (0, 1) for y in (2, 3)], (2, 2 / 4)),
         ("tpu:v5e:4x4", [(0, 0), (0, 2)], (1, 1 / 8)),  # beside (0, 1) and (0, 3)
+        (
+            "tpu:v5e:16x16",
+            [(0, y) for y in range(0, 16, 2)],
+            (1, 1 / 4),
+        ),  # two of a ring
         ("tpu:v5p:4x4x4", [(x, y, 3) for x in range(4) for y in range(4)], (2, 4 / 6)),
         ("tpu:tpu7x:2x2x2", [(0, 0, 0), (0, 0, 0)], (1, 1.0)),  # of one chip
     ],
@@ -122,6 +128,20 @@ def test_links_of_groups_on_a_torus(topology, places, links):
 def test_links_of_slices_that_are_not_the_topologys():
     m = machine("tpu:v5e:4x4")
     assert [m.links(n) for n in (16, 64, 256)] == [(2, 0.5), (2, 0.5), (2, 1.0)]
+    cube = machine("tpu:v5p:2x2x2").links(64)  # whose side is 3.99... in floats
+    assert cube == (3, 1.0) == machine("tpu:tpu7x:2x2x2").links(128)
+
+
+def test_places_without_the_compiler(monkeypatch):
+    m = machine("tpu:v5e:2x4", 2)
+
+    def missing(_):
+        raise RuntimeError
+
+    monkeypatch.setattr(topologies.Topology, "description", missing)
+    places = m.topology.coordinates
+    assert places[:9] == [*itertools.product(range(2), range(4)), (0, 0)]
+    assert len(places) == 16
 
 
 def test_a_permute_goes_to_one_neighbour():

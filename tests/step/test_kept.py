@@ -20,6 +20,7 @@ OPTIONS = {  # what each method is given beside mesh
     acco_jax.zero1: {},
     acco_jax.fused_zero1: {},
     acco_jax.diloco: {"local_steps": 3},
+    acco_jax.streaming_diloco: {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
 }
 
 
@@ -77,6 +78,7 @@ CASES = [
     (acco_jax.zero1, "fused", 2),
     (acco_jax.fused_zero1, "fused", 2),
     (acco_jax.diloco, "fused", 2),
+    (acco_jax.streaming_diloco, "fused", 2),
 ]
 
 
@@ -173,4 +175,27 @@ def test_what_cannot_be_pickled_raises():
     jax.tree_util.register_static(Local)
     compiled = jax.jit(lambda x, own: x).lower(1.0, Local()).compile()
     with pytest.raises(AttributeError, match="Local"):
-        kept.dumped({"one": [compiled]}, [])
+        kept.dumped({"one": [compiled]}, [], jax.devices())
+
+
+@jax.tree_util.register_static
+class Alone:
+    """Equal only to itself, so that its copy fits no program."""
+
+
+@pytest.mark.usefixtures("uncached")
+def test_what_is_equal_only_to_itself_is_not_kept():
+    compiled = jax.jit(lambda x, own: x).lower(1.0, Alone()).compile()
+    with pytest.raises(ValueError, match="equal only to itself"):
+        kept.dumped({"one": [compiled]}, [], jax.devices())
+
+
+@pytest.mark.usefixtures("cached")
+def test_what_a_call_before_has_read_is_not_kept_either():
+    for _ in range(2):
+        tx, step = program(acco_jax.zero1, "fused", 2)
+        params, state = begin(tx)
+        params, state, _ = step(params, state, batch(step))
+        step.compile(params, state, batch(step))
+    with pytest.raises(ValueError, match="compilation cache"):
+        step.keep(state)

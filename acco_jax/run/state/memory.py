@@ -98,12 +98,12 @@ class MemoryCopies:
         """
         begin = time.perf_counter()
         written = 0.0
-        if self._folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # they have run
-                path = self._folder / PROGRAMS
-                path.with_suffix(TRIED).replace(path)
         if self._writing is not None:
             written, self._writing = self._writing.result(), None
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # they have run
+                path = self._folder / PROGRAMS
+                path.with_suffix(TRIED).replace(path)
         if self._folder is not None:
             with jax.transfer_guard_device_to_host("allow"):  # intended here
                 copies = shards.on_host(leaf_names.named(arrays), saved=False)
@@ -165,38 +165,46 @@ class MemoryCopies:
         """Whether this run keeps anything."""
         return self._enabled
 
-    def take_programs(self, take: Callable[[bytes], None]) -> bool:
-        """Call `take` with the programs that an earlier process in this place kept.
+    def take_programs(
+        self, take: Callable[[bytes], None], forget: Callable[[], None]
+    ) -> bool:
+        """Call `take` with the programs that earlier processes in these places kept.
 
-        Until `keep` they are not offered again: a process that fails with them is not
-        followed by one that does the same.
+        All processes take what was kept together, or none does: a compiler may ask all
+        for a part of its work. Until `keep` they are not offered again, so that a
+        process that fails with them is not followed by one that does the same.
 
-        Returns whether there were any, and it has taken them.
+        Returns whether all have taken them; `forget` is called if only some could.
         """
-        if self._folder is None:
+        if not self._enabled:
+            return False
+        tag, data = self._kept_programs()
+        tags = processes.gathered(np.int32(tag))
+        if not tag or (tags != tag).any():
             return False
         try:
-            path = self._folder / PROGRAMS
-            key, data = path.read_bytes().split(b"\n", 1)
-            if key != self._programs_key(data):
-                return False
-            path.replace(path.with_suffix(TRIED))
             take(data)
-        except FileNotFoundError:
-            return False
+            problem = None
         except Exception as error:  # of a library that loads them
-            logging.warning("the programs in memory are compiled again: %s", error)
+            problem = error
+        if processes.gathered(np.bool_(problem is not None)).any():
+            logging.warning("the programs in memory are compiled again: %s", problem)
+            forget()
             return False
         logging.info("the compiled programs were in memory")
         return True
 
     def keep_programs(self, programs: Callable[[], bytes]) -> None:
-        """Keep programs for the next process in this place, unless that fails."""
+        """Keep programs for the next processes in these places, unless that fails."""
+        if not self._enabled:
+            return
+        tag = int(processes.from_process_0(np.int32(1 + secrets.randbelow(2**31 - 1))))
         if self._folder is None:
             return
         path = self._folder / PROGRAMS
         try:
-            data = programs()
+            path.with_suffix(TRIED).unlink(missing_ok=True)
+            data = b"%d\n%s" % (tag, programs())
             if len(data) > shutil.disk_usage(self._folder).free // 2:
                 raise OSError(f"{len(data):,} bytes are more than half of what is free")
             new = path.with_suffix(".new")
@@ -205,8 +213,27 @@ class MemoryCopies:
         except Exception as error:  # a tree of the user's that cannot be pickled, say
             logging.debug("the compiled programs are not kept in memory: %s", error)
 
+    def _kept_programs(self) -> tuple[int, bytes]:
+        """Return the number of what was kept together, and the programs; 0: none."""
+        if self._folder is None:
+            return 0, b""
+        path = self._folder / PROGRAMS
+        try:
+            key, data = path.read_bytes().split(b"\n", 1)
+            if key != self._programs_key(data):
+                return 0, b""
+            path.replace(path.with_suffix(TRIED))
+        except (OSError, ValueError, RuntimeError):
+            return 0, b""
+        tag, programs = data.split(b"\n", 1)
+        return int(tag), programs
+
     def _programs_key(self, data: bytes) -> bytes:
-        """Return a checksum of programs and of what they depend on."""
+        """Return a checksum of programs and of what they depend on.
+
+        Raises:
+          RuntimeError: code was changed since this process began.
+        """
         sha = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode())
         sha.update(program_store.environment().encode() + data)
         return sha.hexdigest().encode()
@@ -234,6 +261,8 @@ class MemoryCopies:
             names = [int(path.stem) for path in self._marks()]
             self._remove_but(max(names, default=None))
             size = sum(x.nbytes for own in copies.values() for x in own.values())
+            if size > shutil.disk_usage(self._folder).free:  # the state matters more
+                (self._folder / PROGRAMS).unlink(missing_ok=True)
             if size > (free := shutil.disk_usage(self._folder).free):
                 raise OSError(f"{size:,} bytes are needed, and {free:,} are free")
             with open(self._folder / f"{half_round}.data", "wb") as file:
