@@ -49,6 +49,7 @@ def test_every_target_accepts_what_is_valid_and_refuses_something(short):
     assert total[0] == sum(row[0] for row in table.values()) >= 200 + kept
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_again(monkeypatch, tmp_path):
     """Seed, target and number determine it, not the process or the clock."""
     monkeypatch.syspath_prepend(PROGRAM.parent)
@@ -71,6 +72,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_an_input_that_ends_the_interpreter_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(PROGRAM.parent)
     program = importlib.import_module("fuzz")

@@ -25,6 +25,7 @@ def test_a_fault_is_noticed_by_the_test_of_it_alone():
     assert found is not None and found.startswith(f"FAILED {own}")
 
 
+@pytest.mark.slow
 def test_what_tests_nothing_notices_nothing():
     with pytest.raises(RuntimeError, match="pytest ended with 4"):
         mutations.noticed(FAULT, ["tests/data/test_listing.py::test_nowhere"])

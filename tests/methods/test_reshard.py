@@ -66,7 +66,7 @@ def run(name, worlds, calls, **options):
     return points, state
 
 
-@pytest.mark.fast("acco-*")
+@pytest.mark.fast("zero1-*")
 @pytest.mark.parametrize(
     ("name", "worlds"),
     [

@@ -134,6 +134,7 @@ def test_a_local_method_is_timed_per_inner_step(
     assert row["speedup"] is None
 
 
+@pytest.mark.slow
 def test_unequal_halves_are_two_readings(stand_in, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(planner, "COMPILES", 1)
     file, hlo = tmp_path / "plan.json", tmp_path / "hlo"

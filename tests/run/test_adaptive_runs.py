@@ -24,6 +24,7 @@ def counts_of(workdir):
     return [json.loads(line) for line in (workdir / FILE).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_counts_are_logged_and_counted(found):
     experiment, summary, workdir = found
     counts = counts_of(workdir)

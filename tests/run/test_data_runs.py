@@ -57,6 +57,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     assert arrays_of(again) == arrays_of(whole)
 
 
+@pytest.mark.slow
 def test_figures_of_a_split_are_those_of_the_targets_that_are_kept(
     instructions, saved, tmp_path
 ):

@@ -71,6 +71,7 @@ def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     assert host["held_out_loss"] == rows[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_loss(saved, tmp_path):
     _, theta = saved(tmp_path, 2)
     run = load_run(tmp_path, jax.devices()[:1])

@@ -168,6 +168,7 @@ def test_an_option_is_swept_over_the_methods_that_have_it():
     seeds=st.integers(1, 3),
     budget=st.integers(1, 600_000),
 )
+@pytest.mark.slow
 def test_what_is_run_is_within_the_budget(counts, seeds, budget, tmp_path_factory):
     names = ["acco", "zero1", "dpu", "wp"][: len(counts)]
     found, lengths = [], {}
