@@ -1,6 +1,5 @@
 """The train step as one program, each collective beside a part of the computation."""
 
-import collections
 import dataclasses
 import functools
 import weakref
@@ -48,7 +47,7 @@ class TrainStep:
         self._batches = dataclasses.replace(gradients, microbatches=microbatches)
         self._programs: dict[tuple[Any, ...], Any] = {}
         # by name: those that `compile` has made, and those of an earlier process
-        self._compiled = collections.defaultdict[str, list[jax.stages.Compiled]](list)
+        self._compiled: dict[str, list[jax.stages.Compiled]] = {}
         self._kept: kept.Programs = {}
         self._reads = kept.reads()
         self._alone = Alone(self._batches, tx.local)
@@ -143,7 +142,10 @@ class TrainStep:
             for phase in {tx.phase(k) for k in (*warming, *steady)}:
                 for args in self._variants(placed):
                     for name, program in self._lowered(phase, args).items():
-                        self._compiled[name].append(program.compile())
+                        compiled = program.compile()
+                        found = self._compiled.setdefault(name, [])
+                        if kept.form(compiled) not in map(kept.form, found):
+                            found.append(compiled)
 
     def keep(self, state: State) -> bytes:
         """Return the programs that `compile` has made, for a later process's `take`.

@@ -4,6 +4,7 @@ JAX's compilation cache spares that process the compiler alone: it would trace a
 each program first, which takes longer than to load it.
 """
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,10 @@ from jax.tree_util import Partial, PyTreeDef
 from acco_jax.core.layout import Layout
 
 PyTree = Any
-Programs = Mapping[str, Sequence[jax.stages.Compiled]]  # by name; one for each shape
+# What a program's arguments must have: their tree and shapes. Equal trees of different
+# origin have different hashes.
+Form = tuple[Any, ...]
+Programs = Mapping[str, Sequence[jax.stages.Compiled]]  # by name; one for each form
 
 
 class Kept:
@@ -30,41 +34,44 @@ class Kept:
     ) -> None:
         """Take what jax.jit returned, for arguments that fit none of the programs."""
         self._function = function
-        self._programs = [
-            (_form(jax.tree.leaves(x.args_info), x.in_tree), x) for x in programs
-        ]
+        self._programs = [(form(program), program) for program in programs]
 
     def __call__(self, *args: Any) -> Any:
-        form = _form(*jax.tree.flatten((args, {})))
-        fits = (program for known, program in self._programs if known == form)
+        given = _form(*jax.tree.flatten((args, {})))
+        fits = (program for known, program in self._programs if known == given)
         return next(fits, self._function)(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
 
 
-def _form(leaves: Sequence[Any], treedef: PyTreeDef) -> tuple[Any, ...]:
+def form(program: jax.stages.Compiled) -> Form:
     """Return what a program's arguments must have."""
+    return _form(jax.tree.leaves(program.args_info), program.in_tree)
+
+
+def _form(leaves: Sequence[Any], treedef: PyTreeDef) -> Form:
     return treedef, *((np.shape(x), jnp.result_type(x)) for x in leaves)
 
 
-_reads = 0
-
-
-def _notice(event: str, **_: Any) -> None:
-    global _reads
-    _reads += event == "/jax/compilation_cache/cache_hits"
-
-
-jax.monitoring.register_event_listener(_notice)
-
-
 def reads() -> int:
-    """Return how many programs JAX's compilation cache has given this process.
+    """Return how many programs JAX's compilation cache has given since the first call.
 
     XLA:CPU writes such a program without its code, and what loads that fails.
     """
-    return _reads
+    return len(_read())
+
+
+@functools.cache
+def _read() -> list[str]:
+    found: list[str] = []
+
+    def notice(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            found.append(event)
+
+    jax.monitoring.register_event_listener(notice)
+    return found
 
 
 def layouts(state: PyTree) -> Iterator[Layout]:
@@ -99,11 +106,10 @@ def dumped(
       Exception: if it holds something else that cannot be pickled, or a program cannot
         be serialized.
     """
-    rows = {}
-    for name, found in programs.items():
-        forms = [_form(jax.tree.leaves(x.args_info), x.in_tree) for x in found]
-        first = [x for i, x in enumerate(found) if forms[i] not in forms[:i]]
-        rows[name] = [serialize_executable.serialize(program) for program in first]
+    rows = {
+        name: [serialize_executable.serialize(program) for program in found]
+        for name, found in programs.items()
+    }
     file = io.BytesIO()
     _Pickler(file, shared).dump(rows)
     again = _Unpickler(io.BytesIO(file.getvalue()), shared, devices).load()
@@ -116,7 +122,7 @@ def dumped(
 
 def loaded(
     data: bytes, shared: Sequence[object], devices: Sequence[jax.Device]
-) -> dict[str, list[jax.stages.Compiled]]:
+) -> Programs:
     """Return the programs that `dumped` wrote, for the same devices in this process.
 
     The bytes must be trusted: loading them may run any code.
@@ -124,7 +130,7 @@ def loaded(
     rows = _Unpickler(io.BytesIO(data), shared, devices).load()
     load = serialize_executable.deserialize_and_load
     here = {"backend": devices[0].client, "execution_devices": devices}
-    return {name: [load(*row, **here) for row in found] for name, found in rows.items()}
+    return {name: [load(*row, **here) for row in each] for name, each in rows.items()}
 
 
 class _Pickler(pickle.Pickler):
