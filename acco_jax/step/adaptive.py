@@ -105,12 +105,7 @@ class AdaptiveStep(LoggedStep, SplitStep):
         jax.eval_shape(self._add, sums, i, params, inputs)
 
     def _lowered_compute(
-        self,
-        phase: Hashable,
-        programs: Programs,
-        params: PyTree,
-        rest: PyTree,
-        inputs: Inputs,
+        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
     ) -> tuple[dict[str, jax.stages.Lowered], Callable[[], PyTree]]:
         if inputs.counts is None and self._log is not None:
             none = self._gradients.counts_here([0] * self._gradients.workers)
@@ -122,7 +117,8 @@ class AdaptiveStep(LoggedStep, SplitStep):
         sums, _ = placed(add, self._add, sums, i, params, inputs)
         close = programs.close.lower(sums, rest, inputs)
         closed = placed(close, programs.close, sums, rest, inputs)
-        return {"zeros": zeros, "add": add, f"{phase} close": close}, lambda: closed
+        named = {"zeros": zeros, "add": add, f"{programs.name} close": close}
+        return named, lambda: closed
 
     def _compute(
         self,

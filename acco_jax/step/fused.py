@@ -147,18 +147,18 @@ class TrainStep:
                         if kept.form(compiled) not in map(kept.form, found):
                             found.append(compiled)
 
-    def keep(self, state: State) -> bytes:
+    def keep(self, state: State) -> bytes | None:
         """Return the programs that `compile` has made, for a later process's `take`.
 
-        That process must have the same code, devices and arguments.
+        That process must have the same code, devices and arguments. None on CPU, if one
+        of them may come from JAX's compilation cache: XLA cannot write it again.
 
         Raises:
-          ValueError: on CPU, if one of them may come from JAX's compilation cache.
           Exception: of any kind, if the backend or a tree of the user's cannot be kept.
         """
         devices = list(self._tx.mesh.devices.flat)
         if devices[0].platform == "cpu" and kept.reads() > self._reads:
-            raise ValueError("they come from JAX's compilation cache")
+            return None
         return kept.dumped(self._compiled, self._shared(state), devices)
 
     def take(self, programs: bytes, state: State) -> None:

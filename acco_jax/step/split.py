@@ -33,6 +33,7 @@ SETTINGS = (
 class Programs(NamedTuple):
     """The programs of one phase; only `communicate` sends more than a few sums."""
 
+    name: str  # of the phase
     round: Round
     compute: Any  # (params, rest, inputs) -> closed work
     close: Any  # (work, rest, inputs) -> closed work
@@ -140,17 +141,19 @@ class SplitStep(TrainStep):
             round = self._tx.round(phase)
             owner = round.open(params, state)[1]
             finish: Any = round.finish
+            name = str(phase)
             if round.late:
                 out_shardings = (*self._out_shardings(state), None, None)
                 finish = self._jit(
-                    f"{phase} finish", finish, out_shardings=out_shardings
+                    f"{name} finish", finish, out_shardings=out_shardings
                 )
             self._programs[key] = Programs(
+                name,
                 round,
-                self._jit(f"{phase} compute", functools.partial(computed, round)),
-                self._jit(f"{phase} close", round.close),
+                self._jit(f"{name} compute", functools.partial(computed, round)),
+                self._jit(f"{name} close", round.close),
                 self._jit(
-                    f"{phase} communicate",
+                    f"{name} communicate",
                     functools.partial(exchanged, round),
                     donate_argnums=1,
                     out_shardings=round.out_shardings(owner),
@@ -169,30 +172,25 @@ class SplitStep(TrainStep):
         params, state, inputs, extra = args
         programs = self._split(phase, params, state)
         in_flight, owner, rest = programs.round.open(params, state)
-        lowered, closed = self._lowered_compute(phase, programs, params, rest, inputs)
+        lowered, closed = self._lowered_compute(programs, params, rest, inputs)
         if not programs.round.overlaps:
             in_flight = programs.round.outgoing(params, rest, closed())
         message = (in_flight, owner, params, extra)
         communicate = programs.communicate.lower(*message)
-        lowered[f"{phase} communicate"] = communicate
+        lowered[f"{programs.name} communicate"] = communicate
         if programs.round.late:
             received = placed(communicate, programs.communicate, *message)
             finish = programs.finish.lower(params, rest, inputs, closed(), received)
-            lowered[f"{phase} finish"] = finish
+            lowered[f"{programs.name} finish"] = finish
         return lowered
 
     def _lowered_compute(
-        self,
-        phase: Hashable,
-        programs: Programs,
-        params: PyTree,
-        rest: PyTree,
-        inputs: Inputs,
+        self, programs: Programs, params: PyTree, rest: PyTree, inputs: Inputs
     ) -> tuple[dict[str, jax.stages.Lowered], Callable[[], PyTree]]:
         """Return the programs of `_compute`, and a function for its abstract work."""
         progress = (params, rest, inputs)
         lowered = programs.compute.lower(*progress)
-        named = {f"{phase} compute": lowered}
+        named = {f"{programs.name} compute": lowered}
         return named, lambda: placed(lowered, programs.compute, *progress)
 
 

@@ -233,11 +233,15 @@ def test_programs_that_are_damaged_or_cannot_be_loaded(place, caplog):
     assert taken(place) == []
 
 
-def test_programs_that_cannot_be_kept(place, monkeypatch):
+def test_programs_that_cannot_be_kept(place, monkeypatch, caplog):
     def fails():
         raise TypeError("cannot pickle")
 
+    caplog.set_level("INFO")
+    opened(place).keep_programs(lambda: None)
+    assert taken(place) == [] and not caplog.text
     opened(place).keep_programs(fails)
+    assert "not kept in memory: cannot pickle" in caplog.text
     full = SimpleNamespace(free=10)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: full)
     opened(place).keep_programs(lambda: b"a" * 6)

@@ -163,9 +163,7 @@ def test_what_the_compilation_cache_had_is_not_kept():
         step.compile(params, state, batch(step))
         return step.keep(state)
 
-    assert kept()
-    with pytest.raises(ValueError, match="compilation cache"):
-        kept()
+    assert kept() and kept() is None
 
 
 def test_what_cannot_be_pickled_raises():
@@ -197,5 +195,4 @@ def test_what_a_call_before_has_read_is_not_kept_either():
         params, state = begin(tx)
         params, state, _ = step(params, state, batch(step))
         step.compile(params, state, batch(step))
-    with pytest.raises(ValueError, match="compilation cache"):
-        step.keep(state)
+    assert step.keep(state) is None

@@ -188,14 +188,15 @@ class MemoryCopies:
         except Exception as error:  # of a library that loads them
             problem = error
         if processes.gathered(np.bool_(problem is not None)).any():
-            logging.warning("the programs in memory are compiled again: %s", problem)
+            why = problem or "another process could not load its own"
+            logging.warning("the programs in memory are compiled again: %s", why)
             forget()
             return False
         logging.info("the compiled programs were in memory")
         return True
 
-    def keep_programs(self, programs: Callable[[], bytes]) -> None:
-        """Keep programs for the next processes in these places, unless that fails."""
+    def keep_programs(self, programs: Callable[[], bytes | None]) -> None:
+        """Keep programs, if there are any, for the next processes in these places."""
         if not self._enabled:
             return
         tag = int(processes.from_process_0(np.int32(1 + secrets.randbelow(2**31 - 1))))
@@ -204,14 +205,16 @@ class MemoryCopies:
         path = self._folder / PROGRAMS
         try:
             path.with_suffix(TRIED).unlink(missing_ok=True)
-            data = b"%d\n%s" % (tag, programs())
+            if (found := programs()) is None:
+                return
+            data = b"%d\n%s" % (tag, found)
             if len(data) > shutil.disk_usage(self._folder).free // 2:
                 raise OSError(f"{len(data):,} bytes are more than half of what is free")
             new = path.with_suffix(".new")
             new.write_bytes(self._programs_key(data) + b"\n" + data)
             new.replace(path)
         except Exception as error:  # a tree of the user's that cannot be pickled, say
-            logging.debug("the compiled programs are not kept in memory: %s", error)
+            logging.info("the compiled programs are not kept in memory: %s", error)
 
     def _kept_programs(self) -> tuple[int, bytes]:
         """Return the number of what was kept together, and the programs; 0: none."""
