@@ -237,7 +237,7 @@ def test_programs_that_cannot_be_kept(place, monkeypatch, caplog):
     def fails():
         raise TypeError("cannot pickle")
 
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="absl")
     opened(place).keep_programs(lambda: None)
     assert taken(place) == [] and not caplog.text
     opened(place).keep_programs(fails)
