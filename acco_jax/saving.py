@@ -11,11 +11,13 @@ import os
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from acco_jax.core import leaf_names
-from acco_jax.core.leaves import PyTree
+from acco_jax.core.leaves import PyTree, only, visible_spec
 from acco_jax.core.state import State
+from acco_jax.core.workers import without_mesh
 from acco_jax.methods import method
 from acco_jax.methods.reshard import reshard, saved
 
@@ -126,10 +128,19 @@ def _saved(
         homes = method.start_shardings(tx, params, model_state)
         return jax.tree.map(lambda x, home: x.update(sharding=home), like, homes), True
     names, sizes = zip(*mesh, strict=True)
-    was = tx.on(AbstractMesh(sizes, names, (AxisType.Auto,) * len(names)), axis)
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    kinds = dict(zip(tx.mesh.axis_names, tx.mesh.axis_types, strict=True))
+    types = (AxisType.Auto if a in axis else kinds.get(a, AxisType.Auto) for a in names)
+    there = AbstractMesh(sizes, names, tuple(types))
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        spec = only(visible_spec(x) or P(), [a for a in names if a not in axis])
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(there, spec)
+        )
+
     params, model_state = jax.tree.map(shape, (params, model_state))
-    return saved(was, params, tx.mesh, model_state), False
+    with without_mesh():  # of the devices that there are now
+        return saved(tx.on(there, axis), params, tx.mesh, model_state), False
 
 
 def _holds(params: PyTree, state: State) -> list[str]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # jax.extend imports all of Pallas
 
     from acco_jax.core.gradients import Accumulator
 
+# what JAX says of an array of an outer program's mesh inside a worker's
+_CLOSED = r"Closing over inputs to shard_map|Context mesh .* should match the mesh of"
 # these name an axis and send nothing over it
 _SILENT = ("axis_index", "pvary", "pcast", "reduced_vary_cast")
 
@@ -61,14 +63,20 @@ def _names(spec: str, axis: tuple[str, ...]) -> bool:
 
 @contextlib.contextmanager
 def naming_constraints(axis: tuple[str, ...]) -> Iterator[None]:
-    """Turn JAX's error for an array placed over a data axis into one line."""
+    """Turn JAX's errors for arrays placed on the mesh into one line."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         spec = re.search(r"\bP\(.*?\)(?= and | with | contains )", str(error))
         about = re.search(r"with_sharding_constraint|Auto or Manual", str(error))
         if about and spec and _names(spec[0], axis):
             raise _constrained(spec[0]) from error
+        if re.search(_CLOSED, str(error)):
+            raise ValueError(
+                "loss_fn closes over an array that lies on a mesh, as those made after "
+                "jax.set_mesh do: pass it by jax.tree_util.Partial(loss_fn, x) or make "
+                "it a NumPy array."
+            ) from error
         raise
 
 

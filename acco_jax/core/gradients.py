@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from acco_jax.core.collectives import check_constraints, naming_constraints
-from acco_jax.core.leaves import PyTree, Rng
+from acco_jax.core.leaves import PyTree, Rng, only
 from acco_jax.core.loss import (
     Evaluated,
     Sums,
@@ -89,15 +89,18 @@ class Accumulator:
         return dataclasses.replace(self, loss_fn=loss_fn)
 
     def placed(self) -> Self:
-        """Put the loss function's arrays on the mesh's devices, whole on each."""
+        """Put the loss function's arrays on the mesh, whole on each worker."""
 
         def place(
             x: ArrayLike | jax.ShapeDtypeStruct,
         ) -> ArrayLike | jax.ShapeDtypeStruct:
-            there = getattr(getattr(x, "sharding", None), "mesh", None) == self.mesh
-            if there or isinstance(x, jax.ShapeDtypeStruct):
+            if isinstance(x, jax.ShapeDtypeStruct):
                 return x
-            return jax.device_put(x, NamedSharding(self.mesh, P()))
+            at: Any = getattr(x, "sharding", None)
+            there = getattr(at, "mesh", None) == self.mesh
+            others = set(self.mesh.axis_names) - set(self.axis)  # which may split it
+            spec = only(at.spec, others) if there else P()
+            return jax.device_put(x, NamedSharding(self.mesh, spec))
 
         return jax.tree.map(place, self)
 
@@ -131,7 +134,9 @@ class Accumulator:
             if isinstance(end, int):
                 return fn(*args)
             shapes = jax.eval_shape(fn, *args)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            zeros = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), shapes
+            )
             return lax.fori_loop(0, end, lambda i, _: fn(*args), zeros)
 
         return run

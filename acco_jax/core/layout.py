@@ -273,15 +273,22 @@ class Layout:
 
     def row_shardings(self, rows: PyTree) -> PyTree:
         """Return NamedShardings of rows (n, ...), split as their parameters are."""
+        own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+        return jax.tree.map(
+            lambda spec: self.sharding(self.axis, *spec), self.own_specs(own)
+        )
+
+    def own_specs(self, tree: PyTree) -> PyTree:
+        """Return the specs of one worker's arrays, split as their parameters are."""
         number_of = numbering(self.leaves)
 
-        def home(path: Sequence[Any], x: jax.Array) -> NamedSharding:
+        def spec(path: Sequence[Any], x: jax.Array) -> P:
             i = number_of(path)
-            if i < 0 or x.shape != (self.workers, *self.leaves[i].shape):
-                return self.sharding(self.axis)
-            return self.sharding(self.axis, *self.leaves[i].spec)
+            if i < 0 or x.shape != self.leaves[i].shape:
+                return P()
+            return self.leaves[i].spec
 
-        return jax.tree_util.tree_map_with_path(home, rows)
+        return jax.tree_util.tree_map_with_path(spec, tree)
 
     # ---- the buffers
 

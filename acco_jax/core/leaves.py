@@ -233,6 +233,12 @@ def numbering(leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], int]:
     return number
 
 
+def only(spec: P, axes: Iterable[str]) -> P:
+    """Return the spec over only these axes."""
+    kept = (tuple(a for a in axes_in(entry) if a in axes) for entry in spec)
+    return P(*(entry or None for entry in kept))
+
+
 def check_floating(name: str, dtype: DTypeLike | None) -> None:
     """Raise a ValueError for an argument that is neither None nor floating point."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -272,7 +278,7 @@ def describe(
         raise ValueError("params has no arrays: there is nothing to optimize.")
     if param_specs is None:
         _check_specs_visible(mesh, axis)
-        specs = [_visible_spec(x) for _, x in flat]
+        specs = [visible_spec(x) for _, x in flat]
     else:
         is_spec = lambda x: x is None or isinstance(x, P)  # noqa: E731
         specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
@@ -301,7 +307,7 @@ def _check_specs_visible(mesh: Mesh, axis: tuple[str, ...]) -> None:
             )
 
 
-def _visible_spec(x: Array) -> P | None:
+def visible_spec(x: Array) -> P | None:
     """Return the spec that an Explicit array's type shows."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, jax.Array):

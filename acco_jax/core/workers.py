@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 PyTree = Any
@@ -25,6 +27,11 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
                 "name the axis over which the batch is split."
             )
     return axis
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Leave the mesh of jax.set_mesh, for programs on other devices than its."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def check_compiled() -> None:

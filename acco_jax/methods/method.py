@@ -177,11 +177,13 @@ def find_state(state: PyTree) -> State:
     return states[0]
 
 
-def placed_state(make: Callable[[PyTree], StateT], params: PyTree) -> StateT:
+def placed_state(
+    make: Callable[[PyTree], StateT], params: PyTree, layout: Layout
+) -> StateT:
     """Return the state make(params), every array placed as its `shardings` say."""
     check_compiled()
+    params = jax.device_put(params, layout.params_shardings)
     like = jax.jit(make).eval_shape(params)  # traced once for both
-    params = jax.device_put(params, like.layout.params_shardings)
     return jax.jit(make, out_shardings=like.shardings())(params)
 
 

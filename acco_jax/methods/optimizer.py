@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from acco_jax.core.buffers import Totals
 from acco_jax.core.layout import Layout
-from acco_jax.core.leaves import PyTree, axes_in
+from acco_jax.core.leaves import PyTree, only
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import StateT
 from acco_jax.methods.checks import checked_update
@@ -103,8 +102,28 @@ def in_auto(fn: Callable, layout: Layout, out_shardings: PyTree) -> Callable:
 
 def _shown(sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
     """Return the sharding over only those of these axes that a type shows."""
-    spec = (tuple(a for a in axes_in(entry) if a in axes) for entry in sharding.spec)
-    return NamedSharding(sharding.mesh, P(*(entry or None for entry in spec)))
+    return NamedSharding(sharding.mesh, only(sharding.spec, axes))
+
+
+def in_worker(fn: Callable, layout: Layout, specs: PyTree) -> Callable:
+    """Wrap fn as `in_auto` does, inside a function that is manual over the data axes.
+
+    `specs` are PartitionSpecs of its results over the mesh's other axes.
+    """
+    kinds = zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True)
+    explicit = tuple(
+        a for a, kind in kinds if kind == AxisType.Explicit and a not in layout.axis
+    )
+    if not explicit or not jax.tree.leaves(specs):
+        return fn
+    shown = jax.tree.map(lambda spec: only(spec, explicit), specs)
+
+    def made_auto(*args: Any) -> PyTree:
+        run, captured = with_captured(fn, *args)
+        in_region = jax.sharding.auto_axes(run, axes=explicit, out_sharding=shown)
+        return in_region(captured, *args)
+
+    return made_auto
 
 
 def with_captured(fn: Callable, *args: Any) -> tuple[Callable, list[Any]]:

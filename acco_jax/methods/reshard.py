@@ -29,8 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.core.buffers import Arrays, InFlight, RoundingError
 from acco_jax.core.layout import Layout
-from acco_jax.core.leaves import Leaf, PyTree, axes_in, wide
+from acco_jax.core.leaves import Leaf, PyTree, axes_in, only, wide
 from acco_jax.methods import method
+from acco_jax.methods.optimizer import in_auto
 
 
 def reshard(old: PyTree, tx: method.Method) -> PyTree:
@@ -62,8 +63,16 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
             "the workers of a local method have parameters of their own: give "
             "(params, state)."
         )
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-    carried = jax.tree.map(shape, getattr(state, "model_state", None))
+
+    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        spec = only(leaf.spec, tx.mesh.axis_names)  # which types of Explicit axes show
+        sharding = NamedSharding(tx.mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    carried = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        getattr(state, "model_state", None),
+    )
     begun = state.layout.tree(shape), carried
     like = jax.eval_shape(functools.partial(method.start, tx), *begun)
     shardings = method.start_shardings(tx, *begun)
@@ -142,18 +151,22 @@ def moved(old: PyTree, new: PyTree, weighted: bool = True) -> PyTree:
 
             rows = a.weight, a.model_state
             states = _placed(target, lambda x: _states(target, *x), rows)
-            packed = target.pack(*_placed(target, own, a))
+            summed, weight, loss = _placed(target, own, a)
+            summed = jax.device_put(summed, target.grads_shardings)
+            packed = target.pack(summed, weight, loss)
             return packed._replace(model_state=states)
         if isinstance(a, RoundingError):
             return RoundingError(_left_out(source, target, a.buffers))
         if source.holds_shards(a) and target.holds_shards(b):
-            return target.store(source.view(a))
+            homes = jax.tree.map(lambda x: x.sharding, target.shards)
+            return in_auto(lambda x: target.store(source.view(x)), target, homes)(a)
         return jax.tree.map(functools.partial(_as, source, target), a, b)
 
     fields, over_shards = {}, "residual" in old._fields  # of sharding methods' states
     for name, a, b in zip(old._fields, old, new, strict=True):
         if name == "inner" and over_shards:
-            fields[name] = target.store_state(source.view_state(a))
+            change = lambda x: target.store_state(source.view_state(x))  # noqa: E731
+            fields[name] = in_auto(change, target, target.inner_shardings(b))(a)
         elif name == "model_state":
             fields[name] = a
         elif name == "error" and weighted:  # of sparse methods
@@ -234,8 +247,9 @@ def _left_out(source: Layout, target: Layout, buffers: Arrays) -> Arrays:
     def own(buffers: Arrays) -> PyTree:
         return _summed(_rows(source, buffers, scattered=True), target)
 
-    rows = _placed(target, own, buffers)
-    found = target.pack(rows, jnp.ones(target.workers)).buffers
+    rows = jax.device_put(_placed(target, own, buffers), target.grads_shardings)
+    weight = jax.device_put(jnp.ones(target.workers), target.sharding(target.axis))
+    found = target.pack(rows, weight).buffers
     for axis in target.reduce_order[:-1]:
         found = target.reduce_scatter(found, axis)
     return found

@@ -332,7 +332,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             state = self._start(layout, master, run(master))
             return state._replace(residual=self.codecs.start(layout, params))
 
-        return method.placed_state(make, params)
+        return method.placed_state(make, params, layout)
 
     def advance(
         self,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.state import State
+from acco_jax.core.workers import without_mesh
 from acco_jax.methods.method import Method
 from acco_jax.step.balance import Balanced, Balancer
 from acco_jax.step.fused import Arguments, model_state
@@ -89,7 +90,8 @@ class BalancedStep(LoggedStep):
         super().compile(*args, **named)
         if self._balancer:
             params, state, inputs, _ = self._placed(self._arguments(*args, **named))
-            self._prober(state).lower(params, inputs).compile()
+            with without_mesh():
+                self._prober(state).lower(params, inputs).compile()
 
     def _refuse_trace(self) -> None:
         raise ValueError(
@@ -142,7 +144,8 @@ class BalancedStep(LoggedStep):
             assert self._log is not None
             return self._log.line(self.call)
         if not self._balancer.wait:
-            self._look(self._balancer, args)
+            with without_mesh():  # a probe's devices are this process's
+                self._look(self._balancer, args)
         self._balancer.wait -= 1
         self._since += 1
         return self._balancer.counts

@@ -271,7 +271,7 @@ def gossip(
             master = local_method.master_rows(layout, params)
             return GossipState(layout, jnp.int32(0), jnp.int32(0), rows, master)
 
-        return placed_state(make, params)
+        return placed_state(make, params, layout)
 
     def round_of(phase: int) -> GossipRound:
         return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))

@@ -30,6 +30,7 @@ from acco_jax.core.workers import from_row, over_data, place, to_row
 from acco_jax.methods import checks
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.method import find_state, is_state
+from acco_jax.methods.optimizer import in_worker
 from acco_jax.methods.sharded import ShardedMethod
 
 
@@ -136,9 +137,13 @@ class InnerSteps:
         valid = sums.weight != 0
         weight = jnp.where(valid, sums.weight, 1)
         mean = masked(valid, jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
-        updates, inner = checked_update(
-            self.inner, mean, progress.inner, progress.theta, {}, in_loop=True
-        )
+
+        def update(mean: PyTree, state: PyTree, theta: PyTree) -> tuple[PyTree, PyTree]:
+            return checked_update(self.inner, mean, state, theta, {}, in_loop=True)
+
+        specs = layout.own_specs((mean, progress.inner))
+        run = in_worker(update, layout, specs)
+        updates, inner = run(mean, progress.inner, progress.theta)
         theta = optax.apply_updates(progress.theta, updates)
         return LocalProgress(
             choose(valid, theta, progress.theta),
@@ -169,8 +174,13 @@ def init_rows(
 ) -> PyTree:
     """The state of `inner` on every worker, rows."""
 
+    def begin(params: PyTree) -> PyTree:
+        return jax.tree.map(jnp.asarray, inner.init(params))
+
     def local(params: PyTree) -> PyTree:
-        return to_row(jax.tree.map(jnp.asarray, inner.init(widened(layout, params))))
+        params = widened(layout, params)
+        specs = layout.own_specs(jax.eval_shape(begin, params))
+        return to_row(in_worker(begin, layout, specs)(params))
 
     return over_data(local, layout.mesh, layout.axis, P(), P(layout.axis))(params)
 

@@ -207,7 +207,7 @@ def local_rounds(
             rows = local_method.init_rows(layout, inner, params)
             return RoundState(layout, jnp.int32(0), jnp.int32(0), None, rows)
 
-        return placed_state(make, params)._replace(outer=state)
+        return placed_state(make, params, layout)._replace(outer=state)
 
     exchange = outer.exchange(outer.codecs.all[0])
     options = CommonOptions(axis_name=outer.axis, accumulate_dtype=accumulate_dtype)

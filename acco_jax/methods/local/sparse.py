@@ -45,7 +45,7 @@ from acco_jax.methods.local.local_method import (
 )
 from acco_jax.methods.local.rounds import RoundOptions, counted
 from acco_jax.methods.method import common_attributes, layout_of, placed_state
-from acco_jax.methods.optimizer import pinned
+from acco_jax.methods.optimizer import in_auto, in_worker, pinned
 
 # layout, every worker's words, e_i(t+1), and w_i or their sum
 Sparse = tuple[Layout, jax.Array, PyTree, jax.Array]
@@ -380,7 +380,10 @@ class SparseRound(LocalRound[SparseState]):
     ) -> tuple[PyTree, SparseState]:
         layout, words, error, total = received
         sums = self._sum(layout, words)
-        run = over_data(self._advance, layout.mesh, layout.axis, P(), P())
+        at = jax.tree.map(lambda leaf: leaf.spec, layout.tree(lambda leaf: leaf))
+        specs = at, jax.tree.map(lambda _: P(), rest.outer)
+        advance = in_worker(self._advance, layout, specs)
+        run = over_data(advance, layout.mesh, layout.axis, P(), P())
         master, outer = run(total, sums, rest.master, rest.outer)
         state = rest._replace(
             master=master, outer=outer, inner=progress.inner, error=error
@@ -412,6 +415,11 @@ def sparse_rounds(
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, local_steps)
 
+    def begin(layout: Layout, master: PyTree) -> PyTree:
+        like = jax.eval_shape(outer.init, master)
+        homes = jax.tree.map(lambda _: layout.sharding(), like)
+        return in_auto(outer.init, layout, homes)(master)
+
     def init(params: PyTree) -> SparseState:
         layout = layout_of(params, common)
 
@@ -421,10 +429,11 @@ def sparse_rounds(
             error = local_method.to_rows(layout, jax.tree.map(jnp.zeros_like, master))
             rows = local_method.init_rows(layout, inner, params)
             counts = jnp.int32(0), jnp.int32(0)
-            return SparseState(layout, *counts, master, outer.init(master), rows, error)
+            began = begin(layout, master)
+            return SparseState(layout, *counts, master, began, rows, error)
 
         local_method.check_wire(layout, weighted and not message.value_bits)
-        return placed_state(make, params)
+        return placed_state(make, params, layout)
 
     return local_method.local_method(
         inner,

@@ -359,7 +359,7 @@ def streaming_diloco(
                 master=local_method.master_rows(whole, params),
             )
 
-        return placed_state(make, params)._replace(outer=states)
+        return placed_state(make, params, whole)._replace(outer=states)
 
     def round_of(phase: int) -> StreamingRound:
         exchange = of_any.exchange(codec)
