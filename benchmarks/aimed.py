@@ -17,7 +17,9 @@ import os
 import pathlib
 import random
 import runpy
+import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +36,11 @@ def here(stage: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.rename(path.with_suffix(".done"))
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def aimed(stage: str) -> bool:
+    """Returns whether a kill is to come here."""
+    return pathlib.Path(os.environ["SOAK_AIMS"], stage).exists()
 
 
 def before(owner: Any, name: str, stage: str, seconds: float = 0.0) -> None:
@@ -69,7 +76,7 @@ def arm() -> None:
     from acco_jax.command import heartbeat
     from acco_jax.run import evaluation, preparation
     from acco_jax.run.observe import metrics  # fmt: skip
-    from acco_jax.run.state import checkpoints, memory
+    from acco_jax.run.state import checkpoints, copies, memory, neighbours
 
     before(preparation, "build", "starting")
     before(heartbeat, "reached", "half-round")
@@ -95,21 +102,33 @@ def arm() -> None:
 
     checkpoints._checksums = renamed
     before(memory.MemoryCopies, "_write", "copying", seconds=0.01)
-    before(memory, "write_rows", "unmarked")
+    before(copies, "write_rows", "unmarked")
+    before(neighbours, "sent", "sending", seconds=0.01)
     write_copy = memory.MemoryCopies._write
 
-    def flipping(copies: memory.MemoryCopies, half_round: int, *rest: Any) -> float:
-        seconds = write_copy(copies, half_round, *rest)
-        if pathlib.Path(os.environ["SOAK_AIMS"], "flipped").exists():
-            assert copies._folder is not None
-            path = copies._folder / f"{half_round}.data"
+    def losing(kept: memory.MemoryCopies, half_round: int, *rest: Any) -> float:
+        seconds = write_copy(kept, half_round, *rest)
+        if (own := kept._folder) is None:
+            return seconds
+        if aimed("flipped"):
+            path = own / f"{half_round}.data"
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
             here("flipped")
+        if aimed("host"):
+            shutil.rmtree(own)
+            here("host")
+        if aimed("hosts"):
+            assert kept._holder is not None
+            shutil.rmtree(own)
+            other = str(kept._holder[jax.process_index()])
+            memory_of = own.parents[2] / f"acco_jax-host{other}" / own.parent.name
+            shutil.rmtree(memory_of / other, ignore_errors=True)
+            here("hosts")
         return seconds
 
-    memory.MemoryCopies._write = flipping  # type: ignore[method-assign]
+    memory.MemoryCopies._write = losing  # type: ignore[method-assign]
     after(checkpoints, "write_whole", "summed")
     before(checkpoints.Checkpoints, "_remove", "removing")
     after(checkpoints.Checkpoints, "save", "training on")
@@ -125,6 +144,23 @@ def arm() -> None:
         write(recorder, row)
 
     metrics.Recorder._write = cut  # type: ignore[method-assign]
+
+
+def give_hosts() -> None:
+    """Gives every process a host of its own, and a memory."""
+    import jax
+
+    from acco_jax.run.state import memory as copies
+
+    host, opened = f"host{jax.process_index()}", copies._opened
+
+    def own(place: pathlib.Path, workdir: pathlib.Path) -> pathlib.Path | None:
+        memory = place / f"acco_jax-{host}"
+        memory.mkdir(exist_ok=True)
+        return opened(memory, workdir)
+
+    socket.gethostname = lambda: host
+    copies._opened = own
 
 
 def keep_programs() -> None:
@@ -154,6 +190,7 @@ def main() -> None:
 
     def connected(*args: Any, **options: Any) -> None:
         connect(*args, **options)
+        give_hosts()
         keep_programs()
         if "SOAK_AIMS" in os.environ:
             arm()

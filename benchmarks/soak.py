@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--kills=100] [--quick] [--processes=1,3] [--json=FILE]
 
 Needs Linux. Runs of acco_jax.train with restarts, half of them of one process with two
-devices and half of three processes with one, with copies in memory. Each is killed
-thirteen times, in a random order once at each of these places, by SIGKILL to the
-process that gets there first:
+devices and half of three processes with one, each as if on a host of its own, with
+copies in memory. Each is killed in a random order once at each of these places, the
+last three for three processes, by SIGKILL to the process that gets there first:
 
     starting     before anything is prepared
     compiling    as a program is to be compiled, or to be read from the cache
@@ -20,6 +20,9 @@ process that gets there first:
     copying      while a copy in memory is written, at a random time
     unmarked     a copy in memory is written, and not marked as whole
     flipped      a copy in memory is whole, and one bit of it has changed
+    sending      while shards are sent to another host, at a random time
+    host         a copy in memory is whole; all that is in the host's memory is lost
+    hosts        likewise, with the memory of the host that holds its copy
 
 Then the bits of the last checkpoint, and the rows of metrics.jsonl but for the clocks,
 must be those of a run that nothing disturbed. Exits with 1 if they are not.
@@ -47,6 +50,7 @@ from benchmarks import common  # noqa: E402
 PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
           "training on", "renamed", "summed", "removing", "copying", "unmarked",
           "flipped")  # fmt: skip
+AMONG = ("sending", "host", "hosts")  # several processes
 QUICK = ("compiling", "evaluating", "renamed", "saving")
 
 
@@ -164,7 +168,8 @@ def experiment(
     trials: list[Trial] = []
     while sum(len(t.kills) for t in trials) < (1 if quick else kills):
         processes = sizes[len(trials) % len(sizes)]
-        aims = list(QUICK if quick else PLACES)
+        among = AMONG if processes > 1 else ()
+        aims = list(QUICK if quick else PLACES + among)
         random.shuffle(aims)
         name = f"disturbed-{len(trials)}"
         workdir, met, seconds = run(place, name, processes, aims)

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 import sys
@@ -36,8 +35,8 @@ from acco_jax.run.observe import (
 from acco_jax.run.observe.progress import Progress
 from acco_jax.run.preparation import (
     Experiment,
-    abstract,
     as_saved,
+    as_stored,
     batches,
     counts_of,
     here,
@@ -127,14 +126,14 @@ class _Run:
         """
         e = self._experiment
         saved = e.checkpoints.latest() or 0
-        if found := self._memory.restore_newest(functools.partial(abstract, e), saved):
-            self.done, (self.params, self.state), host = found
-            logging.info("the state of half-round %d was in memory", self.done)
-        elif found := e.checkpoints.restore_newest(functools.partial(as_saved, e)):
-            self.done, arrays, host = found
-            self.params, self.state = here(e, arrays)
+        if found := self._memory.restore_newest(functools.partial(as_stored, e), saved):
+            logging.info("the state of half-round %d was in memory", found[0])
         else:
+            found = e.checkpoints.restore_newest(functools.partial(as_saved, e))
+        if not found:
             return None
+        self.done, arrays, host = found
+        self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
         self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
         return host
@@ -507,8 +506,8 @@ def _memory(experiment: Experiment, *, repeats: bool) -> MemoryCopies:
     e, folder = experiment, experiment.config.memory_copies
     takes = heartbeat.supervised() and not repeats
     takes = takes and e.config.spike.policy != "rollback" and bool(folder)
-    identity = {"config": e.identity, "world": dataclasses.asdict(e.world)}
-    return MemoryCopies(paths.expanded(folder) if takes else None, e.workdir, identity)
+    place = paths.expanded(folder) if takes else None
+    return MemoryCopies(place, e.workdir, e.identity, e.world)
 
 
 def _crossed(experiment: Experiment, calls_done: int, every: int) -> bool:

@@ -714,12 +714,17 @@ def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
 
 
 def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
-    """Return the result of `abstract`, for a checkpoint and the world that saved it.
+    """Return `as_stored` for a checkpoint."""
+    return as_stored(experiment, experiment.checkpoints.host(half_round)["axes"])
 
-    For another world than today's, arrays have the shapes that they had then, and
-    lie on the devices that there are now.
+
+def as_stored(experiment: Experiment, axes: dict[str, int]) -> tuple[PyTree, Any]:
+    """Return the result of `abstract`, for a state of a mesh of these axes.
+
+    For another mesh than today's, arrays have the shapes that they had then, and lie on
+    the devices that there are now.
     """
-    e, axes = experiment, experiment.checkpoints.host(half_round)["axes"]
+    e = experiment
     if axes == dict(e.mesh.shape):
         return abstract(e)
     was = meshes.described(axes)
@@ -729,7 +734,7 @@ def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
 
 
 def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
-    """Return what was restored `as_saved` as today's workers hold it."""
+    """Return what was restored `as_stored` as today's workers hold it."""
     like = abstract(experiment)
     same: bool = jax.tree.structure(arrays) == jax.tree.structure(like)  # type: ignore[operator]
     if same:

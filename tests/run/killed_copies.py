@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.run.state import memory
+from acco_jax.run.state import memory, worlds
 
 KILLS, STEPS, FLIPPED = 25, 500, 12
 
@@ -34,11 +34,12 @@ def train(folder: Path, *, copied: bool) -> None:
     x = jax.device_put(np.arange(1 << 18, dtype=np.float32), sharding)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     place = folder / "shm" if copied else None
-    with memory.MemoryCopies(place, folder, {}) as copies:
+    world = worlds.World({"data": 2}, 1, [], "fused")
+    with memory.MemoryCopies(place, folder, {}, world) as copies:
         done = 0
-        if found := copies.restore_newest(lambda: [like], 0):
+        if found := copies.restore_newest(lambda axes: [like], 0):
             done, (x,), host = found
-            assert host == {"done": done}
+            assert host == {"axes": world.axes, "done": done}
         note(folder / "reached", done)
         note(folder / "began", done)
         while done < STEPS:
@@ -47,7 +48,8 @@ def train(folder: Path, *, copied: bool) -> None:
             note(folder / "reached", done)
             if copies.due(done):
                 jax.block_until_ready(x)
-                copies.keep(done, [x], lambda: {"done": done})  # noqa: B023
+                host = {"axes": world.axes, "done": done}
+                copies.keep(done, [x], lambda: host)  # noqa: B023
         np.save(folder / f"{copied}.npy", x)
 
 

@@ -1,6 +1,7 @@
 """Copies of states in memory: which one a restart takes, and what is left out."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,12 +17,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.core import leaf_names
-from acco_jax.run.state import memory
+from acco_jax.run.state import memory, worlds
 from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.run.state.replicas import ReplicasDiffer
 from tests.reference import make_mesh
 
-IDENTITY = {"config": {"seed": 0}, "counts": (1, 1)}
+IDENTITY = {"seed": 0}
+WORLD = worlds.World({"data": 2}, 1, [1, 1], "fused")
 
 
 def state(half_round):
@@ -36,7 +38,8 @@ def state(half_round):
     }
 
 
-def like():
+def like(axes):
+    assert axes == WORLD.axes
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(1)
     )
@@ -51,15 +54,20 @@ def place(tmp_path):
     return found
 
 
-def opened(place, **changes):
-    return MemoryCopies(place.folder, place.workdir, IDENTITY | changes)
+def host(half_round):
+    return {"axes": WORLD.axes, "at": half_round}
+
+
+def opened(place, counts=WORLD.counts, **changes):
+    world = dataclasses.replace(WORLD, counts=counts)
+    return MemoryCopies(place.folder, place.workdir, IDENTITY | changes, world)
 
 
 def kept(place, *half_rounds):
     """What a process leaves that is killed after copies of these half-rounds."""
     copies = opened(place)
     for half_round in half_rounds:
-        copies.keep(half_round, state(half_round), lambda h=half_round: {"at": h})
+        copies.keep(half_round, state(half_round), lambda h=half_round: host(h))
     copies._writing.result()
     return copies
 
@@ -84,8 +92,8 @@ def bits(tree):
 def test_a_restart_takes_the_newest(place):
     kept(place, 2, 4, 6)
     assert files(place) == ["4.data", "4.json", "6.data", "6.json"]
-    done, tree, host = opened(place).restore_newest(like, 6)
-    assert (done, host) == (6, {"at": 6}) and bits(tree) == bits(state(6))
+    done, tree, about = opened(place).restore_newest(like, 6)
+    assert (done, about) == (6, host(6)) and bits(tree) == bits(state(6))
     assert files(place) == ["6.data", "6.json"]
     assert opened(place).restore_newest(like, 7) is None  # the checkpoint is newer
     assert files(place) == []
@@ -97,7 +105,7 @@ def test_a_flipped_bit_leaves_the_older_one_and_then_the_disk(place, caplog):
     done, tree, _ = opened(place).restore_newest(like, 0)
     assert done == 4 and bits(tree) == bits(state(4))
     (line,) = caplog.messages
-    assert line.startswith("the copy of half-round 6 in memory is damaged: the shard [")
+    assert line.startswith("a copy of half-round 6 in memory is damaged: the shard [")
     flip(place, 4)
     assert opened(place).restore_newest(like, 0) is None and files(place) == []
     assert "continuing from the checkpoint on disk" in caplog.text
@@ -120,10 +128,21 @@ def test_copies_that_are_not_whole_or_of_another_run(place, fault):
     assert files(place) == []
 
 
-def test_another_config_or_other_devices(place, caplog):
+def test_another_config(place, caplog):
     kept(place, 4)
-    assert opened(place, counts=(1, 2)).restore_newest(like, 0) is None
+    assert opened(place, seed=1).restore_newest(like, 0) is None
     assert "continuing from the checkpoint on disk" in caplog.text
+
+
+def test_a_state_of_another_history_is_not_taken(place):
+    """It was computed from half-round 0 on by the same devices, as the run says."""
+    other = dataclasses.replace(WORLD, counts=[2])
+    worlds.record(place.workdir, 0, WORLD)
+    kept(place, 4)
+    worlds.record(place.workdir, 4, other)  # went on from it
+    assert opened(place).restore_newest(like, 0)[0] == 4
+    worlds.record(place.workdir, 2, other)  # and, later, from an older one
+    assert opened(place).restore_newest(like, 0) is None
 
 
 @pytest.mark.parametrize("error", [None, FloatingPointError, ReplicasDiffer, OSError])
@@ -145,9 +164,9 @@ def test_without_room_there_are_none(place, caplog, monkeypatch):
 
 
 def test_where_there_is_no_such_folder(tmp_path, caplog):
-    off = MemoryCopies(None, tmp_path, IDENTITY)
+    off = MemoryCopies(None, tmp_path, IDENTITY, WORLD)
     assert not off.due(5) and off.restore_newest(like, 0) is None
-    missing = MemoryCopies(Path("/nowhere"), tmp_path, IDENTITY)
+    missing = MemoryCopies(Path("/nowhere"), tmp_path, IDENTITY, WORLD)
     missing.keep(1, state(1), dict)
     assert missing.restore_newest(like, 0) is None and caplog.records == []
 
@@ -187,7 +206,7 @@ def taken(place, **changes):
 
 def test_programs_are_for_the_same_run_and_code(place, monkeypatch):
     opened(place).keep_programs(lambda: b"a\nb")
-    assert taken(place, counts=(1, 2)) == []
+    assert taken(place, counts=[1, 2]) == []
     assert taken(place) == [b"a\nb"]
     assert taken(place) == []  # who took them has not run yet
     kept(place, 4)

@@ -1,11 +1,10 @@
-"""Copies of the newest states in this host's memory, from which a restart continues.
+"""Copies of the newest states in the hosts' memory, from which a restart continues.
 
 Each process keeps the shards that it holds as files of a file system in memory, which
-outlive it: N.data has their bytes after half-round N, N.json their checksums. N.json
-is written last, so that a copy with it is whole. Two copies exist at most. A restart
-takes the newest one that all processes have and whose checksums are right; a file that
-has changed, a host without copies or another number of processes leave the checkpoint
-on disk.
+outlive it, and those of a process on another host. Two copies exist at most. A restart
+takes the newest state whose shards are all there, on whatever hosts, and whose
+checksums are right, for as many devices as there are. Without one it takes the
+checkpoint on disk.
 
 Beside them lie the compiled programs of the train step, which the next process of the
 same code, machine and run loads instead of tracing and compiling.
@@ -14,6 +13,7 @@ same code, machine and run loads instead of tracing and compiling.
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -31,15 +31,16 @@ import numpy as np
 from absl import logging
 
 from acco_jax.command import program_store
-from acco_jax.command.files import read_rows, sealed, write_rows
 from acco_jax.core import leaf_names
-from acco_jax.run.state import processes, shards
+from acco_jax.run.state import neighbours, processes, shards, worlds
+from acco_jax.run.state.copies import Copies
 from acco_jax.run.state.replicas import ReplicasDiffer
 
 PyTree = Any
 SHARE = 0.01  # of the time, which copies may take
 FIRST = 4  # half-rounds between the first copies, whose time is not known
 PROGRAMS = "programs"  # the file of compiled programs, with a checksum before them
+HELD = "held"  # the folder of another host's shards
 TRIED = ".tried"  # its ending from when it is taken until it has run
 RUN = "memory_id.txt"  # in the workdir: another run there has another number
 LEFT_SECONDS = 86400  # after which copies of a run that is gone are removed
@@ -52,21 +53,31 @@ class MemoryCopies:
     """
 
     def __init__(
-        self, place: Path | None, workdir: Path, identity: dict[str, Any]
+        self,
+        place: Path | None,
+        workdir: Path,
+        identity: dict[str, Any],
+        world: worlds.World,
     ) -> None:
         """Open the copies of a run.
 
         Args:
           place: a folder in memory; None, or one that does not exist: no copies.
           workdir: of the run.
-          identity: JSON of the run and its devices: of others nothing is restored.
+          identity: JSON of the run: of others nothing is restored.
+          world: the devices, for which programs are compiled.
         """
         self._enabled, self._folder = place is not None, None
+        self._workdir, self._world = workdir, dataclasses.asdict(world)
+        self._history: str | None = None  # of the states that this process computes
+        self._holder: list[int] | None = None
         if place is not None:
             self._identity = json.loads(json.dumps(identity)) | {
                 "run": _number(workdir)
             }
             self._folder = _opened(place, workdir)
+            self._hosts = neighbours.hosts()
+            self._holder = neighbours.find(self._hosts)
         self._writing: concurrent.futures.Future[float] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "memory")
         self._copies = 0  # that were begun
@@ -104,10 +115,14 @@ class MemoryCopies:
             with contextlib.suppress(OSError):  # they have run
                 path = self._folder / PROGRAMS
                 path.with_suffix(TRIED).replace(path)
+        own, held = self._copied(leaf_names.named(arrays))
+        if self._history is None:
+            with jax.transfer_guard("allow"):
+                self._history = self._history_of(half_round)
         if self._folder is not None:
-            with jax.transfer_guard_device_to_host("allow"):  # intended here
-                copies = shards.on_host(leaf_names.named(arrays), saved=False)
-            self._writing = self._thread.submit(self._write, half_round, copies, host())
+            about = {"history": self._history, "host": host()}
+            write = self._thread.submit
+            self._writing = write(self._write, half_round, own, held, about)
         before, when = self._last
         each = (begin - when) / max(half_round - before, 1)
         self._costs.append(time.perf_counter() - begin + written)
@@ -123,42 +138,110 @@ class MemoryCopies:
         self._due = half_round + self._every
 
     def restore_newest(
-        self, like: Callable[[], PyTree], least: int
+        self, like: Callable[[dict[str, int]], PyTree], least: int
     ) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """Return what `Checkpoints.restore_newest` does, of the newest common copy.
+        """Return what `Checkpoints.restore_newest` does, of the newest whole copy.
 
-        Every copy but that one is removed.
+        All other copies are removed.
 
         Args:
-          like: returns the tree to restore, of ShapeDtypeStructs with shardings.
+          like: returns the tree to restore, of ShapeDtypeStructs with shardings, for a
+            state of a mesh of these axes.
           least: half-rounds of the newest checkpoint: an older copy is not taken.
         """
         if not self._enabled:
             return None
-        found = self._found(least)
-        padded = np.full(2, -1, np.int32)
-        padded[: len(found)] = sorted(found)[-2:]
-        everyone = processes.gathered(padded)
-        common = set.intersection(*(set(row.tolist()) for row in everyone)) - {-1}
+        stores = self._stores()
+        found = [store.found(least) for store in stores]
+        mine = sorted({half_round for each in found for half_round in each})
+        everyone = processes.all_bytes(json.dumps(mine).encode())
         taken = None
-        for half_round in sorted(common, reverse=True):
-            tree, problem = self._read(half_round, like(), found[half_round]["shards"])
-            if problem:
-                logging.warning(
-                    "the copy of half-round %d in memory is damaged: %s",
-                    half_round, problem,
-                )  # fmt: skip
-            if not processes.gathered(np.bool_(problem is not None)).any():
-                taken = half_round, tree, found[half_round]["host"]
+        for half_round in sorted({x for y in everyone for x in json.loads(y)})[::-1]:
+            here = [(s, x[half_round]) for s, x in zip(stores, found, strict=True)
+                    if half_round in x]  # fmt: skip
+            if restored := self._restored(half_round, here, like):
+                taken = half_round, *restored
                 break
         else:
-            if any(int(path.stem) >= least for path in self._marks()):
+            if any(store.any(least) for store in stores):
                 logging.warning(
-                    "no copy in memory is whole, of these processes and of all of them:"
-                    " continuing from the checkpoint on disk"
+                    "no copy in the hosts' memory is whole: continuing from the "
+                    "checkpoint on disk"
                 )
-        self._remove_but(taken and taken[0])
+        for store in stores:
+            store.remove_but(taken and taken[0])
         return taken
+
+    def _restored(
+        self,
+        half_round: int,
+        here: list[tuple[Copies, dict[str, Any]]],
+        like: Callable[[dict[str, int]], PyTree],
+    ) -> tuple[PyTree, dict[str, Any]] | None:
+        """Return a state and its host data; None if not all of it is there.
+
+        Args:
+          half_round: of the state.
+          here: the copies of it on this host, and what they are about.
+          like: as for `restore_newest`.
+        """
+        history = self._history_of(half_round)
+        here = [(store, about) for store, about in here if about["history"] == history]
+        some = processes.gathered(np.bool_(bool(here)))
+        if not some.any():
+            return None
+        host = json.dumps(here[0][1]["host"] if here else {}).encode()
+        host = json.loads(processes.bytes_from(int(some.argmax()), host))
+        tree, same = like(host["axes"]), host["axes"] == self._world["axes"]
+        wanted = leaf_names.named(tree)
+        dtypes = {name: np.dtype(x.dtype) for name, x in wanted.items()}
+        own: shards.Shards = {}
+        for store, _ in here[:1]:  # this process's own, if it has one
+            own = self._read(store, half_round, dtypes)
+        complete = same and neighbours.has_all(own, wanted)
+        arrays: dict[str, jax.Array] | None
+        if processes.gathered(np.bool_(complete)).all():
+            arrays = {name: shards.placed(x, own[name]) for name, x in wanted.items()}
+        else:
+            for store, _ in here[1:]:
+                for name, places in self._read(store, half_round, dtypes).items():
+                    own.setdefault(name, {}).update(places)
+            arrays = neighbours.completed(own, wanted, same=same)
+            if arrays is None:
+                return None
+            logging.info("parts of the state were in other hosts' memory")
+        leaves, treedef = jax.tree.flatten(tree)
+        pairs = zip(leaves, wanted, strict=True)
+        leaves = [leaf_names.as_key(x, arrays[name]) for x, name in pairs]
+        return jax.tree.unflatten(treedef, leaves), host
+
+    def _read(
+        self, store: Copies, half_round: int, dtypes: dict[str, np.dtype]
+    ) -> shards.Shards:
+        """Return the shards of a copy; none, with a warning, if it is damaged."""
+        found, problem = store.read(half_round, dtypes)
+        if problem:
+            logging.warning(
+                "a copy of half-round %d in memory is damaged: %s", half_round, problem
+            )
+        return found
+
+    def _history_of(self, half_round: int) -> str:
+        """Return what tells a state from those of another history of devices."""
+        rows: list[Any] = []
+        if jax.process_index() == 0:
+            rows = worlds.recorded(self._workdir)
+            rows = [[h, dataclasses.asdict(w)] for h, w in rows if h < half_round]
+        data = processes.bytes_from(0, json.dumps(rows).encode())
+        return hashlib.sha256(data).hexdigest()
+
+    def _stores(self) -> list[Copies]:
+        """Return the copies on this host, this process's own ones first."""
+        if self._folder is None:
+            return []
+        others = sorted(x for x in self._folder.parent.iterdir() if x != self._folder)
+        folders = [y for x in (self._folder, *others) for y in (x, x / HELD)]
+        return [Copies(folder, self._identity) for folder in folders]
 
     @property
     def enabled(self) -> bool:
@@ -237,7 +320,8 @@ class MemoryCopies:
         Raises:
           RuntimeError: code was changed since this process began.
         """
-        sha = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode())
+        known = json.dumps([self._identity, self._world], sort_keys=True)
+        sha = hashlib.sha256(known.encode())
         sha.update(program_store.environment().encode() + data)
         return sha.hexdigest().encode()
 
@@ -254,67 +338,56 @@ class MemoryCopies:
             with contextlib.suppress(OSError):  # another process's are there
                 self._folder.parent.rmdir()
 
+    def _copied(
+        self, arrays: dict[str, jax.Array]
+    ) -> tuple[shards.Shards, shards.Shards]:
+        """Return this process's shards and its neighbour's, on this host."""
+        with jax.transfer_guard("allow"):  # intended here
+            own = shards.on_host(arrays, saved=False)
+            held = neighbours.sent(arrays, self._holder) if self._holder else {}
+        if not self._copies:
+            size, of_other = (f"{shards.size(x) / 1e6:,.1f}" for x in (own, held))
+            other = f", and {of_other} MB of another host's" if held else ""
+            logging.info("copies in memory: %s MB of this process%s", size, other)
+        return own, held
+
     def _write(
-        self, half_round: int, copies: shards.Shards, host: dict[str, Any]
+        self,
+        half_round: int,
+        own: shards.Shards,
+        held: shards.Shards,
+        about: dict[str, Any],
     ) -> float:
         """Write a copy in place of the older one; return the processor's seconds."""
-        assert self._folder is not None
+        folder = self._folder
+        assert folder is not None
         begin = time.thread_time()
         try:
-            names = [int(path.stem) for path in self._marks()]
-            self._remove_but(max(names, default=None))
-            size = sum(x.nbytes for own in copies.values() for x in own.values())
-            if size > shutil.disk_usage(self._folder).free:  # the state matters more
-                (self._folder / PROGRAMS).unlink(missing_ok=True)
-            if size > (free := shutil.disk_usage(self._folder).free):
+            stores = [Copies(x, self._identity) for x in (folder, folder / HELD)]
+            for store in stores:
+                store.remove_but_newest()
+            size = shards.size(own) + shards.size(held)
+            if size > shutil.disk_usage(folder).free:  # the state matters more
+                (folder / PROGRAMS).unlink(missing_ok=True)
+            if size > (free := shutil.disk_usage(folder).free):
                 raise OSError(f"{size:,} bytes are needed, and {free:,} are free")
-            with open(self._folder / f"{half_round}.data", "wb") as file:
-                sums = shards.written(file, copies)
-            row = sealed({"identity": self._identity, "host": host, "shards": sums})
-            write_rows(self._folder / f"{half_round}.json", [row])
+            for store, copied in zip(stores, (own, held), strict=True):
+                if copied:
+                    store.write(half_round, copied, about)
+            self._remove_strangers(folder.parent)
         except OSError as error:
-            logging.warning("no copies in %s any more: %s", self._folder, error)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            logging.warning("no copies in %s any more: %s", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
             self._folder = None
         return time.thread_time() - begin
 
-    def _found(self, least: int) -> dict[int, dict[str, Any]]:
-        """Return the descriptions of this run's whole copies, by half-round."""
-        found = {}
-        for path in self._marks():
-            fields = {"identity", "host", "shards"}
-            with contextlib.suppress(ValueError):
-                (row,) = read_rows(path, fields, seals=True)
-                if row["identity"] == self._identity and int(path.stem) >= least:
-                    found[int(path.stem)] = row
-        return found
-
-    def _read(
-        self, half_round: int, like: PyTree, sums: shards.Sums
-    ) -> tuple[PyTree, str | None]:
-        """Return the arrays of a copy, and which shard is wrong, or None."""
-        assert self._folder is not None
-        leaves, treedef = jax.tree.flatten(like)
-        named = leaf_names.named(like)
-        try:
-            with open(self._folder / f"{half_round}.data", "rb") as file:
-                arrays = shards.arrays(file, named, sums)
-        except (OSError, ValueError, KeyError) as error:
-            return None, str(error)
-        found = [
-            leaf_names.as_key(x, arrays[k]) for x, k in zip(leaves, named, strict=True)
-        ]
-        problem = shards.problem(arrays, sums)
-        return jax.tree.unflatten(treedef, found), problem
-
-    def _marks(self) -> list[Path]:
-        """Return the files that mark copies as whole."""
-        return list(self._folder.glob("[0-9]*.json")) if self._folder else []
-
-    def _remove_but(self, kept: int | None) -> None:
-        for path in self._folder.glob("[0-9]*") if self._folder else ():
-            if path.stem != str(kept):
-                path.unlink()
+    def _remove_strangers(self, run: Path) -> None:
+        """Remove what processes have left that are not on this host any more."""
+        own = self._hosts[jax.process_index()]
+        here = {str(i) for i, host in enumerate(self._hosts) if host == own}
+        for other in run.iterdir():
+            if other.name not in here:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _number(workdir: Path) -> int:

@@ -37,16 +37,40 @@ def gathered(x: ArrayLike) -> np.ndarray:
         return np.asarray(multihost_utils.process_allgather(x))
 
 
-def from_process_0(x: ArrayLike) -> np.ndarray:
-    """Return process 0's x; shape and dtype must be equal on all processes.
+def from_process(source: int, x: ArrayLike) -> np.ndarray:
+    """Return one process's x; shape and dtype must be equal on all processes.
 
     Raises:
       Parted: if another process is gone.
     """
     if jax.process_count() == 1:
         return np.asarray(x)
+    mine = jax.process_index() == source
     with _together():
-        return np.asarray(multihost_utils.broadcast_one_to_all(x))
+        return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=mine))
+
+
+def from_process_0(x: ArrayLike) -> np.ndarray:
+    """Return process 0's x, as `from_process` does."""
+    return from_process(0, x)
+
+
+def bytes_from(source: int, data: bytes) -> bytes:
+    """Return one process's bytes on all."""
+    size = int(from_process(source, np.int32(len(data))))
+    mine = np.zeros(size, np.uint8)
+    if jax.process_index() == source:
+        mine[:] = np.frombuffer(data, np.uint8)
+    return from_process(source, mine).tobytes()
+
+
+def all_bytes(data: bytes) -> list[bytes]:
+    """Return every process's bytes."""
+    sizes = gathered(np.int32(len(data))).tolist()
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = gathered(padded)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def numbers_from_process_0(numbers: list[int] | None) -> list[int] | None:

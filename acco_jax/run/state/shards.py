@@ -37,7 +37,7 @@ def on_host(arrays: dict[str, jax.Array], *, saved: bool = True) -> Shards:
         for shard in shards:  # start all copies before waiting for the first
             shard.data.copy_to_host_async()
     return {
-        name: {_place(s.index, arrays[name].shape): jax.device_get(s.data) for s in own}
+        name: {where(s.index, arrays[name].shape): jax.device_get(s.data) for s in own}
         for name, own in copied.items()
     }
 
@@ -45,7 +45,7 @@ def on_host(arrays: dict[str, jax.Array], *, saved: bool = True) -> Shards:
 def _single(x: jax.Array) -> list[jax.Shard]:
     """Return one shard of an array for each place, the saved replica if it is here."""
     found = sorted(x.addressable_shards, key=lambda s: -s.replica_id)
-    return list({_place(s.index, x.shape): s for s in found}.values())
+    return list({where(s.index, x.shape): s for s in found}.values())
 
 
 def written(file: BinaryIO, shards: Shards) -> Sums:
@@ -53,41 +53,75 @@ def written(file: BinaryIO, shards: Shards) -> Sums:
     sums: Sums = {name: {} for name in shards}
     for name, own in shards.items():
         for place, shard in own.items():
-            file.write(_bytes(shard))
+            file.write(octets(shard))
             sums[name][place] = crc(shard)
     return sums
 
 
-def arrays(
-    file: BinaryIO, like: dict[str, jax.ShapeDtypeStruct], sums: Sums
-) -> dict[str, jax.Array]:
-    """Return the arrays whose shards of this process were `written`.
+def read_back(file: BinaryIO, dtypes: dict[str, np.dtype[Any]], sums: Sums) -> Shards:
+    """Return the shards that were `written`.
 
     Raises:
-      ValueError: if the file is cut.
-      KeyError: if a shard is not in it.
+      ValueError: if one differs from what was written.
+      KeyError: if an array has no dtype.
     """
-    found: dict[str, jax.Array] = {}
+    found: Shards = {name: {} for name in sums}
     for name, own in sums.items():
-        x, here = like[name], dict[str, np.ndarray]()
-
-        def shard(index: Any, x: Any = x, here: dict[str, Any] = here) -> Any:
-            return here[_place(index, x.shape)]
-
-        for place in own:
-            shape = [s.stop - s.start for s in _slices(place)]
-            data = file.read(math.prod(shape) * x.dtype.itemsize)
-            here[place] = np.frombuffer(data, x.dtype).reshape(shape)
-        found[name] = jax.make_array_from_callback(x.shape, x.sharding, shard)
+        for at, expected in own.items():
+            data = file.read(volume(at) * dtypes[name].itemsize)
+            if zlib.crc32(data) != expected:
+                raise ValueError(f"the shard [{at}] of {name} differs")
+            found[name][at] = np.frombuffer(data, dtypes[name]).reshape(shape(at))
     return found
+
+
+def placed(like: jax.ShapeDtypeStruct, own: dict[str, np.ndarray]) -> jax.Array:
+    """Return an array from its shards by place, or from others that cover them."""
+    sharding = like.sharding
+    assert sharding is not None
+
+    def shard(index: Any) -> np.ndarray:
+        at = where(index, like.shape)
+        return own[at] if at in own else _cut(own, at, like.dtype)
+
+    return jax.make_array_from_callback(like.shape, sharding, shard)
+
+
+def _cut(own: dict[str, np.ndarray], at: str, dtype: Any) -> np.ndarray:
+    """Return the shard at a place from the shards that cover it."""
+    wanted, found = _slices(at), np.empty(shape(at), dtype)
+    for place, x in own.items():
+        ranges = [
+            (max(a.start, b.start), min(a.stop, b.stop), a.start, b.start)
+            for a, b in zip(wanted, _slices(place), strict=True)
+        ]
+        if all(start < stop for start, stop, _, _ in ranges):
+            there = tuple(slice(i - a, j - a) for i, j, a, _ in ranges)
+            found[there] = x[tuple(slice(i - b, j - b) for i, j, _, b in ranges)]
+    return found
+
+
+def shape(place: str) -> tuple[int, ...]:
+    """Return the shape of the shard at a place."""
+    return tuple(s.stop - s.start for s in _slices(place))
+
+
+def volume(place: str) -> int:
+    """Return how many numbers the shard at a place has."""
+    return math.prod(shape(place))
+
+
+def size(shards: Shards) -> int:
+    """Return the bytes of shards."""
+    return sum(x.nbytes for own in shards.values() for x in own.values())
 
 
 def crc(x: np.ndarray) -> int:
     """Return the CRC-32 of an array's bytes, in C order."""
-    return zlib.crc32(_bytes(x))
+    return zlib.crc32(octets(x))
 
 
-def _bytes(x: np.ndarray) -> memoryview:
+def octets(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
@@ -120,7 +154,7 @@ def problem(arrays: dict[str, jax.Array], sums: Sums) -> str | None:
 
 
 def _held(x: jax.Array, places: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-    here = {_place(s.index, x.shape): s.data for s in x.addressable_shards}
+    here = {where(s.index, x.shape): s.data for s in x.addressable_shards}
     for place in places:
         if place in here:
             yield place, jax.device_get(here[place])
@@ -128,7 +162,7 @@ def _held(x: jax.Array, places: list[str]) -> Iterator[tuple[str, np.ndarray]]:
             yield place, jax.device_get(x)[_slices(place)]
 
 
-def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+def where(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     """Format where a shard lies in the global array, as in 0:4,8:16."""
     ranges = (i.indices(size) for i, size in zip(index, shape, strict=True))
     return ",".join(f"{start}:{stop}" for start, stop, _ in ranges)

@@ -1,0 +1,239 @@
+"""Shards of a state that other hosts keep, and how processes get them from there.
+
+Every process sends its shards to a process on another host, over the network between
+the devices: as a permutation, of a few arrays at a time. After a loss whoever has a
+shard sends it to all.
+"""
+
+import collections
+import functools
+import json
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.run.state import processes, shards
+
+GROUP_BYTES = 2**26  # of a process's shards that are sent at a time
+Permute = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+Like = dict[str, jax.ShapeDtypeStruct]
+
+
+def holders(on: Sequence[int]) -> list[int] | None:
+    """Return for each process another one, on another host, which holds its copy.
+
+    Each holds one. None: there is one host, or one has more than half of the processes.
+
+    Args:
+      on: the host of each process.
+    """
+    order = sorted(range(len(on)), key=lambda i: (on.index(on[i]), i))
+    shift = max(collections.Counter(on).values())
+    found = dict(zip(order, order[shift:] + order[:shift], strict=True))
+    if any(on[i] == on[j] for i, j in found.items()):
+        return None
+    return [found[i] for i in range(len(on))]
+
+
+def hosts() -> list[int]:
+    """Return numbers that tell the processes' hosts apart."""
+    mine = zlib.crc32(socket.gethostname().encode()) >> 1
+    found: list[int] = processes.gathered(np.int32(mine)).tolist()
+    return found
+
+
+def find(on: Sequence[int]) -> list[int] | None:
+    """Return this run's `holders`; None also if processes have unequal devices."""
+    devices = processes.gathered(np.int32(jax.local_device_count()))
+    return holders(on) if (devices == devices[0]).all() else None
+
+
+def sent(arrays: dict[str, jax.Array], holder: list[int]) -> shards.Shards:
+    """Send this process's shards to its holder; return those that arrive here.
+
+    All processes take part. Arrays of which all have the same parts are left out.
+
+    Args:
+      arrays: by name, over meshes.
+      holder: of each process.
+    """
+    arrived: shards.Shards = {}
+    for group in _groups({name: x for name, x in arrays.items() if _differ(x)}):
+        homes = [_home(x) for x in group.values()]
+        pairs = _pairs(homes[0].mesh, tuple(holder))
+        specs = tuple(home.spec for home in homes)
+        moved = _permutation(homes[0].mesh, specs, pairs)(tuple(group.values()))
+        devices = list(homes[0].mesh.devices.flat)
+        source = {devices[j]: devices[i] for i, j in pairs}
+        for x in moved:
+            for shard in x.addressable_shards:
+                shard.data.copy_to_host_async()
+        for name, x in zip(group, moved, strict=True):
+            index = x.sharding.devices_indices_map(x.shape)
+            arrived[name] = {
+                shards.where(index[source[s.device]], x.shape): jax.device_get(s.data)
+                for s in x.addressable_shards
+            }
+    return arrived
+
+
+def completed(
+    own: shards.Shards, like: Like, *, same: bool
+) -> dict[str, jax.Array] | None:
+    """Return arrays from the shards that processes have; None if one is missing.
+
+    All processes take part. What one needs and does not have is sent by the first
+    process that has it.
+
+    Args:
+      own: sound shards that are here.
+      like: what is returned, by name, with shardings.
+      same: whether shards lie as they did; else every process needs all of them.
+    """
+    mine = [[i, at] for i, name in enumerate(like) for at in own.get(name, ())]
+    everyone = [
+        {(i, at) for i, at in json.loads(data)}
+        for data in processes.all_bytes(json.dumps(mine).encode())
+    ]
+    tiles = collections.defaultdict[int, set[str]](set)
+    for i, at in set.union(*everyone):
+        tiles[i].add(at)
+    coming: list[dict[int, list[str]]] = []  # of each array: source -> places
+    for i, x in enumerate(like.values()):
+        needs = _needs(x) if same else dict.fromkeys(range(len(everyone)), tiles[i])
+        if not same and sum(map(shards.volume, tiles[i])) != x.size:
+            return None
+        from_: dict[int, list[str]] = {}
+        for at in sorted(set.union(*needs.values())):
+            having = [(i, at) in known for known in everyone]
+            if not any(having):
+                return None
+            if any(at in need and not having[p] for p, need in needs.items()):
+                from_.setdefault(having.index(True), []).append(at)
+        coming.append(from_)
+    found = {}
+    for (name, x), from_ in zip(like.items(), coming, strict=True):
+        arrived = _exchanged(own.get(name, {}), from_, x.dtype)
+        found[name] = shards.placed(x, own.get(name, {}) | arrived)
+    return found
+
+
+def has_all(own: shards.Shards, like: Like) -> bool:
+    """Return whether this process has all shards that it needs, where they lay."""
+    process = jax.process_index()
+    return all(
+        _needs(x)[process] <= own.get(name, {}).keys() for name, x in like.items()
+    )
+
+
+def _needs(x: jax.Array | jax.ShapeDtypeStruct) -> dict[int, set[str]]:
+    """Return the places of each process's shards."""
+    assert x.sharding is not None
+    return _places(x.sharding, x.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, set[str]]:
+    places = collections.defaultdict[int, set[str]](set)
+    device: Any
+    for device, index in sharding.devices_indices_map(shape).items():
+        places[device.process_index].add(shards.where(index, shape))
+    return dict(places)
+
+
+def _exchanged(
+    own: dict[str, np.ndarray], from_: dict[int, list[str]], dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    """Return shards of one array, which some processes send to all.
+
+    Args:
+      own: this process's, by place.
+      from_: the places of those that each process sends.
+      dtype: of the array.
+    """
+    sizes = {
+        source: sum(map(shards.volume, places)) * dtype.itemsize
+        for source, places in from_.items()
+    }
+    mine = from_.get(jax.process_index(), [])
+    data = b"".join(bytes(shards.octets(own[at])) for at in mine)
+    if len(from_) > 2:  # one collective, of all
+        padded = np.zeros(max(sizes.values()), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = processes.gathered(padded)
+        sent = {source: rows[source, :size].tobytes() for source, size in sizes.items()}
+    else:
+        sent = {}
+        for source, size in sizes.items():
+            one = data if source == jax.process_index() else bytes(size)
+            got = processes.from_process(source, np.frombuffer(one, np.uint8))
+            sent[source] = got.tobytes()
+    arrived = {}
+    for source, places in from_.items():
+        start = 0
+        for at in places:
+            end = start + shards.volume(at) * dtype.itemsize
+            values = np.frombuffer(sent[source][start:end], dtype)
+            arrived[at], start = values.reshape(shards.shape(at)), end
+    return arrived
+
+
+def _differ(x: jax.Array) -> bool:
+    """Return whether processes have different parts of an array."""
+    return len(set(map(frozenset, _needs(x).values()))) > 1
+
+
+def _home(x: jax.Array) -> NamedSharding:
+    """Return where an array lies; what processes have parts of lies on a mesh."""
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding
+
+
+def _groups(arrays: dict[str, jax.Array]) -> Iterator[dict[str, jax.Array]]:
+    """Yield arrays on one mesh, of `GROUP_BYTES` here or less, or one."""
+    group: dict[str, jax.Array] = {}
+    size, mesh = 0, None
+    for name, x in arrays.items():
+        own = sum(s.data.nbytes for s in x.addressable_shards)
+        if group and (_home(x).mesh != mesh or size + own > GROUP_BYTES):
+            yield group
+            group, size = {}, 0
+        group[name], mesh = x, _home(x).mesh
+        size += own
+    if group:
+        yield group
+
+
+@functools.lru_cache
+def _pairs(mesh: Mesh, holder: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return from which of the mesh's devices to which one the shards go."""
+    places = collections.defaultdict[int, list[int]](list)
+    for i, device in enumerate(mesh.devices.flat):
+        places[device.process_index].append(i)
+    return tuple(
+        pair
+        for process, own in places.items()
+        for pair in zip(own, places[holder[process]], strict=True)
+    )
+
+
+@functools.lru_cache
+def _permutation(
+    mesh: Mesh, specs: tuple[P, ...], pairs: tuple[tuple[int, int], ...]
+) -> Permute:
+    """Return the program that sends arrays of these specs."""
+
+    def permuted(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(lax.ppermute(x, mesh.axis_names, pairs) for x in arrays)
+
+    run = jax.shard_map(
+        permuted, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+    )
+    return jax.jit(run)
