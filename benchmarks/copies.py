@@ -3,11 +3,12 @@
     python benchmarks/copies.py [--repetitions=4] [--seconds=60] [--width=512]
         [--json=FILE]
 
-Two processes on this machine train under supervision, in turn with copies in a folder
-in memory, as `memory_copies` makes them by default, and without. A turn goes on with
-its run for some seconds; its first steps, which load programs, are left out. It prints
-the mean step of each turn, the ratio of each repetition's two, the bytes in memory
-beside those of a checkpoint, and how many copies were made. They cross no network.
+Two processes on this machine, as if on two hosts, train under supervision, in turn with
+copies in folders in memory, as `memory_copies` makes them by default, and without. A
+turn goes on with its run for some seconds. Its first steps are left out: they load
+programs, and make the first copies, which are close together. It prints the mean step
+of each turn, the ratio of each repetition's two, the bytes in memory beside those of a
+checkpoint, and how many copies were made.
 """
 
 import argparse
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from acco_jax.command import exits  # noqa: E402
 from benchmarks import common  # noqa: E402
 
-PROCESSES, LEFT_OUT = 2, 4
+PROCESSES, LEFT_OUT = 2, 12
 LIMITS = {"lost_after": 60.0, "restarts": 1}
 
 

@@ -92,7 +92,7 @@ def expected(method, held):
     return found
 
 
-@pytest.mark.fast("acco-fused-2", "zero1-split-1", "dpu-split-2", "acco-adaptive-2")
+@pytest.mark.fast("acco-fused-2", "dpu-split-2")
 @pytest.mark.parametrize(
     ("method", "form", "held"),
     [

@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast("scanned-4-2-*", "loss4-*", "unrolled-2-*")
+@pytest.mark.fast("loss4-*", "unrolled-2-*")
 @pytest.mark.parametrize(("loss", "n", "N", "form", "pipelined", "types"), CASES)
 def test_it_is_an_unsharded_loop(loss, n, N, form, pipelined, types):
     mesh = make_mesh(n, types=types)

@@ -134,8 +134,7 @@ CASES += [(plain, pipelined, v) for pipelined in (True, False) for v in (True, F
 
 
 @pytest.mark.fast(
-    *(f"{loss}-True-*" for loss in ("plain", "in_jit", "in_remat", "nested")),
-    *(f"{loss}-True-*" for loss in ("unrolled", "regularized", "with_own_rule")),
+    *(f"{loss}-True-*" for loss in ("plain", "in_remat", "nested", "regularized"))
 )
 @pytest.mark.parametrize(("loss", "pipelined", "valid"), CASES)
 def test_gradients_are_jax_grads_and_reduced_in_their_scan(x64, loss, pipelined, valid):

@@ -122,6 +122,7 @@ def test_equals_a_leaf_per_layer_whatever_is_stacked(data):
     check(acco_jax.per_layer(inner, marks), inner, marks, parameters(tree))
 
 
+@pytest.mark.fast("muon")
 @pytest.mark.parametrize("name", ["muon", "adafactor", "novograd"])
 def test_several_numbers_of_layers_and_none_unstacked(name):
     tree = {"decoder": shapes(3)["h"], "encoder": {"w": (2, 4, 5), "v": (2, 4)}}

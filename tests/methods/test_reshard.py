@@ -132,7 +132,7 @@ LOCAL = {
 ALIKE = ("slowmo", "co2", "sparseloco")  # whose states are diloco's or cellm's
 
 
-@pytest.mark.fast("diloco", "gossip")
+@pytest.mark.fast("diloco")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.long] * (x in ALIKE)) for x in LOCAL],

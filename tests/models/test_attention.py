@@ -59,7 +59,7 @@ def _check(name, shape, window, documents, scale, softcap=None):
         assert error < 1e-2, (name, error)
 
 
-@pytest.mark.fast("None-0", "20-3")
+@pytest.mark.fast("20-3")
 @pytest.mark.parametrize("documents", [0, 3])
 @pytest.mark.parametrize("window", [None, 20, 2])
 def test_pallas(window, documents):

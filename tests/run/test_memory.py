@@ -229,9 +229,8 @@ def test_untried_programs_do_not_come_back_over_newer_ones(place):
 def test_all_processes_take_what_was_kept_together_or_none_does(place, monkeypatch):
     opened(place).keep_programs(lambda: b"one")
     other = memory.processes.gathered
-    monkeypatch.setattr(
-        memory.processes, "gathered", lambda x: np.stack([other(x)[0], np.int32(7)])
-    )
+    seven = lambda x: np.stack([other(x)[0], np.full_like(other(x)[0], 7)])  # noqa: E731
+    monkeypatch.setattr(memory.processes, "gathered", seven)
     assert taken(place) == []
     kept(place, 4)
     both = lambda x: np.stack([other(x)[0], x if x.dtype == np.int32 else ~x])  # noqa: E731

@@ -110,6 +110,7 @@ def decaying():
     return sorted(set(found) - {"sophia"})  # which asks for a function of the loss
 
 
+@pytest.mark.fast("adamw", "muon", "lamb", "lion", "adafactor")
 @pytest.mark.parametrize("name", decaying())
 def test_norms_and_biases_do_not_decay(name):
     """Without a gradient only weight decay moves anything, in every optimizer."""
@@ -240,7 +241,7 @@ FREE = {
 }
 
 
-@pytest.mark.fast("acco-*")
+@pytest.mark.fast("acco-adamw", "acco-groups")
 @pytest.mark.parametrize("changes", FREE.values(), ids=list(FREE))
 @pytest.mark.parametrize("name", ["zero1", "acco"])
 def test_schedule_free_optimizers_are_evaluated_at_x(name, changes):

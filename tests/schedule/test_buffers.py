@@ -37,7 +37,7 @@ def kinds(machine, rows, width):
     return set(re.findall(r"(reduce-scatter|all-reduce|all-to-all)(?=[-.( ])", text))
 
 
-@pytest.mark.fast("tpu:v6e:*-1024", "tpu:v5p:*-128", "tpu:tpu7x:*-128")
+@pytest.mark.fast("tpu:v6e:*-1024", "tpu:tpu7x:*-128")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("machine", CHIPS)
 def test_blocks_are_scattered(machine, width):

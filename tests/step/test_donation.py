@@ -62,7 +62,7 @@ def same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.fast("*-fused")
+@pytest.mark.fast("acco-fused", "zero1-fused", "*diloco-fused", "gossip-fused")
 @pytest.mark.parametrize("form", ["fused", "split"])
 @pytest.mark.parametrize("name", METHODS)
 def test_one_array_twice(name, form):

@@ -76,8 +76,8 @@ class MemoryCopies:
                 "run": _number(workdir)
             }
             self._folder = _opened(place, workdir)
-            self._hosts = neighbours.hosts()
-            self._holder = neighbours.find(self._hosts)
+            self._holder = neighbours.find()
+        self._began = time.time()
         self._writing: concurrent.futures.Future[float] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "memory")
         self._copies = 0  # that were begun
@@ -364,8 +364,8 @@ class MemoryCopies:
         begin = time.thread_time()
         try:
             stores = [Copies(x, self._identity) for x in (folder, folder / HELD)]
-            for store in stores:
-                store.remove_but_newest()
+            for store, copied in zip(stores, (own, held), strict=True):
+                store.remove_but_newest() if copied else store.remove_but(None)
             size = shards.size(own) + shards.size(held)
             if size > shutil.disk_usage(folder).free:  # the state matters more
                 (folder / PROGRAMS).unlink(missing_ok=True)
@@ -374,19 +374,20 @@ class MemoryCopies:
             for store, copied in zip(stores, (own, held), strict=True):
                 if copied:
                     store.write(half_round, copied, about)
-            self._remove_strangers(folder.parent)
+            if self._copies >= FIRST:  # all that are here have made some
+                self._remove_left(folder.parent)
         except OSError as error:
             logging.warning("no copies in %s any more: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
             self._folder = None
         return time.thread_time() - begin
 
-    def _remove_strangers(self, run: Path) -> None:
-        """Remove what processes have left that are not on this host any more."""
-        own = self._hosts[jax.process_index()]
-        here = {str(i) for i, host in enumerate(self._hosts) if host == own}
+    def _remove_left(self, run: Path) -> None:
+        """Remove copies of processes that are not on this host any more."""
         for other in run.iterdir():
-            if other.name not in here:
+            folders = other, other / HELD
+            times = [x.stat().st_mtime for x in folders if x.exists()]
+            if max(times, default=self._began) < self._began:
                 shutil.rmtree(other, ignore_errors=True)
 
 

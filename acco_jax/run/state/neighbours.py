@@ -26,33 +26,28 @@ Permute = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 Like = dict[str, jax.ShapeDtypeStruct]
 
 
-def holders(on: Sequence[int]) -> list[int] | None:
+def holders(hosts: Sequence[int]) -> list[int] | None:
     """Return for each process another one, on another host, which holds its copy.
 
     Each holds one. None: there is one host, or one has more than half of the processes.
 
     Args:
-      on: the host of each process.
+      hosts: of each process, a number.
     """
-    order = sorted(range(len(on)), key=lambda i: (on.index(on[i]), i))
-    shift = max(collections.Counter(on).values())
+    order = sorted(range(len(hosts)), key=lambda i: (hosts.index(hosts[i]), i))
+    shift = max(collections.Counter(hosts).values())
     found = dict(zip(order, order[shift:] + order[:shift], strict=True))
-    if any(on[i] == on[j] for i, j in found.items()):
+    if any(hosts[i] == hosts[j] for i, j in found.items()):
         return None
-    return [found[i] for i in range(len(on))]
+    return [found[i] for i in range(len(hosts))]
 
 
-def hosts() -> list[int]:
-    """Return numbers that tell the processes' hosts apart."""
-    mine = zlib.crc32(socket.gethostname().encode()) >> 1
-    found: list[int] = processes.gathered(np.int32(mine)).tolist()
-    return found
-
-
-def find(on: Sequence[int]) -> list[int] | None:
+def find() -> list[int] | None:
     """Return this run's `holders`; None also if processes have unequal devices."""
-    devices = processes.gathered(np.int32(jax.local_device_count()))
-    return holders(on) if (devices == devices[0]).all() else None
+    host = zlib.crc32(socket.gethostname().encode()) >> 1
+    mine = np.array([host, jax.local_device_count()], np.int32)
+    hosts, devices = processes.gathered(mine).T.tolist()
+    return holders(hosts) if len(set(devices)) == 1 else None
 
 
 def sent(arrays: dict[str, jax.Array], holder: list[int]) -> shards.Shards:

@@ -149,7 +149,7 @@ def test_another_process_continues_in_the_middle_of_a_turn():
         np.testing.assert_array_equal(params[k], whole[0][k])
 
 
-@pytest.mark.fast("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_low_precision_is_the_sum_of_what_each_sent(bits):
     """One fragment, tau = 0: a step on the mean of the workers' rounded differences."""
