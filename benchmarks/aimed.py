@@ -30,17 +30,23 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 
-def here(stage: str) -> None:
-    """Dies if a kill is to come here: once, whoever is first."""
+def claimed(stage: str) -> bool:
+    """Returns whether a kill is to come here: once, to whoever is first."""
     path = pathlib.Path(os.environ["SOAK_AIMS"], stage)
     with contextlib.suppress(FileNotFoundError):
         path.rename(path.with_suffix(".done"))
-        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+    return False
 
 
-def aimed(stage: str) -> bool:
-    """Returns whether a kill is to come here."""
-    return pathlib.Path(os.environ["SOAK_AIMS"], stage).exists()
+def here(stage: str) -> None:
+    """Dies if a kill is to come here."""
+    if claimed(stage):
+        die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before(owner: Any, name: str, stage: str, seconds: float = 0.0) -> None:
@@ -110,22 +116,22 @@ def arm() -> None:
         seconds = write_copy(kept, half_round, *rest)
         if (own := kept._folder) is None:
             return seconds
-        if aimed("flipped"):
+        if claimed("flipped"):
             path = own / f"{half_round}.data"
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
-            here("flipped")
-        if aimed("host"):
+            die()
+        if claimed("host"):
             shutil.rmtree(own)
-            here("host")
-        if aimed("hosts"):
+            die()
+        if claimed("hosts"):
             assert kept._holder is not None
             shutil.rmtree(own)
             other = str(kept._holder[jax.process_index()])
             memory_of = own.parents[2] / f"acco_jax-host{other}" / own.parent.name
             shutil.rmtree(memory_of / other, ignore_errors=True)
-            here("hosts")
+            die()
         return seconds
 
     memory.MemoryCopies._write = losing  # type: ignore[method-assign]

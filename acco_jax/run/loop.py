@@ -99,6 +99,7 @@ class _Run:
             logging.info("continuing after %s", where)
         if jax.process_index() == 0:
             worlds.record(e.workdir, self.done, e.world)
+        memory.begin(self.done)
         heartbeat.reached(self.done)
         self._hooks = hooks.of(e.config, e.workdir, strict=strict_hooks)
         self._open_records(seconds)
@@ -353,6 +354,9 @@ class _Run:
         if not finite:
             metrics.check(math.nan, "the loss or a parameter", self.done)
         self.wait()
+        self._recorder.sync()
+        if self._log is not None:
+            self._log.sync()
         self._memory.keep(self.done, state, self._host)
 
     def wait(self) -> None:

@@ -300,7 +300,7 @@ def _with_recorded_half(
     same = [
         world.first_half
         for call, world in worlds.recorded(record)
-        if call <= done and world.axes == dict(mesh.shape)
+        if (call <= done or record == workdir) and world.axes == dict(mesh.shape)
     ]
     found = next((x for x in reversed(same) if x), 0)
     return configs.with_first_half(config, found) if found else config

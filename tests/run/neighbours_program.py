@@ -85,6 +85,7 @@ def opened(name):
 def kept(name, kind):
     """Copies of two half-rounds."""
     copies = opened(name)
+    copies.begin(0)
     for half_round in (4, 6):
         host = {"axes": {"data": len(hosts), "chip": 2}, "at": half_round}
         copies.keep(half_round, arrays(half_round, kind), lambda h=host: h)

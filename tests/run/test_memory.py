@@ -66,6 +66,7 @@ def opened(place, counts=WORLD.counts, **changes):
 def kept(place, *half_rounds):
     """What a process leaves that is killed after copies of these half-rounds."""
     copies = opened(place)
+    copies.begin(0)
     for half_round in half_rounds:
         copies.keep(half_round, state(half_round), lambda h=half_round: host(h))
     copies._writing.result()
@@ -123,7 +124,7 @@ def test_copies_that_are_not_whole_or_of_another_run(place, fault):
         case "sealed":
             mark.write_text(mark.read_text().replace('"at": 4', '"at": 5'))
         case "other":
-            (place.workdir / memory.RUN).unlink()  # begun again from scratch
+            (place.workdir / memory.STARTS).unlink()  # begun again from scratch
     assert opened(place).restore_newest(like, 0) is None
     assert files(place) == []
 
@@ -134,15 +135,19 @@ def test_another_config(place, caplog):
     assert "continuing from the checkpoint on disk" in caplog.text
 
 
-def test_a_state_of_another_history_is_not_taken(place):
-    """It was computed from half-round 0 on by the same devices, as the run says."""
-    other = dataclasses.replace(WORLD, counts=[2])
-    worlds.record(place.workdir, 0, WORLD)
+def test_a_state_that_a_later_start_has_left_behind_is_not_taken(place):
+    """A run that went back before it may have computed another one meanwhile."""
     kept(place, 4)
-    worlds.record(place.workdir, 4, other)  # went on from it
+    opened(place).begin(4)  # went on from it
     assert opened(place).restore_newest(like, 0)[0] == 4
-    worlds.record(place.workdir, 2, other)  # and, later, from an older one
+    opened(place).begin(2)
     assert opened(place).restore_newest(like, 0) is None
+
+
+def test_a_batch_of_other_workers_leaves_the_disk(place):
+    """Which has what the run began with; its first workers' batch is kept."""
+    kept(place, 4)
+    assert opened(place, workers=3).restore_newest(like, 0) is None
 
 
 @pytest.mark.parametrize("error", [None, FloatingPointError, ReplicasDiffer, OSError])

@@ -55,7 +55,7 @@ def test_dropout_gets_another_key_in_each_half_round(tiny, tmp_path):
     """And none in an evaluation: the same parameters give the same loss."""
     config = tiny(**{"model.factory": f"{HERE}:nnx_model"})
     experiment = preparation.prepare(config, tmp_path, jax.devices()[:2])
-    run = loop._Run(experiment, MemoryCopies(None, tmp_path, {}))
+    run = loop._Run(experiment, MemoryCopies(None, tmp_path, {}, experiment.world))
     keys = []
     for _ in range(3):
         keys.append(np.asarray(jax.random.key_data(run._rng())).tobytes())

@@ -11,6 +11,8 @@ def test_one_process_hears_itself():
     np.testing.assert_array_equal(processes.gathered(np.int32(3)), [3])
     np.testing.assert_array_equal(processes.from_process_0(np.arange(2)), [0, 1])
     processes.meet("here")
+    assert processes.bytes_from(0, b"\0one") == b"\0one"
+    assert processes.all_bytes(b"") == [b""]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ def test_one_process_hears_itself():
 def test_a_lost_peer_is_no_refused_value(monkeypatch, name, collective):
     """Gloo's failures come as ValueErrors, which commands take for refusals."""
 
-    def fails(x):
+    def fails(x, **options):
         raise ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -50,7 +50,7 @@ def test_theta_is_what_was_committed(saved, tmp_path, method):
 def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     name = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
     e, summary = train(tmp_path, **name, **{"optimizer.learning_rate": 0.02})
-    memory = MemoryCopies(None, tmp_path, {})
+    memory = MemoryCopies(None, tmp_path, {}, e.world)
     with contextlib.closing(loop._Run(e, memory)) as trained:
         y = acco_jax.committed_params(trained.state, trained.params)
         is_free = lambda s: isinstance(s, ScheduleFreeState)  # noqa: E731

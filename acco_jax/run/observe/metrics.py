@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -193,6 +194,11 @@ class Recorder:
             )  # fmt: skip
             for text in row.get("samples", ()):
                 logging.info("sample: %r", text)
+
+    def sync(self) -> None:
+        """Have the rows so far outlive this host."""
+        if self._writes:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the files; pending metrics are lost."""

@@ -7,6 +7,7 @@ One JSON list of n integers a line, written where counts vary during a run;
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ class CountsLog:
         if self._file:
             self._file.write(json.dumps(self.last) + "\n")
             self._file.flush()
+
+    def sync(self) -> None:
+        """Have the rows so far outlive this host."""
+        if self._file:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file:

@@ -31,6 +31,7 @@ import numpy as np
 from absl import logging
 
 from acco_jax.command import program_store
+from acco_jax.command.files import write_whole
 from acco_jax.core import leaf_names
 from acco_jax.run.state import neighbours, processes, shards, worlds
 from acco_jax.run.state.copies import Copies
@@ -42,7 +43,7 @@ FIRST = 4  # half-rounds between the first copies, whose time is not known
 PROGRAMS = "programs"  # the file of compiled programs, with a checksum before them
 HELD = "held"  # the folder of another host's shards
 TRIED = ".tried"  # its ending from when it is taken until it has run
-RUN = "memory_id.txt"  # in the workdir: another run there has another number
+STARTS = "memory_starts.json"  # in the workdir
 LEFT_SECONDS = 86400  # after which copies of a run that is gone are removed
 
 
@@ -72,11 +73,12 @@ class MemoryCopies:
         self._history: str | None = None  # of the states that this process computes
         self._holder: list[int] | None = None
         if place is not None:
-            self._identity = json.loads(json.dumps(identity)) | {
-                "run": _number(workdir)
-            }
+            first = {"first workers": identity.get("workers")}  # theirs is the batch
+            self._identity = json.loads(json.dumps(identity)) | first
             self._folder = _opened(place, workdir)
-            self._holder = neighbours.find()
+            self._hosts, self._holder = neighbours.find()
+            some = processes.gathered(np.bool_(self._folder is not None))
+            self._enabled = bool(some.any())
         self._began = time.time()
         self._writing: concurrent.futures.Future[float] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "memory")
@@ -107,6 +109,8 @@ class MemoryCopies:
           arrays: may be donated as soon as this returns.
           host: returns what a checkpoint's host data are.
         """
+        if not self._enabled:
+            return
         begin = time.perf_counter()
         written = 0.0
         if self._writing is not None:
@@ -128,11 +132,11 @@ class MemoryCopies:
         self._costs.append(time.perf_counter() - begin + written)
         self._copies = count = self._copies + 1
         if count >= FIRST and count & (count - 1) == 0:  # all agree now and then
-            mine = [statistics.median(self._costs), each]
+            mine = [statistics.median(self._costs), each, self._folder is not None]
             with jax.transfer_guard("allow"):
-                cost, each = (
-                    processes.gathered(np.array(mine, np.float32)).max(0).tolist()
-                )
+                everyones = processes.gathered(np.array(mine, np.float32))
+            cost, each, some = everyones.max(0).tolist()
+            self._enabled = bool(some)
             self._every = max(2, math.ceil(cost / (SHARE * each)))
         self._last = half_round, time.perf_counter()
         self._due = half_round + self._every
@@ -227,21 +231,41 @@ class MemoryCopies:
         return found
 
     def _history_of(self, half_round: int) -> str:
-        """Return what tells a state from those of another history of devices."""
-        rows: list[Any] = []
-        if jax.process_index() == 0:
-            rows = worlds.recorded(self._workdir)
-            rows = [[h, dataclasses.asdict(w)] for h, w in rows if h < half_round]
+        """Return what tells a state from those that other starts have computed."""
+        rows = [row for row in self._starts() if row[0] < half_round]
         data = processes.bytes_from(0, json.dumps(rows).encode())
         return hashlib.sha256(data).hexdigest()
 
+    def begin(self, half_round: int) -> None:
+        """Record that this start of the run computes what follows a half-round."""
+        path = self._workdir / STARTS
+        if jax.process_index() == 0 and (self._enabled or path.exists()):
+            rows = [row for row in self._starts() if row[0] < half_round]
+            rows.append([half_round, secrets.randbelow(2**31)])
+            write_whole(path, json.dumps(rows) + "\n")
+
+    def _starts(self) -> list[list[int]]:
+        """Return the run's starts: after which half-round, and a random number."""
+        try:
+            rows: list[list[int]] = json.loads((self._workdir / STARTS).read_text())
+            return rows if isinstance(rows, list) else []
+        except (OSError, ValueError):
+            return []
+
     def _stores(self) -> list[Copies]:
-        """Return the copies on this host, this process's own ones first."""
+        """Return copies on this host: this process's own ones first.
+
+        What processes have left that are not here now is divided among those that are.
+        """
         if self._folder is None:
             return []
-        others = sorted(x for x in self._folder.parent.iterdir() if x != self._folder)
-        folders = [y for x in (self._folder, *others) for y in (x, x / HELD)]
-        return [Copies(folder, self._identity) for folder in folders]
+        process = jax.process_index()
+        here = [i for i, x in enumerate(self._hosts) if x == self._hosts[process]]
+        run = self._folder.parent
+        left = sorted(x for x in run.iterdir() if x.name not in set(map(str, here)))
+        folders = self._folder, *left[here.index(process) :: len(here)]
+        both = [y for x in folders for y in (x, x / HELD)]
+        return [Copies(folder, self._identity) for folder in both]
 
     @property
     def enabled(self) -> bool:
@@ -335,6 +359,7 @@ class MemoryCopies:
             if self._writing is not None:
                 concurrent.futures.wait([self._writing])
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_left(self._folder.parent)
             with contextlib.suppress(OSError):  # another process's are there
                 self._folder.parent.rmdir()
 
@@ -343,7 +368,7 @@ class MemoryCopies:
     ) -> tuple[shards.Shards, shards.Shards]:
         """Return this process's shards and its neighbour's, on this host."""
         with jax.transfer_guard("allow"):  # intended here
-            own = shards.on_host(arrays, saved=False)
+            own = shards.on_host(arrays, saved=False) if self._folder else {}
             held = neighbours.sent(arrays, self._holder) if self._holder else {}
         if not self._copies:
             size, of_other = (f"{shards.size(x) / 1e6:,.1f}" for x in (own, held))
@@ -385,22 +410,10 @@ class MemoryCopies:
     def _remove_left(self, run: Path) -> None:
         """Remove copies of processes that are not on this host any more."""
         for other in run.iterdir():
-            folders = other, other / HELD
-            times = [x.stat().st_mtime for x in folders if x.exists()]
-            if max(times, default=self._began) < self._began:
-                shutil.rmtree(other, ignore_errors=True)
-
-
-def _number(workdir: Path) -> int:
-    """Return the number of the workdir's run; process 0 draws one if there is none."""
-    path, number = workdir / RUN, 0
-    if jax.process_index() == 0:
-        with contextlib.suppress(OSError, ValueError):
-            number = int(path.read_text())
-        if not number:
-            number = 1 + secrets.randbelow(2**31 - 1)
-            path.write_text(f"{number}\n")
-    return int(processes.from_process_0(np.int32(number)))
+            with contextlib.suppress(OSError):  # another process removes it
+                newest = max(x.stat().st_mtime for x in (other, *other.glob(HELD)))
+                if newest < self._began and other != self._folder:
+                    shutil.rmtree(other)
 
 
 def _opened(place: Path, workdir: Path) -> Path | None:

@@ -42,12 +42,15 @@ def holders(hosts: Sequence[int]) -> list[int] | None:
     return [found[i] for i in range(len(hosts))]
 
 
-def find() -> list[int] | None:
-    """Return this run's `holders`; None also if processes have unequal devices."""
+def find() -> tuple[list[int], list[int] | None]:
+    """Return the processes' hosts, and `holders`; None if devices are not equally many.
+
+    A host is a number.
+    """
     host = zlib.crc32(socket.gethostname().encode()) >> 1
     mine = np.array([host, jax.local_device_count()], np.int32)
     hosts, devices = processes.gathered(mine).T.tolist()
-    return holders(hosts) if len(set(devices)) == 1 else None
+    return hosts, holders(hosts) if len(set(devices)) == 1 else None
 
 
 def sent(arrays: dict[str, jax.Array], holder: list[int]) -> shards.Shards:
@@ -60,23 +63,30 @@ def sent(arrays: dict[str, jax.Array], holder: list[int]) -> shards.Shards:
       holder: of each process.
     """
     arrived: shards.Shards = {}
-    for group in _groups({name: x for name, x in arrays.items() if _differ(x)}):
-        homes = [_home(x) for x in group.values()]
-        pairs = _pairs(homes[0].mesh, tuple(holder))
-        specs = tuple(home.spec for home in homes)
-        moved = _permutation(homes[0].mesh, specs, pairs)(tuple(group.values()))
-        devices = list(homes[0].mesh.devices.flat)
-        source = {devices[j]: devices[i] for i, j in pairs}
-        for x in moved:
-            for shard in x.addressable_shards:
-                shard.data.copy_to_host_async()
-        for name, x in zip(group, moved, strict=True):
-            index = x.sharding.devices_indices_map(x.shape)
-            arrived[name] = {
-                shards.where(index[source[s.device]], x.shape): jax.device_get(s.data)
-                for s in x.addressable_shards
-            }
+    for group in _groups(
+        {k: x for k, x in arrays.items() if _differ(x.sharding, x.shape)}
+    ):
+        arrived |= _group_sent(group, holder)
     return arrived
+
+
+def _group_sent(group: dict[str, jax.Array], holder: list[int]) -> shards.Shards:
+    homes = [_home(x) for x in group.values()]
+    pairs = _pairs(homes[0].mesh, tuple(holder))
+    specs = tuple(home.spec for home in homes)
+    moved = _permutation(homes[0].mesh, specs, pairs)(tuple(group.values()))
+    devices = list(homes[0].mesh.devices.flat)
+    source = {devices[j]: devices[i] for i, j in pairs}
+    found: dict[str, dict[str, jax.Array]] = {}
+    for name, x in zip(group, moved, strict=True):
+        index = x.sharding.devices_indices_map(x.shape)
+        found[name] = {  # one of equal ones
+            shards.where(index[source[s.device]], x.shape): s.data
+            for s in x.addressable_shards
+        }
+        for own in found[name].values():
+            own.copy_to_host_async()
+    return jax.device_get(found)
 
 
 def completed(
@@ -100,18 +110,25 @@ def completed(
     tiles = collections.defaultdict[int, set[str]](set)
     for i, at in set.union(*everyone):
         tiles[i].add(at)
+    first: dict[tuple[int, str], int] = {}  # the process that sends a shard
+    for process, known in enumerate(everyone):
+        for key in known:
+            first.setdefault(key, process)
     coming: list[dict[int, list[str]]] = []  # of each array: source -> places
     for i, x in enumerate(like.values()):
-        needs = _needs(x) if same else dict.fromkeys(range(len(everyone)), tiles[i])
+        needs = dict.fromkeys(range(len(everyone)), tiles[i])
+        if same:
+            needs = _needs(x.sharding, x.shape)
         if not same and sum(map(shards.volume, tiles[i])) != x.size:
             return None
         from_: dict[int, list[str]] = {}
         for at in sorted(set.union(*needs.values())):
-            having = [(i, at) in known for known in everyone]
-            if not any(having):
+            if (i, at) not in first:
                 return None
-            if any(at in need and not having[p] for p, need in needs.items()):
-                from_.setdefault(having.index(True), []).append(at)
+            if any(
+                at in need and (i, at) not in everyone[p] for p, need in needs.items()
+            ):
+                from_.setdefault(first[i, at], []).append(at)
         coming.append(from_)
     found = {}
     for (name, x), from_ in zip(like.items(), coming, strict=True):
@@ -124,23 +141,23 @@ def has_all(own: shards.Shards, like: Like) -> bool:
     """Return whether this process has all shards that it needs, where they lay."""
     process = jax.process_index()
     return all(
-        _needs(x)[process] <= own.get(name, {}).keys() for name, x in like.items()
+        _needs(x.sharding, x.shape)[process] <= own.get(name, {}).keys()
+        for name, x in like.items()
     )
 
 
-def _needs(x: jax.Array | jax.ShapeDtypeStruct) -> dict[int, set[str]]:
+def _needs(sharding: Any, shape: tuple[int, ...]) -> dict[int, set[str]]:
     """Return the places of each process's shards."""
-    assert x.sharding is not None
-    return _places(x.sharding, x.shape)
-
-
-@functools.lru_cache(maxsize=4096)
-def _places(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, set[str]]:
     places = collections.defaultdict[int, set[str]](set)
-    device: Any
     for device, index in sharding.devices_indices_map(shape).items():
         places[device.process_index].add(shards.where(index, shape))
     return dict(places)
+
+
+@functools.lru_cache(maxsize=4096)
+def _differ(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Return whether processes have different parts of an array."""
+    return len(set(map(frozenset, _needs(sharding, shape).values()))) > 1
 
 
 def _exchanged(
@@ -159,17 +176,23 @@ def _exchanged(
     }
     mine = from_.get(jax.process_index(), [])
     data = b"".join(bytes(shards.octets(own[at])) for at in mine)
-    if len(from_) > 2:  # one collective, of all
-        padded = np.zeros(max(sizes.values()), np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = processes.gathered(padded)
+    padded = np.zeros(max(sizes.values(), default=0), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    sent = {}
+    if 2 * len(from_) > jax.process_count():  # most have some of it: all at once
+        step = max(1, GROUP_BYTES // jax.process_count())
+        starts = range(0, max(1, padded.size), step)
+        parts = [processes.gathered(padded[i : i + step]) for i in starts]
+        rows = np.concatenate(parts, axis=1)
         sent = {source: rows[source, :size].tobytes() for source, size in sizes.items()}
     else:
-        sent = {}
         for source, size in sizes.items():
-            one = data if source == jax.process_index() else bytes(size)
-            got = processes.from_process(source, np.frombuffer(one, np.uint8))
-            sent[source] = got.tobytes()
+            starts = range(0, max(1, size), GROUP_BYTES)
+            parts = [
+                processes.from_process(source, padded[i : min(i + GROUP_BYTES, size)])
+                for i in starts
+            ]
+            sent[source] = np.concatenate(parts).tobytes()
     arrived = {}
     for source, places in from_.items():
         start = 0
@@ -178,11 +201,6 @@ def _exchanged(
             values = np.frombuffer(sent[source][start:end], dtype)
             arrived[at], start = values.reshape(shards.shape(at)), end
     return arrived
-
-
-def _differ(x: jax.Array) -> bool:
-    """Return whether processes have different parts of an array."""
-    return len(set(map(frozenset, _needs(x).values()))) > 1
 
 
 def _home(x: jax.Array) -> NamedSharding:
