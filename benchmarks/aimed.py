@@ -127,10 +127,10 @@ def arm() -> None:
             die()
         if claimed("hosts"):
             assert kept._holder is not None
-            shutil.rmtree(own)
-            other = str(kept._holder[jax.process_index()])
-            memory_of = own.parents[2] / f"acco_jax-host{other}" / own.parent.name
-            shutil.rmtree(memory_of / other, ignore_errors=True)
+            other = f"host{kept._holder[jax.process_index()]}"
+            theirs = memory.of_host(own.parents[1], kept._workdir / other)  # type: ignore[attr-defined]
+            shutil.rmtree(own.parent)
+            shutil.rmtree(theirs.parent, ignore_errors=True)
             die()
         return seconds
 
@@ -161,12 +161,10 @@ def give_hosts() -> None:
     host, opened = f"host{jax.process_index()}", copies._opened
 
     def own(place: pathlib.Path, workdir: pathlib.Path) -> pathlib.Path | None:
-        memory = place / f"acco_jax-{host}"
-        memory.mkdir(exist_ok=True)
-        return opened(memory, workdir)
+        return opened(place, workdir / host)
 
     socket.gethostname = lambda: host
-    copies._opened = own
+    copies._opened, copies.of_host = own, opened  # type: ignore[attr-defined]
 
 
 def keep_programs() -> None:

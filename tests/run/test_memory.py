@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,6 +158,24 @@ def test_what_is_left_at_the_end(place, error):
         if error:
             raise error
     assert bool(files(place)) == (error is OSError)
+
+
+def test_the_last_process_of_a_host_may_have_removed_all(place):
+    with kept(place, 4) as copies:
+        shutil.rmtree(copies._folder.parent)
+
+
+def test_what_other_processes_have_left_is_removed(place):
+    """Once this one has made its first copies, or ends; not what is as new as they."""
+    run = kept(place, 4)._folder.parent
+    for name, age in (("7", 3600), ("8", -3600)):
+        (run / name / memory.HELD).mkdir(parents=True)
+        for folder in (run / name, run / name / memory.HELD):
+            os.utime(folder, (time.time() - age,) * 2)
+    kept(place, 6, 8, 10)
+    assert {x.name for x in run.iterdir()} == {"0", "7", "8"}
+    kept(place, 6, 8, 10, 12, 14)
+    assert {x.name for x in run.iterdir()} == {"0", "8"}
 
 
 def test_without_room_there_are_none(place, caplog, monkeypatch):

@@ -409,11 +409,11 @@ class MemoryCopies:
 
     def _remove_left(self, run: Path) -> None:
         """Remove copies of processes that are not on this host any more."""
-        for other in run.iterdir():
-            with contextlib.suppress(OSError):  # another process removes it
+        with contextlib.suppress(OSError):  # another process removes them, too
+            for other in run.iterdir():
                 newest = max(x.stat().st_mtime for x in (other, *other.glob(HELD)))
                 if newest < self._began and other != self._folder:
-                    shutil.rmtree(other)
+                    shutil.rmtree(other, ignore_errors=True)
 
 
 def _opened(place: Path, workdir: Path) -> Path | None:
