@@ -56,7 +56,10 @@ def child_of(started):
 
 def place_of(started):
     """(attempt, "number/how many") of the process that a command has started."""
-    attempt, _, _, place = started.stdout.readline().split()
+    said = ["spare"]
+    while said[0] == "spare":  # of a spare that a slow machine has time for
+        said = started.stdout.readline().split()
+    attempt, _, _, place = said
     return int(attempt), place
 
 
