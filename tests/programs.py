@@ -1,9 +1,13 @@
 """Programs that tests start."""
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(
@@ -21,3 +25,33 @@ def run(
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
     done.pid = process.pid
     return done
+
+
+def together(
+    module: str, number: int, flags: Callable[[int, int], tuple], timeout: float = 240
+) -> list[str]:
+    """Return what so many processes of a module print; all of them end well.
+
+    flags(i, port) are those of the i-th one; at the port they may meet.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, flags(i, port))],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(number)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert {x.returncode for x in started} == {0}, "\n".join(outputs)[-4000:]
+    return outputs

@@ -1,48 +1,25 @@
 """Two real processes that talk over gloo take the unsharded loop's steps."""
 
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from tests import multiprocess_problem as problem
+from tests import programs
 from tests.reference import Unsharded
 
 pytestmark = pytest.mark.usefixtures("x64")
-ROOT = Path(__file__).parents[1]
-SECONDS = 240
 
 
 def run(processes, devices, folder):
     """The first process's result; every process is gone when this returns."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "tests.multiprocess_worker"]
-    workers = [
-        subprocess.Popen(
-            [*command, *map(str, (i, processes, devices, port, folder))],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(processes)
-    ]
-    try:
-        outputs = [w.communicate(timeout=SECONDS)[0] for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-            w.wait()
-    assert [w.returncode for w in workers] == [0] * processes, "\n".join(outputs)[
-        -4000:
-    ]
+    outputs = programs.together(
+        "tests.multiprocess_worker",
+        processes,
+        lambda i, port: (i, processes, devices, port, folder),
+    )
     (line,) = [x for x in outputs[0].splitlines() if x.startswith("RESULT")]
     return json.loads(line.removeprefix("RESULT"))
 

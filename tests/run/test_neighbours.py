@@ -2,19 +2,13 @@
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from acco_jax.run.state import neighbours
-
-ROOT = Path(__file__).parents[2]
-SECONDS = 240
+from tests import programs
 
 
 @hypothesis.given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -44,28 +38,11 @@ def test_holders(hosts, holder):
 
 def run(hosts, *folders):
     """What processes on these hosts find, by name, and their output."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.run.neighbours_program"]
-    started = [
-        subprocess.Popen(
-            [*command, *map(str, (i, hosts, port, *folders))],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(len(hosts))
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    codes = {process.returncode for process in started}
-    assert codes == {0}, "\n".join(outputs)[-4000:]
+    outputs = programs.together(
+        "tests.run.neighbours_program",
+        len(hosts),
+        lambda i, port: (i, hosts, port, *folders),
+    )
     results = [
         [json.loads(x[6:]) for x in output.splitlines() if x.startswith("RESULT")]
         for output in outputs

@@ -71,6 +71,7 @@ def sent(arrays: dict[str, jax.Array], holder: list[int]) -> shards.Shards:
 
 
 def _group_sent(group: dict[str, jax.Array], holder: list[int]) -> shards.Shards:
+    """Return what arrives of arrays on one mesh, which are sent at once."""
     homes = [_home(x) for x in group.values()]
     pairs = _pairs(homes[0].mesh, tuple(holder))
     specs = tuple(home.spec for home in homes)
@@ -116,10 +117,11 @@ def completed(
             first.setdefault(key, process)
     coming: list[dict[int, list[str]]] = []  # of each array: source -> places
     for i, x in enumerate(like.values()):
-        needs = dict.fromkeys(range(len(everyone)), tiles[i])
         if same:
             needs = _needs(x.sharding, x.shape)
-        if not same and sum(map(shards.volume, tiles[i])) != x.size:
+        elif sum(map(shards.volume, tiles[i])) == x.size:
+            needs = dict.fromkeys(range(len(everyone)), tiles[i])
+        else:
             return None
         from_: dict[int, list[str]] = {}
         for at in sorted(set.union(*needs.values())):

@@ -1,10 +1,6 @@
 """Two real processes over gloo, two threads each, take one process's steps."""
 
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +8,12 @@ import numpy as np
 import pytest
 
 import acco_jax
+from tests import programs
 from tests.methods.local import problem
 from tests.reference import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
-ROOT = Path(__file__).parents[3]
-HELD, CALLS, SECONDS = 2, 3, 240
+HELD, CALLS = 2, 3
 METHODS = {
     "diloco": {"local_steps": 2},
     "co2": {"local_steps": 2},
@@ -50,27 +46,9 @@ def train(name, mesh, place=jnp.asarray, *, compile=False):
 
 @pytest.mark.slow
 def test_two_processes():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "tests.methods.local.worker"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(i), "2", str(port)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [w.communicate(timeout=SECONDS)[0] for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-            w.wait()
-    assert [w.returncode for w in workers] == [0, 0], "\n".join(outputs)[-4000:]
+    outputs = programs.together(
+        "tests.methods.local.worker", 2, lambda i, port: (i, 2, port)
+    )
     (line,) = [x for x in outputs[0].splitlines() if x.startswith("RESULT")]
     result = json.loads(line.removeprefix("RESULT"))
     for name in METHODS:
