@@ -146,6 +146,14 @@ def test_a_state_that_a_later_start_has_left_behind_is_not_taken(place):
     assert opened(place).restore_newest(like, 0) is None
 
 
+@pytest.mark.parametrize("content", ["", "7", "[1]", '[["a", 1]]', "[[1, 2, 3]]"])
+def test_starts_that_are_damaged_leave_the_disk(place, content):
+    kept(place, 4)
+    (place.workdir / memory.STARTS).write_text(content)
+    assert opened(place).restore_newest(like, 0) is None
+    assert files(place) == []
+
+
 def test_a_batch_of_other_workers_leaves_the_disk(place):
     """Which has what the run began with; its first workers' batch is kept."""
     kept(place, 4)

@@ -247,9 +247,13 @@ class MemoryCopies:
     def _starts(self) -> list[list[int]]:
         """Return the run's starts: after which half-round, and a random number."""
         try:
-            rows: list[list[int]] = json.loads((self._workdir / STARTS).read_text())
-            return rows if isinstance(rows, list) else []
-        except (OSError, ValueError):
+            rows = json.loads((self._workdir / STARTS).read_text())
+            return [[int(half_round), int(number)] for half_round, number in rows]
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+        ):  # none, or damaged: copies are not taken
             return []
 
     def _stores(self) -> list[Copies]:
