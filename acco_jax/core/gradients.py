@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -33,6 +34,8 @@ from acco_jax.core.microbatches import Counts, piece, place_counts
 from acco_jax.core.select import masked
 from acco_jax.core.workers import from_row, over_data, place, to_row
 
+# of a loop that the compiler's `simplify-while-loops` leaves a loop if it runs once
+_KEPT = "skip-simplify-while-loops_trip-count-one"
 # the first of some microbatches, and their end
 Span = tuple[int | jax.Array, int | jax.Array]
 
@@ -117,27 +120,39 @@ class Accumulator:
     def rows(self) -> P:
         return P(self.axis)
 
-    def opaque(self, end: int) -> int | jax.Array:
-        """Return a loop's end, on GPU as a number that the compiler cannot know.
+    @property
+    def _on_gpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")
 
-        XLA:GPU inlines a loop of one iteration. It then overlaps a collective with only
-        as much of it as it estimates to be enough, and holds more of it in memory.
+    def loop(
+        self,
+        first: int | jax.Array,
+        end: int | jax.Array,
+        body: Callable[[Any, PyTree], PyTree],
+        start: PyTree,
+    ) -> PyTree:
+        """Return lax.fori_loop(first, end, body, start), a loop even if it runs once.
+
+        XLA:GPU would inline a loop of one iteration. It then overlaps a collective with
+        only as much of it as it estimates to be enough, and holds more of it in memory.
         """
-        on_gpu = self.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")
-        return lax.optimization_barrier(jnp.int32(end)) if on_gpu else end
+        result = lax.fori_loop(first, end, body, start)
+        once = isinstance(first, int) and isinstance(end, int) and end - first == 1
+        if once and self._on_gpu:
+            return set_xla_metadata(result, **{_KEPT: "true"})
+        return result
 
     def _whole(self, fn: Callable) -> Callable:
         """Wrap fn as one piece of a GPU's program: a loop that runs once."""
+        if not self._on_gpu:
+            return fn
 
         def run(*args: Any) -> PyTree:
-            end = self.opaque(1)
-            if isinstance(end, int):
-                return fn(*args)
             shapes = jax.eval_shape(fn, *args)
             zeros = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), shapes
             )
-            return lax.fori_loop(0, end, lambda i, _: fn(*args), zeros)
+            return self.loop(0, 1, lambda i, _: fn(*args), zeros)
 
         return run
 
@@ -234,8 +249,6 @@ class Accumulator:
             if counts is not None:
                 count = jnp.clip(counts[0], 0, count)
             first, end = span(count) if at is None else span(count, at)
-            if isinstance(end, int) and end - first == 1:
-                end = self.opaque(end)
             total = self.capacity
             return to_row(self.sum_here(sums, params, batch, rng, total, first, end))
 
@@ -429,7 +442,7 @@ class Accumulator:
             state = sums.model_state
             return add(sums, self._gradient(params, batch, key, state, total, i))
 
-        return lax.fori_loop(first, end, body, sums)
+        return self.loop(first, end, body, sums)
 
     def zeros_here(
         self,

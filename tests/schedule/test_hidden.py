@@ -2,9 +2,10 @@
 
 The model has GPT-2-small's sizes (width 768, 12 heads, 12 layers, vocabulary 50304,
 sequences of 1024 tokens); its layers are a loop, so that their number costs no compile
-time. Every machine's program is compiled once and all that must hold of it is asserted
-together. A chip that the installed compiler does not know is skipped. The fast suite
-holds one GPU and one TPU machine, `make test-all` and `make test-long` the rest.
+time, but in one case, as on GPUs by default. Every machine's program is compiled once
+and all that must hold of it is asserted together. A chip that the installed compiler
+does not know is skipped. The fast suite holds one GPU and one TPU machine, `make
+test-all` and `make test-long` the rest.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ MODEL = transformer.Config(
     pattern=("global",),
     dtype=jnp.bfloat16,
     param_dtype=jnp.bfloat16,
+    scan_layers=True,
 )
 ROWS = 2  # of a microbatch
 slow, long = pytest.mark.slow, pytest.mark.long
@@ -129,6 +131,49 @@ def described(method, machine, microbatches, model, dynamic, **further):
 )
 def test_hidden(method, machine, microbatches, model, dynamic):
     program = described(method, machine, microbatches, model, dynamic)
+    check(program, method, machine, microbatches, model)
+
+
+@pytest.mark.slow
+def test_layers_with_code_of_their_own(monkeypatch):
+    """As on GPUs by default: no loop over layers, the same bytes beside the same."""
+    monkeypatch.setitem(
+        globals(), "MODEL", dataclasses.replace(MODEL, scan_layers=None)
+    )
+    program = described("acco", "gpu:h200:2x8", 4, 1, dynamic=False)
+    loops = check(program, "acco", "gpu:h200:2x8", 4, 1).loops
+    assert all(x.iterations != MODEL.layers for x in loops)
+
+
+@pytest.mark.fast("lowered-*")
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("form", ["lowered", "compiled"])
+def test_loops_that_run_once_stay_loops_of_known_length(form, microbatches):
+    """An unknown length makes the host wait for the device before each of them."""
+    program = described("acco", "gpu:h200:1x8", microbatches, 1, dynamic=False)
+    if form == "lowered":
+        text = program.step.lower(*program.arguments).as_text()
+        loops = [x for x in text.splitlines() if "stablehlo.while" in x]
+        assert sum("trip-count-one" in x for x in loops) == 2 < len(loops)
+        return
+    loops = schedules.read(program.compile().text).loops
+    assert all(x.iterations is not None for x in loops)
+    once = [x for x in loops if x.iterations == 1 and x.where == "ENTRY"]
+    assert len(once) == 2  # a microbatch's forward and backward pass, or two of them
+
+
+@pytest.mark.slow
+def test_one_worker_has_one_loop():
+    """Nothing is sent: pieces would be a second copy of the model to compile."""
+    one = described("acco", "gpu:h200:1x1", 4, 1, dynamic=False).compile().schedule
+    many = described("acco", "gpu:h200:1x8", 4, 1, dynamic=False).compile().schedule
+    outer = [[x.iterations for x in s.loops if x.where == "ENTRY"] for s in (one, many)]
+    assert outer == [[4], [2, 2]]
+    assert one.flops == many.flops
+
+
+def check(program, method, machine, microbatches, model):
+    """Assert what must hold of a program's schedule, and return it."""
     compiled = program.compile()
     schedule = compiled.schedule
     found = program.of_data(schedule, 1 << 20)
@@ -159,6 +204,7 @@ def test_hidden(method, machine, microbatches, model, dynamic):
     tokens = ROWS * MODEL.max_length
     want = transformer.flops_per_token(MODEL, MODEL.max_length) * tokens / model
     assert one == pytest.approx(want, rel=0.1)
+    return schedule
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -107,9 +106,7 @@ class InnerSteps:
             if counts is not None:
                 count = jnp.clip(counts[0], 0, gradients.microbatches)
             body = functools.partial(one_step, batch, rng, count)
-            start, stop = span
-            end = gradients.opaque(stop) if stop - start == 1 else stop
-            return to_row(lax.fori_loop(start, end, body, from_row(progress)))
+            return to_row(gradients.loop(*span, body, from_row(progress)))
 
         gradients, batch, counts, rng = inputs
         rows = gradients.rows
