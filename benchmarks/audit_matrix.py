@@ -62,6 +62,7 @@ MODEL = transformer.Config(
     max_length=foreign.LENGTH,
     width=foreign.WIDTH,
     layers=foreign.LAYERS,
+    scan_layers=True,
     heads=foreign.WIDTH // foreign.HEAD,
     pattern=("global",),
     dtype=jnp.bfloat16,

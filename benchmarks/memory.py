@@ -85,11 +85,13 @@ def main() -> int:
     parser.add_argument("--remat", default=",".join(transformer.REMAT))
     parser.add_argument("--attention", help="None: the platform's kernel")
     parser.add_argument("--layers", type=int, help="None: the published number")
+    parser.add_argument("--loop", action="store_true", help="layers as a loop")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     few, many = map(int, args.rows.split(","))
     overrides = {} if args.layers is None else {"layers": args.layers}
+    overrides |= {"scan_layers": True} if args.loop else {}
     results = []
     print("| machine | size | remat | MiB per row | saved | the rest, MiB |\n"
           "|---|---|---|---|---|---|")  # fmt: skip

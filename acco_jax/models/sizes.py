@@ -73,7 +73,9 @@ class Config:
     param_dtype: DTypeLike = jnp.float32
     remat: str | None = None  # of REMAT; None: 'none' on CPU, else 'elementwise'
     attention: str | None = None  # of attention.IMPLEMENTATIONS; None: what is best
-    scan_layers: bool = True  # one loop's body; else each layer has its own code
+    # Whether the layers are a loop, else each has its own code. None: a loop, but own
+    # code on a GPU if there are at most 24, and not in a group of devices.
+    scan_layers: bool | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:

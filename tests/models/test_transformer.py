@@ -374,7 +374,8 @@ def test_other_errors_are_one_line():
 
 def _saved(platform, config=CONFIG, **changes):
     """Values per token that the backward pass of a block finds, but its parameters."""
-    config = dataclasses.replace(config, vocab_size=8, dtype=jnp.bfloat16, **changes)
+    changes |= {"vocab_size": 8, "dtype": jnp.bfloat16, "scan_layers": True}
+    config = dataclasses.replace(config, **changes)
     loss, kind = (
         transformer.loss_fn(config),
         jax.sharding.AbstractDevice("x", None, platform),
@@ -406,9 +407,24 @@ def test_what_is_saved_for_the_backward_pass():
     assert none == elementwise + 2 * D + 4 * D
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_layers_are_a_loop_or_have_code_of_their_own(scan):
-    config = dataclasses.replace(CONFIG, scan_layers=scan)
+@pytest.mark.parametrize(
+    ("scan", "platform", "layers", "groups", "expected"),
+    [
+        (True, "gpu", 2, 1, True),
+        (False, "cpu", 2, 1, False),
+        (None, "cpu", 2, 1, True),
+        (None, "tpu", 2, 1, True),
+        (None, "gpu", 24, 1, False),
+        (None, "gpu", 26, 1, True),
+        (None, "gpu", 2, 2, True),
+    ],
+)
+def test_layers_are_a_loop_or_have_code_of_their_own(
+    scan, platform, layers, groups, expected
+):
+    config = dataclasses.replace(CONFIG, scan_layers=scan, layers=layers)
+    kind = jax.sharding.AbstractDevice("x", None, platform)
+    mesh = jax.sharding.AbstractMesh((groups,), ("fsdp",), abstract_device=kind)
     params = transformer.shapes_of(config)
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
     loss = transformer.loss_fn(config)
@@ -416,8 +432,9 @@ def test_layers_are_a_loop_or_have_code_of_their_own(scan):
     def gradient(params, tokens):
         return jax.grad(lambda p: loss(p, {"tokens": tokens}, None)[0])(params)
 
-    text = jax.jit(gradient).lower(params, tokens).as_text()
-    assert (text.count("stablehlo.while") > 0) == scan
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(gradient)(params, tokens))
+    assert (f"length={layers // 2}\n" in text) == expected
 
 
 def test_what_is_saved_of_shared_keys_rotations_and_swiglu():

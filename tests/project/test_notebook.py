@@ -121,8 +121,8 @@ def test_committed_how_acco_works():
 
 def test_the_first_answer():
     of_zero1, of_acco, at_6 = pictures.predicted()
-    assert round(at_6 * 6 / (of_acco / 2), 1) == 3.3
-    assert round(at_6 * 6 / of_zero1, 1) == 1.7
+    assert round(at_6 * 6 / (of_acco / 2), 1) == 3.5
+    assert round(at_6 * 6 / of_zero1, 1) == 1.9
 
 
 @pytest.mark.slow

@@ -216,8 +216,10 @@ FIELDS = {
         "`block`, everything. None: nothing on CPU, otherwise elementwise.", str),
     "model.attention": Field(None, "`xla` (scores in memory), `cudnn` or `pallas` "
         "(GPU), `splash` (TPU); None: the platform's kernel, if any.", str),
-    "model.scan_layers": Field(True, "Whether the layers are a loop. False: each has "
-        "code of its own, which is faster on GPUs and takes longer to compile."),
+    "model.scan_layers": Field(None, "Whether the layers are a loop. False: each has "
+        "code of its own, which is faster on GPUs and takes longer to compile. None: a "
+        "loop, but on GPUs code of its own for up to 24, unless groups split them.",
+        bool),
     "lora.rank": Field(0, "Of adapters that are trained instead of the model.", least=0,
         most=2**20, zero="no adapters"),
     "lora.pattern": Field("attn/(q|v)_proj/kernel", "Searched in parameters' paths."),
