@@ -155,7 +155,7 @@ def run_call(
     """Run a call of the train step as one program; see `acco_jax.make_train_step`."""
     in_flight, owner, rest = round.open(params, state)
 
-    if round.overlaps and _asynchronous(inputs.gradients):
+    if round.overlaps and asynchronous(inputs.gradients):
 
         def compute(k: int, progress: PyTree, params: PyTree) -> PyTree:
             parts = len(round.hops)
@@ -181,15 +181,15 @@ def computed(round: Round, params: PyTree, rest: PyTree, inputs: Inputs) -> PyTr
     return barrier(round.close(progress, rest, inputs))
 
 
-def _asynchronous(gradients: Accumulator) -> bool:
+def asynchronous(gradients: Accumulator) -> bool:
     """Return whether a program of these workers computes while it communicates.
 
     XLA:CPU does one after the other, and one worker sends nothing. There a second piece
     of the computation would be a second copy of the model to compile, and nothing else.
     """
     devices = getattr(gradients.mesh, "devices", None)  # an AbstractMesh has none
-    asynchronous = devices is None or devices.flat[0].platform != "cpu"
-    return asynchronous and gradients.workers > 1
+    on_cpu = devices is not None and devices.flat[0].platform == "cpu"
+    return gradients.workers > 1 and not on_cpu
 
 
 def exchanged(

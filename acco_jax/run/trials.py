@@ -124,14 +124,17 @@ def _timed(experiment: Experiment, halves: Sequence[Halves | None]) -> np.ndarra
 def settled(experiment: Experiment) -> Experiment:
     """Return the experiment with one first half, chosen by timing if it has several.
 
-    The smallest is taken that takes no longer. Nothing of the run changes: parameters
-    and state are made for the trial, and its rows are read again.
+    The smallest is taken that takes no longer; where nothing is sent beside computation
+    that is the smallest, untimed. Nothing of the run changes: parameters and state are
+    made for the trial, and its rows are read again.
     """
     e = experiment
     if not e.halves:
         return e
     chosen, said = 0, ""
-    if len(e.halves) > 1 and e.workers > 1:
+    if not e.step.overlaps:
+        said = ", as nothing is sent beside computation here"
+    elif len(e.halves) > 1:
         logging.info("timing two sizes of the first half; each is compiled first")
         found = _timed(e, e.halves)
         chosen = smallest(found)

@@ -122,7 +122,9 @@ def find_halves(
     """Return the smallest first half of acco's step that covers the communication.
 
     It times steps on the devices of `tx`, with copies of the parameters. All processes
-    must call it, and get the same halves.
+    must call it, and get the same halves. Where nothing is sent beside computation (one
+    worker, or the CPU devices of a process) the smaller one costs no time, and nothing
+    is timed.
 
     Args:
       loss_fn: as for `acco_jax.make_train_step`.
@@ -149,7 +151,7 @@ def find_halves(
         )
     found = [Halves(x, microbatches - x) for x in first_halves(microbatches)]
     step = make_train_step(loss_fn, tx, microbatches=found[0])
-    if len(found) == 1:
+    if len(found) == 1 or not step.overlaps:
         return found[0]
     workers = math.prod(tx.mesh.shape[a] for a in tx.axis)
 

@@ -47,6 +47,8 @@ class BalancedStep(LoggedStep):
         super().__init__(tx, gradients, compiler_options)
         most = gradients.microbatches
         self._single = dataclasses.replace(gradients, microbatches=1, batch_holds=most)
+        # whether one microbatch is divided, so that each hop has a piece beside it
+        self._divides = self.overlaps and not tx.local
         self.counts = list[int]()
         self._balancer: Balancer | None = None
         self._probe: Probe | None = None
@@ -106,20 +108,20 @@ class BalancedStep(LoggedStep):
         if args.inputs.counts is None:
             line = self._next(args)
             self._put(line)
-            args = self._with(args, self._there, _is_single(line))
+            args = self._with(args, self._there, self._is_single(line))
         return super()._run(phase, args)
 
     def _expected(self, call: int, args: Arguments) -> Arguments:
         log = self._log
-        single = isinstance(log, Turns) and _is_single(log.line(call))
+        single = isinstance(log, Turns) and self._is_single(log.line(call))
         return self._without_counts(args, single)
 
     def _variants(self, args: Arguments) -> list[Arguments]:
         if self._log is not None:
-            found = {_is_single(line) for line in self._log.lines}
+            found = {self._is_single(line) for line in self._log.lines}
         else:
             assert self._balancer is not None
-            found = {False, self._balancer.may_be_single}
+            found = {False, self._divides and self._balancer.may_be_single}
         return [self._without_counts(args, single) for single in sorted(found)]
 
     def _without_counts(self, args: Arguments, single: bool) -> Arguments:
@@ -129,11 +131,12 @@ class BalancedStep(LoggedStep):
         return self._with(args, self._gradients.abstract_counts(), single)
 
     def _with(self, args: Arguments, counts: Any, single: bool) -> Arguments:
-        gradients = self._gradients
-        if single and not self._tx.local:  # local steps have nothing beside them
-            gradients = self._single
+        gradients = self._single if single else self._gradients
         inputs = args.inputs._replace(gradients=gradients, counts=counts)
         return args._replace(inputs=inputs)
+
+    def _is_single(self, line: list[int]) -> bool:
+        return self._divides and max(line) == 1
 
     def _put(self, counts: list[int]) -> None:
         if counts != self.counts:
@@ -173,7 +176,3 @@ class BalancedStep(LoggedStep):
         balancer.take(times, max(spents), min(elapsed), min(call_seconds))
         self._since, self._probed = 0, time.perf_counter()
         self._spent += self._probed - start
-
-
-def _is_single(line: list[int]) -> bool:
-    return max(line) == 1

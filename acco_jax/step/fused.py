@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from acco_jax.core.collectives import Alone
 from acco_jax.core.compiler import naming_unknown_options
 from acco_jax.core.gradients import Accumulator
-from acco_jax.core.half_round import Inputs, run_call
+from acco_jax.core.half_round import Inputs, asynchronous, run_call
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
@@ -56,6 +56,11 @@ class TrainStep:
         self._numbers_calls = bool(tx.changes)  # whether they differ by their number
         # the counter of the state that was returned last, and its value
         self._counted: tuple[jax.Array | None, int] = None, 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a delayed method's call computes while it communicates."""
+        return asynchronous(self._gradients)
 
     def __call__(
         self,

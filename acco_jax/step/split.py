@@ -55,6 +55,10 @@ class SplitStep(TrainStep):
         everywhere = NamedSharding(tx.mesh, P())
         self._metrics = jax.jit(metrics, out_shardings=everywhere)
 
+    @property
+    def overlaps(self) -> bool:
+        return self._gradients.workers > 1
+
     def _refuse_trace(self) -> None:
         raise ValueError(
             "a step of form='split' runs several programs, which cannot be done inside "

@@ -25,7 +25,8 @@ def run(tiny, monkeypatch):
 
         asked = []
         monkeypatch.setattr(trials, "step_seconds", timed)
-        config = tiny(**{"first_half": "auto", "steps": 3} | changes)
+        auto = {"first_half": "auto", "steps": 3, "form": "split"}
+        config = tiny(**auto | changes)
         found = preparation.build(
             config, workdir, jax.devices()[:devices], replay=replay
         )
@@ -54,6 +55,12 @@ def test_the_choice_is_said_recorded_and_kept(run, tmp_path, monkeypatch):
     _, asked = run(tmp_path, QUARTER)  # goes on as it began
     assert asked == [] and recorded(tmp_path) == [(0, 2)]
     assert counts_of(tmp_path) == [[2, 2]] * 7
+
+
+def test_nothing_is_timed_where_no_first_half_takes_longer(run, tmp_path):
+    """One program on a CPU computes and communicates in turns."""
+    _, asked = run(tmp_path, EQUAL, form="auto")
+    assert asked == [] and recorded(tmp_path) == [(0, 1)]
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, f
         return params, state, metrics
 
     monkeypatch.setattr(acco_jax.TrainStep, "__call__", timed)
+    monkeypatch.setattr(acco_jax.TrainStep, "overlaps", True)  # as on GPUs
     monkeypatch.setattr(first_half.time, "perf_counter", lambda: clock[0])
     mesh = make_mesh(N)
     tx = acco_jax.acco(optax.adamw(1e-2), mesh=mesh)
@@ -70,6 +71,14 @@ def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, f
         acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=1)
 
 
+def test_nothing_is_timed_where_nothing_overlaps(monkeypatch):
+    monkeypatch.setattr(acco_jax.step, "step_seconds", None)
+    tx = acco_jax.acco(optax.sgd(0.1), mesh=make_mesh(N))
+    batch, params = np.ones((8, WIDTH)), {"w": jnp.ones((WIDTH, WIDTH))}
+    found = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
+    assert found == acco_jax.Halves(1, 3)
+
+
 def test_devices_of_one_worker_are_not_workers(monkeypatch):
     tx = acco_jax.acco(
         optax.sgd(0.1), mesh=make_mesh(2, 2), param_specs={"w": P(None, "model")}
@@ -81,6 +90,7 @@ def test_devices_of_one_worker_are_not_workers(monkeypatch):
         return np.ones((1, len(halves)))
 
     monkeypatch.setattr(acco_jax.step, "step_seconds", timed)
+    monkeypatch.setattr(acco_jax.TrainStep, "overlaps", True)  # as on GPUs
     batch = np.arange(8.0)[:, None] * np.ones(WIDTH)
     params = {"w": jnp.ones((WIDTH, WIDTH))}
     found = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)

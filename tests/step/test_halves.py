@@ -84,9 +84,14 @@ def test_a_larger_second_half_is_stable_where_equal_ones_are_not():
     assert ends(HALVES, 3) < 0.1
 
 
-@pytest.mark.parametrize("first", [1, [1, 0, 1, 1]])
-def test_a_single_microbatch_is_what_its_count_would_compute(first):
-    """Its program is another, its rows and its random numbers are not."""
+@pytest.mark.parametrize(
+    ("first", "overlaps"), [(1, True), ([1, 0, 1, 1], True), (1, False)]
+)
+def test_a_single_microbatch_is_what_its_count_would_compute(
+    monkeypatch, first, overlaps
+):
+    """Where calls overlap its program is another; rows and random numbers are not."""
+    monkeypatch.setattr(acco_jax.TrainStep, "overlaps", overlaps)
     rng, halves = jax.random.key(3), acco_jax.Halves(first, 3)
     turns = Turns(halves, N)
     step, held = make(halves, "fused", loss_fn=noisy)
@@ -97,7 +102,7 @@ def test_a_single_microbatch_is_what_its_count_would_compute(first):
         *same, asked = other(*same, batch, counts=counts, rng=key)
         chex.assert_trees_all_close((held, found), (same, asked), rtol=0, atol=1e-12)
     sizes = [program._cache_size() for program in step._programs.values()]
-    assert sizes == [2]  # of one microbatch, and of any number
+    assert sizes == [1 + overlaps]  # of one microbatch, and of any number
 
 
 @pytest.mark.parametrize("form", ["fused", "split"])
