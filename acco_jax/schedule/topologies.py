@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ _TPU_ENVIRONMENT = {
 }
 # Options of a compiler that has no device: CUB's sort asks one for its scratch memory.
 _WITHOUT = {"gpu": {"xla_gpu_enable_cub_radix_sort": False}}
+# JAX's compilation cache takes programs for devices that are not here, and cannot load
+# them: it warns, and compiles again.
+warnings.filterwarnings("ignore", r"(?s)Error reading persistent .* with a Client")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Names of topologies, their shapes and meshes, and programs compiled for them."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -87,3 +90,25 @@ def test_a_large_sort_compiles_without_a_gpu():
     keys = jax.ShapeDtypeStruct((8, 2**18), "int32", sharding=rows)
     program = topologies.compiled(jax.jit(jax.numpy.argsort).lower(keys), topology)
     assert " sort(" in program.as_text()
+
+
+@pytest.mark.slow
+def test_programs_that_the_cache_cannot_load_are_compiled_without_a_word(tmp_path):
+    program = (
+        "import jax\n"
+        "from acco_jax.schedule import topologies\n"
+        "topologies.use_cpu()\n"
+        "topology = topologies.parse('gpu:h200:1x8')\n"
+        "home = jax.sharding.NamedSharding(topologies.mesh(topology), jax.P())\n"
+        "x = jax.ShapeDtypeStruct((8, 8), 'float32', sharding=home)\n"
+        "topologies.compiled(jax.jit(lambda x: x @ x).lower(x), topology)\n"
+    )
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for _ in range(2):
+        command = [sys.executable, "-W", "error", "-c", program]
+        subprocess.run(command, env=environment, check=True)
+        assert list(tmp_path.iterdir())
