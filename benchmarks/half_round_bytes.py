@@ -64,7 +64,7 @@ def model(quick: bool) -> transformer.Config:
     """GPT-2 small, or a tiny model; layers are a loop, their number costs no time."""
     sizes = (512, 64, 128, 2, 2) if quick else (50304, 1024, 768, 12, 12)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    return transformer.Config(*sizes, pattern=("global",), **types)
+    return transformer.Config(*sizes, pattern=("global",), scan_layers=True, **types)
 
 
 def half_round(machine: str, args: argparse.Namespace) -> programs.Program:

@@ -169,7 +169,8 @@ network's rate is that of one device; times are ms of an optimizer step.
 |---|---|---|---|---|---|---|
 {rows}
 
-acco is at least {faster:.0%} faster from {low:.2g} to {high:.2g} Gbit/s. It sends
+acco is at least {faster:.0%} faster from {low:.2g} to {high:.2g} Gbit/s,
+and at most {most:.2f} times as fast, at {at_most:.2g} Gbit/s. It sends
 twice zero1's bytes. Below {even:.2g} Gbit/s it exposes more seconds than zero1 does,
 and zero1 is faster.
 
@@ -200,6 +201,7 @@ def main() -> None:
     low, high = (rate * 8 / 1e9 for rate in ends)
     slower = [x for x in CURVE if speedup(acco, zero1, at(plan.machine, x)) < 1]
     even = max(x for x in slower if x < low)
+    most, at_most = max((speedup(acco, zero1, at(plan.machine, x)), x) for x in CURVE)
     for ending in pictures.styled():
         draw_speedup(acco, zero1, plan.machine, (low, high), ending)
         draw_step(acco, zero1, at(plan.machine, SHOWN), ending)
@@ -215,6 +217,7 @@ def main() -> None:
                 )
             ),
             faster=decision.WINS - 1, low=low, high=high, even=even,
+            most=most, at_most=at_most,
         )
     )  # fmt: skip
     print(json.dumps({"band": [low, high], "even": even}))

@@ -6,8 +6,9 @@
 `Round` is what a method does in one call of the train step, and two functions run it:
 `run` takes a message over the hops, `run_call` is a whole call as one program. The
 forms of a train step differ only in what runs beside the hops: nothing in a plain
-`update`, pieces of the computation in a single program (on CPU, which overlaps nothing
-there, one piece before the exchange), another thread in two-thread execution.
+`update`, pieces of the computation in a single program (one piece before the exchange
+with one worker, and on CPU, which overlaps nothing there), another thread in two-thread
+execution.
 """
 
 import abc

@@ -97,7 +97,8 @@ def fused_zero1(
     """Build `acco_jax.zero1` with its reduce-scatter inside the backward pass.
 
     The strongest synchronous rival of `acco_jax.acco`. Stacked parameters that the loss
-    scans over are reduced layer by layer, others leaf by leaf. A last microbatch whose
+    scans over are reduced layer by layer, others leaf by leaf. (Give this package's
+    models `scan_layers=True`; the runner does.) A last microbatch whose
     weight `loss_fn` finds to be 0 counts for nothing, but its gradients must be finite:
     they are reduced where they are computed. For the same reason a train step rejects
     `drop_nonfinite`. A plain `update`, which is given gradients, is that of zero1.

@@ -194,16 +194,17 @@ class Program:
     def _trips(self, text: str) -> dict[str, int]:
         """Return the iterations of the loops whose bounds the compiler cannot derive.
 
-        They are the busiest worker's pieces, one beside each collective, or for one
-        microbatch the forward and the backward pass. A single loop has all microbatches
-        but the last, or work that runs once, which the step puts in a loop on GPU.
+        They are the busiest worker's microbatches: in pieces, one beside each
+        collective, or in a single loop. A method that reduces inside the backward pass
+        has the last one after the loop.
         """
         loops = [x.name for x in schedules.read(text).loops if x.iterations is None]
         most, pieces = max(self.counts, default=self.microbatches), len(loops)
         if self.single or self.tx.local:
             return dict.fromkeys(loops, most)  # or an inner step's microbatches
         if pieces < 2:
-            return dict.fromkeys(loops, most - 1 if self.counts else 1)
+            last = 0 if self.tx.round(self.tx.phase(0)).drops else 1
+            return dict.fromkeys(loops, most - last)
         bounds = (piece(most, k, pieces) for k in range(pieces))
         return {x: end - start for x, (start, end) in zip(loops, bounds, strict=True)}
 

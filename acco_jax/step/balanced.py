@@ -1,9 +1,10 @@
 """The single-program step with counts known before it runs: balanced, halves or logged.
 
 Counts are data of the program, (n,) integers: a change of speed compiles nothing. The
-exception is a half-round in which no worker computes more than one microbatch. A loop
-of one leaves no computation to overlap a second collective with, so that half-round has
-a program of its own, with the forward and the backward pass apart.
+exception, where calls overlap, is a half-round in which no worker computes more than
+one microbatch. A loop of one leaves no computation to overlap a second collective with,
+so that half-round has a program of its own, with the forward and the backward pass
+apart.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class BalancedStep(LoggedStep):
         most = gradients.microbatches
         self._single = dataclasses.replace(gradients, microbatches=1, batch_holds=most)
         # whether one microbatch is divided, so that each hop has a piece beside it
-        self._divides = self.overlaps and not tx.local
+        self._divides = self.overlaps and tx.delayed and not tx.local
         self.counts = list[int]()
         self._balancer: Balancer | None = None
         self._probe: Probe | None = None

@@ -75,9 +75,24 @@ def test_a_frozen_model_is_held_beside_the_adapters(stand_in):
     assert len(program.step.lower(*program.arguments).as_text()) < 1_000_000
 
 
+def method(drops=True):
+    kind = types.SimpleNamespace(drops=drops)
+    return types.SimpleNamespace(local=False, phase=lambda _: 0, round=lambda _: kind)
+
+
+@pytest.mark.parametrize(("drops", "expected"), [(True, 3), (False, 2)])
+def test_trips_of_one_dynamic_loop(monkeypatch, drops, expected):
+    """One worker's, or zero1's: all microbatches, or those before the reduction."""
+    loop = types.SimpleNamespace(name="while", iterations=None)
+    found = types.SimpleNamespace(loops=[loop])
+    monkeypatch.setattr(programs.schedules, "read", lambda _: found)
+    step, tx = type("Step", (), {})(), method(drops)
+    second = programs.Program("acco", tx, step, 3, (3,), (None,) * 4, halves=(1, 3))
+    assert dataclasses.replace(second, half=1)._trips("") == {"while": expected}
+
+
 def test_trips_of_dynamic_loops_are_the_busiest_workers():
-    step = type("Step", (), {})()
-    tx = types.SimpleNamespace(local=False)
+    step, tx = type("Step", (), {})(), method()
     program = programs.Program("acco", tx, step, 5, (2, 5), (None,) * 4)
     iterations = program._trips(text_of("gpu_hidden"))
     assert list(iterations.values()) == [2, 3]

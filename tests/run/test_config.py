@@ -258,6 +258,11 @@ def test_model_sizes_and_vocabulary():
     model = models.transformer_config(config, 257)
     assert (model.width, model.layers, model.vocab_size) == (128, 4, 257)
     assert model.max_length == config.length and model.dtype == jnp.bfloat16
+    assert model.scan_layers is None
+    config.method = "fused_zero1"  # what it reduces is what a loop takes apart
+    assert models.transformer_config(config, 257).scan_layers is True
+    config.model.scan_layers = False
+    assert models.transformer_config(config, 257).scan_layers is False
     config.model.size = "gpt-neo-125m"
     assert models.transformer_config(config, 257).width == 768
     config.model.size = "gpt-neo-1m"

@@ -68,13 +68,15 @@ def transformer_config(
       ValueError: if the family or size is unknown, a field conflicts with a published
         size, sizes do not fit together, or the vocabulary is too small.
     """
-    c = config.model
+    c, loop = config.model, config.model.scan_layers
+    if loop is None and config.method == "fused_zero1":
+        loop = True  # it reduces what a loop over the layers takes apart
     how = {
         "dtype": dtype("model.dtype", c.dtype),
         "param_dtype": dtype("model.param_dtype", c.param_dtype),
         "remat": c.remat,
         "attention": c.attention,
-        "scan_layers": c.scan_layers,
+        "scan_layers": loop,
         "router_loss": c.router_loss,
     }
     if config.init_from is not None:

@@ -218,7 +218,8 @@ FIELDS = {
         "(GPU), `splash` (TPU); None: the platform's kernel, if any.", str),
     "model.scan_layers": Field(None, "Whether the layers are a loop. False: each has "
         "code of its own, which is faster on GPUs and takes longer to compile. None: a "
-        "loop, but on GPUs code of its own for up to 24, unless groups split them.",
+        "loop, but on GPUs code of its own for up to 24, unless groups split them or "
+        "the method is fused_zero1.",
         bool),
     "lora.rank": Field(0, "Of adapters that are trained instead of the model.", least=0,
         most=2**20, zero="no adapters"),
