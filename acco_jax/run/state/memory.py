@@ -249,11 +249,8 @@ class MemoryCopies:
         try:
             rows = json.loads((self._workdir / STARTS).read_text())
             return [[int(half_round), int(number)] for half_round, number in rows]
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-        ):  # none, or damaged: copies are not taken
+        # none, or damaged: copies are not taken
+        except (OSError, ValueError, TypeError):
             return []
 
     def _stores(self) -> list[Copies]:
