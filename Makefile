@@ -20,7 +20,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train durations coverage mutations test test-all test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
+.PHONY: help setup setup-newest train durations coverage mutations test test-all test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -49,10 +49,10 @@ test-long: $(VENV)/.test ## run what CI has no time for, and ten times the prope
 	EXAMPLES=10 $(PYTEST) -m "long or hypothesis"
 
 test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest jax
-	@python=$$($(find-newest)); if [ -n "$$python" ]; then \
-	  OPTIMIZED=1 $(MAKE) --no-print-directory test PYTHON="$$python" VENV=.venv-newest \
-	    TESTS="$(LIBRARY)"; \
-	else echo "test-newest: no Python 3.13 or 3.12 found, nothing to run"; fi
+	@export OPTIMIZED=1; $(call on-newest,test TESTS="$(LIBRARY)")
+
+setup-newest:
+	@$(call on-newest,.venv-newest/.test)
 
 durations: $(VENV)/.test ## run all but the long tests; where do their minutes go?
 	$(PYTEST) -p benchmarks.durations -m "not long"
@@ -163,4 +163,9 @@ define find-newest
 for p in python3.13 python3.12 "$$(pyenv root 2>/dev/null)"/versions/3.13*/bin/python \
   "$$(pyenv root 2>/dev/null)"/versions/3.12*/bin/python; do \
   "$$p" -c '$(probe)' 2>/dev/null && break; done || true
+endef
+define on-newest
+python=$$($(find-newest)); if [ -n "$$python" ]; then \
+  $(MAKE) --no-print-directory PYTHON="$$python" VENV=.venv-newest $(1); \
+else echo "no Python 3.13 or 3.12 found, nothing to run"; fi
 endef

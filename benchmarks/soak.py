@@ -51,7 +51,7 @@ PLACES = ("starting", "compiling", "half-round", "row", "evaluating", "saving",
           "training on", "renamed", "summed", "removing", "copying", "unmarked",
           "flipped")  # fmt: skip
 AMONG = ("sending", "host", "hosts")  # several processes
-QUICK = ("compiling", "evaluating", "renamed", "saving")
+QUICK = ("evaluating", "saving")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--quick", action="store_true", help="one run, four kills")
+    parser.add_argument("--quick", action="store_true", help="one run, two kills")
     parser.add_argument("--processes", default="1,3", help="of the runs, in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--json", type=pathlib.Path)

@@ -408,7 +408,8 @@ def namespaces():
 def test_over_a_shaped_link(finished, start, place):
     """Real processes, or the one line that says what this machine lacks."""
     before = namespaces()  # others may be measuring here
-    process = start("--network=20mbit", "--config.devices=1", seeds=1, workdir="link")
+    process = start("--network=20mbit", "--config.devices=1", methods="acco", seeds=1,
+                    workdir="link")  # fmt: skip
     out, err = process.communicate(timeout=540)
     if reason := network.why_not():
         assert refusal(err, "--network", reason)

@@ -323,7 +323,7 @@ def test_a_main_thread_that_is_stuck(two, start_two, place, tmp_path, strict):
     (place / "stuck_hook.py").write_text(STUCK)
     (place / "stuck").unlink(missing_ok=True)
     hook = ("--config.metrics_hook=stuck_hook:once", f"--strict_hooks={strict}")
-    started = start_two(tmp_path, *hook, "--stuck_after=20", "--restarts=1")
+    started = start_two(tmp_path, *hook, "--stuck_after=12", "--restarts=1")
     said = [err for _, err in finish(*started)]
     if strict:
         line = r"process 0 on \S+ was lost after half-round \d+ \(no half-round after "
@@ -380,9 +380,8 @@ def child_of(process):
 @pytest.mark.slow
 def test_two_processes_continue_bit_for_bit(two, start_two, place, tmp_path):
     workdir = tmp_path / "work"
-    processes = start_two(workdir, "--stop_after=6")  # after an estimate
-    finish(*processes, code=exits.STOPPED)
-    processes = start_two(workdir, "--stop_after=9", "--restarts=1")  # after a commit
+    # after an estimate
+    processes = start_two(workdir, "--stop_after=6", "--restarts=1")
     while not (workdir / "lock.json").exists():
         time.sleep(0.05)
     os.kill(child_of(processes[1]), signal.SIGKILL)

@@ -74,7 +74,7 @@ CASES = [
     case("acco", "tpu:v5e:4x4", 4, marks=long),
     case("zero1", "tpu:v5e:4x4", 4, marks=long),
     case("acco", "tpu:v5e:4x4", 3, dynamic=True, marks=long),
-    case("acco", "tpu:v5p:2x2x2", 4),
+    case("acco", "tpu:v5p:2x2x2", 4, marks=long),
     case("acco", "tpu:tpu7x:2x2x2", 4, marks=long),
 ]
 
