@@ -226,8 +226,8 @@ MUTANTS = (
     Mutant(
         "all processes read the first part",
         "data",
-        "self._part = slice(process_index * share, (process_index + 1) * share)",
-        "self._part = slice(0, share)",
+        "return np.arange(batch_size).reshape(workers, -1)[list(own)].ravel()",
+        "return np.arange(batch_size).reshape(workers, -1)[: len(own)].ravel()",
     ),
     Mutant(
         "bytes of prompts count as predicted",

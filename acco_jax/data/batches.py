@@ -85,7 +85,7 @@ class Position:
 
 
 class Batches:
-    """An endless iterator over one process's part of the global batches.
+    """An endless iterator over one part of the global batches.
 
     The position is the number of rows handed out so far, `row`, in the endless sequence
     that `order` gives, and the rows among them that were not computed, `left`. These
@@ -97,8 +97,7 @@ class Batches:
         rows: Rows,
         order: Order,
         slots: Slots,
-        process_index: int = 0,
-        process_count: int = 1,
+        own: np.ndarray | None = None,
         prefetch: bool = True,
     ):
         """Begin at row 0.
@@ -107,12 +106,11 @@ class Batches:
           rows: to read.
           order: of the rows.
           slots: of the global batch.
-          process_index, process_count: this process's part of the batch.
+          own: the places of the global batch whose rows are read; None: all.
           prefetch: whether the next batch is read while this one is used.
         """
         self._rows, self._order, self._slots = rows, order, slots
-        share = slots.size // process_count
-        self._part = slice(process_index * share, (process_index + 1) * share)
+        self._own = np.arange(slots.size) if own is None else own
         self._places = slots.places()
         whose = slots.worker(self._places)
         if order.streams == 1:
@@ -178,7 +176,7 @@ class Batches:
 
     def shapes(self) -> list[Batch]:
         """Return a batch without rows for every shape that batches may have."""
-        none = np.full(self._part.stop - self._part.start, -1)
+        none = np.full(len(self._own), -1)
         return [self._rows.read(none, width) for width in self._rows.widths]
 
     def get_state(self) -> dict[str, Any]:
@@ -242,5 +240,5 @@ class Batches:
             self._open = positions
         else:
             targets += self._rows.targets(rows)
-        batch = self._rows.read(rows[self._part], self._rows.width(rows))
+        batch = self._rows.read(rows[self._own], self._rows.width(rows))
         return batch, Position(after, left, targets)

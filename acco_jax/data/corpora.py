@@ -301,7 +301,7 @@ def _documents(
     if config.name != "text_folder":  # whose files are split by their names
         train = config.train_split
         listing.check_names(train, config.validation_split)
-        validation = listing.held_out(declared, config.validation_split)
+        validation = listing.held_out(declared, train, config.validation_split)
     splits = [split for split in (train, validation) if split]
     columns = tasks.columns(config.task, config.text_feature)
     rows = {split: _rows(builder, config.name, columns, split) for split in splits}
@@ -322,11 +322,20 @@ def _documents(
     sizes = [
         (s.name, s.num_examples, s.num_bytes) for s in builder.info.splits.values()
     ]
+    if config.name not in BUILT_IN:  # whose full_name changes with their files
+        sizes += _prepared_files(Path(builder.data_dir))
     by_hash = None if validation else config.held_out
     what = config.text_feature if config.task == "pretrain" else config.task
     digest = _digest(_READ_AS, builder.info.full_name, sizes, what, splits, by_hash)
     fingerprint = f"{builder.name}-{digest}"
     return _source(fingerprint, lambda: read(train), lambda: read(validation), by_hash)
+
+
+def _prepared_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return values that change when a data set is prepared again; [] if remote."""
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def _check_apart(builder: tfds.core.DatasetBuilder, splits: Sequence[str]) -> None:

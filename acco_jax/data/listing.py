@@ -247,11 +247,12 @@ def check_names(train_split: str, validation_split: str) -> None:
         )
 
 
-def held_out(splits: Sequence[str], asked: str) -> str | None:
+def held_out(splits: Sequence[str], train: str, asked: str) -> str | None:
     """Return the held-out split among those that a data set declares; None: none.
 
     Args:
       splits: their names.
+      train: data.train_split, which is not held out.
       asked: data.validation_split; for 'validation' its other words are tried, and
         then the words of 'test'.
 
@@ -260,8 +261,9 @@ def held_out(splits: Sequence[str], asked: str) -> str | None:
     """
     if asked != "validation" or asked in splits:
         return asked
+    others = [split for split in splits if split != train]
     for role in ("validation", "test"):
-        found = [split for split in splits if split.lower() in WORDS[role]]
+        found = [split for split in others if split.lower() in WORDS[role]]
         if len(found) > 1 and role not in found:
             raise ValueError(
                 f"the splits {found} may each be the held-out one: set "

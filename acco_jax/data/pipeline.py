@@ -76,7 +76,8 @@ def load_corpus(
         of the data set name, path, text_feature, train_split, validation_split,
         held_out, task and data_dir; of the tokenizer tokenizer, vocab_size and
         end_of_text.
-      workdir: where a copy of the tokenizer is read from, or written to.
+      workdir: where a copy of the tokenizer is read from, or written to. Until a run
+        has written config.json there, a BPE of other documents is replaced.
       base: another workdir, whose BPE a new one takes instead of training its own.
 
     Raises:
@@ -111,10 +112,9 @@ def train_iterator(
     length: int,
     batch_size: int,
     seed: int,
-    process_index: int,
-    process_count: int,
+    workers: int = 1,
+    own: Sequence[int] | None = None,
     prefetch: bool = True,
-    workers: int | None = None,
     steps: int = 1,
     microbatches: int = 1,
     counts: Sequence[int] | None = None,
@@ -122,7 +122,7 @@ def train_iterator(
     lengths: Sequence[int] = (),
     document_mask: bool = False,
 ) -> Batches:
-    """Iterate endlessly over this process's part of the shuffled training batches.
+    """Iterate endlessly over some workers' part of the shuffled training batches.
 
     Packed row i is tokens [i T, i T + T] of the training split: inputs and targets
     overlap. Of instructions every example is a row, padded with its whole global batch.
@@ -142,10 +142,10 @@ def train_iterator(
       length: T, targets per row.
       batch_size: rows of the global batch.
       seed: of the order.
-      process_index, process_count: this process, of how many share the global batch.
+      workers: how many share the global batch, in equal contiguous parts.
+      own: the workers whose parts are read, such as those of this process, ascending;
+        None: all.
       prefetch: whether the next batch is read, in a thread, while one is used.
-      workers: how many share the global batch, in equal contiguous parts; None: as many
-        as processes.
       steps: of each worker in a batch.
       microbatches: of each step.
       counts: how many of its microbatches each worker computes; the other places of the
@@ -158,21 +158,15 @@ def train_iterator(
       document_mask: whether batches number documents: see `acco_jax.data.rows`.
 
     Returns:
-      An iterator over batches of batch_size // process_count rows: see
+      An iterator over batches of batch_size // workers rows of each own worker: see
       `acco_jax.data.rows`.
 
     Raises:
       ValueError: if the corpus has less than one batch, or it cannot be divided.
     """
-    _rows_per_process(batch_size, length, process_index, process_count)
-    workers = process_count if workers is None else workers
+    places = _own_places(batch_size, length, workers, own)
     if not 0 <= skew <= 1:
         raise ValueError(f"data.skew {skew} is out of range: set it to 0 .. 1")
-    if workers % process_count:
-        raise ValueError(
-            f"{workers} workers are not divisible by {process_count} processes: "
-            f"set workers to a multiple of {process_count}"
-        )
     parts = workers * steps * microbatches
     if batch_size % parts:
         raise ValueError(
@@ -186,7 +180,7 @@ def train_iterator(
     order = Skewed(rows.groups, seed, skew) if skew else Shuffled(len(rows), seed)
     counts = None if counts is None else tuple(counts)
     slots = Slots(workers, steps, microbatches, batch_size // parts, counts)
-    return Batches(rows, order, slots, process_index, process_count, prefetch)
+    return Batches(rows, order, slots, places, prefetch)
 
 
 def validation_batches(
@@ -194,29 +188,30 @@ def validation_batches(
     *,
     length: int,
     batch_size: int,
-    process_index: int,
-    process_count: int,
+    workers: int = 1,
+    own: Sequence[int] | None = None,
     limit: int | None = None,
     block: int | None = None,
     lengths: Sequence[int] = (),
     document_mask: bool = False,
 ) -> Iterator[Batch]:
-    """Iterate once, in order, over this process's part of the held-out batches.
+    """Iterate once, in order, over some workers' part of the held-out batches.
 
     Every held-out target appears once with mask 1; the last batch is filled up with
     end-of-text at mask 0. All processes get the same number of batches. With a limit,
     blocks of rows are spread evenly over the split, since its parts differ.
 
     Args:
-      corpus, length, batch_size, process_index, process_count, lengths, document_mask:
-        as for `train_iterator`.
+      corpus, length, batch_size, workers, own, lengths, document_mask: as for
+        `train_iterator`.
       limit: number of blocks; None: all.
       block: rows of a block; None: `batch_size`.
 
     Returns:
-      An iterator over batches of batch_size // process_count rows, with "mask".
+      An iterator over batches of batch_size // workers rows of each own worker, with
+      "mask".
     """
-    share = _rows_per_process(batch_size, length, process_index, process_count)
+    places = _own_places(batch_size, length, workers, own)
     rows = _rows(corpus, "validation", length, lengths, document_mask)
     if not len(rows):
         longest, names = _longest(length, lengths)
@@ -234,8 +229,7 @@ def validation_batches(
     numbers = np.pad(numbers, (0, missing), constant_values=-1)
 
     def batch(numbers: np.ndarray) -> Batch:
-        here = numbers[process_index * share : (process_index + 1) * share]
-        return rows.read(here, rows.width(numbers))
+        return rows.read(numbers[places], rows.width(numbers))
 
     return map(batch, numbers.reshape(-1, batch_size))
 
@@ -368,23 +362,23 @@ def _check_groups(sizes: Sequence[int], length: int) -> None:
             )
 
 
-def _rows_per_process(
-    batch_size: int, length: int, process_index: int, process_count: int
-) -> int:
+def _own_places(
+    batch_size: int, length: int, workers: int, own: Sequence[int] | None
+) -> np.ndarray:
+    """Return the places of a batch that the own workers have; None: all workers."""
     if length < 1 or batch_size < 1:
         raise ValueError(
             f"length {length} and batch_size {batch_size} must be 1 or more"
         )
-    if batch_size % process_count:
+    if batch_size % workers:
         raise ValueError(
-            f"batch_size {batch_size} is not divisible by {process_count} processes: "
-            f"set it to a multiple of {process_count}"
+            f"batch_size {batch_size} is not divisible by {workers} workers: "
+            f"set it to a multiple of {workers}"
         )
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index {process_index} must be in 0 .. {process_count - 1}"
-        )
-    return batch_size // process_count
+    own = range(workers) if own is None else own
+    if not set(own) <= set(range(workers)):
+        raise ValueError(f"own {list(own)} must be workers, 0 .. {workers - 1}")
+    return np.arange(batch_size).reshape(workers, -1)[list(own)].ravel()
 
 
 def _check(config: ml_collections.ConfigDict) -> None:
@@ -490,24 +484,37 @@ def _trained(
     path: Path,
     base: Path | None,
 ) -> Tokenizer:
-    """Find the BPE at `path`, the base's or the one trained before, or train it."""
+    """Find a run's BPE at `path`, the base's or the one trained before, or train it.
+
+    A start that was interrupted may have left a BPE of other documents at `path`.
+    """
+    kept = _loaded(path, config.vocab_size) if path.exists() else None
+    if kept and path.with_name("config.json").exists():
+        return kept
     found = data_dir / "tokenizers" / f"{source.fingerprint}-{config.vocab_size}.json"
-    if path.exists():
-        found = path
-    elif base and (base / path.name).exists() and copied(base) is None:
+    if base and (base / path.name).exists() and copied(base) is None:
         found = base / path.name
     if not found.exists():
-        tokenizer = BpeTokenizer.train(_texts(source.train()), config.vocab_size)
-        tokenizer.save(found)
-    tokenizer = BpeTokenizer.load(found)
-    if tokenizer.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"data.vocab_size {config.vocab_size} is not the "
-            f"{tokenizer.vocab_size} of {found}: set it to {tokenizer.vocab_size}, "
-            "or use another workdir"
-        )
-    if found != path:
+        trained = BpeTokenizer.train(_texts(source.train()), config.vocab_size)
+        trained.save(found)
+    tokenizer = _loaded(found, config.vocab_size)
+    if kept is None or kept.fingerprint != tokenizer.fingerprint:
         tokenizer.save(path)
+    return tokenizer
+
+
+def _loaded(path: Path, vocab_size: int) -> BpeTokenizer:
+    """Read a BPE.
+
+    Raises:
+      ValueError: it has another vocabulary size, or is damaged.
+    """
+    tokenizer = BpeTokenizer.load(path)
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"data.vocab_size {vocab_size} is not the {tokenizer.vocab_size} of "
+            f"{path}: set it to {tokenizer.vocab_size}, or use another workdir"
+        )
     return tokenizer
 
 

@@ -179,7 +179,7 @@ def _named(
       ValueError: one that is asked for is not among them.
     """
     listing.check_names(train_split, validation_split)
-    held_out = listing.held_out(splits, validation_split)
+    held_out = listing.held_out(splits, train_split, validation_split)
     chosen = [train_split, *([held_out] if held_out else [])]
     for name in chosen:
         if name not in splits:
@@ -203,6 +203,14 @@ def _saved(root: Path, train_split: str, validation_split: str) -> Files:
         )
         return Files("huggingface", train, validation, names)
     if (root / "state.json").is_file():
+        whole = train_split in ("train", listing.ALL)
+        if not whole or validation_split != "validation":
+            raise ValueError(
+                f"{root} is a Dataset without splits, but data.train_split is "
+                f"{train_split!r} and data.validation_split {validation_split!r}: set "
+                "them to 'train' and 'validation', which hold out data.held_out of it, "
+                "or save a DatasetDict"
+            )
         return Files("huggingface", _shards(root), (), [[root.name], [], []])
     raise ValueError(
         f"{root} is not a folder that datasets' save_to_disk wrote (it has neither "

@@ -52,7 +52,7 @@ class Evaluator:
           Stopped: if the run has been told to stop.
         """
         e = self._experiment
-        zeros = np.zeros((e.workers // e.places[1], 2), np.float32)
+        zeros = np.zeros((len(e.own_workers), 2), np.float32)
         sums = to_devices(zeros, e.mesh)
         for batch in held_out_batches(e, limit):
             if self._stopped():

@@ -1,5 +1,6 @@
 """Preparation of a run: all checks, before anything is compiled."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -36,6 +37,7 @@ from acco_jax.run.state import counts, lengths, processes, worlds
 from acco_jax.run.state.checkpoints import Checkpoints
 from acco_jax.run.state.workdir import check_held, own
 from acco_jax.run.trained import trained_runs  # fmt: skip
+from acco_jax.run.trained.trained_runs import checkpoint_folder
 from acco_jax.run.weights import adapters, pretrained
 from acco_jax.step.adaptive import AdaptiveStep
 from acco_jax.step.balanced import BalancedStep
@@ -101,20 +103,19 @@ class Experiment:
     @property
     def checkpoint_folder(self) -> epath.Path:
         """Folder of the checkpoints: in the workdir, or the config's."""
-        return trained_runs.checkpoint_folder(self.config, self.workdir)
+        return checkpoint_folder(self.config, self.workdir)
 
     @property
     def workers(self) -> int:
         return len(members(self.mesh))
 
     @property
-    def places(self) -> tuple[int, int]:
-        """Index of this process among those with their own workers, and their number.
+    def own_workers(self) -> tuple[int, ...]:
+        """Workers of which this process has devices, in the order of the mesh.
 
-        Processes that share a worker, a group of their devices, share an index.
+        Processes that share a worker, a group of their devices, have the same ones.
         """
-        number = min(self.workers, jax.process_count())
-        return jax.process_index() * number // jax.process_count(), number
+        return own_workers(self.mesh)[jax.process_index()]
 
     @property
     def world(self) -> worlds.World:
@@ -220,18 +221,18 @@ def build(
     devices = jax.devices() if devices is None else list(devices)
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
-    first = _first_workers(config, workdir, workers)
+    first = _first_workers(config, workdir, workers, again)
     identity = _identity_of(config, first)
     _check_workdir(workdir, identity, grows)
     config = adapters.applied(config, identity.get("adapters", {}))
-    _check_processes(workers)
+    own_workers(mesh)  # or a ValueError
     config = _with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
     corpus = _corpus(config, workdir, identity, grows)
     stages.ended("data")
     config = _with_steps(config, workers, amounts, corpus)
     if extend is not None:
-        done = max(_saved_calls(config, workdir), default=0)
+        done = max(_saved_calls(checkpoint_folder(config, workdir)), default=0)
         config = lengths.lengthened(
             config, identity, old, amounts.method, done, extend=extend
         )
@@ -296,7 +297,7 @@ def _with_recorded_half(
     """Return the config with the first half that a record has for these devices."""
     if config.first_half != "auto":
         return config
-    done = max(_saved_calls(config, workdir), default=0)
+    done = max(_saved_calls(checkpoint_folder(config, workdir)), default=0)
     same = [
         world.first_half
         for call, world in worlds.recorded(record)
@@ -452,20 +453,22 @@ def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
     _check_checkpoint(experiment, first, but)
 
 
-def _first_workers(config: ConfigDict, workdir: Path, workers: int) -> int:
+def _first_workers(config: ConfigDict, workdir: Path, workers: int, again: bool) -> int:
     """Return how many workers a run began with; `workers` if none has begun.
 
-    Their microbatches are the batch, whichever workers compute them later.
+    Their microbatches are the batch, whichever workers compute them later. A run has
+    begun once it has saved, or if it is started `again` by the same command.
     """
-    begun = (workdir / "config.json").exists() and _saved_calls(config, workdir)
+    folder = checkpoint_folder(config, workdir)
+    begun = (workdir / "config.json").exists()
+    begun = begun and (again or bool(_saved_calls(folder)))
     first = read_object(workdir / "config.json").get("workers") if begun else workers
     return first if type(first) is int and 0 < first <= worlds.MOST else workers
 
 
-def _saved_calls(config: ConfigDict, workdir: Path) -> list[int]:
-    """Return the calls at which checkpoints were saved, sound or not."""
-    names = trained_runs.checkpoint_folder(config, workdir).glob("*")
-    return [int(path.name) for path in names if path.name.isdigit()]
+def _saved_calls(checkpoints: epath.Path) -> list[int]:
+    """Return the calls at which checkpoints were saved in a folder, sound or not."""
+    return [int(path.name) for path in checkpoints.glob("*") if path.name.isdigit()]
 
 
 def _dealt(
@@ -499,14 +502,26 @@ def _dealt(
     return config, max(counts)
 
 
-def _check_processes(workers: int) -> None:
-    """Raise a ValueError if groups of devices cross the processes' boundaries."""
-    count = jax.process_count()
-    if workers % count and count % workers:
+def own_workers(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """Return the workers of which each process has devices, by the process's index.
+
+    Some meshes follow the wires of a TPU slice: a process's workers are not neighbours.
+
+    Raises:
+      ValueError: processes share some of their workers, and not all.
+    """
+    own = collections.defaultdict[int, list[int]](list)
+    for worker, group in enumerate(members(mesh)):
+        for process in {device.process_index for device in group}:
+            own[process].append(worker)
+    parts = {tuple(workers) for workers in own.values()}
+    sizes = {len(part) for part in parts}
+    if len(sizes) > 1 or sum(map(len, parts)) > len(members(mesh)):
         raise ValueError(
-            f"there are {workers} workers for {count} processes: use sizes of mesh "
-            "with which either number divides the other."
+            f"there are {len(members(mesh))} workers for {len(own)} processes: use "
+            "sizes of mesh with which either number divides the other."
         )
+    return {process: tuple(workers) for process, workers in own.items()}
 
 
 def _check_checkpoint(
@@ -640,9 +655,8 @@ def batches(experiment: Experiment) -> data.Batches:
         length=e.config.length,
         batch_size=e.rows,
         seed=e.config.seed,
-        process_index=e.places[0],
-        process_count=e.places[1],
         workers=e.workers,
+        own=e.own_workers,
         steps=e.tx.steps_per_call,
         microbatches=e.capacity,
         counts=() if e.varying else tuple(e.config.counts) or None,
@@ -661,8 +675,8 @@ def held_out_batches(
         e.corpus,
         length=e.config.length,
         batch_size=e.workers * e.config.microbatch_size,
-        process_index=e.places[0],
-        process_count=e.places[1],
+        workers=e.workers,
+        own=e.own_workers,
         limit=limit,  # of the batches when the run began
         block=e.identity["workers"] * e.config.microbatch_size,
         lengths=c.lengths,
@@ -675,8 +689,7 @@ def counts_of(experiment: Experiment) -> jax.Array | None:
     if not experiment.config.counts:
         return None
     counts = np.asarray(experiment.config.counts, np.int32)
-    place, places = experiment.places
-    return to_devices(np.split(counts, places)[place], experiment.mesh)
+    return to_devices(counts[list(experiment.own_workers)], experiment.mesh)
 
 
 def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
@@ -753,8 +766,21 @@ def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
 
 def check_present(workdir: Path, checkpoints: Path | epath.Path) -> None:
     """Raise a ValueError for a workdir with metrics but without its checkpoints."""
-    if (workdir / metrics.FILE).exists() and not checkpoints.exists():
+    if not (workdir / metrics.FILE).exists():
+        return
+    if not checkpoints.exists():
         raise ValueError(
             f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "
             "restore it, or use another workdir."
+        )
+    if not (workdir / "config.json").exists():
+        return
+    said = read_object(workdir / "config.json").get("checkpoints")
+    before = checkpoint_folder(ConfigDict({"checkpoints": said}), workdir)
+    if before == checkpoints or _saved_calls(checkpoints):
+        return
+    if _saved_calls(before) or not before.exists():
+        raise ValueError(
+            f"{checkpoints} has no checkpoint, but the run in {workdir} saves to "
+            f"{before}: move that folder's content there, or use another workdir."
         )

@@ -308,8 +308,7 @@ def _data(**changes: Any) -> ConfigDict:
 def _consume(config: ConfigDict, *, known: bool = True) -> None:
     """Loads a corpus and reads batches of it, whose tokens are `known` to be some."""
     corpus = data.load_corpus(config, workdir="work")
-    shape = {"length": 400 if config.task == "instruct" else 8, "batch_size": 1,
-             "process_index": 0, "process_count": 1}  # fmt: skip
+    shape = {"length": 400 if config.task == "instruct" else 8, "batch_size": 1}
     batches = data.train_iterator(corpus, seed=0, prefetch=False, **shape)
     for batch in (
         next(batches),

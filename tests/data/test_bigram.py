@@ -72,9 +72,7 @@ corpora = st.integers(2, 6).flatmap(
 def test_bigram_is_its_definition_over_the_validation_batches(corpus, dense, chunk):
     model = Model(corpus)
     nats = 0.0
-    for batch in data.validation_batches(
-        corpus, length=3, batch_size=2, process_index=0, process_count=1
-    ):
+    for batch in data.validation_batches(corpus, length=3, batch_size=2):
         rows, columns = np.nonzero(batch["mask"])
         tokens = batch["tokens"]
         for x, y in zip(tokens[rows, columns], tokens[rows, columns + 1], strict=True):

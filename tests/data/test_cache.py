@@ -116,7 +116,7 @@ def test_each_bit_of_the_counts_is_known(load):
 
 def train(corpus, **options):
     return data.train_iterator(
-        corpus, length=64, batch_size=32, seed=0, process_index=0, process_count=1,
+        corpus, length=64, batch_size=32, seed=0,
         prefetch=False, **options,
     )  # fmt: skip
 
@@ -126,9 +126,7 @@ def everything(corpus):
     batches = train(corpus)
     for _ in range(data.rows_per_epoch(corpus, 64) // 32 + 1):
         next(batches)
-    for _ in data.validation_batches(
-        corpus, length=64, batch_size=4, process_index=0, process_count=1
-    ):
+    for _ in data.validation_batches(corpus, length=64, batch_size=4):
         pass
 
 

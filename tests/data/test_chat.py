@@ -110,9 +110,7 @@ def test_only_the_assistant_s_turns_are_learnt(tmp_path, name):
     chat = ChatTemplate(corpus.tokenizer)
     documents = [tasks.conversation(messages) for messages in CHATS]
     wanted = {tuple(ids): t for ids, t, _ in chat.encode_batch(documents)}
-    batches = data.validation_batches(
-        corpus, length=150, batch_size=4, process_index=0, process_count=1
-    )
+    batches = data.validation_batches(corpus, length=150, batch_size=4)
     total = rows = 0
     for batch in batches:
         for tokens, mask in zip(batch["tokens"], batch["mask"], strict=True):
@@ -129,7 +127,7 @@ def test_only_the_assistant_s_turns_are_learnt(tmp_path, name):
     )
     assert 0 < data.bigram_bits_per_byte(corpus) < 8
     iterator = data.train_iterator(
-        corpus, length=60, batch_size=2, seed=0, process_index=0, process_count=1,
+        corpus, length=60, batch_size=2, seed=0,
         lengths=(40, 60),
     )  # fmt: skip
     for _ in range(9):

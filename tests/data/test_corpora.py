@@ -1,6 +1,7 @@
 """Documents: what is read, how it is split, what is refused."""
 
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from acco_jax import data
 from acco_jax.data import corpora
 from acco_jax.run.config import fields as configs
 
@@ -266,6 +268,38 @@ def test_named_data_set_without_validation_holds_out_its_test_split(prepared, da
     source = corpora.open_source(prepared, data_dir)
     assert set(source.train()) == set(TinyStoriesOfOurs.stories)
     assert set(source.validation()) == {f"test {s}" for s in TinyStoriesOfOurs.stories}
+
+
+def test_a_named_split_that_is_trained_on_is_not_held_out(prepared, data_dir):
+    prepared.train_split = "test"
+    source = corpora.open_source(prepared, data_dir)
+    train, validation = {*source.train()}, {*source.validation()}
+    assert train | validation == {f"test {s}" for s in TinyStoriesOfOurs.stories}
+    assert validation and not train & validation
+
+
+def test_a_named_data_set_that_is_prepared_again_is_read_again(
+    prepared, data_dir, tmp_path, monkeypatch
+):
+    prepared.data_dir = str(data_dir)
+    before = data.load_corpus(prepared, workdir=tmp_path / "work")
+    first = corpora.open_source(prepared, data_dir).fingerprint
+    assert corpora.open_source(prepared, data_dir).fingerprint == first
+    moved = tmp_path / "moved"
+    shutil.copytree(data_dir, moved, copy_function=shutil.copyfile)  # with other times
+    prepared.data_dir = str(moved)
+    copied = data.load_corpus(prepared, workdir=tmp_path / "work")
+    assert copied.documents == before.documents  # by which a run knows them
+    shutil.rmtree(moved / "tiny_stories_of_ours")
+    stories = tuple(s.replace("story", "storm") for s in TinyStoriesOfOurs.stories)
+    monkeypatch.setattr(TinyStoriesOfOurs, "stories", stories)
+    with corpora._quiet():
+        builder = TinyStoriesOfOurs(data_dir=moved)
+        builder.download_and_prepare(file_format="array_record")
+    after = data.load_corpus(prepared, workdir=tmp_path / "work")
+    assert after.documents != before.documents and after.train_bytes == (
+        before.train_bytes
+    )
 
 
 @pytest.mark.parametrize(

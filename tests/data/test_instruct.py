@@ -36,11 +36,10 @@ def corpus(tmp_path_factory):
     )  # fmt: skip
 
 
-def iterate(corpus, batch_size=4, length=60, process=(0, 1), **options):
+def iterate(corpus, batch_size=4, length=60, **options):
     return data.train_iterator(
-        corpus, length=length, batch_size=batch_size, seed=0,
-        process_index=process[0], process_count=process[1], **options,
-    )  # fmt: skip
+        corpus, length=length, batch_size=batch_size, seed=0, **options
+    )
 
 
 def test_spans(corpus):
@@ -52,9 +51,7 @@ def test_spans(corpus):
 
 
 def test_every_answer_and_its_end_is_learnt_once(corpus):
-    batches = data.validation_batches(
-        corpus, length=60, batch_size=16, process_index=0, process_count=1
-    )
+    batches = data.validation_batches(corpus, length=60, batch_size=16)
     total, learnt = 0, []
     for batch in batches:
         assert batch["tokens"].shape == (16, 61)
@@ -74,7 +71,7 @@ def test_a_batch_is_as_long_as_its_longest_row(corpus):
     seen = set()
     for processes in (1, 2, 4):
         parts = [
-            iterate(corpus, process=(p, processes), lengths=lengths)
+            iterate(corpus, workers=processes, own=(p,), lengths=lengths)
             for p in range(processes)
         ]
         for _ in range(20):
@@ -122,7 +119,7 @@ def test_instructions_that_do_not_fit_need_a_longer_row(corpus, lengths):
         iterate(corpus, length=length, lengths=lengths)
     with pytest.raises(ValueError, match=f"answer in 1 tokens: raise {field}, or hold"):
         data.validation_batches(
-            corpus, length=length, batch_size=4, process_index=0, process_count=1,
+            corpus, length=length, batch_size=4,
             lengths=lengths,
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"40 examples .*: lower microbatch_size, "):

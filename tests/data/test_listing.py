@@ -340,6 +340,40 @@ def test_broken_links_of_a_saved_data_set_and_of_texts(tmp_path):
         opened(tmp_path, path="dead.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("splits", "train", "held_out"),
+    [
+        ("train test", "test", HELD_OUT),
+        ("test", "test", HELD_OUT),
+        ("train test dev", "test", "dev"),
+        ("valid test", "valid", "test"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["huggingface", "card"])
+def test_a_declared_split_that_is_trained_on_is_not_held_out(
+    tmp_path, kind, splits, train, held_out
+):
+    root, names = tmp_path / "root", splits.split()
+    if kind == "card":
+        files = {name: f"{i}.jsonl" for i, name in enumerate(names)}
+        write(root, " ".join(files.values()))
+        entries = [{"split": name, "path": path} for name, path in files.items()]
+        subsets = json.dumps([{"data_files": entries}])
+        (root / "README.md").write_text(f"---\nconfigs: {subsets}\n---\n")
+        source = opened(root, train_split=train)
+        check_splits(source, files[train], files.get(held_out, HELD_OUT))
+        return
+    for name in names:
+        (root / name).mkdir(parents=True)
+        state = json.dumps({"_data_files": [{"filename": "0.arrow"}]})
+        (root / name / "state.json").write_text(state)
+        table = pa.table({"text": [f"{name} {i}" for i in range(30)]})
+        with pa.ipc.new_stream(str(root / name / "0.arrow"), table.schema) as file:
+            file.write_table(table)
+    (root / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    check_splits(opened(root, "huggingface", train_split=train), train, held_out)
+
+
 def test_what_is_no_file_is_refused(tmp_path, monkeypatch):
     root = tmp_path / "root"
     write(root, "a.jsonl b.jsonl")

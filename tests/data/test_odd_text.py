@@ -185,6 +185,15 @@ def test_bytes_of_half_a_surrogate_are_refused_by_name(tmp_path, reader):
     assert "\n" not in str(error.value)
 
 
+def test_bytes_that_are_not_utf8_in_tfds_are_replaced(tmp_path, monkeypatch):
+    row = {"instruction": "", "input": "", "output": ""}
+    rows = [row | {"text": text} for text in (b"caf\xe9 1", b"caf\xe9 2")]
+    config = configs.default_config().data
+    config.update(write(tmp_path / "root", "tfds", rows, monkeypatch))
+    source = corpora.open_source(config, tmp_path / "root")
+    assert sorted(source.train()) == ["caf\ufffd 1", "caf\ufffd 2"]
+
+
 def test_a_column_of_no_text_is_named_without_an_empty_list(tmp_path):
     parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
     found = records.find("parquet", str(tmp_path), "train", "validation")

@@ -71,8 +71,8 @@ def test_the_sequence_is_one_for_all_workers_and_processes(
         for processes in (p for p in (1, 2, 4) if p <= workers):
             slots = Slots(workers, 1, 2, size // workers // 2)
             parts = [
-                Batches(rows, Shuffled(count, seed), slots, p, processes, prefetch)
-                for p in range(processes)
+                Batches(rows, Shuffled(count, seed), slots, own, prefetch)
+                for own in np.split(np.arange(slots.size), processes)
             ]
             found = [read(parts) for _ in range(calls)]
             sequences.append(np.concatenate(found)[: 2 * count])

@@ -174,6 +174,33 @@ def test_a_workdir_keeps_its_vocabulary(config, tmp_path):
         data.load_corpus(config, workdir=tmp_path / "work")
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_only_a_run_keeps_the_bpe_of_other_documents(
+    config, tmp_path, monkeypatch, begun
+):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    work, other = tmp_path / "work", tmp_path / "other"
+    other.mkdir()
+    for i in range(40):
+        (other / f"{i}.txt").write_text(f"{i} dogs run, {i**5} ran\n")
+    config.update(tokenizer="bpe", vocab_size=280)
+    with monkeypatch.context() as patch:
+        patch.setattr(data.BpeTokenizer, "encode_batch", stop)
+        with pytest.raises(KeyboardInterrupt):
+            data.load_corpus(config, workdir=work)
+    left = data.BpeTokenizer.load(work / "tokenizer.json").fingerprint
+    if begun:
+        (work / "config.json").write_text("{}")
+    config.path = str(other)
+    found = data.load_corpus(config, workdir=work).tokenizer.fingerprint
+    own = data.load_corpus(config, workdir=tmp_path / "new").tokenizer.fingerprint
+    assert own != left
+    assert found == (left if begun else own)
+    assert data.BpeTokenizer.load(work / "tokenizer.json").fingerprint == found
+
+
 def test_standard_library(config, tmp_path, capfd):
     with config.unlocked():
         config.update(name="stdlib", path=None, held_out=0.05)

@@ -154,9 +154,7 @@ def test_every_source_tokenizer_and_task(
     found = [record for record in RECORDS if record[field] in spelled]
     assert len(found) == corpus.train_documents
     length = 8 if task == "pretrain" else 400
-    iterator = data.train_iterator(
-        corpus, length=length, batch_size=2, seed=0, process_index=0, process_count=1
-    )
+    iterator = data.train_iterator(corpus, length=length, batch_size=2, seed=0)
     batch = next(iterator)
     if task == "pretrain":
         assert set(batch) == {"tokens"} and batch["tokens"].shape == (2, 9)
@@ -271,6 +269,10 @@ def spoil(folder, what):
         case "no split":
             return {"name": "huggingface", "path": str(SAVED / "dict"),
                     "train_split": "test"}  # fmt: skip
+        case "trained on without splits" | "held out without splits":
+            split = "train_split" if "trained" in what else "validation_split"
+            return {"name": "huggingface", "path": str(SAVED / "single"),
+                    split: "test"}  # fmt: skip
         case "no such files":
             (folder / "a.jsonl").write_text(lines)
             return path | {"name": "jsonl", "validation_split": "dev"}
@@ -296,6 +298,10 @@ REFUSED = {
     "shard missing": r"\.arrow is missing: restore it",
     "shard cut": r"\.arrow is not a complete huggingface file \(.*\): restore it",
     "no split": r"has no split 'test': set data\.train_split .*\['train', 'valid",
+    "trained on without splits": r"single is a Dataset without splits, but "
+    r"data\.train_split is 'test' and .* 'validation': set them to 'train' and",
+    "held out without splits": r"single is a Dataset without splits, but .* is 'train' "
+    r"and data\.validation_split 'test': set them to 'train' and 'validation'",
     "no such files": r"no file of .* has 'dev' in its name: set data\.validation_split",
     "nothing": r"no \.jsonl files at .*: set data\.path to a file, a folder",
     "no path": r"data\.name='parquet' needs a path: set data\.path",

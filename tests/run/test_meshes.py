@@ -39,6 +39,48 @@ def test_domains_make_two_data_axes(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("processes", "group", "own"),
+    [
+        ([0, 0, 1, 1], 1, {0: (0, 1), 1: (2, 3)}),
+        ([0, 1, 1, 0], 1, {0: (0, 3), 1: (1, 2)}),  # as the wires of a TPU slice go
+        ([0, 1, 2, 3], 2, {0: (0,), 1: (0,), 2: (1,), 3: (1,)}),
+        ([0, 1, 1, 0], 2, {0: (0, 1), 1: (0, 1)}),
+        ([0, 0, 1, 1, 1, 1], 2, "there are 3 workers for 2 processes: use sizes"),
+        ([0, 0, 0, 1, 1, 1], 2, "there are 3 workers for 2 processes: use sizes"),
+    ],
+)
+def test_which_workers_are_of_a_process(processes, group, own):
+    devices = np.array([mock.Mock(process_index=p) for p in processes])
+    mesh = mock.Mock(
+        devices=devices.reshape(-1, group),
+        shape={"data": len(processes) // group, "fsdp": group},
+        axis_names=("data", "fsdp"),
+    )
+    if isinstance(own, dict):
+        assert preparation.own_workers(mesh) == own
+        return
+    with pytest.raises(ValueError, match=own):
+        preparation.own_workers(mesh)
+
+
+def test_a_process_reads_the_rows_of_its_workers(tiny, tmp_path, monkeypatch):
+    """Also where they are not neighbours: else rows are skipped and repeated."""
+    e = preparation.prepare(tiny(counts=(2, 1, 2, 1)), tmp_path, jax.devices()[:4])
+    rows = next(preparation.batches(e))["tokens"].reshape(4, -1, 33)
+    held_out = [x["tokens"] for x in preparation.held_out_batches(e, 1)]
+    assert preparation.counts_of(e).tolist() == [2, 1, 2, 1]
+    monkeypatch.setattr(preparation, "own_workers", lambda _: {0: (0, 3)})
+    own = next(preparation.batches(e))["tokens"].reshape(2, -1, 33)
+    np.testing.assert_array_equal(own, rows[[0, 3]])
+    (part,) = [x["tokens"] for x in preparation.held_out_batches(e, 1)]
+    np.testing.assert_array_equal(
+        part.reshape(2, -1), held_out[0].reshape(4, -1)[[0, 3]]
+    )
+    monkeypatch.setattr(preparation, "to_devices", lambda counts, mesh: counts)
+    assert preparation.counts_of(e).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
     ("slices", "domains", "shape"),
     [
         ([0] * 4, None, (4,)),

@@ -287,6 +287,22 @@ def test_metrics_without_checkpoints_are_refused(tmp_path):
     check_whole(tmp_path, folder)
 
 
+def test_an_empty_folder_is_not_that_of_the_checkpoints(tmp_path):
+    """A run would begin anew there, and its records would be gone."""
+    before, other = tmp_path / "checkpoints", tmp_path / "other"
+    (tmp_path / metrics.FILE).touch()
+    (tmp_path / "config.json").write_text('{"checkpoints": null}')
+    other.mkdir()
+    before.mkdir()
+    check_whole(tmp_path, other)  # nothing was saved yet
+    (before / "5").mkdir()
+    with pytest.raises(ValueError, match=r"other has no checkpoint, but the run") as e:
+        check_whole(tmp_path, other)
+    one_line(e)
+    before.rename(tmp_path / "moved")
+    check_whole(tmp_path, tmp_path / "moved")
+
+
 @pytest.mark.fast("None")
 @pytest.mark.parametrize("change", [{"seed": 5}, {"model.width": 32}, None])
 def test_a_checkpoint_says_which_run_it_is_of(train, tiny, tmp_path, change):

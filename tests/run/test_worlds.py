@@ -201,6 +201,18 @@ def test_what_cannot_follow_is_refused(world, changes, said, tmp_path):
         world(tmp_path, 1, **changes)
 
 
+def test_a_second_attempt_with_fewer_keeps_the_batch_before_any_checkpoint(
+    tiny, tmp_path
+):
+    devices = jax.devices()
+    preparation.prepare(tiny(), tmp_path, devices[:4])
+    again = preparation.build(tiny(), tmp_path, devices[:2], again=True)
+    preparation.record(again)
+    assert (again.identity["workers"], again.tokens) == (4, 4 * 2 * 2 * 32)
+    fresh = preparation.build(tiny(), tmp_path, devices[:2])  # by another command
+    assert (fresh.identity["workers"], fresh.tokens) == (2, 2 * 2 * 2 * 32)
+
+
 def test_a_damaged_record_is_said(tmp_path):
     row = {
         "half_round": 0,

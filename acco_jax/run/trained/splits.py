@@ -45,8 +45,6 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
         corpus,
         length=c.length,
         batch_size=c.microbatch_size,
-        process_index=0,
-        process_count=1,
         lengths=c.data.lengths,
         document_mask=c.data.document_mask,
     ):
