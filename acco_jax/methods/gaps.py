@@ -72,14 +72,18 @@ CANDIDATES = (
 
 
 def allowed(
-    optimizer: str, tolerance: float = TOLERANCE
+    optimizer: str, tolerance: float = TOLERANCE, *, uneven: bool = True
 ) -> tuple[list[Candidate], list[str]]:
     """Return the candidates within a tolerance, and why each other one is not.
 
     Args:
       optimizer: name in optax.
       tolerance: per cent of zero1's loss, at most.
+      uneven: whether acco's first half is the smaller one, of which the losses are.
     """
+    if not uneven:
+        exact = [c for c in CANDIDATES if c.gaps is None]
+        return exact, ["acco: a step needs four microbatches for a smaller first half"]
     found = [c for c in CANDIDATES if c.within(tolerance, optimizer)]
     return found, [
         f"{c.name}: {c.gap(optimizer)}" for c in CANDIDATES if c not in found

@@ -264,7 +264,8 @@ def config_of(config_json: Mapping[str, Any], **overrides: Any) -> Config:
     if family is None:
         raise _refused("model_type", config_json.get("model_type"), ", ".join(kinds))
     row = _FAMILIES[family]
-    for name, value in {**row.fixed, "quantization_config": None}.items():
+    fixed = {**row.fixed, "is_causal": True, "quantization_config": None}
+    for name, value in fixed.items():
         if (said := config_json.get(name)) is not None and said != value:
             raise _refused(name, said, value)
     fields = {**FAMILIES[family], **_numbers(config_json, row)}

@@ -14,6 +14,7 @@ from acco_jax.methods import gaps
 from acco_jax.methods.gaps import Candidate
 from acco_jax.plan import planner
 from acco_jax.plan.planner import Plan, PlanRequest
+from acco_jax.run.build import optimizers
 from acco_jax.run.config import fields as configs
 from acco_jax.schedule.tables import aligned, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
@@ -67,8 +68,15 @@ def make(
     Raises:
       ValueError: if the input is invalid (before any compile), or nothing fits.
     """
+    if config.microbatches != "fixed":
+        raise ValueError(
+            f"microbatches is {config.microbatches!r}, but --recommend is for fixed "
+            "ones, whose losses are measured: leave it out."
+        )
     given, config = config, _quarters(config)
-    found, left_out = gaps.allowed(config.optimizer.name, config.tolerance)
+    found, left_out = gaps.allowed(
+        config.optimizer.name, config.tolerance, uneven=optimizers.uneven(config)
+    )
     methods = tuple(dict.fromkeys(c.method for c in found))
     plan = planner.make(config, topology, dataclasses.replace(request, methods=methods))
     plans = {False: plan, True: plan}
@@ -127,10 +135,7 @@ def _timed(plan: Plan, candidate: Candidate, config: ConfigDict) -> list[Timed]:
     row = plan.row(method)
     speed, step, exposed = row["tokens_per_second"], row["step"], row["exposed"]
     program = outcome.program
-    count = program.per_step
-    if program.adaptive:  # what a step has at least, not what its batch has room for
-        count = plan.config.microbatches_per_step
-    shape = plan.config.microbatch_size, count
+    shape = plan.config.microbatch_size, program.per_step
     if outcome.fit and outcome.fit.best:
         speed, shape = outcome.fit.best.tokens_per_second, outcome.fit.best.shape
     if options:

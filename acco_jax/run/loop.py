@@ -313,10 +313,10 @@ class _Run:
         two, counted for nobody: these parameters may be the cause.
         """
         e = self._experiment
-        e.checkpoints.wait()
-        if e.checkpoints.latest() == self.done:
-            return
         with self._settled("saving"):
+            e.checkpoints.wait()
+            if e.checkpoints.latest() == self.done:
+                return
             self._spikes.read(self.done)
             self._drops.read(self.done)
             if self._drops.nobody > int(last):
@@ -327,6 +327,7 @@ class _Run:
             if not jax.device_get(self._finite(now)):
                 metrics.check(math.nan, "the loss or a parameter", self.done)
             self._replicas.check(self.done, self._arrays())
+            self._sync()  # the records outlive the host with the checkpoint
             e.checkpoints.save(self.done, (self.params, self.state), self._host())
             self._goodput.mark("checkpoints", self.done)
 
@@ -354,10 +355,14 @@ class _Run:
         if not finite:
             metrics.check(math.nan, "the loss or a parameter", self.done)
         self.wait()
+        self._sync()
+        self._memory.keep(self.done, state, self._host)
+
+    def _sync(self) -> None:
+        """Write the records of the half-rounds so far to the disk."""
         self._recorder.sync()
         if self._log is not None:
             self._log.sync()
-        self._memory.keep(self.done, state, self._host)
 
     def wait(self) -> None:
         """Wait until the devices have done all half-rounds so far."""
@@ -458,7 +463,8 @@ def run(
                 runner.save(last=True)
                 break
             except spikes.LossSpike as spike:
-                checkpoints.wait()
+                with runner.aside():
+                    checkpoints.wait()
                 if not rollbacks or checkpoints.latest() is None:
                     raise
                 rollbacks -= 1

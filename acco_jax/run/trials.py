@@ -62,10 +62,9 @@ def with_method(
         quarter = first_halves(config.microbatches_per_step)[0]
         config = configs.with_first_half(config, quarter)
     name = config.optimizer.name
-    candidates, others = gaps.allowed(name, config.tolerance)
-    if not optimizers.uneven(config):
-        candidates = [c for c in candidates if c.gaps is None]
-        others = ["acco: a step needs four microbatches for a smaller first half"]
+    candidates, others = gaps.allowed(
+        name, config.tolerance, uneven=optimizers.uneven(config)
+    )
     for why in others:
         logging.info("method auto, with %s: not %s", name, why)
     hosts = jax.process_count() if jax.local_device_count() > 1 else 1
@@ -82,7 +81,7 @@ def with_method(
         if not computing:  # the first holds all of a step's microbatches in a call
             computing = measures.gradient_seconds(e, initial(e)[0], per_token=False)
             logging.info("method auto: gradients take %.3g s a step", computing)
-        seconds.append(float(_timed(e, [None]).min()))
+        seconds.append(float(np.median(_timed(e, [None]))))
         logging.info("method auto: %s takes %.3g s", c.name, seconds[-1])
         if seconds[-1] <= LONGER * computing:
             break  # no communication is left to overlap
@@ -138,9 +137,7 @@ def settled(experiment: Experiment) -> Experiment:
         logging.info("timing two sizes of the first half; each is compiled first")
         found = _timed(e, e.halves)
         chosen = smallest(found)
-        # of the turn that decided: other load may have slowed others
-        turn = np.lexsort((found[:, chosen], found[:, chosen] / found.min(axis=1)))[0]
-        times = [f"{seconds:.3g} s" for seconds in found[turn]]
+        times = [f"{seconds:.3g} s" for seconds in np.median(found, axis=0)]
         if isinstance(e.step, LoggedStep):
             e.step.alternate(e.halves[0])
         other = f"half of them {times[-1]}" if chosen == 0 else f"a quarter {times[0]}"

@@ -22,7 +22,8 @@ from acco_jax.step.logged import LoggedStep
 
 SMALLEST = 4  # a first half of a quarter of a step is the smallest whose loss is known
 LONGER = 1.03  # times as long, at most: what timing cannot tell from as long
-TIMES = 3  # timed steps of each candidate
+FEWEST, MOST = 3, 30  # timed steps of each candidate,
+SECONDS = 2.0  # as many as take these
 
 
 def first_halves(microbatches: int) -> tuple[int, ...]:
@@ -39,15 +40,15 @@ def first_halves(microbatches: int) -> tuple[int, ...]:
 
 
 def smallest(seconds: np.ndarray) -> int:
-    """Return the index of the first candidate that takes no longer than any other.
+    """Return the index of the first candidate that typically takes no longer.
 
-    It takes longer if it did so each time: other load on a machine comes and goes.
+    Candidates are compared within a turn: other load on a machine comes and goes.
 
     Args:
       seconds: (times, candidates).
     """
-    ratios = (seconds / seconds.min(axis=1, keepdims=True)).min(axis=0)
-    return int(np.argmax(ratios <= LONGER))
+    ratios = np.median(seconds / seconds.min(axis=1, keepdims=True), axis=0)
+    return int(np.argmax(ratios <= LONGER * ratios.min()))
 
 
 def step_seconds(
@@ -70,11 +71,14 @@ def step_seconds(
       calls: of a step.
 
     Returns:
-      float32 (TIMES, candidates): seconds of a step, on the slowest process.
+      float32 (times, candidates): seconds of a step, on the slowest process. They are
+      as many as take two seconds, but 3 to 30.
     """
-    seconds = np.full((TIMES, len(halves)), np.inf, np.float32)
-    for turn in range(1 + TIMES):  # the first one compiles
-        for i, each in enumerate(halves):
+
+    def turn() -> list[float]:
+        nonlocal params, state
+        seconds = list[float]()
+        for each in halves:
             if each is not None:
                 assert isinstance(step, LoggedStep)
                 step.alternate(each)
@@ -82,8 +86,19 @@ def step_seconds(
             for _ in range(calls):
                 params, state, metrics = step(params, state, batch, counts, rng)
             jax.block_until_ready((params, state, metrics))
-            if turn:
-                seconds[turn - 1, i] = time.perf_counter() - start
-    if jax.process_count() > 1:
-        seconds = np.asarray(multihost_utils.process_allgather(seconds)).max(axis=0)
-    return seconds
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    turn()  # compiles
+    first = _slowest([turn()])
+    times = min(max(FEWEST, int(SECONDS / max(first.max(), 1e-9))), MOST)
+    return np.concatenate([first, _slowest([turn() for _ in range(times - 1)])])
+
+
+def _slowest(seconds: list[list[float]]) -> np.ndarray:
+    """Return, on every process, the seconds of the slowest."""
+    own = np.asarray(seconds, np.float32)
+    if jax.process_count() == 1:
+        return own
+    found: np.ndarray = multihost_utils.process_allgather(own).max(axis=0)
+    return found

@@ -434,6 +434,7 @@ def test_weights_that_are_not_read(name):
         (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope'"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5: giv"),
         (GEMMA2, {"use_bidirectional_attention": True}, "bidirectional_attention=True"),
+        (QWEN3, {"is_causal": False}, "is_causal=False"),
         (GEMMA2, {"hidden_activation": "gelu"}, "hidden_activation='gelu'.*tanh"),
         (GEMMA2, {"layer_types": ["full_attention"]}, "layers=26, but 1 kinds of att"),
         (

@@ -75,17 +75,38 @@ def test_options_of_another_method_are_left_out(stand_in, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-@pytest.mark.parametrize("given", ["first_half=2", "microbatches=adaptive"])
-def test_the_command_has_the_halves_that_were_planned(stand_in, tmp_path, given):
-    """Not those that the config asked for, and an adaptive run's least microbatches."""
+def test_the_command_has_the_halves_that_were_planned(stand_in, tmp_path):
+    """Not those that the config asked for."""
     found = recommended(
-        tmp_path, "--set=fast_bandwidth=5e9", f"--config.{given}",
+        tmp_path, "--set=fast_bandwidth=5e9", "--config.first_half=2",
         "--config.microbatches_per_step=4",
     )  # fmt: skip
     assert "acco" in found["recommended"]
     config = parsing.config_of(shlex.split(found["command"])[3:-1])
-    assert config.microbatches_per_step == 4
-    assert config.first_half == (1 if given == "first_half=2" else "auto")
+    assert (config.microbatches_per_step, config.first_half) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("microbatch_size=1", "microbatches_per_step=2"),
+        ("microbatches_per_step=4", "counts=(2,2,2,2,2,2,2,1)"),
+    ],
+)
+def test_halves_whose_loss_is_not_measured_are_not_recommended(
+    stand_in, tmp_path, given
+):
+    """Acco's losses are of a smaller first half, of which these have none."""
+    flags = [f"--config.{field}" for field in given]
+    found = recommended(tmp_path, "--set=fast_bandwidth=5e9", *flags)
+    assert found["recommended"] == "zero1"
+    (why,) = found["left_out"]
+    assert "four microbatches" in why
+
+
+def test_varying_microbatches_are_rejected(refusal):
+    said = refusal(*FILE, "--config.microbatches=adaptive")
+    assert "microbatches is 'adaptive', but --recommend is for fixed ones" in said
 
 
 def test_a_gate_judges_what_is_recommended(stand_in, tmp_path, capsys):

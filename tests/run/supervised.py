@@ -35,6 +35,10 @@ for half_round in range(1, 6):
         if fault == "wait":  # as in a collective whose peer is gone
             while not told:
                 time.sleep(0.05)
+        if fault == "die":  # as of too little memory, while it saves
+            while not told:
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
         if fault == "save":  # once it is told to
             while not told:
                 time.sleep(0.05)

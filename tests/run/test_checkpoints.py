@@ -227,6 +227,33 @@ def test_damaged_host_data_of_the_newest_leave_the_older_one(tree, folder):
     assert found == 3 and host == {"batches": {"next": 3}}
 
 
+def test_what_cannot_be_read_for_another_reason_is_not_set_aside(
+    tree, folder, monkeypatch
+):
+    """Such as too little memory, or a tree of other arrays."""
+    checkpoints = Checkpoints(folder, keep=2)
+    with pytest.raises(OSError, match=r"/5 is as it was written, but cannot be rest"):
+        checkpoints.restore_newest({**tree, "another": tree["bf16"]})
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpoints._checkpointer, "restore", fails)
+    with pytest.raises(OSError, match="cannot be restored: MemoryError"):
+        checkpoints.restore_newest(tree)
+    assert Checkpoints(folder, keep=2).saved_calls == [3, 5]
+
+
+def test_what_is_set_aside_by_mistake_can_be_put_back(folder):
+    content = host_file(folder, 5).read_bytes()
+    host_file(folder, 5).write_bytes(b"")
+    assert Checkpoints(folder, keep=2).latest() == 3
+    for name in ("5.damaged", "5.damaged.checksums"):
+        (folder / name).rename(folder / name.replace(".damaged", ""))
+    host_file(folder, 5).write_bytes(content)
+    assert Checkpoints(folder, keep=2).latest() == 5
+
+
 def test_a_fifo_in_a_checkpoint_is_damage(folder):
     path = data_file(folder, 5)
     path.unlink()

@@ -45,7 +45,7 @@ def recorded(workdir):
 def test_the_choice_is_said_recorded_and_kept(run, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(trials.logging, "info", lambda *words: said.append(words))
-    busy = [[1.5, 1.25], EQUAL]  # a turn beside other load, and one without
+    busy = [EQUAL, EQUAL, [9.0, 9.5]]  # the last beside other load
     _, asked = run(tmp_path, busy, stop_after=3)
     assert asked == [2] and recorded(tmp_path) == [(0, 2)]
     (line,) = (words for words in said if "of %d microbatches" in words[0])

@@ -21,6 +21,7 @@ from acco_jax.models import transformer
 from acco_jax.run import loop, preparation
 from acco_jax.run.build import models
 from acco_jax.run.observe import metrics
+from acco_jax.run.state.checkpoints import Checkpoints
 from tests.compiling import optimized
 
 RUNS = {
@@ -392,3 +393,35 @@ def test_what_does_not_change_a_run_may_change(acco_run, tiny):
     changes = {"log_every": 5, "eval_every": 3, "checkpoint_every": 1,
                "eval_batches": 1, "keep_checkpoints": 1}  # fmt: skip
     preparation.prepare(tiny(**changes), workdir, jax.devices()[:2])
+
+
+def test_a_save_waits_with_patience_for_the_last_one_and_syncs_records(
+    tiny, tmp_path, monkeypatch
+):
+    """A checkpoint may take longer than any half-round, and outlives the host."""
+    made, done = [], []
+
+    class Watchdog(loop.stalls.Watchdog):
+        def __init__(self, least):
+            super().__init__(least)
+            made.append(self)
+
+    def wait(self):
+        done.append(("wait", made[-1].most))
+        original(self)
+
+    def sync(self):
+        done.append(("sync", made[-1].most))
+
+    original = Checkpoints.wait
+    monkeypatch.setattr(loop.stalls, "Watchdog", Watchdog)
+    monkeypatch.setattr(Checkpoints, "wait", wait)
+    monkeypatch.setattr(metrics.Recorder, "sync", sync)
+    config = tiny(**{"model.factory": "tests.run.own_models:linen_model"})
+    experiment = preparation.prepare(config, tmp_path, jax.devices()[:2])
+    loop.run(experiment, stop_after=4, stuck_after=100.0)
+    (save, *_) = found = [name for name, _ in done]
+    patience = loop.stalls.ASIDE * 100.0
+    last = found.index("sync")
+    assert save == "wait" and found[last + 1] == "wait"
+    assert {seconds for _, seconds in done[: last + 2]} == {patience}

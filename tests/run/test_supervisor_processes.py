@@ -190,6 +190,17 @@ def test_signals_are_passed_on_and_a_second_one_is_obeyed_at_once(jobs, start, w
     assert not alive(child)
 
 
+def test_a_process_killed_after_it_was_told_to_stop_is_lost(jobs, start):
+    """So that nobody takes what it has not saved for saved."""
+    (job,) = jobs(("die", 3), restarts=1)
+    started = start(job)
+    child_of(started)
+    time.sleep(0.5)
+    started.send_signal(signal.SIGTERM)
+    _, err = started.communicate(timeout=20)
+    assert started.returncode == exits.LOST and "killed by SIGKILL" in err, err
+
+
 def test_told_to_stop_while_it_waits(jobs, start):
     job = jobs(GOOD, GOOD)[0]
     started, address = start(job), job.coordinator.split(":")

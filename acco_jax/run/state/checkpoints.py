@@ -232,8 +232,10 @@ class Checkpoints:
           like: the tree to restore, of arrays or ShapeDtypeStructs with shardings.
 
         Raises:
-          Damaged: on all processes, if it cannot be read, or a restored shard differs
-            from the saved one.
+          Damaged: on all processes, if its files or a restored shard differ from what
+            was saved.
+          OSError: on all processes, if one cannot read it for another reason, such as
+            too little memory.
         """
         leaves, treedef = jax.tree.flatten(like)
         found = self.restore_some(half_round, like, range(len(leaves)))
@@ -251,13 +253,13 @@ class Checkpoints:
           which: numbers of its leaves, ascending.
 
         Raises:
-          Damaged: as `restore`.
+          Damaged, OSError: as `restore`.
         """
         path, leaves = self._folder / str(half_round), jax.tree.leaves(like)
         names = list(leaf_names.named(like))
         some = {names[i]: leaf_names.data(leaves[i]) for i in which}
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, some)
-        found, problem = {}, None
+        found, failure = {}, ""
         try:
             self.host(half_round)
             found = self._checkpointer.restore(
@@ -273,11 +275,38 @@ class Checkpoints:
                 ),
             ).arrays
         except Exception as error:  # whatever orbax makes of a file
-            problem = " ".join(str(error).split())[:500]
+            failure = " ".join(str(error).split())[:500] or type(error).__name__
         with jax.transfer_guard_device_to_host("allow"):
-            _verify(path, found, problem)
+            self._verify(half_round, found, failure)
 
         return {i: leaf_names.as_key(leaves[i], found[names[i]]) for i in which}
+
+    def _verify(
+        self, half_round: int, arrays: dict[str, jax.Array], failure: str
+    ) -> None:
+        """Raise, on all processes, if one could not read arrays or they differ.
+
+        Reading fails of damage, and of much else, which is no reason to set a
+        checkpoint aside: then process 0 compares its files with what was written.
+        """
+        problem, path = None, self._folder / str(half_round)
+        try:
+            problem = None if failure else shards.problem(arrays, shards.read(path))
+        except (ValueError, IndexError) as error:
+            problem = str(error)
+        wrong = processes.gathered(np.array([bool(failure), problem is not None]))
+        differs = wrong.reshape(-1, 2)[:, 1].any()
+        if not wrong.any():
+            return
+        sound = jax.process_index() == 0 and not self._remote and not differs
+        sound = sound and self.problem(half_round) is None
+        said = problem or failure
+        if not processes.from_process_0(np.bool_(sound)):
+            raise Damaged(said or "a shard on another process differs")
+        raise OSError(
+            f"checkpoint {path} is as it was written, but cannot be restored: "
+            f"{said or 'another process says why'}"
+        )
 
     def host(self, half_round: int) -> dict[str, Any]:
         """Return the host data of a checkpoint, without its arrays."""
@@ -361,7 +390,8 @@ class Checkpoints:
         if damaged.exists():
             damaged.rmtree()
         (self._folder / str(step)).rename(damaged)
-        self._sums(step).unlink(missing_ok=True)
+        if self._sums(step).exists():  # to look at, or to put both back
+            self._sums(step).replace(self._folder / f"{damaged.name}.checksums")
 
     def _host_problem(self, step: int) -> str | None:
         """Return why a checkpoint's host data differ from those written, or None."""
@@ -448,21 +478,6 @@ def _but_for_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
             hook(unraisable)
 
     return heard
-
-
-def _verify(
-    path: epath.Path, arrays: dict[str, jax.Array], problem: str | None
-) -> None:
-    """Raise `Damaged`, on all processes, if a shard on one differs from the saved one.
-
-    It also raises if one has a `problem` already.
-    """
-    try:
-        problem = problem or shards.problem(arrays, shards.read(path))
-    except (ValueError, IndexError) as error:
-        problem = str(error)
-    if processes.gathered(np.bool_(problem is not None)).any():
-        raise Damaged(problem or "a shard on another process differs")
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:

@@ -383,7 +383,8 @@ class _Command:
         said, end = 0.0, None
         while True:
             if end is None and (end := child.end()):
-                if self._told and end.code < 0:  # before it could look for signals
+                # before it could look for signals, or no longer
+                if self._told and -end.code in signals.STOPPING:
                     end = End(exits.STOPPED)
                 link.say(child.beat())
                 link.say(end)
