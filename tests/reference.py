@@ -114,14 +114,19 @@ def quantization_step(x, bits):
     return np.where(least > 0, np.maximum(scale, np.float32(2.0**-126)), 0)
 
 
-def quantized(x, bits):
-    """What arrives of finite rows [rows, width], in few bits."""
+def quantized(x, bits, apart=False):
+    """What arrives of finite rows [rows, width], in few bits.
+
+    Unless the scale is sent `apart`, the first 16 values carry its bits.
+    """
     most, scale = 2 ** (bits - 1) - 1, quantization_step(x, bits)
     pattern = scale.astype(ml_dtypes.bfloat16).view(np.uint16)  # exact: 8 bits
     lowest = (pattern >> np.arange(16) & 1).astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         x = np.where(scale > 0, x * (1 / scale), 0)
     q = np.clip(np.rint(x), -most, most)
+    if apart:
+        return q.astype(np.float32) * scale
     first = 2 * np.rint((x[:, :16] - lowest) / 2) + lowest
     # beyond the range lies the nearest with the same lowest bit
     first -= 2 * np.sign(first) * (np.abs(first) > most)

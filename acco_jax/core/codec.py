@@ -10,7 +10,8 @@ Plain communication sends the layout's buffers. Quantized, with Q of
             d = Q(point - r), and every worker takes r + d. The next difference corrects
             this one's rounding error, so errors do not accumulate
     reduce  worker i sends Q(g_i + e_i) and keeps e_i' = g_i + e_i - Q(g_i + e_i) for
-            its next gradient; the owner adds up what arrives, in float32
+            its next gradient; the owner adds up what arrives, in float32. Without
+            error feedback, worker i sends Q(g_i), with its scales apart: 0 stays 0
 
 With several data axes only the last to be reduced, the slowest network, is quantized.
 There the rounded values are the sums g_i of a host's (or slice's) workers.
@@ -24,6 +25,7 @@ feedback, Karimireddy et al. (arXiv 1901.09847).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -73,7 +75,7 @@ class Codec:
         if (bits := self._bits(layout, axis)) is None:
             return residual, buffers
         if not self.feedback:
-            return residual, quantized(layout, buffers, bits)
+            return residual, quantized(layout, buffers, bits, apart=True)
         assert residual is not None and residual.error is not None
         before = residual.error.buffers
         own = tuple(wide(g) + wide(e) for g, e in zip(buffers, before, strict=True))
@@ -103,9 +105,10 @@ class Codec:
         """Return the shards of the sums over workers, in the master weights' dtype."""
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
         if bits is not None:
-            reduced = layout.on_buffers(
-                lambda xs: tuple(dequantized_sum(x, bits, senders) for x in xs)
-            )(reduced)
+            add = functools.partial(
+                dequantized_sum, bits=bits, senders=senders, apart=not self.feedback
+            )
+            reduced = layout.on_buffers(lambda xs: tuple(map(add, xs)))(reduced)
         return layout.split(reduced, whole)
 
     def encode_params(
@@ -152,7 +155,11 @@ class Codec:
 
 
 def quantized(
-    layout: Layout, buffers: tuple[jax.Array, ...], bits: int
+    layout: Layout,
+    buffers: tuple[jax.Array, ...],
+    bits: int,
+    *,
+    apart: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Quantize packed buffers to `bits` bits.
 
@@ -160,9 +167,8 @@ def quantized(
     and must stay so. The devices of such an axis therefore share their scales.
     """
     axes = tuple(a for a in layout.model_axes if layout.mesh.shape[a] > 1)
-    return layout.on_buffers(lambda xs: tuple(quantize(x, bits, axes) for x in xs))(
-        buffers
-    )
+    own = functools.partial(quantize, bits=bits, axes=axes, apart=apart)
+    return layout.on_buffers(lambda xs: tuple(map(own, xs)))(buffers)
 
 
 def _values(bits: int | None) -> Callable[[tuple[jax.Array, ...]], Any]:

@@ -14,6 +14,9 @@ the new devices. State that each of n workers has for itself goes to m workers s
 So G / W does not change. Nor does the mean of rows if m divides n or n divides m. What
 sparse methods with weighted=False have yet to send is averaged like rows: they divide
 its sum by the number of workers.
+
+A leaf that n workers split and m workers have whole is no longer rounded. Its error
+feedback is added to its in-flight gradients. zero1 has none and loses that feedback.
 """
 
 import functools
@@ -153,10 +156,17 @@ def moved(old: PyTree, new: PyTree, weighted: bool = True) -> PyTree:
             states = _placed(target, lambda x: _states(target, *x), rows)
             summed, weight, loss = _placed(target, own, a)
             summed = jax.device_put(summed, target.grads_shardings)
+            error = old.residual and old.residual.error
+            if error is not None:
+                left = _left_out(source, target, error.buffers)
+                summed = target.map(
+                    lambda leaf, g, e: g + e if leaf.whole else g, summed, left
+                )
             packed = target.pack(summed, weight, loss)
             return packed._replace(model_state=states)
         if isinstance(a, RoundingError):
-            return RoundingError(_left_out(source, target, a.buffers))
+            left = _left_out(source, target, a.buffers)
+            return RoundingError(_fed_back(target, left))
         if source.holds_shards(a) and target.holds_shards(b):
             homes = jax.tree.map(lambda x: x.sharding, target.shards)
             return in_auto(lambda x: target.store(source.view(x)), target, homes)(a)
@@ -241,13 +251,17 @@ def _summed(rows: PyTree, target: Layout) -> PyTree:
     return jax.tree.map(summed, rows)
 
 
-def _left_out(source: Layout, target: Layout, buffers: Arrays) -> Arrays:
-    """Return the error feedback, for rounding on the target's slowest axis."""
+def _left_out(source: Layout, target: Layout, buffers: Arrays) -> PyTree:
+    """Return the error feedback as rows of the target's workers."""
 
     def own(buffers: Arrays) -> PyTree:
         return _summed(_rows(source, buffers, scattered=True), target)
 
-    rows = jax.device_put(_placed(target, own, buffers), target.grads_shardings)
+    return jax.device_put(_placed(target, own, buffers), target.grads_shardings)
+
+
+def _fed_back(target: Layout, rows: PyTree) -> Arrays:
+    """Return the error feedback, for rounding on the target's slowest axis."""
     weight = jax.device_put(jnp.ones(target.workers), target.sharding(target.axis))
     found = target.pack(rows, weight).buffers
     for axis in target.reduce_order[:-1]:

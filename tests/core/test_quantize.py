@@ -15,8 +15,8 @@ from tests.examples import examples
 from tests.reference import make_mesh, quantization_step, quantized
 
 ROWS, WIDTH = 6, 128
-encode = functools.partial(jax.jit, static_argnums=1)(quantize)
-decode = functools.partial(jax.jit, static_argnums=1)(dequantize)
+compiled = functools.partial(jax.jit, static_argnames=("bits", "apart"))
+encode, decode = compiled(quantize), compiled(dequantize)
 
 
 rows = st.builds(
@@ -32,17 +32,20 @@ rows = st.builds(
 
 
 @examples(60)
-@given(rows, st.sampled_from([8, 4]))
-def test_off_by_half_a_quantization_step(x, bits):
-    q = encode(x, bits)
-    assert (q.shape, q.dtype) == ((ROWS, WIDTH * bits // 32), np.uint32)
-    y, scale = np.asarray(decode(q, bits)), quantization_step(x, bits)
-    np.testing.assert_array_equal(y, quantized(x, bits))
+@given(rows, st.sampled_from([8, 4]), st.booleans())
+def test_off_by_half_a_quantization_step(x, bits, apart):
+    q = encode(x, bits, apart=apart)
+    assert (q.shape, q.dtype) == ((ROWS, WIDTH * bits // 32 + apart), np.uint32)
+    y = np.asarray(decode(q, bits, apart=apart))
+    scale = quantization_step(x, bits)
+    np.testing.assert_array_equal(y, quantized(x, bits, apart))
     wide = x.astype(np.float64)
     error = np.abs(wide - y)
     assert np.all(error[:, 16:] <= scale / 2 * (1 + 1e-6))
-    assert np.all(error[:, :16] <= scale * (1 + 1e-6))
+    assert np.all(error[:, :16] <= scale / (1 + apart) * (1 + 1e-6))
     assert np.all(y[~x.any(1)] == 0)
+    if apart:
+        assert np.all(y[x == 0] == 0)
     # products are exact, so that a contracted sum is the same as another
     with np.errstate(divide="ignore", invalid="ignore"):
         whole = np.where(scale > 0, y.astype(np.float64) / scale, 0)
@@ -50,16 +53,19 @@ def test_off_by_half_a_quantization_step(x, bits):
     assert np.abs(whole).max() <= 2 ** (bits - 1) - 1
 
 
-@pytest.mark.fast("8-*", "21-8")
+@pytest.mark.fast("False-8-*", "*-21-8")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("senders", [1, 2, 8, 21])
-def test_a_sum_is_of_one_sender_after_the_other(senders, bits):
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_sum_is_of_one_sender_after_the_other(apart, senders, bits):
     x = np.random.default_rng(senders).normal(size=(senders * ROWS, WIDTH))
-    q = encode(x.astype(np.float32), bits)
+    q = encode(x.astype(np.float32), bits, apart=apart)
     want = np.zeros((ROWS, WIDTH), np.float32)
-    for sent in np.asarray(decode(q, bits)).reshape(senders, ROWS, WIDTH):
+    values = np.asarray(decode(q, bits, apart=apart))
+    for sent in values.reshape(senders, ROWS, WIDTH):
         want += sent
-    got = jax.jit(dequantized_sum, static_argnums=(1, 2))(q, bits, senders)
+    run = jax.jit(dequantized_sum, static_argnums=(1, 2), static_argnames="apart")
+    got = run(q, bits, senders, apart=apart)
     chex.assert_trees_all_equal(np.asarray(got), want)
 
 
@@ -73,11 +79,12 @@ def test_largest_values_and_every_integer_come_back():
         np.testing.assert_array_equal(y[:, 16:], x[:, 16:])  # 127 / 127 is a bfloat16
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_not_finite_arrives_as_nan(bits):
+def test_what_is_not_finite_arrives_as_nan(bits, apart):
     x = np.ones((4, WIDTH), np.float32)
     x[1, 40], x[2, 3], x[3, -1] = np.nan, np.inf, -np.inf
-    y = np.asarray(decode(encode(x, bits), bits))
+    y = np.asarray(decode(encode(x, bits, apart=apart), bits, apart=apart))
     assert np.isfinite(y[0]).all()
     assert np.isnan(y[1:]).all()
 

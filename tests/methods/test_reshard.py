@@ -108,8 +108,26 @@ def sums(state):
     in_flight = reshard._rows(layout, state.in_flight.buffers, state.in_flight.whole)
     error = reshard._rows(layout, state.residual.error.buffers, scattered=True)
     total = jax.tree.map(lambda x: np.asarray(x).sum(0), (in_flight, error))
-    replica = jax.tree.map(np.asarray, layout.view(state.residual.replica))
+    replica = state.residual.replica
+    if replica is not None:
+        replica = jax.tree.map(np.asarray, layout.view(replica))
     return total, state.in_flight.weight.sum(), replica
+
+
+@pytest.mark.parametrize("name", ["acco", "dpu"])
+def test_error_feedback_of_leaves_that_become_whole_is_sent(name):
+    """Three workers split d and round it. Two have it whole, as in-flight gradients."""
+    _, state = run(name, [(3,)], 2, reduce_bits=8)
+    (gradients, error), weight, _ = sums(state)
+    assert np.abs(error["d"]).max() > 1e-4
+    state = acco_jax.reshard(state, method(name, (2,), reduce_bits=8))
+    (resharded, left), after, _ = sums(state)
+    assert not left["d"].any()
+    before, found = (
+        jax.tree.map(np.add, *x) for x in [(gradients, error), (resharded, left)]
+    )
+    chex.assert_trees_all_close(found, before, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(after, weight)
 
 
 def loss_fn(params, batch, rng):

@@ -189,7 +189,8 @@ class Message:
     the communication dtype. With them it is one integer: a place, a sign and
     value_bits - 1 bits m. Its value is +-(low + (m + 1/2) step): the bits divide the
     range of magnitudes that a chunk sends, whose `low` and `step` are bfloat16. So
-    (m + 1/2) step is exact in float32 and the sum is rounded once, for all alike.
+    (m + 1/2) step is exact in float32 and the sum is rounded once, for all alike. If
+    the smallest magnitude is 0, `low` is -step / 2: 0 is sent as 0, with m = 0.
     """
 
     k: int
@@ -217,8 +218,11 @@ class Message:
         bits = self.value_bits
         most, size = 2 ** (bits - 1) - 1, jnp.abs(values)
         low, high = size.min(1, keepdims=True), size.max(1, keepdims=True)
-        scales = jnp.concatenate([low, (high - low) / (most + 1)], 1)
-        scales = scales.astype(jnp.bfloat16)
+        zero = low == 0
+        step = jnp.where(zero, high / most, (high - low) / (most + 1))
+        step = step.astype(jnp.bfloat16)
+        low = jnp.where(zero, -step / 2, low.astype(jnp.bfloat16))
+        scales = jnp.concatenate([low, step], 1)
         low, step = jnp.split(scales.astype(values.dtype), 2, 1)
         m = jnp.where(step > 0, (size - low) / jnp.where(step > 0, step, 1), 0)
         m = jnp.clip(jnp.floor(m), 0, most).astype(jnp.int32)

@@ -12,10 +12,12 @@ e_r stands in for an outer momentum. w_r is worker r's weight: with weighted=Fal
 
 An entry is 12 bits of place, a sign and the other value bits. Q divides the range from
 a chunk's smallest to its largest sent magnitude into 2^(value_bits - 1) equal intervals
-and sends the middle of one. The range is 32 bits a chunk. The authors' earlier code,
-CCLoco, differs in three points: its chunks are blocks of 64 by 64 of a matrix, here
-they are consecutive entries; its Q sends a table of means; and it divides an entry by
-the number of workers that sent it, the equation above by all.
+and sends the middle of one. The range is 32 bits a chunk. If the smallest is 0, the
+first middle is 0 and the last middle is the largest magnitude: 0 is sent as 0.
+
+The authors' earlier code, CCLoco, differs in three points: its chunks are blocks of 64
+by 64 of a matrix, here they are consecutive entries; its Q sends a table of means; and
+it divides an entry by the number of workers that sent it, the equation above by all.
 
 At 1 % and 2 bits a worker sends 0.0185 bytes per parameter, (n - 1) times: all workers
 gather every message. diloco's reduction and gather stay below 4 bytes in bfloat16. So

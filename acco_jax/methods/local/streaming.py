@@ -286,7 +286,7 @@ def streaming_diloco(
 
     Bytes sent per worker: per H steps those of `acco_jax.diloco`, but never more than
     one fragment's at once; with `bits` the way there takes 1 byte (8 bits) or half a
-    byte (4) per parameter, and 2 bytes per row of at least 128.
+    byte (4) per parameter, and 4 bytes per row of at least 128.
 
     Args:
       inner: each worker's optimizer, an optax transformation.
@@ -336,7 +336,7 @@ def streaming_diloco(
 
     def init(params: PyTree) -> StreamingState:
         whole = layout_of(params, common)
-        local_method.check_wire(whole, weighted and not bits)
+        local_method.check_wire(whole, weighted)
         params = jax.device_put(params, whole.params_shardings)
         members = fragments_of(whole.leaves, fragments)
         specs = whole.tree(lambda leaf: leaf.spec)

@@ -30,7 +30,10 @@ def quantized(values, bits):
     """Q of the values that one chunk sends."""
     size, intervals = np.abs(values), 2 ** (bits - 1)
     ends = [size.min(), (size.max() - size.min()) / intervals]
+    if size.min() == 0:  # the middle of the first interval
+        ends[1] = size.max() / (intervals - 1)
     low, step = np.array(ends).astype(jnp.bfloat16).astype(float)
+    low = low or -step / 2
     m = np.clip(np.floor((size - low) / step), 0, intervals - 1)
     return np.sign(values) * (low + (m + 0.5) * step)
 
@@ -125,6 +128,25 @@ def test_a_message(bits):
     half = (size.max() - size.min()) / 2**bits
     assert np.abs(found[0] - values[0]).max() <= half + size.max() * 2.0**-7
     np.testing.assert_allclose(found[0], quantized(values[0], bits), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_zeros_among_the_largest_are_sent_as_zeros(bits):
+    """Of a chunk with fewer nonzero entries than are sent, for all devices alike."""
+    message = Message(41, CHUNK, bits)
+    values = np.zeros((2, 41), np.float32)
+    values[0, :9] = np.random.default_rng(bits).normal(size=9)
+    values[1, 3] = -0.3
+    places = jnp.tile(jnp.arange(41), (2, 1))
+    sent = message.encode(places, jnp.asarray(values), jnp.float32)
+    for decode in (message.decode, jax.jit(message.decode, static_argnums=2)):
+        found = np.asarray(decode(*sent, jnp.float32)[1])
+        np.testing.assert_array_equal(found[values == 0], 0)
+        for row, of in zip(found, values, strict=True):
+            np.testing.assert_array_equal(row, quantized(of, bits))
+        high = np.abs(values).max(1, keepdims=True)
+        half = high / (2 ** (bits - 1) - 1) / 2
+        assert np.all(np.abs(found - values) <= half + high * 2.0**-8)
 
 
 @pytest.mark.parametrize("bits", [1, 14])

@@ -1,5 +1,6 @@
 """streaming_diloco against NumPy loops written from its equations; what it sends."""
 
+import functools
 import itertools
 
 import jax
@@ -175,7 +176,8 @@ def test_low_precision_is_the_sum_of_what_each_sent(bits):
         placed = jax.device_put(delta, shape.grads_shardings)
         (buffer,) = shape.pack(placed, jnp.ones(workers)).buffers
         mine = buffer.addressable_shards[i].data
-        got = np.asarray(dequantize(quantize(mine, bits), bits), np.float64)
+        sent = quantize(mine, bits, apart=True)
+        got = np.asarray(dequantize(sent, bits, apart=True), np.float64)
         sums = got if sums is None else sums + got
         present, bias = present + (w > 0), bias + delta["b"][i]
     mean = jax.device_put(sums / present, jax.NamedSharding(tx.mesh, jax.P()))
@@ -187,8 +189,34 @@ def test_low_precision_is_the_sum_of_what_each_sent(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+def test_parameters_that_do_not_move_stay_as_they_are(bits):
+    """Without error feedback nothing would repair a 0 that arrives as another value."""
+    inner = optax.multi_transform(
+        {"frozen": optax.set_to_zero(), "trained": optax.sgd(0.1)},
+        {"a": "frozen", "b": "trained"},
+    )
+    tx = acco_jax.streaming_diloco(
+        inner, mesh=make_mesh(2), local_steps=1, fragments=1, overlap_steps=0,
+        bits=bits, weighted=False,
+    )  # fmt: skip
+    start = {"a": np.linspace(1, 2, 64), "b": np.ones(64)}
+
+    def loss(params, batch, rng):
+        return batch.mean() * sum(jnp.sum(x**2) for x in params.values())
+
+    step = acco_jax.make_train_step(loss, tx, microbatches=1)
+    params, state = acco_jax.start(tx, jax.tree.map(jnp.asarray, start))
+    for _ in range(3):
+        params, state, _ = step(params, state, np.ones(2))
+        committed = acco_jax.committed_params(state, params)
+        np.testing.assert_array_equal(committed["a"], start["a"])
+        np.testing.assert_array_equal(params["a"], np.stack([start["a"]] * 2))
+    assert np.all(np.asarray(committed["b"]) < 0.9)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 def test_outer_gradients_are_sent_as_integers(bits):
-    """Four or eight to a word, scales included."""
+    """Four or eight to a word, and behind each row a word with its scale."""
     tx = acco_jax.streaming_diloco(
         optax.sgd(1.0), mesh=make_mesh(4), local_steps=2, fragments=1, overlap_steps=1,
         bits=bits, comm_dtype=jnp.bfloat16,
@@ -201,7 +229,7 @@ def test_outer_gradients_are_sent_as_integers(bits):
     rows //= 4  # each worker's own buffer
     text = step.lower(params, state, batches[0], jnp.asarray(counts[0])).as_text()
     found = collectives(text)
-    words = rows * width * bits // 32
+    words = rows * (width * bits // 32 + 1)
     assert found == [
         ("all_to_all", "ui32", words, words),
         ("all_gather", "bf16", rows // 4 * width, rows * width),
@@ -288,6 +316,20 @@ def test_refuses(options, message):
     with pytest.raises(ValueError, match=message) as error:
         acco_jax.streaming_diloco(optax.sgd(1.0), mesh=make_mesh(2), **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_weighted_differences_in_float16_are_refused(bits):
+    """They are float16 before they are quantized, too."""
+    options = {"local_steps": 1, "fragments": 1, "overlap_steps": 0, "bits": bits}
+    make = functools.partial(
+        acco_jax.streaming_diloco, optax.sgd(1.0), mesh=make_mesh(2),
+        comm_dtype=jnp.float16, **options,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="weighted differences overflow") as error:
+        acco_jax.start(make(), {"w": jnp.ones(4)})
+    assert "\n" not in str(error.value)
+    acco_jax.start(make(weighted=False), {"w": jnp.ones(4)})
 
 
 @pytest.mark.parametrize("tau", [0, 1])
