@@ -307,11 +307,10 @@ def _scaled(machine: Machine, scale: float) -> dict[str, Change]:
 
 def _network(machine: Machine, scale: float) -> dict[str, Change]:
     """Return the rates of collectives; networks that were not crossed keep theirs."""
-    name = "fast_bandwidth"
-    if machine.topology.devices > machine.topology.fast_domain:
-        name = "slow_bandwidth"
-    rate = _reached(machine, name, "network") * scale
-    return {name: _ends(rate), "network_efficiency": 1.0}
+    several = machine.topology.devices > machine.topology.fast_domain
+    network = "slow" if several else "fast"
+    rate = machine.reached(network) * scale
+    return {f"{network}_bandwidth": _ends(rate), f"{network}_efficiency": 1.0}
 
 
 def _reached(machine: Machine, rate: str, part: str) -> float:

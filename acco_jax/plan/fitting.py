@@ -93,6 +93,7 @@ def search(
     usable_memory: float,
     held: int,
     unit: int,
+    divisor: int,
     most: int,
 ) -> Fit:
     """Compile few candidates around a first one.
@@ -104,15 +105,16 @@ def search(
       held: bytes of them that no microbatch changes.
       unit: microbatches of an optimizer step are a multiple of it: of its half-rounds,
         or, so that unequal ones keep their ratio, of those asked for.
+      divisor: of a microbatch's rows, the first one's included: mesh.fsdp splits them.
       most: candidates to compile beside the first.
     """
-    found, total = {first.shape.rows: first}, first.shape.total
+    found, total = {first.shape.rows // divisor: first}, first.shape.total
     for _ in range(most):
-        rows = _next(found, usable_memory, held) or _between(found, total)
-        if rows is None:
+        times = _next(found, usable_memory, held) or _between(found, total)
+        if times is None:
             break
-        found[rows] = attempt(cut(rows, total, unit))
-    return Fit(tuple(found[rows] for rows in sorted(found)), total)
+        found[times] = attempt(cut(times * divisor, total, unit))
+    return Fit(tuple(found[times] for times in sorted(found)), total)
 
 
 def _next(found: dict[int, Tried], usable_memory: float, held: int) -> int | None:

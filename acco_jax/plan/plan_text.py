@@ -86,7 +86,7 @@ def _head(plan: Plan) -> str:
         f"none of them here{axes}\n{program.parameters / 1e6:,.1f}M parameters in "
         f"{program.param_dtype}; per optimizer step and worker "
         f"{config.microbatches_per_step} microbatches of "
-        f"{config.microbatch_size} x {config.length} tokens{counts}\n"
+        f"{config.microbatch_size} x {program.length} tokens{counts}\n"
         f"READ is from the schedule that jax {jax.__version__} compiled; PREDICTED "
         "follows from it and the figures below. Nothing was run."
     )

@@ -246,7 +246,7 @@ def _outcome(
             found = programs.compile_within(candidate, machine)
         except DoesNotFit as error:
             return Tried(shape, None, compiled=error.compiled)
-        return _tried(shape, candidate, found, config, machine)
+        return _tried(shape, candidate, found, machine)
 
     def search(first: Tried) -> Fit:
         return fitting.search(
@@ -255,18 +255,20 @@ def _outcome(
             usable_memory=machine.usable_memory,
             held=program.held().total,
             unit=program.per_step if program.halves else program.tx.calls_per_step,
+            divisor=config.mesh.fsdp,
             most=COMPILES,
         )
 
     try:
         compiled = compiled or programs.compile_within(program, machine)
     except DoesNotFit as error:
-        advice = (
-            "lower it" if shape.rows > 1 else "set model.remat, or take more devices"
-        )
-        if error.compiled and fit and shape.rows > 1:
-            rows = search(Tried(shape, None)).largest
-            advice = f"{rows} would fit" if rows else "nor does 1"
+        fewer = shape.rows > config.mesh.fsdp
+        advice = "lower it" if fewer else "set model.remat, or take more devices"
+        if error.compiled and fit and fewer:
+            smaller = search(Tried(shape, None))
+            advice = f"nor does {smaller.misfit}"
+            if smaller.largest:
+                advice = f"{smaller.largest} would fit"
         elif not error.compiled:
             advice = "take more devices, or a group of them as a worker (mesh.fsdp)"
         raise DoesNotFit(
@@ -278,7 +280,7 @@ def _outcome(
         program, settled = _settled(program, compiled[0], machine)
         compiled = (settled,)
     elif fit:
-        found = search(_tried(shape, program, compiled, config, machine))
+        found = search(_tried(shape, program, compiled, machine))
     parts = tuple(map(_part, program.parts, compiled, itertools.repeat(machine)))
     return Outcome(
         program,
@@ -392,11 +394,10 @@ def _tried(
     shape: Shape,
     program: Program,
     compiled: Sequence[Compiled],
-    config: ConfigDict,
     machine: Machine,
 ) -> Tried:
     """Time a compiled candidate."""
-    tokens = program.computed * shape.rows * config.length
+    tokens = program.computed * shape.rows * program.length
     data = [
         c
         for part, found in zip(program.parts, compiled, strict=True)
@@ -496,14 +497,15 @@ def _growth(
 ) -> list[dict[str, Any]]:
     """Predict a step of each method on `devices` devices, from its one compile."""
     here = machine.topology.devices
-    flops_per_token = model.flops_per_token and model.flops_per_token(config.length)
     rows, formulas = [], []
     for o in outcomes:
-        p = costs.in_turn(o.schedules, machine, devices)
+        p = costs.in_turn(o.schedules, machine, devices, o.program.in_group)
+        length = o.program.length
+        flops_per_token = model.flops_per_token and model.flops_per_token(length)
         times, memory = o.program.repeats, o.compiled.memory
         step = times * p.total
         tokens = times * o.program.computed * devices / here
-        tokens *= config.microbatch_size * config.length
+        tokens *= config.microbatch_size * length
         peak_flops = step * devices * machine.value("flops")
         # zero1 represents methods that communicate in each step
         formula = None

@@ -112,6 +112,11 @@ class Program:
         return total // (self.microbatches * self.tx.steps_per_call)
 
     @property
+    def length(self) -> int:
+        """Tokens of a row that are predicted."""
+        return int(self.arguments[2]["tokens"].shape[1]) - 1
+
+    @property
     def computed(self) -> int:
         """Microbatches that all workers compute in its parts."""
         whole = [self.microbatches] * self.workers

@@ -119,7 +119,10 @@ def _command(config: ConfigDict, chosen: Timed, arguments: Sequence[str]) -> str
 def _quarters(config: ConfigDict) -> ConfigDict:
     """Return the config with steps of at least four microbatches, of as many rows."""
     config = planner.of_method(config, "acco")
-    while config.microbatches_per_step < SMALLEST and config.microbatch_size % 2 == 0:
+    least = 2 * config.mesh.fsdp  # rows that can be halved
+    while (
+        config.microbatches_per_step < SMALLEST and not config.microbatch_size % least
+    ):
         config.microbatches_per_step *= 2
         config.microbatch_size //= 2
     first = first_halves(config.microbatches_per_step)[0]

@@ -78,7 +78,12 @@ class Prediction:
         return max(0.0, 1 - self.exposed / self.communication)
 
 
-def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
+def predict(
+    schedule: Schedule,
+    machine: Machine,
+    devices: int,
+    in_group: Callable[[Collective], bool] = lambda _: False,
+) -> Prediction:
     """Predict how long a schedule takes.
 
     Args:
@@ -86,16 +91,25 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
       machine: figures and network.
       devices: how many to predict for; where it is not the topology's own number, the
         data axis's collectives grow (or shrink) to it and nothing else changes.
+      in_group: whether a collective stays within a model-parallel group, whose size
+        does not change.
     """
     each = [Spent(0.0, 0.0)] * len(schedule.collectives)
     places: dict[str, list[int]] = {"ENTRY": []}
     for i, c in enumerate(schedule.collectives):
         places.setdefault(c.where, []).append(i)
-    entry = _Timeline(machine, devices)
+    here = machine.topology.devices
+    seconds = [
+        collective_seconds(
+            c, machine, here if devices == here or in_group(c) else devices
+        )
+        for c in schedule.collectives
+    ]
+    entry = _Timeline(machine)
     for where, own in places.items():
-        timeline = entry if where == "ENTRY" else _Timeline(machine, devices)
+        timeline = entry if where == "ENTRY" else _Timeline(machine)
         operations = schedule.operations if where == "ENTRY" else schedule.bodies[where]
-        found = [schedule.collectives[i] for i in own]
+        found = [(schedule.collectives[i], seconds[i]) for i in own]
         for i, spent in zip(own, timeline.run(operations, found), strict=True):
             each[i] = Spent(*(x * schedule.collectives[i].times for x in spent))
     for where, own in places.items():
@@ -117,13 +131,16 @@ def predict(schedule: Schedule, machine: Machine, devices: int) -> Prediction:
 
 
 def in_turn(
-    schedules: Sequence[Schedule], machine: Machine, devices: int
+    schedules: Sequence[Schedule],
+    machine: Machine,
+    devices: int,
+    in_group: Callable[[Collective], bool] = lambda _: False,
 ) -> Prediction:
     """Predict how long schedules take one after the other, each once.
 
     Arguments are as for `predict`; `each` has the collectives of all of them.
     """
-    found = [predict(schedule, machine, devices) for schedule in schedules]
+    found = [predict(schedule, machine, devices, in_group) for schedule in schedules]
     spans, start = [], 0.0
     for p in found:
         spans += [
@@ -223,37 +240,39 @@ class _Flight:
 class _Timeline:
     """A walk through one computation: when it and the network are busy, in seconds."""
 
-    def __init__(self, machine: Machine, devices: int) -> None:
-        self._machine, self._devices = machine, devices
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._clock = self._network_free = 0.0
         self._flying: dict[int, _Flight] = {}
         self.matrix = self.matmul = self.memory = 0.0
         self.spans: list[Span] = []
 
     def run(
-        self, operations: Sequence[Operation], collectives: Sequence[Collective]
+        self,
+        operations: Sequence[Operation],
+        collectives: Sequence[tuple[Collective, float]],
     ) -> list[Spent]:
-        """Run one execution; return the seconds of each collective in it."""
+        """Run one execution of operations and of collectives with their seconds."""
         # (position, order there, what happens); a collective that ends in an operation
         # (a TPU's loop) ends after it, the others before
         before, during, launch, after = range(4)
-        launches = {c.start for c in collectives}
+        launches = {c.start for c, _ in collectives}
         working = {o.position for o in operations if o.flops}
         spent = [Spent(0.0, 0.0)] * len(collectives)
         events: list[tuple[int, int, Callable[[], None]]] = []
 
         def end(i: int) -> None:
-            spent[i] = self._end(i, collectives[i])
+            spent[i] = self._end(i, *collectives[i])
 
         for o in operations:
             if o.position not in launches or o.flops:
                 compute = functools.partial(self._compute, o)
                 events.append((o.position, during, compute))
-        for i, c in enumerate(collectives):
+        for i, (c, seconds) in enumerate(collectives):
             done = c.done if c.asynchronous and c.done is not None else c.start
             late = done in working or done == c.start
             events += [
-                (c.start, launch, functools.partial(self._begin, i, c)),
+                (c.start, launch, functools.partial(self._begin, i, c, seconds)),
                 (done, after if late else before, functools.partial(end, i)),
             ]
         for _, _, happen in sorted(events, key=lambda event: event[:2]):
@@ -282,15 +301,14 @@ class _Timeline:
         self._add("computation", name, self._clock, self._clock + seconds)
         self._clock += seconds
 
-    def _begin(self, i: int, c: Collective) -> None:
+    def _begin(self, i: int, c: Collective, seconds: float) -> None:
         """Launch collective number i, which starts when the network is free."""
         start = max(self._clock, self._network_free)
-        self._network_free = start + collective_seconds(c, self._machine, self._devices)
+        self._network_free = start + seconds
         self._flying[i] = _Flight(c.kind, start, self._network_free)
 
-    def _end(self, i: int, c: Collective) -> Spent:
+    def _end(self, i: int, c: Collective, seconds: float) -> Spent:
         """Wait for collective number i."""
-        seconds = collective_seconds(c, self._machine, self._devices)
         own = self._flying.pop(i)
         start = own.start
         for other in self._flying.values():  # what is before it waits first

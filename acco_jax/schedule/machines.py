@@ -110,7 +110,11 @@ def figures(
     table["call_seconds"] = Constant(
         0.0, "s", "of a call beside its schedule: none, unless --calibrate measures it"
     )
-    for name, change in (changes or {}).items():
+    changes = changes or {}
+    for name in ("fast_efficiency", "slow_efficiency"):
+        if name in changes:
+            table[name] = Constant(1.0, "", "instead of network_efficiency")
+    for name, change in changes.items():
         check_name("the name of a figure", name, table)
         ends = change if isinstance(change, tuple) else (change, change)
         for value in ends:
@@ -162,6 +166,12 @@ class Machine:
         if self.topology.devices <= self.topology.fast_domain:
             return self.topology.chip.link
         return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"
+
+    def reached(self, network: str) -> float:
+        """Return the bytes/s that collectives reach on the "fast" or "slow" network."""
+        own = f"{network}_efficiency"  # of a network that was measured
+        share = own if own in self.figures else "network_efficiency"
+        return self.value(f"{network}_bandwidth") * self.value(share)
 
     @property
     def usable_memory(self) -> float:
@@ -247,9 +257,7 @@ class Machine:
         """
         if devices < 2:
             return 0.0
-        efficiency = self.value("network_efficiency")
-        fast = self.value("fast_bandwidth") * efficiency
-        slow = self.value("slow_bandwidth") * efficiency
+        fast, slow = self.reached("fast"), self.reached("slow")
         hop, far = self.value("fast_latency"), self.value("slow_latency")
         if kind == "send-recv":  # between slices
             return size / slow + far

@@ -88,16 +88,35 @@ class Module:
     def runs(
         self, c: Computation | None = None, times: int = 1
     ) -> Iterator[tuple[Computation, int]]:
-        """Yield c (ENTRY if None) and what it runs line by line, with executions."""
+        """Yield c (ENTRY if None) and what it runs line by line, with executions.
+
+        The branches of a conditional run 0 times, except the one that communicates
+        the most bytes.
+        """
         c = c or self.entry
         yield c, times
         for x in c.instructions:
             if x.opcode in ("while", "call", "conditional"):
                 iterations = self.count(x) if x.opcode == "while" else 1
-                for called in self.called(x):
-                    yield from self.runs(called, times * iterations)
+                called = self.called(x)
+                counts = [times * iterations] * len(called)
+                if x.opcode == "conditional":
+                    sent = list(map(self._sent, called))
+                    most = sent.index(max(sent))
+                    counts = [times * (i == most) for i in range(len(called))]
+                for other, count in zip(called, counts, strict=True):
+                    yield from self.runs(other, count)
             if x.opcode == "while":
                 yield from self.runs(self.condition(x), times * (iterations + 1))
+
+    def _sent(self, c: Computation) -> int:
+        """Count the bytes of the buffers of all collectives that c executes."""
+        return sum(
+            times * max(x.bytes, sum(operand.bytes for operand in x.operands))
+            for inner, times in self.runs(c)
+            for x in inner.instructions
+            if self.communicates(x)
+        )
 
     # ---- iterations of loops
 

@@ -91,7 +91,9 @@ class Operation:
 class Schedule:
     """Collectives, operations and loops of a compiled program."""
 
-    collectives: tuple[Collective, ...]  # in order, ENTRY's before those of loops
+    # In order, ENTRY's before those of loops; a conditional's are those of the branch
+    # that communicates the most bytes.
+    collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
     loops: tuple[Loop, ...]  # every one that runs; trips None counts as one iteration
     flops: int  # of all matmuls
@@ -206,7 +208,7 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
                 f"trip count given for {min(wrong)!r}, but the loops of unknown "
                 f"trip count are {unknown}"
             )
-    sections = [_Section(module, c, times) for c, times in runs]
+    sections = [_Section(module, c, times) for c, times in runs if times]
     collectives = tuple(c for section in sections for c in section.collectives())
     members = (max(map(max, c.groups)) for c in collectives if c.groups)
     return Schedule(

@@ -60,6 +60,33 @@ def test_figures_of_a_chip_change_its_plan(tmp_path):
     assert found.value == pytest.approx(0.55) and found.range == (0.5, 0.6)
 
 
+@pytest.mark.parametrize("measured", ["fast", "slow"])
+def test_a_network_that_was_not_crossed_keeps_its_share(measured):
+    topology = topologies.parse(
+        "gpu:h200:1x8" if measured == "fast" else "gpu:h200:8x1"
+    )
+    before = machines.Machine(topology, machines.figures(topology.chip))
+    changes = calibration._network(before, 0.5)
+    after = machines.Machine(topology, machines.figures(topology.chip, changes))
+
+    def seconds(machine):
+        devices = {"fast": 8, "slow": 16}  # to a neighbour in a host, and beyond it
+        return {
+            network: machine.seconds("collective-permute", 2**40, n, 8)
+            for network, n in devices.items()
+        }
+
+    other = {"fast": "slow", "slow": "fast"}[measured]
+    corners = [[seconds(x) for x in m.corners()] for m in (before, after)]
+    was, now = seconds(before), seconds(after)
+    assert now[other] == was[other]
+    assert {x[other] for x in corners[0]} == {x[other] for x in corners[1]}
+    wide = 0.5 * (calibration.WIDTH + 1 / calibration.WIDTH)  # its value is the middle
+    assert now[measured] * wide == pytest.approx(2 * was[measured], rel=1e-3)
+    ends = [x[measured] for x in corners[1]]
+    assert max(ends) / min(ends) == pytest.approx(calibration.WIDTH**2, rel=1e-3)
+
+
 def test_a_call_takes_time_of_its_own():
     topology = topologies.parse("gpu:h200:1x8")
     schedule = schedules.Schedule((), (), (), 0, {}, 8)

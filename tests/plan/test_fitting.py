@@ -8,7 +8,9 @@ from acco_jax.plan.fitting import Shape, Tried
 GIB = 2**30
 
 
-def searched(memory, speed, *, first=(4, 8), usable_memory=16 * GIB, most=4, unit=2):
+def searched(
+    memory, speed, *, first=(4, 8), usable_memory=16 * GIB, most=4, unit=2, divisor=1
+):
     """Searches; returns the result and the shapes that were tried, in order."""
     tried = []
 
@@ -21,7 +23,7 @@ def searched(memory, speed, *, first=(4, 8), usable_memory=16 * GIB, most=4, uni
 
     found = fitting.search(
         attempt(Shape(*first)), attempt, usable_memory=usable_memory, held=GIB,
-        unit=unit, most=most,
+        unit=unit, divisor=divisor, most=most,
     )  # fmt: skip
     return found, tried
 
@@ -71,6 +73,14 @@ def test_tokens_of_a_step_stay_near():
         abs(shape.total - 48) <= shape.rows for shape in tried if shape.rows <= 24
     )
     assert fitting.cut(100, 48, 2) == (100, 2)
+
+
+@pytest.mark.parametrize(("first", "fits"), [((4, 8), 30), ((64, 2), 30), ((4, 2), 3)])
+def test_only_rows_that_a_group_divides_are_tried(first, fits):
+    memory = lambda r: GIB + r * GIB // 4 if r <= fits else None  # noqa: E731
+    found, tried = searched(memory, lambda r: r, first=first, divisor=4, most=6)
+    assert all(shape.rows % 4 == 0 for shape in tried)
+    assert (found.largest, found.misfit) == ((28, 32) if fits == 30 else (None, 4))
 
 
 @pytest.mark.parametrize("most", [1, 5])

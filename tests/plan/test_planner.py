@@ -4,7 +4,10 @@ import dataclasses
 import json
 import re
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from acco_jax.command import exits
 from acco_jax.plan import planner, programs
@@ -63,6 +66,60 @@ def test_the_largest_microbatch_is_bracketed(stand_in, monkeypatch, tmp_path, ca
     text = capsys.readouterr().out
     assert f"largest microbatch that fits: {found['largest_microbatch']} rows" in text
     assert f"{len(tried)} programs compiled" in text
+
+
+def test_microbatches_are_of_rows_that_a_group_divides(
+    stand_in, monkeypatch, tmp_path, refusal, capsys
+):
+    compile_, file, most = programs.Program.compile, tmp_path / "plan.json", [30]
+
+    def limited(program, *place):
+        if program.rows > most[0]:
+            raise programs.DoesNotFit("it needs too much")
+        return compile_(program, *place)
+
+    def mesh(*_):
+        return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "fsdp"))
+
+    monkeypatch.setattr(programs.Program, "compile", limited)
+    monkeypatch.setattr(programs, "data_mesh", mesh)
+    monkeypatch.setattr(planner, "COMPILES", 4)
+    # the recording's groups are of 16 devices
+    monkeypatch.setattr(programs.Program, "in_group", lambda self, c: False)
+    group = "--methods=acco", "--config.mesh.fsdp=4"
+    run(*group, f"--json={file}")
+    found = json.loads(file.read_text())["methods"]["acco"]["candidates"]
+    assert [c["microbatch_size"] for c in found] == [4, 16, 24, 32, 64]
+    most[0] = 3
+    capsys.readouterr()
+    assert refusal(*group).endswith("set model.remat, or take more devices.")
+    assert refusal(*group, "--config.microbatch_size=8").endswith("nor does 4.")
+
+
+def test_tokens_are_those_of_the_rows_that_are_compiled(stand_in, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    rows = "--config.data.task=chat", "--config.data.lengths=(32,64)"
+    run("--methods=acco", *rows, f"--json={file}")
+    assert "2 microbatches of 4 x 64 tokens" in capsys.readouterr().out
+    plan = json.loads(file.read_text())
+    (row,), candidates = plan["predicted"], plan["methods"]["acco"]["candidates"]
+    assert row["tokens_per_step"] == 8 * 2 * 4 * 64
+    assert row["tokens_per_second"] == pytest.approx(
+        row["tokens_per_step"] / row["step"]
+    )
+    assert candidates[0]["tokens_per_second"] == row["tokens_per_second"]
+
+
+def test_what_stays_in_a_group_does_not_grow_with_the_devices(
+    stand_in, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(programs.Program, "in_group", lambda self, c: True)
+    file = tmp_path / "plan.json"
+    more = "--devices=512", f"--json={file}"
+    run("--nofit", "--methods=acco", *more, topology="gpu:h200:2x8")
+    here, many = json.loads(file.read_text())["predicted"]
+    assert (here["devices"], many["devices"]) == (16, 512)
+    assert here["communication"] == many["communication"] > 0
 
 
 def test_without_fit_there_is_one_compile_per_method(stand_in, capsys):

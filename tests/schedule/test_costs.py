@@ -187,6 +187,22 @@ def test_one_of_groups_of_devices_grows_with_them():
     assert neighbours == pytest.approx(m.seconds("all-gather", size, 2, 2))
 
 
+def test_a_model_s_own_group_does_not_grow():
+    """Of data 2, fsdp 2 and tensor 2 those of fsdp are not neighbours."""
+    m, whole = machine("gpu:h100:1x8"), recorded("gpu_hidden")
+    data = dataclasses.replace(
+        whole.select()[1], groups=((0, 4), (1, 5), (2, 6), (3, 7))
+    )
+    fsdp = dataclasses.replace(data, groups=((0, 2), (1, 3), (4, 6), (5, 7)))
+    schedule = dataclasses.replace(whole, collectives=(data, fsdp))
+    for devices, domain in (8, 2), (512, 2):
+        p = costs.predict(schedule, m, devices, lambda c: c is fsdp)
+        grown, own = (spent.seconds for spent in p.each)
+        want = m.seconds("all-gather", data.bytes, devices // 4, domain)
+        assert grown == pytest.approx(want)
+        assert own == pytest.approx(m.seconds("all-gather", data.bytes, 2, 2))
+
+
 def test_the_widest_of_unequal_groups_decides():
     m, c = machine("gpu:h100:2x4"), recorded("gpu_hidden").select()[1]
     within, between = ((0, 1), (2, 3)), ((0, 1), (2, 6))

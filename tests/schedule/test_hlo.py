@@ -306,6 +306,49 @@ def test_a_ragged_exchange_has_its_data_s_bytes():
     assert [c.bytes for c in schedules.read(text).select()] == [2 * MIB]
 
 
+SENDS = """
+    %near (a: f32[1024,1024]) -> f32[1024,1024] {
+      %a = f32[1024,1024]{1,0} parameter(0)
+      ROOT %n = f32[1024,1024]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
+    }
+
+    %far (a: f32[1024,1024]) -> f32[1024,1024] {
+      %a = f32[1024,1024]{1,0} parameter(0)
+      %one = f32[1024,1024]{1,0} collective-permute(%a), source_target_pairs={{0,4},{4,0}}
+      ROOT %two = f32[1024,1024]{1,0} collective-permute(%one), source_target_pairs={{0,4},{4,0}}
+    }
+
+    %none (a: f32[1024,1024]) -> f32[1024,1024] {
+      ROOT %a = f32[1024,1024]{1,0} parameter(0)
+    }
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("branches", "names"),
+    [
+        ("near, %near, %near", ["n"]),
+        ("near, %far, %none", ["one", "two"]),
+        ("none, %near, %none", ["n"]),
+        ("none, %none, %none", []),
+    ],
+)
+def test_one_branch_of_a_conditional_communicates(branches, names):
+    """The one that sends the most."""
+    text = module(
+        """
+        %i = s32[] parameter(0)
+        %p = f32[1024,1024]{1,0} parameter(1)
+        %c = f32[1024,1024]{1,0} conditional(%i, %p, %p, %p), \
+          branch_computations={%BRANCHES}
+        """.replace("BRANCHES", branches),
+        SENDS,
+    )
+    found = schedules.read(text).collectives
+    assert [c.name for c in found] == names
+    assert all(c.times == 1 for c in found)
+
+
 def test_a_loop_s_condition_communicates_before_each_iteration_and_after_the_last():
     condition = """
     %asks (t: (s32[], f32[1024,1024])) -> pred[] {
