@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+from unittest import mock
 
 index, processes, devices, port = map(int, sys.argv[1:5])
 folder = sys.argv[5]
@@ -56,14 +57,16 @@ for name in ("acco", "zero1"):
                 given = problem.theta()
                 params, state, extra = acco_jax.restore(path, tx, given)
                 assert extra == {"h": h}
-            batch = jax.tree.map(place, problem.batch(n, h))
-            counts = place(problem.counts(n, h))
+            batch, counts = problem.batch(n, h), problem.counts(n, h)
+            if form != "split":  # that of each process is whole: it is not compared
+                batch, counts = jax.tree.map(place, batch), place(counts)
             if form == "plain":
                 grads, weight, _ = gradients(params, batch, counts)
                 updates, state = update(grads, state, params, weight=weight)
                 params = jax.jit(optax.apply_updates)(params, updates)
             else:
-                params, state, _ = step(params, state, batch, counts)
+                with mock.patch.object(multihost_utils, "assert_equal", None):
+                    params, state, _ = step(params, state, batch, counts)
             held = acco_jax.committed_params(state, params)
             flat = [
                 np.ravel(x.addressable_data(0)) for x in jax.tree.leaves((params, held))

@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
+from acco_jax.core.workers import place
+
 # microbatches of each worker; None: all that there are
 Counts = ArrayLike | Sequence[int] | jax.ShapeDtypeStruct | None
 Count = TypeVar("Count", int, jax.Array)  # of one worker
@@ -39,12 +41,12 @@ def place_counts(
     if not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"counts are {given.dtype}: they must be integers.")
     if isinstance(given, jax.Array):
-        given = _clip(given, most)
-    elif given.min() < 0 or given.max() > most:
+        return place(_clip(given, most), sharding)
+    if given.min() < 0 or given.max() > most:
         raise ValueError(
             f"counts {given.tolist()} must lie between 0 and microbatches = {most}."
         )
-    return jax.device_put(jnp.asarray(given, jnp.int32), sharding)
+    return place(given.astype(np.int32), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=1)

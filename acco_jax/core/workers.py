@@ -57,14 +57,26 @@ def over_data(
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Put arrays on their devices; give abstract arrays a sharding if they lack one."""
-    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+    """Put arrays on their devices; give abstract arrays a sharding if they lack one.
+
+    An array that each process has whole is the same in all. `jax.device_put` would
+    compare it, gathering it in every call, and call NaNs different.
+    """
+    leaves = jax.tree.leaves((tree, shardings))
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) and all(
+        x.is_fully_addressable for x in leaves if isinstance(x, NamedSharding)
+    ):
         return jax.device_put(tree, shardings)
     shardings = jax.tree.broadcast(shardings, tree)
 
-    def one(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        at = x.sharding or sharding
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    def one(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct | jax.Array:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            at = x.sharding or sharding
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        traced = isinstance(x, jax.core.Tracer)
+        if np.ndim(x) and not traced and getattr(x, "is_fully_addressable", True):
+            return jax.make_array_from_callback(np.shape(x), sharding, lambda i: x[i])
+        return jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree, shardings)
 

@@ -211,7 +211,7 @@ def check_optimizer(name: str, optimizer: object, give: str) -> None:
 
 # A sharding method must see every parameter and have the last word on the updates.
 # These optax functions call a member's init and leave both intact (a chain only if
-# nothing follows); every other wrapper would add per-worker rows to parameters.
+# nothing else is in it); every other wrapper would add per-worker rows to parameters.
 _HARMLESS = {"chain", "named_chain", "inject_hyperparams", "with_extra_args_support"}
 # chain: tuple(fn(params) for fn in init_fns); named_chain: for name, tx in transforms.
 _LOOPS = {"chain": ("fn", "init_fns"), "named_chain": ("tx", "transforms")}
@@ -250,11 +250,11 @@ def refuse_wrappers() -> None:
                     + (", or use microbatches." if wrapper == "MultiSteps" else ".")
                 )
             if wrapper in _LOOPS and code.co_name != "<genexpr>":
-                _refuse_followers(wrapper, frame, called)
+                _refuse_others(wrapper, frame, called)
         called = frame
 
 
-def _refuse_followers(
+def _refuse_others(
     wrapper: str, frame: types.FrameType, called: types.FrameType | None
 ) -> None:
     names = dict(frame.f_locals)
@@ -266,10 +266,9 @@ def _refuse_followers(
         return
     if wrapper == "named_chain":
         members = [pair[-1] for pair in members if isinstance(pair, tuple) and pair]
-    positions = [other is member for other in members]
-    if any(positions) and not positions[-1]:
+    if len(members) > 1 and any(other is member for other in members):
         raise ValueError(
-            f"this method must be the last member of optax.{wrapper}: what stands "
-            "after it would change the parameters behind its back; put it inside, "
-            "into inner."
+            f"this method must be the only member of optax.{wrapper}: what stands "
+            "before it would see sums of each worker, what stands after it would "
+            "change the parameters behind its back; put it inside, into inner."
         )
