@@ -9,6 +9,7 @@ from typing import Any
 
 import ml_collections
 import numpy as np
+from absl import logging
 
 from acco_jax.data import cache, corpora, records, tasks
 from acco_jax.data.batches import Batches, Slots
@@ -499,6 +500,8 @@ def _trained(
         trained.save(found)
     tokenizer = _loaded(found, config.vocab_size)
     if kept is None or kept.fingerprint != tokenizer.fingerprint:
+        if kept:
+            logging.warning("%s is of other documents: it is replaced", path)
         tokenizer.save(path)
     return tokenizer
 

@@ -131,7 +131,11 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     if not _TOPOLOGY.value:
         raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
     places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
-    changes = {**_measured(places), **dict(map(arguments.number, _SET.value))}
+    by_hand = dict(map(arguments.number, _SET.value))
+    changes = {**_measured(places), **by_hand}
+    if "network_efficiency" in by_hand:  # instead of a measured one, too
+        for name in {"fast_efficiency", "slow_efficiency"} - by_hand.keys():
+            changes.pop(name, None)
     networks = [
         arguments.positive("--network", text) * 1e9 / 8 for text in _NETWORK.value
     ]

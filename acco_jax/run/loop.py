@@ -331,6 +331,12 @@ class _Run:
             e.checkpoints.save(self.done, (self.params, self.state), self._host())
             self._goodput.mark("checkpoints", self.done)
 
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint is written."""
+        with self._settled("saving"):
+            self._experiment.checkpoints.wait()
+            self._goodput.mark("checkpoints", self.done)
+
     def _host(self) -> dict[str, Any]:
         """Return what the host knows of the run so far, to continue from."""
         e = self._experiment
@@ -463,8 +469,7 @@ def run(
                 runner.save(last=True)
                 break
             except spikes.LossSpike as spike:
-                with runner.aside():
-                    checkpoints.wait()
+                runner.wait_for_save()
                 if not rollbacks or checkpoints.latest() is None:
                     raise
                 rollbacks -= 1

@@ -519,7 +519,8 @@ def own_workers(mesh: Mesh) -> dict[int, tuple[int, ...]]:
     if len(sizes) > 1 or sum(map(len, parts)) > len(members(mesh)):
         raise ValueError(
             f"there are {len(members(mesh))} workers for {len(own)} processes: use "
-            "sizes of mesh with which either number divides the other."
+            "sizes of mesh with which either number divides the other, and as many "
+            "devices in each process."
         )
     return {process: tuple(workers) for process, workers in own.items()}
 
@@ -776,6 +777,7 @@ def check_present(workdir: Path, checkpoints: Path | epath.Path) -> None:
     if not (workdir / "config.json").exists():
         return
     said = read_object(workdir / "config.json").get("checkpoints")
+    said = said if isinstance(said, str) else None
     before = checkpoint_folder(ConfigDict({"checkpoints": said}), workdir)
     if before == checkpoints or _saved_calls(checkpoints):
         return

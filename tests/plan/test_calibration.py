@@ -104,3 +104,18 @@ def test_another_chip_s_figures_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(f"--calibration={file}")
     assert "is of h100, but --topology of h200" in capsys.readouterr().err
+
+
+def test_an_efficiency_given_by_hand_replaces_the_measured_one(tmp_path, capsys):
+    file = tmp_path / "measured.json"
+    figures = {"fast_bandwidth": 1e9, "fast_efficiency": 1.0}
+    file.write_text(json.dumps({"chip": "h200", "figures": figures}))
+    seconds = []
+    for given in (), ("--set=network_efficiency=0.5",):
+        out = tmp_path / "plan.json"
+        run(f"--calibration={file}", *given, "--nofit", f"--json={out}")
+        row = next(
+            r for r in json.loads(out.read_text())["methods"] if r["method"] == "zero1"
+        )
+        seconds.append(row["communication"])
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.05)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -232,14 +233,18 @@ def test_what_cannot_be_read_for_another_reason_is_not_set_aside(
 ):
     """Such as too little memory, or a tree of other arrays."""
     checkpoints = Checkpoints(folder, keep=2)
-    with pytest.raises(OSError, match=r"/5 is as it was written, but cannot be rest"):
+    with pytest.raises(OSError, match=r"/5 cannot be restored, and none of its files"):
         checkpoints.restore_newest({**tree, "another": tree["bf16"]})
 
     def fails(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr(checkpoints._checkpointer, "restore", fails)
-    with pytest.raises(OSError, match="cannot be restored: MemoryError"):
+    with pytest.raises(OSError, match="what was written: MemoryError"):
+        checkpoints.restore_newest(tree)
+    gone = OSError(116, "Stale file handle")
+    monkeypatch.setattr(checkpoints, "_difference", mock.Mock(side_effect=gone))
+    with pytest.raises(OSError, match="what was written: MemoryError"):
         checkpoints.restore_newest(tree)
     assert Checkpoints(folder, keep=2).saved_calls == [3, 5]
 

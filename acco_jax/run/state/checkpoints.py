@@ -298,14 +298,14 @@ class Checkpoints:
         differs = wrong.reshape(-1, 2)[:, 1].any()
         if not wrong.any():
             return
-        sound = jax.process_index() == 0 and not self._remote and not differs
-        sound = sound and self.problem(half_round) is None
+        sound = jax.process_index() == 0 and not differs
+        sound = sound and not self._is_damaged(half_round)
         said = problem or failure
         if not processes.from_process_0(np.bool_(sound)):
             raise Damaged(said or "a shard on another process differs")
         raise OSError(
-            f"checkpoint {path} is as it was written, but cannot be restored: "
-            f"{said or 'another process says why'}"
+            f"checkpoint {path} cannot be restored, and none of its files differs from "
+            f"what was written: {said or 'another process says why'}"
         )
 
     def host(self, half_round: int) -> dict[str, Any]:
@@ -409,13 +409,27 @@ class Checkpoints:
     def problem(self, step: int) -> str | None:
         """Return why a checkpoint's files differ from those written, or None."""
         try:
+            return self._difference(step)
+        except OSError as error:
+            return f"its files cannot be read: {error.strerror}"
+
+    def _is_damaged(self, step: int) -> bool:
+        """Return whether its files differ, or are gone: not where reading fails."""
+        try:
+            return self._difference(step) is not None
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+
+    def _difference(self, step: int) -> str | None:
+        """Return which file differs from that written; raise what reading raises."""
+        try:
             written = read_object(self._sums(step))
         except ValueError:
             return "its checksums are missing or damaged"
         try:
             actual = _checksums(self._folder / str(step), self._remote)
-        except OSError as error:
-            return f"its files cannot be read: {error.strerror}"
+        except Damaged as error:
+            return str(error)
         names = sorted(written.keys() | actual)
         wrong = next((k for k in names if written.get(k) != actual.get(k)), None)
         return wrong and f"{wrong} differs"
@@ -498,7 +512,7 @@ def _checksum(file: epath.Path, remote: bool) -> int:
     if remote:
         return int(file.stat().length)
     if not Path(file).is_file():  # a FIFO, which would wait for its peer
-        raise OSError(0, f"{file.name} is not a regular file")
+        raise Damaged(f"{file.name} is not a regular file")
     crc = 0
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 24):
