@@ -271,6 +271,101 @@ def test_runs_of_another_config_are_no_tuned_ones(request_of, tmp_path, seed):
         comparison._check_folders(request)
 
 
+def finish(folder, **config):
+    """Leave what a finished run leaves, in as far as it is read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(old | config))
+    (folder / "summary.json").write_text('{"bytes_sent_per_worker": 1}')
+
+
+@LOADS
+@pytest.mark.parametrize("seed", [0, 1])
+def test_finished_runs_of_other_workers_are_refused(request_of, on_two, seed):
+    request = request_of("zero1")
+    (entry,) = request.entries
+    folder = begin(request, entry).with_name(f"seed-{seed}")
+    flags = [*request.flags(entry), f"--config.seed={seed}"]
+    own = json.loads(parsing.config_of(flags).to_json_best_effort())
+    finish(folder, **own, workers=2)
+    comparison.check(request)
+    finish(folder, workers=1)
+    message = rf"zero1: .*seed-{seed} .* workers=1, not 2: use another workdir"
+    with pytest.raises(ValueError, match=message):
+        comparison.check(request)
+    (folder / "summary.json").unlink()  # unfinished, it continues elastically
+    comparison.check(request)
+
+
+@LOADS
+def test_finished_runs_of_other_workers_are_no_tuned_ones(
+    request_of, on_two, monkeypatch
+):
+    sweep = tuning.parse(["optimizer.learning_rate=1,2"])
+    request = request_of("zero1", sweep=sweep, tune_seeds=2)
+    monkeypatch.setattr(tuning, "tune", lambda found, *_: {"zero1": found[1]})
+    lengths = comparison.check(request)
+    finish(request.folder(request.entries[0], 1), workers=1)
+    with pytest.raises(ValueError, match=r"seed-1 .* workers=1, not 2: use another"):
+        comparison._tuned(request, lengths, None)
+    later = tuning.folder_of(request.workdir, request.candidates[0], 3)
+    finish(later, workers=1)
+    message = r"zero1 at .*=1: .*seed-3 .* workers=1, not 2: use another"
+    with pytest.raises(ValueError, match=message):
+        comparison.check(request)
+
+
+@LOADS
+@pytest.mark.parametrize("name", ["zero1/seed-0", "tuning/acco/steps=1/seed-1"])
+def test_finished_runs_over_another_link_are_refused(
+    request_of, monkeypatch, tmp_path, name
+):
+    """Whichever methods they are of: a later comparison may have them again."""
+    request = request_of("dpu", rate="20mbit", processes=2)
+    monkeypatch.setattr(network, "why_not", lambda: None)
+    monkeypatch.setattr(pool, "_starting", lambda *_: contextlib.nullcontext(None))
+    monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_, **__: [])
+    monkeypatch.setattr(pool.Pool, "run", lambda *_: None)
+    with pytest.raises(pool.RunFailed):
+        comparison.compare(request, [])
+    others = [
+        (
+            dataclasses.replace(request, rate="0.2gbit"),
+            r"mbit=20.0 .*not 200.0: use an",
+        ),
+        (dataclasses.replace(request, rate=None, processes=1), r"mbit=20.0 .*not None"),
+        (dataclasses.replace(request, processes=4), "processes=2 .*not 4: use another"),
+    ]
+    for other, _ in others:
+        comparison._check_link(other)  # without a finished run
+    finish(tmp_path / name)
+    comparison._check_link(dataclasses.replace(request, rate="20000kbit"))
+    for other, message in others:
+        with pytest.raises(ValueError, match=message):
+            comparison.check(other)
+
+
+@LOADS
+def test_the_check_has_the_devices_of_a_run(request_of, monkeypatch, tmp_path):
+    """On a machine with several GPUs, of which each run gets one."""
+    found = []
+
+    def run(command, env, **_):
+        found.append(env)
+        return subprocess.CompletedProcess(command, 2, "", "error: seen\n")
+
+    monkeypatch.setattr(pool, "_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(comparison.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for at_once in (1, 2):
+        with pytest.raises(ValueError, match="seen"):
+            comparison.compare(request_of("zero1", at_once=at_once), [])
+    assert [env.get("CUDA_VISIBLE_DEVICES") for env in found] == [None, "3"]
+    assert found[1] == {**found[0], "CUDA_VISIBLE_DEVICES": "3"}
+    assert not list(tmp_path.iterdir())  # a rejected comparison leaves nothing
+
+
 @LOADS
 def test_a_first_half_is_that_of_the_methods_own_step(request_of, monkeypatch):
     option = "config.microbatches_per_step"
@@ -280,7 +375,7 @@ def test_a_first_half_is_that_of_the_methods_own_step(request_of, monkeypatch):
     assert halves == [1, 4, 1]
     request = request_of("acco", sweep=sweep)
     monkeypatch.setattr(tuning, "tune", lambda found, *_: {"acco": found[1]})
-    lengths = [{"steps": 1, "tokens": 1, "calls": {}}] * 2
+    lengths = [{"steps": 1, "tokens": 1, "calls": {}, "workers": 2}] * 2
     (best,) = (tuned := comparison._tuned(request, lengths, None)).entries
     assert parsing.config_of(tuned.flags(best)).first_half == 8
 
@@ -352,7 +447,7 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
         (folder / "config.json").write_text('{"microbatch_size": 1, "length": 3}')
         return [subprocess.Popen(["true"])]
 
-    monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_: [])
+    monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_, **__: [])
     monkeypatch.setattr(comparison, "_check_folders", lambda *_: None)
     monkeypatch.setattr(pool, "_starting", lambda *_: contextlib.nullcontext(start))
     request = comparison.ComparisonRequest(
@@ -397,17 +492,9 @@ def test_a_sweep_is_stopped_and_goes_on(start, place):
         assert seeds == {"seed-1"}
 
 
-def namespaces():
-    if network.why_not():
-        return set()
-    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True)
-    return {line.split()[0] for line in listed.stdout.splitlines()}
-
-
 @pytest.mark.slow
 def test_over_a_shaped_link(finished, start, place):
     """Real processes, or the one line that says what this machine lacks."""
-    before = namespaces()  # others may be measuring here
     process = start("--network=20mbit", "--config.devices=1", methods="acco", seeds=1,
                     workdir="link")  # fmt: skip
     out, err = process.communicate(timeout=540)
@@ -420,4 +507,5 @@ def test_over_a_shaped_link(finished, start, place):
     one = results.read(place / "out" / "acco" / "seed-0", "acco", 0)
     assert acco.bytes_sent_per_worker == one.bytes_sent_per_worker
     assert acco.final_loss == pytest.approx(one.final_loss, rel=1e-5)
-    assert namespaces() <= before
+    spaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert f"acco-{process.pid}-" not in spaces  # others may be measuring here

@@ -426,7 +426,8 @@ def run(
       experiment: from `prepare`.
       stop_after: stop after this many half-rounds in all, with a checkpoint, as an
         interrupted run does.
-      time_gradients: at the end also time the gradients by themselves.
+      time_gradients: at the end also time the gradients by themselves; None is
+        recorded for padded examples, whose time per target differs by batch.
       replay: record of the run that this run repeats: it stops, with a checkpoint,
         where the recorded run went on with other devices.
       strict_hooks: a hook that raises ends the run.
@@ -481,8 +482,10 @@ def run(
         measured = runner.spent() | {"microbatches": runner.microbatches}
         measured |= measures.footprint(experiment, runner.params, runner.state)
         if time_gradients:
-            params = acco_jax.committed_params(runner.state, runner.params)
-            seconds = measures.gradient_seconds(experiment, params)
+            seconds = None
+            if not measures.padded(experiment):
+                params = acco_jax.committed_params(runner.state, runner.params)
+                seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
         return _finish(experiment, row, measured)
     runner.mark_stopped()
@@ -536,8 +539,15 @@ def _crossed(experiment: Experiment, calls_done: int, every: int) -> bool:
 
 
 def _flops_rate(experiment: Experiment) -> tuple[float, float] | None:
-    """Return model FLOPs per token and the devices' peak FLOP/s, None if unknown."""
+    """Return model FLOPs per token and the devices' peak FLOP/s, None if unknown.
+
+    The model's FLOPs per target hold if all weights are trained and each token is a
+    target. They are unknown for adapters: frozen weights have no gradient. They are
+    unknown for padded examples: prompts are computed, but only answers are counted.
+    """
     e = experiment
+    if e.config.lora.rank or e.config.lora.ranks or measures.padded(e):
+        return None
     chip = chips.of_kind(e.mesh.devices.flat[0].device_kind)
     if chip is None or e.model.flops_per_token is None:
         return None

@@ -32,10 +32,22 @@ def footprint(experiment: Experiment, params: PyTree, state: State) -> dict[str,
     }
 
 
+def padded(experiment: Experiment) -> bool:
+    """Return whether rows are padded examples, of instructions or conversations.
+
+    Their prompts and padding are computed but are not targets. Batches differ in width
+    and in targets, so the time of one batch per target is not that of another.
+    """
+    return experiment.corpus.train_spans is not None
+
+
 def gradient_seconds(
     experiment: Experiment, params: PyTree, *, per_token: bool = True
 ) -> float:
-    """Time local gradients by themselves: seconds of all workers, per token or call."""
+    """Time local gradients by themselves: seconds of all workers, per token or call.
+
+    One batch is timed. Do not ask for seconds per token where `padded`.
+    """
     e, counts = experiment, counts_of(experiment)
     steps, found = e.tx.steps_per_call, batches(e)
     batch = to_devices(next(found), e.mesh)

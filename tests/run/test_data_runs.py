@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from acco_jax.run import load_run, loop, preparation
+from acco_jax.run.compare import results
 from acco_jax.run.config import identity
 from acco_jax.run.observe import metrics
 from acco_jax.run.trained import splits
+from acco_jax.schedule import chips
 from tests.run.test_loop import arrays_of, compilations, manual_loss, rows_of
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -55,6 +57,21 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     again, _ = train(tmp_path / "parts", **instructions)
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
     assert arrays_of(again) == arrays_of(whole)
+
+
+def test_padded_examples_have_no_utilization_and_no_exposed_time(
+    instructions, tiny, tmp_path, monkeypatch
+):
+    """Prompts and padding take time, and are no targets: each batch has others."""
+    monkeypatch.setattr(chips, "of_kind", lambda kind: chips.CHIPS["h200"])
+    changes = {"model.factory": "tests.run.own_models:nnx_model", "eval_every": 2}
+    config = tiny(**instructions | changes)
+    e = preparation.prepare(config, tmp_path, jax.devices()[:2])
+    summary = loop.run(e, time_gradients=True)
+    assert summary["gradient_seconds_per_token"] is None
+    train = [r for r in metrics.read(tmp_path) if r["kind"] == "train"]
+    assert train and not any("model_flops_utilization" in row for row in train)
+    assert results.read(tmp_path, "zero1", 0).exposed_ms_per_step is None
 
 
 @pytest.mark.slow

@@ -238,3 +238,12 @@ def test_a_cpu_has_no_utilization_and_a_chip_has(tiny, tmp_path, monkeypatch):
     per_token, peak = loop._flops_rate(experiment)
     assert peak == 2 * 989.4e12
     assert per_token == experiment.model.flops_per_token(32) > 0
+
+
+@pytest.mark.parametrize("field", [{"rank": 2}, {"ranks": (("q", 2),)}], ids=str)
+def test_adapters_have_no_utilization(tiny, tmp_path, monkeypatch, field):
+    """The model's FLOPs include gradients of its weights, which are frozen here."""
+    changes = {f"lora.{name}": value for name, value in field.items()}
+    experiment = preparation.prepare(tiny(**changes), tmp_path, jax.devices()[:2])
+    monkeypatch.setattr(chips, "of_kind", lambda kind: chips.CHIPS["h200"])
+    assert loop._flops_rate(experiment) is None

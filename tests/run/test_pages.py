@@ -236,6 +236,17 @@ def test_methods_are_compared_seed_by_seed(tmp_path, two):
     assert "seed by seed" not in two.sections["overview"]  # one of them is unfinished
 
 
+def test_runs_of_other_workers_or_of_the_same_seed_have_rows_of_their_own(tmp_path):
+    """Each worker has its microbatches: four read twice the tokens of two in a step."""
+    runs = {"a": (2, 2.0), "b": (4, 2.02), "c": (2, 2.04)}
+    for name, (workers, loss) in runs.items():
+        write(tmp_path / name, loss=loss, workers=workers)
+    says = " ".join(made(tmp_path).sections["overview"].split())
+    for row in ("acco, workers=2 1 2.0000 ", "acco, workers=4 1 2.0200 +1.00 % 1",
+                "acco, workers=2, c 1 2.0400 +2.00 % 1"):  # fmt: skip
+        assert row in says, says
+
+
 def test_bytes_of_an_unfinished_run_are_not_made_up(two):
     assert "zero1/seed-0, held out" in two.figures["time (s)"]
     assert "zero1/seed-0, held out" not in two.figures["sent by each worker (MB)"]

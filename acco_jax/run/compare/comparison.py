@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from acco_jax.command import devices, program_store
-from acco_jax.command.files import read_object
+from acco_jax.command.files import read_object, write_whole
 from acco_jax.run.compare import network, pool, results, tuning
 from acco_jax.run.compare.tuning import Candidate
 from acco_jax.run.config import fields, parsing
 from acco_jax.run.config.identity import differing_field
 
 CHOSEN = ("method", "method_options", "domains", "first_half")  # by a run of auto
+LINK = "link.json"  # of the workdir: how the processes of its runs are joined
+RUNS = ("*/seed-*", f"{tuning.FOLDER}/*/*/seed-*")  # of any comparison in the workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,12 @@ class ComparisonRequest:
 
     def folder(self, entry: Entry, seed: int) -> Path:
         return self.workdir / entry.name / f"seed-{seed}"
+
+    @property
+    def link(self) -> dict[str, Any]:
+        """Return the processes of each run and the rate of their link, for `LINK`."""
+        mbit = None if self.rate is None else network.parse(self.rate)
+        return {"mbit": mbit, "processes": self.processes}
 
     @property
     def seed_numbers(self) -> range:
@@ -127,14 +136,13 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
     """Check and build a run of every method, in this process; no run is recorded.
 
     Returns:
-      The fields of a `tuning.Length` for each candidate of the sweep; without a sweep,
-      for one run of each method.
+      The fields of a `tuning.Length` and the workers, for each candidate of the sweep;
+      without a sweep, for one run of each method.
 
     Raises:
       ValueError: with the first method that cannot run.
     """
-    if request.rate is not None:
-        network.parse(request.rate)
+    _check_link(request)
     first = parsing.config_of(list(request.config))
     total = request.processes * (first.get("devices") or 1)
     several = request.rate is not None
@@ -148,11 +156,12 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
 
     lengths = []
     for c in request.candidates:
-        entry, seed = Entry(c.method, c.flags), request.seed_numbers[0]
-        folder = request.folder(entry, seed)
+        entry, seeds = Entry(c.method, c.flags), request.seed_numbers
+        folders = [request.folder(entry, seed) for seed in seeds]
         if c.point:
-            seed = request.tuning_seeds[0]
-            folder = tuning.folder_of(request.workdir, c, seed)
+            seeds = request.tuning_seeds
+            folders = [tuning.folder_of(request.workdir, c, seed) for seed in seeds]
+        folder, seed = folders[0], seeds[0]
         try:
             flags = [*request.flags(entry), f"--config.seed={seed}"]
             config = parsing.config_of(flags)
@@ -171,6 +180,7 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
                 # a living run's checkpoints are its own, and a new folder stays unmade
                 own = begun and not held(folder)
                 experiment = preparation.build(config, folder if own else Path(empty))
+            _check_workers(folders, experiment.workers)
         except (ValueError, OSError) as error:
             at = f" at {c.name}" if c.point else ""
             raise ValueError(f"{c.method}{at}: {error}") from error
@@ -179,7 +189,7 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
 
 
 def _length(experiment: Any) -> dict[str, Any]:
-    """Return the fields of a `tuning.Length` of a run's `Experiment`."""
+    """Return the fields of a `tuning.Length`, and the workers, of an `Experiment`."""
     e, every = experiment, experiment.config.eval_every
     calls = {}
     for step in (*range(every, e.config.steps, every), e.config.steps):
@@ -189,6 +199,7 @@ def _length(experiment: Any) -> dict[str, Any]:
         "steps": e.config.steps,
         "tokens": e.tokens * e.total_calls,
         "calls": calls,
+        "workers": e.workers,
     }
 
 
@@ -207,7 +218,9 @@ def compare(request: ComparisonRequest, checking: list[str]) -> str:
         if reason := network.why_not():
             raise ValueError(f"--network cannot shape a link: {reason}")
     slots = pool.slots(request.at_once)
-    lengths = _check_elsewhere(checking, request.rate is not None)
+    lengths = _check_elsewhere(checking, slots[0], on_cpu=request.rate is not None)
+    request.workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(request.workdir / LINK, json.dumps(request.link) + "\n")
     with pool.opened(slots, request.rate, request.processes) as runs:
         if request.sweep:
             request = _tuned(request, lengths, runs)
@@ -252,14 +265,25 @@ def _tuned(
     chosen = tuning.tune(
         full, known, request.tuning_seeds, request.budget, request.workdir, runs
     )
+    workers = {c: n["workers"] for c, n in zip(full, lengths, strict=True)}
+    for m, c in chosen.items():
+        entry = Entry(m, c.flags)
+        folders = [request.folder(entry, seed) for seed in request.seed_numbers]
+        _check_workers(folders, workers[c])
     best = [Entry(m, c.flags[len(request.config) :]) for m, c in chosen.items()]
     return dataclasses.replace(request, entries=tuple(best))
 
 
-def _check_elsewhere(arguments: list[str], on_cpu: bool) -> list[dict[str, Any]]:
-    """Call `check` in its own process: this one must not take the devices."""
+def _check_elsewhere(
+    arguments: list[str], slot: pool.Slot, *, on_cpu: bool
+) -> list[dict[str, Any]]:
+    """Call `check` in its own process: this one must not take the devices.
+
+    It gets the environment of a run in the slot, and so as many devices.
+    """
     command = [sys.executable, "-m", "acco_jax.compare", *arguments]
-    environment = network.environment() if on_cpu else None
+    inherited = network.environment() if on_cpu else os.environ
+    environment = {**inherited, **slot.environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.splitlines()
@@ -292,6 +316,35 @@ def _check_folder(folder: Path, config: ConfigDict) -> None:
             f"workdir {folder} belongs to a run with {field}: use another workdir, or "
             "move that one away."
         )
+
+
+def _check_workers(folders: list[Path], workers: int) -> None:
+    """Raise a ValueError if a finished run has the batch of other workers."""
+    for folder in folders:
+        path = folder / "config.json"
+        if not path.exists() or not results.finished(folder):
+            continue
+        old = read_object(path).get("workers", workers)
+        if old != workers:
+            raise ValueError(
+                f"workdir {folder} has a finished run of workers={old!r:.60}, not "
+                f"{workers}: use another workdir, or devices for as many workers."
+            )
+
+
+def _check_link(request: ComparisonRequest) -> None:
+    """Raise a ValueError if the workdir has finished runs over another link."""
+    new, path = request.link, request.workdir / LINK
+    if not path.exists():
+        return
+    old = read_object(path)
+    folders = [f for p in RUNS for f in request.workdir.glob(p)]
+    for name, flag in (("mbit", "--network"), ("processes", "--processes")):
+        if old.get(name) != new[name] and any(map(results.finished, folders)):
+            raise ValueError(
+                f"workdir {request.workdir} has finished runs with {name}="
+                f"{old.get(name)!r:.60} ({flag}), not {new[name]}: use another workdir."
+            )
 
 
 def _report(request: ComparisonRequest) -> str:

@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-BURST = "256kb"  # may be sent at once
+BURST_SECONDS = 0.001  # of the rate that an idle link may send at once
+LEAST_BURST = 16_000  # bytes: several packets, also at slow rates
 ENVIRONMENT = {
     # A process pinned to one core would get one thread, and nothing would overlap.
     "PJRT_NPROC": "2",
@@ -83,7 +84,9 @@ class Network:
         return f"10.77.0.{process + 1}"
 
     def set_rate(self, mbit: float) -> None:
-        shape = f"tbf rate {mbit * 1000:.0f}kbit burst {BURST} latency 400ms"
+        burst = max(mbit * 1e6 / 8 * BURST_SECONDS, LEAST_BURST)
+        limits = f"burst {burst:.0f} latency 400ms"
+        shape = f"tbf rate {mbit * 1000:.0f}kbit {limits}"
         for i in range(self._processes):
             _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 

@@ -183,7 +183,8 @@ Time of a run, the seeds' mean: "training" in half-rounds that counted,
 "compiling" apart from it, "in all" with start-up, evaluations and checkpoints.
 "tokens/s" is the median of logging intervals, without compiling and
 evaluating. "exposed" is what a step takes beyond only its gradients:
-exposed communication and the optimizer; n/a if that is negative."""
+exposed communication and the optimizer; n/a if that is negative,
+and for instructions and conversations."""
 SIZES = """\
 "microbatches" are those of all workers in the whole run. "sent" is by each
 worker in it, at a ring's costs; "state" is parameters and optimizer state on a

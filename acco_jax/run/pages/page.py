@@ -157,17 +157,22 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
 def _paired(runs: Sequence[RunRecords]) -> list[Paired]:
     """Return finished runs by method, against the seeds that the first one shares.
 
-    Runs of a method with other fields, such as another learning rate, are apart.
+    Runs of a method with other fields, such as another learning rate, are apart. So
+    are runs that began with other workers, whose batches are of another size. A second
+    run of a row and seed has a row of its own.
     """
     harmless = {name for name, field in FIELDS.items() if not field.identity}
-    same = {"method", "seed", *HARMLESS, *harmless}
+    same = {"method", "seed", *HARMLESS, *harmless} - {"workers"}
     fields = [n for n, _ in run_records.differences(runs) if n not in same]
     losses: dict[str, dict[int, float]] = {}
     for run in runs:
         if run.state == "finished":
             others = (f", {name}={_value(run.config.get(name))}" for name in fields)
-            group = losses.setdefault("".join([run.config["method"], *others]), {})
-            group[run.config.get("seed", 0)] = run.summary["loss"]
+            name = "".join([run.config["method"], *others])
+            seed = run.config.get("seed", 0)
+            if seed in losses.get(name, {}):
+                name += f", {run.name}"
+            losses.setdefault(name, {})[seed] = run.summary["loss"]
     rows, first = [], next(iter(losses.values()), {})
     for name, group in losses.items():
         if changes := results.changes(first, group):
