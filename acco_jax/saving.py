@@ -1,7 +1,8 @@
 """Checkpoints of a loop of one's own: parameters and state, through orbax.
 
 A checkpoint is a folder, which orbax renames once it is whole: the arrays, and a JSON
-with the mesh's axes, the data axes, the state's type, the arrays' shapes and `extra`.
+with the mesh's axes, the data axes, the parameters' specs, the state's type, the
+arrays' shapes and `extra`.
 """
 
 import functools
@@ -15,9 +16,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.core import leaf_names
-from acco_jax.core.leaves import PyTree, only, visible_spec
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import PyTree, axes_in
 from acco_jax.core.state import State
-from acco_jax.core.workers import without_mesh
+from acco_jax.core.workers import place, without_mesh
 from acco_jax.methods import method
 from acco_jax.methods.reshard import reshard, saved
 
@@ -52,9 +54,10 @@ def save(
         raise ValueError(
             "state and params are not a method's: give what its train step returned."
         )
-    mesh, axis = list(state.layout.mesh.shape.items()), state.layout.axis
-    about: dict[str, Any] = {"mesh": mesh, "axis": axis}
-    about |= {"holds": _holds(params, state), "extra": extra or {}}
+    layout = state.layout
+    if layout.mesh.is_multi_process:  # `start` leaves them in each process
+        params = jax.tree.map(_everywhere, params, layout.params_shardings)
+    about = _where(layout) | {"holds": _holds(params, state), "extra": extra or {}}
     json.dumps(about)  # raises before anything is written
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists: save to a new folder, or remove it.")
@@ -69,8 +72,9 @@ def restore(
 ) -> tuple[PyTree, Any, dict[str, Any]]:
     """Restore what `save` wrote onto tx's devices, as many as there are.
 
-    On a mesh of the saved axes and sizes every array is bitwise the saved one. On other
-    meshes `reshard` says what becomes of each worker's own arrays.
+    On a mesh of the saved axes and sizes, with the saved `param_specs`, every array is
+    bitwise the saved one. Otherwise `reshard` says what becomes of each worker's own
+    arrays.
 
     Args:
       path: the checkpoint's folder.
@@ -99,7 +103,12 @@ def restore(
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         parts = ocp.args.Composite(about=ocp.args.JsonRestore())
         about = checkpointer.restore(folder, args=parts).about
-        like, same = _saved(about, tx, params, model_state)
+        if "specs" not in about:
+            raise ValueError(
+                f"{folder} is of an earlier version, without the parameters' specs: "
+                "restore it with that version."
+            )
+        like, target = _saved(about, tx, params, model_state)
         both = about["holds"], _holds(*like)
         for was, now in itertools.zip_longest(*both, fillvalue="nothing"):
             if was != now:
@@ -115,32 +124,54 @@ def restore(
     leaves, treedef = jax.tree.flatten(like)
     leaves = list(map(leaf_names.as_key, leaves, map(found.get, named)))
     pair = jax.tree.unflatten(treedef, leaves)
-    return *(pair if same else reshard(pair, tx)), about["extra"]
+    return *(pair if target is None else reshard(pair, target)), about["extra"]
 
 
 def _saved(
     about: dict[str, Any], tx: method.Method, params: PyTree, model_state: PyTree
-) -> tuple[PyTree, bool]:
-    """Return (params, state), abstract, as saved, and whether tx's mesh is the same."""
-    mesh, axis = tuple(map(tuple, about["mesh"])), tuple(about["axis"])
-    if (tuple(tx.mesh.shape.items()), tx.axis) == (mesh, axis):
-        like = jax.eval_shape(functools.partial(method.start, tx), params, model_state)
+) -> tuple[PyTree, method.Method | None]:
+    """Return (params, state), abstract, as saved, and the method to reshard them to.
+
+    That is tx with the specs of `params`, or None if tx has the saved mesh and specs.
+    """
+    like = jax.eval_shape(functools.partial(method.start, tx), params, model_state)
+    layout = like[1].layout
+    where = _where(layout)
+    if all(about[key] == where[key] for key in where):
         homes = method.start_shardings(tx, params, model_state)
-        return jax.tree.map(lambda x, home: x.update(sharding=home), like, homes), True
-    names, sizes = zip(*mesh, strict=True)
-    kinds = dict(zip(tx.mesh.axis_names, tx.mesh.axis_types, strict=True))
-    types = (AxisType.Auto if a in axis else kinds.get(a, AxisType.Auto) for a in names)
-    there = AbstractMesh(sizes, names, tuple(types))
+        return jax.tree.map(lambda x, home: x.update(sharding=home), like, homes), None
+    names, sizes = zip(*about["mesh"], strict=True)
+    there = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
+    # a parameter that was not saved is refused later, by its name
+    specs = [about["specs"].get(name, []) for name in where["specs"]]
+    specs = [P(*(tuple(axes) or None for axes in spec)) for spec in specs]
+    tx_there = tx.on(there, tuple(about["axis"]), layout.treedef.unflatten(specs))
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        spec = only(visible_spec(x) or P(), [a for a in names if a not in axis])
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(there, spec)
-        )
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    params, model_state = jax.tree.map(shape, (params, model_state))
+    begun = layout.tree(shape), tx.mesh, jax.tree.map(shape, model_state)
     with without_mesh():  # of the devices that there are now
-        return saved(tx.on(there, axis), params, tx.mesh, model_state), False
+        like = saved(tx_there, *begun)
+    return like, tx.on(tx.mesh, tx.axis, layout.tree(lambda leaf: leaf.spec))
+
+
+def _where(layout: Layout) -> dict[str, Any]:
+    """Describe, as JSON has it, the mesh and how its axes split the parameters."""
+    leaves = leaf_names.named(layout.tree(lambda leaf: leaf)).items()
+    return {
+        "mesh": [[name, size] for name, size in layout.mesh.shape.items()],
+        "axis": list(layout.axis),
+        "specs": {
+            f"{name} {list(leaf.shape)}": [list(axes_in(axes)) for axes in leaf.spec]
+            for name, leaf in leaves
+        },
+    }
+
+
+def _everywhere(x: Any, home: NamedSharding) -> jax.Array:
+    """Return x on all devices, if this process has it whole."""
+    return place(x, home) if getattr(x, "is_fully_addressable", True) else x
 
 
 def _holds(params: PyTree, state: State) -> list[str]:

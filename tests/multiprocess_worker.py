@@ -73,6 +73,13 @@ for name in ("acco", "zero1"):
             ]
             points.append(np.concatenate(flat).tolist())
         out[f"{name}-{form}"] = points
+given = jax.tree.map(jax.numpy.asarray, problem.theta())  # on this process's device
+params, state = acco_jax.start(tx, given)
+acco_jax.save(f"{folder}/start", state, params)
+params, state, _ = acco_jax.restore(f"{folder}/start", tx, given)
+jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(*jax.device_get((x, y))), params, given
+)
 auto = acco_jax.make_train_step(problem.loss, tx, microbatches=1)
 out["auto"] = auto.form
 multihost_utils.sync_global_devices("done")

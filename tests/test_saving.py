@@ -1,5 +1,7 @@
 """save and restore: a run that goes on is the unbroken one, and what is refused."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.core import leaf_names
@@ -111,6 +114,72 @@ def test_onto_two_data_axes(tmp_path):
     assert bits(back) == bits(acco_jax.reshard(pair, tx))
 
 
+ROWS, COLUMNS = P("model"), P(None, "model")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "specs", "to_sizes", "to_specs"),
+    [
+        ((4, 2), ROWS, (2, 4), COLUMNS),
+        ((4, 2), ROWS, (4, 2), COLUMNS),
+        ((8,), None, (4, 2), ROWS),
+        ((4, 2), ROWS, (8,), None),
+    ],
+    ids=["groups", "specs", "to_groups", "from_groups"],
+)
+def test_onto_other_model_parallel_groups(sizes, specs, to_sizes, to_specs, tmp_path):
+    """Arrays of the same shapes, whose in-flight gradients are packed differently."""
+    draw = np.random.default_rng(0).normal
+    params = {"w": jnp.array(draw(size=(6, 8)))}
+    tx, then = (
+        acco_jax.acco(INNER, mesh=make_mesh(*n), param_specs=spec)
+        for n, spec in [(sizes, specs), (to_sizes, to_specs)]
+    )
+    params, state = acco_jax.start(tx, params)
+    grads = {"w": jnp.array(draw(size=(sizes[0], 6, 8)))}
+    _, state = tx.update(grads, state, params, weight=jnp.ones(sizes[0]))
+    assert np.any(state.in_flight.buffers[0])
+    acco_jax.save(tmp_path / "1", state, params)
+    back = acco_jax.restore(tmp_path / "1", then, {"w": jnp.zeros((6, 8))})[:2]
+    same = acco_jax.reshard((params, state), then)
+    assert bits(back) == bits(same)
+    assert back[1].layout == same[1].layout
+
+
+def test_specs_that_explicit_axes_show(tmp_path):
+    """The state is split as the parameters that restore is given."""
+    mesh = make_mesh(2, 2, types=EXPLICIT)
+    rows, columns = (
+        jax.device_put({"w": begin(4)["w"]}, jax.NamedSharding(mesh, spec))
+        for spec in (ROWS, COLUMNS)
+    )
+    tx = acco_jax.acco(INNER, mesh=mesh)
+    params, state = acco_jax.start(tx, rows)
+    grads = {"w": jnp.array(np.random.default_rng(1).normal(size=(2, 8, 4)))}
+    _, state = tx.update(grads, state, params, weight=jnp.ones(2))
+    acco_jax.save(tmp_path / "1", state, params)
+    back = acco_jax.restore(tmp_path / "1", tx, columns)[:2]
+    homes = acco_jax.start_shardings(tx, columns)
+    assert jax.tree.map(lambda x: x.sharding, back) == homes
+    then = acco_jax.acco(INNER, mesh=mesh, param_specs=COLUMNS)
+    assert bits(back) == bits(acco_jax.reshard((params, state), then))
+
+
+@pytest.mark.fast("diloco")
+@pytest.mark.parametrize("name", LOCAL)
+def test_local_methods_onto_no_groups(name, tmp_path):
+    tx, then = (
+        getattr(acco_jax, name)(
+            optax.sgd(0.1), mesh=make_mesh(*n), param_specs=spec, **LOCAL[name]
+        )
+        for n, spec in [((2, 2), {"w": ROWS, "v": P()}), ((4,), None)]
+    )
+    pair = acco_jax.start(tx, begin())
+    acco_jax.save(tmp_path / "0", pair[1], pair[0])
+    back = acco_jax.restore(tmp_path / "0", then, begin())[:2]
+    assert bits(back) == bits(acco_jax.reshard(pair, then))
+
+
 @pytest.mark.fast("diloco-*")
 @pytest.mark.parametrize("workers", [4, 2])
 @pytest.mark.parametrize("name", LOCAL)
@@ -198,6 +267,18 @@ def test_what_is_no_checkpoint_is_refused(saved, tmp_path):
         acco_jax.restore(tmp_path, tx, begin())
     with pytest.raises(ValueError, match=r"tx is a GradientTransf.*: give a method of"):
         acco_jax.restore(saved, optax.sgd(0.1), begin())
+
+
+def test_a_record_without_specs_is_refused(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "0")
+    record = tmp_path / "0" / "about" / "metadata"
+    about = json.loads(record.read_text())
+    del about["specs"]
+    record.write_text(json.dumps(about))
+    why = "is of an earlier version, without the parameters' specs: restore it with"
+    with pytest.raises(ValueError, match=why) as raised:
+        acco_jax.restore(tmp_path / "0", method("acco"), begin())
+    assert "\n" not in str(raised.value)
 
 
 def test_what_cannot_be_saved_is_refused(saved, tmp_path):

@@ -64,8 +64,13 @@ class Method(Protocol):
     def changes(self) -> str:
         """The option that makes calls differ, so that steps count them; '' for none."""
 
-    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Self:
-        """Return the same method, of the same options, on another mesh's data axes."""
+    def on(
+        self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...], specs: PyTree | None
+    ) -> Self:
+        """Return the method, of the same other options, on another mesh.
+
+        `axis` are the mesh's data axes, and `specs` the method's `param_specs`.
+        """
 
     def start(self, params: PyTree, model_state: PyTree = None) -> tuple[PyTree, State]:
         """Return the parameters of the loop and the initial state.

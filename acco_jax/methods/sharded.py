@@ -222,9 +222,12 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     # ---- as a `Method`
 
-    def on(self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...]) -> Self:
+    def on(
+        self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...], specs: PyTree | None
+    ) -> Self:
         attributes = {k: v for k, v in vars(self).items() if k != "_updated"}
-        return type(self)(**attributes | {"mesh": mesh, "axis": axis})
+        places = {"mesh": mesh, "axis": axis, "param_specs": specs}
+        return type(self)(**attributes | places)
 
     def start(
         self, params: PyTree, model_state: PyTree = None

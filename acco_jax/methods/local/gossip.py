@@ -283,13 +283,13 @@ def gossip(
         state_type=GossipState,
         make_state=init,
         round=round_of,
-        on=lambda mesh, axis: gossip(
+        on=lambda mesh, axis, specs: gossip(
             inner,
             mesh=mesh,
             topology=topology,
             local_steps=local_steps,
             seed=seed,
-            **options | {"axis_name": axis},
+            **options | {"axis_name": axis, "param_specs": specs},
         ),
         period=max(1, math.ceil(math.log2(n))) if topology == "exponential" else 1,
         delayed=True,

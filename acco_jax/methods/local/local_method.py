@@ -285,7 +285,7 @@ class LocalMethod:
     state_type: type  # the NamedTuple that is the method's state
     make_state: Callable[[PyTree], Any]  # parameters -> initial state
     round: Callable[[int], Round]
-    on: Callable[[Any, tuple[str, ...]], Any]  # see `Method`
+    on: Callable[[Any, tuple[str, ...], PyTree], Any]  # see `Method`
     delayed: bool
     period: int = 1
     # raises a ValueError for a state whose parts are another method's

@@ -219,9 +219,9 @@ def local_rounds(
         make_state=init,
         round=lambda phase: OuterRound(steps, exchange, outer.delayed, weighted),
         check_parts=lambda state: outer.check_state(state.outer),
-        on=lambda mesh, axis: local_rounds(
+        on=lambda mesh, axis, specs: local_rounds(
             inner,
-            outer.on(mesh, axis),
+            outer.on(mesh, axis, specs),
             local_steps=local_steps,
             weighted=weighted,
             accumulate_dtype=accumulate_dtype,

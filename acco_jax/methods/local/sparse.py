@@ -446,13 +446,13 @@ def sparse_rounds(
         state_type=SparseState,
         make_state=init,
         round=lambda phase: SparseRound(steps, outer, message, decay, weighted),
-        on=lambda mesh, axis: sparse_rounds(
+        on=lambda mesh, axis, specs: sparse_rounds(
             inner,
             outer,
             message,
             mesh,
             local_steps,
-            options | {"axis_name": axis},
+            options | {"axis_name": axis, "param_specs": specs},
             decay,
         ),
         delayed=False,

@@ -384,7 +384,7 @@ def streaming_diloco(
         make_state=init,
         round=round_of,
         check_parts=check_parts,
-        on=lambda mesh, axis: streaming_diloco(
+        on=lambda mesh, axis, specs: streaming_diloco(
             inner,
             mesh=mesh,
             local_steps=local_steps,
@@ -393,7 +393,7 @@ def streaming_diloco(
             mixing=mixing,
             bits=bits,
             outer=outer,
-            **options | {"axis_name": axis},
+            **options | {"axis_name": axis, "param_specs": specs},
         ),
         period=fragments,
         delayed=overlap_steps > 0,
