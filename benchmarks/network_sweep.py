@@ -171,7 +171,7 @@ network's rate is that of one device; times are ms of an optimizer step.
 
 acco is at least {faster:.0%} faster from {low:.2g} to {high:.2g} Gbit/s,
 and at most {most:.2f} times as fast, at {at_most:.2g} Gbit/s. It sends
-twice zero1's bytes. Below {even:.2g} Gbit/s it exposes more seconds than zero1 does,
+twice zero1's bytes. Below {even:.2g} Gbit/s that takes longer than it saves,
 and zero1 is faster.
 
 {pictures}
