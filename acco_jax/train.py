@@ -197,7 +197,8 @@ def _train(claim: contextlib.ExitStack) -> None:
         preparation.check(config)
         workdirs.check_shared(workdir)
         # a scheduler may have restarted this run on another host, as a supervisor does
-        again = _ORDERS.attempt > 1 if _ORDERS else several
+        again = devices.launched() or several
+        again = again or (_ORDERS is not None and _ORDERS.attempt > 1)
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
         checkpoint_folder = trained_runs.checkpoint_folder(config, workdir)
         preparation.check_present(workdir, checkpoint_folder)  # a claim makes it

@@ -120,8 +120,8 @@ EXPLAINED = """\
   compute a synchronous step, so it is no best peer.
 - `torch/acco`: ACCO rewritten from the paper in `benchmarks/peers_torch.py`.
 - `acco`: the paper's equal halves.
-- `acco(recommended)`: a first half of a quarter of the step where a step takes no longer
-  with it, else equal halves; extrapolation 1.15.
+- `acco(recommended)`: a first half of a quarter of the step where a step takes no
+  longer with it, else equal halves; extrapolation 1.15.
 - `acco(8 bits)`: equal halves, both collectives in 8 bits."""
 
 Row = dict[str, Any]

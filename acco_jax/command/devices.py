@@ -102,6 +102,12 @@ def launched_by_a_cluster() -> bool:
     return _tpu_hosts() > 1
 
 
+def launched() -> bool:
+    """Return whether a launcher has started this process, which it may start again."""
+    names = (*LAUNCHERS, "SLURM_JOB_ID", KUBERNETES[0])
+    return any(os.environ.get(name) for name in names)
+
+
 def are_several(coordinator: str | None, processes: int | None) -> bool:
     """Return whether flags, or without flags a launcher, name several processes.
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,17 +11,28 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from acco_jax.command import heartbeat
+
+AGAIN = 1.0  # seconds within which a command may pass on what its process has had
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def heeded(numbers: tuple[int, ...] = STOPPING) -> list[int]:
+    """Return the signals that are not ignored."""
+    return [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def handler(
     handle: Callable[[int, Any], None], numbers: tuple[int, ...] = STOPPING
 ) -> Iterator[None]:
-    """Handle signals inside the context; outside of the main thread do nothing."""
+    """Handle signals inside the context; outside of the main thread do nothing.
+
+    What was ignored, as nohup has SIGHUP ignored, stays so.
+    """
     previous = {}
     with contextlib.suppress(ValueError):  # not in the main thread
-        for number in numbers:
+        for number in heeded(numbers):
             previous[number] = signal.signal(number, handle)
     try:
         yield
@@ -38,13 +50,18 @@ def stopping() -> Iterator[Callable[[], bool]]:
     Several processes agree through JAX's preemption service, which sees SIGTERM: they
     must call stopped() equally often, and the other signals are sent on as SIGTERM.
     """
-    received: list[int] = []
+    received: list[tuple[int, float]] = []
     several, calls = jax.process_count() > 1, 0
 
     def handle(number: int, frame: types.FrameType | None) -> None:
+        now = time.monotonic()
         if received:
+            first, at = received[0]
+            # of a service manager, which sends it to the command, too
+            if heartbeat.supervised() and number == first and now - at < AGAIN:
+                return
             raise KeyboardInterrupt
-        received.append(number)
+        received.append((number, now))
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -56,6 +57,14 @@ def over_data(
     return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+def _is_here(x: Any) -> bool:
+    """Return whether x is an array of numbers that this process has whole."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, np.ndarray | jax.Array):
+        return False
+    key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return not key and getattr(x, "is_fully_addressable", True)
+
+
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
     """Put arrays on their devices; give abstract arrays a sharding if they lack one.
 
@@ -73,10 +82,10 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             at = x.sharding or sharding
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-        traced = isinstance(x, jax.core.Tracer)
-        if np.ndim(x) and not traced and getattr(x, "is_fully_addressable", True):
-            return jax.make_array_from_callback(np.shape(x), sharding, lambda i: x[i])
-        return jax.device_put(x, sharding)
+        if not _is_here(x):
+            return jax.device_put(x, sharding)
+        own = np.asarray(jax.device_get(x), jax.dtypes.canonicalize_dtype(x.dtype))
+        return jax.make_array_from_callback(own.shape, sharding, lambda i: own[i])
 
     return jax.tree.map(one, tree, shardings)
 

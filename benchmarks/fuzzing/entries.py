@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _no_work(name: str, module: Any):
     """Lets a command check all that it can, and stop where it would begin to work."""
     patches: list[tuple[Any, str, Any]] = [
         (comparison.devices, "choose_platform", lambda *_, **__: None),
-        (preparation, "build", lambda config, folder: None),
+        (preparation, "build", lambda config, folder: types.SimpleNamespace(workers=1)),
         (comparison, "_length", lambda experiment: {}),
         (comparison, "compare", lambda request, argv: comparison.check(request) or ""),
     ]
@@ -373,6 +374,7 @@ def bpe(case: Case) -> None:
     config = _data(tokenizer="bpe", vocab_size=291)
     if case["where"] == "kept":
         Path("work").mkdir()
+        Path("work/config.json").write_text("{}")
         Path("tokenizer_config.json").unlink(missing_ok=True)
         if seed.exists():
             seed.rename("work/tokenizer.json")

@@ -56,6 +56,14 @@ def test_launched_by_a_cluster(launched, monkeypatch, environment, several):
     assert devices.launched_by_a_cluster() == several
 
 
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"])
+def test_a_launcher_of_one_process_may_start_it_again(launched, name):
+    launched({})
+    assert not devices.launched()
+    launched({name: "1"})
+    assert devices.launched() and not devices.launched_by_a_cluster()
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

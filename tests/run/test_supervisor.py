@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from unittest import mock
 
 import pytest
 
@@ -167,6 +168,33 @@ def test_too_few_wait_for_the_others(jobs, capfd):
 
     assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.LOST
     assert "error: process 1 of 2 did not come within 5 s." in errors(capfd)
+
+
+@pytest.mark.slow
+def test_enough_go_on_though_a_start_may_take_less_long(jobs, capfd, caplog):
+    limits = {"restarts": 1, "min_processes": 1, "regroup_after": 7.0}
+    todo, seen = jobs(GOOD, ("stay", 3, 9), start_within=5.0, **limits), [""]
+    caplog.set_level("INFO", logger="absl")
+
+    async def both():
+        tasks = begun(todo)
+        await said(capfd, "1/2", seen)
+        tasks[1].cancel()
+        return await tasks[0]
+
+    assert asyncio.run(asyncio.wait_for(both(), 60)) == exits.FINISHED
+    assert "going on with 1 of 2 processes: without process 1" in caplog.text
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch):
+    """The kernel may hold it; its command goes on and says so."""
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.1)
+    held = object.__new__(supervisor._Child)
+    held._process, held._heard = mock.Mock(), None
+    held._process.poll.return_value = None
+    assert asyncio.run(held.kill()) is False
+    held._process.poll.return_value = -9
+    assert asyncio.run(held.kill()) is True
 
 
 @pytest.mark.slow

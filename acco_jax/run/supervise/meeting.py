@@ -407,9 +407,10 @@ class Meeting:
         late = now - self._since > self._limits.regroup_after
         # if this command has come again, the others know how many there were
         known = self._attempt or max((m.attempt for m in here), default=0)
-        if not absent or (known and late and len(here) >= least and 0 not in absent):
+        enough = bool(known) and len(here) >= least and 0 not in absent
+        if not absent or (enough and late):
             self._begin(here, absent, known + 1, now)
-        elif now - self._since > self._limits.start_within:
+        elif not enough and now - self._since > self._limits.start_within:
             line = (
                 f"process {listed(absent)} of {self._processes} did not "
                 f"come within {self._limits.start_within:.0f} s"

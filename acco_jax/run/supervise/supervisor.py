@@ -149,13 +149,19 @@ class _Child:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    async def kill(self) -> None:
-        """Make the process write its stacks, then kill it."""
+    async def kill(self) -> bool:
+        """Make the process write its stacks, then kill it; return whether it ended.
+
+        It cannot while the kernel holds a thread of it, as in a device's driver.
+        """
         if self._process.poll() is None and self._heard:
             self.signal(heartbeat.STACKS)
             await asyncio.sleep(STACK_SECONDS)
         self._process.kill()
-        self._process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return self._process.poll() is not None
 
     def keep(self, folder: Path) -> None:
         """Copy the files that the process has left, for later diagnosis."""
@@ -164,7 +170,8 @@ class _Child:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
         os.close(self._pipe)
         os.close(self._orders)
         self._folder.cleanup()
@@ -238,7 +245,7 @@ class _Command:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         stop = functools.partial(self._stop, task)
-        for number in signals.STOPPING:
+        for number in signals.heeded():
             loop.add_signal_handler(number, stop, number)
         try:
             while True:  # once, except when process 0's command has gone and come again
@@ -438,11 +445,13 @@ class _Command:
           _Ends: if no other attempt follows.
         """
         job, line = self._job, verdict.line
-        await child.kill()
+        ended = await child.kill()
         if job.workdir.is_dir() and verdict.code in (exits.LOST, exits.FAILED):
             folder = job.workdir / "failures" / f"attempt-{child.attempt}"
             child.keep(folder / f"process-{job.process}")
             line += f": messages and stacks are in {folder}"
+        if not ended:
+            raise _Ends(_say(exits.LOST, f"{line}; its process cannot be killed."))
         if verdict.again and not self._told:
             logging.warning(
                 "%s; attempt %d of %d begins",
