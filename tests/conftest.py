@@ -10,6 +10,7 @@ newest jax, all of them are users'.
 import fnmatch
 import gc
 import os
+import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -32,6 +33,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests import compiling
 from tests.examples import TIMES
+
+# What nohup or a shell's background job has ignored, commands that tests start would
+# ignore, too.
+for ignored in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 
 # The compiled programs are the same for every example, so a deadline says nothing; the
 # same examples every time, so that a failure is everybody's, unless more are asked for.
