@@ -257,6 +257,17 @@ def test_a_later_attempt_waits_for_a_lost_host(tmp_path, monkeypatch):
         assert json.loads((tmp_path / LOCK).read_text())["host"] != "elsewhere"
 
 
+def test_a_run_that_lives_here_is_not_waited_for(tmp_path, monkeypatch):
+    """As where a launcher's pod begins a second run in the same workdir."""
+    monkeypatch.setattr(workdir, "DYING_SECONDS", 0.1)
+    with claimed(tmp_path):
+        begun = time.monotonic()
+        another = pytest.raises(ValueError, match="another run works")
+        with another, claimed(tmp_path, patience=60):
+            pass
+        assert time.monotonic() - begun < 30
+
+
 def test_a_process_that_wakes_up_late_writes_nothing(tmp_path):
     with claimed(tmp_path):
         workdir.check_held(tmp_path)

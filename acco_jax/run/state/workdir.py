@@ -25,6 +25,7 @@ from acco_jax.run.state import processes
 LOCK = "lock.json"
 BEAT_SECONDS = 10.0  # between signs of life in the lock
 STALE_SECONDS = 60.0  # without one, a process on another host counts as dead
+DYING_SECONDS = 10.0  # that an earlier attempt on this host may take to end
 TAKEOVER_SECONDS = 5.0  # that another process may take for its takeover
 PROBE_SECONDS = 30.0  # until a file of process 0 must be seen by the others
 
@@ -122,13 +123,14 @@ def _started(pid: int) -> str | None:
 
 def _take(path: Path, mine: dict[str, Any], deadline: float) -> str:
     """Write the lock, replacing only a stale one; return why not, or ''."""
-    patience = time.monotonic() + TAKEOVER_SECONDS
+    begun = time.monotonic()
+    patience = begun + TAKEOVER_SECONDS
     while not _acquire(path, mine):
         held, now = _content(path), time.monotonic()
         left = held is None or _is_stale(path, held)
         if now < patience and left:  # just now, or another process takes it over
             time.sleep(0.01)
-        elif now < deadline:
+        elif now < deadline and (now < begun + DYING_SECONDS or not _lives(held)):
             time.sleep(1.0)
         else:
             text = " ".join((held or b"").decode(errors="replace").split())[:200]
@@ -215,6 +217,11 @@ def _is_gone(held: bytes) -> bool | None:
     except (ValueError, RecursionError):  # a killed process left it cut
         pass
     return None
+
+
+def _lives(held: bytes | None) -> bool:
+    """Return whether a lock's process is seen to live, on this host."""
+    return held is not None and _is_gone(held) is False
 
 
 def _is_stale(path: Path, held: bytes) -> bool:
