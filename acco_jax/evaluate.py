@@ -12,7 +12,7 @@ run's. Ends of texts count as tokens. Where examples are cut or left out, words 
 bytes count in proportion.
 --file evaluates one text. Each token counts once. The first one follows the end of a
 text. Each token is predicted from those before it in a window of as many tokens as the
-model has positions. Windows begin --stride tokens after each other.
+model has positions, or of --window. Windows begin --stride tokens after each other.
 --lambada reads a file with one JSON object {"text": ...} per line. It prints the
 accuracy on each text's last word, for which all of its tokens must be the most likely,
 the perplexity of that word, and the figures of the whole texts.
@@ -49,14 +49,16 @@ _LAMBADA = flags.DEFINE_string(
 _STRIDE = flags.DEFINE_integer(
     "stride",
     None,
-    "Tokens from the start of a window of --file to the next; default: the "
-    "model's positions.",
+    "Tokens from the start of a window of --file to the next; default: the window.",
     1,
+)
+_WINDOW = flags.DEFINE_integer(
+    "window", None, "Tokens of a window of --file; default: the model's positions.", 1
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 
 
-@exits.lines()
+@exits.lines("give --file a smaller --window, or use a device with more memory.")
 def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)
@@ -77,8 +79,9 @@ def _figures() -> dict[str, Any]:
     if len(asked) > 1:
         first, second = (f"--{f.name}={f.value}" for f in asked[:2])
         raise ValueError(f"{first} and {second}: give one of them.")
-    if _STRIDE.value is not None and file is None:
-        raise ValueError(f"--stride={_STRIDE.value} is for --file: give both.")
+    for flag in (_STRIDE, _WINDOW):
+        if flag.value is not None and file is None:
+            raise ValueError(f"--{flag.name}={flag.value} is for --file: give both.")
     own = file is None and lambada is None
     if own and workdir is None:
         raise ValueError("a folder has no data of its own: give --file or --lambada.")
@@ -90,7 +93,8 @@ def _figures() -> dict[str, Any]:
         return splits.of_split(str(workdir), _SPLIT.value or "validation")
     if file is not None:
         text = read_text(expanded(file))
-        return perplexity.of_text(language.opened(_MODEL), text, _STRIDE.value)
+        model = language.opened(_MODEL)
+        return perplexity.of_text(model, text, _STRIDE.value, _WINDOW.value)
     path = expanded(str(lambada))
     return perplexity.of_lambada(language.opened(_MODEL), path)
 

@@ -41,9 +41,15 @@ _SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Number of texts.", 1)
 
 
-@exits.lines()
+@exits.lines("lower --tokens, shorten --prompt, or use a device with more memory.")
 def main(argv: list[str]) -> None:
     del argv
+    sampled = [f for f in (_TOP_K, _TOP_P, _SAMPLES) if f.value != f.default]
+    if sampled and not _TEMPERATURE.value:
+        raise ValueError(
+            f"--{sampled[0].name}={sampled[0].value} needs sampling, but "
+            "--temperature=0 decodes greedily: give --temperature."
+        )
     devices.choose_platform(None, several_processes=False)
     program_store.keep_programs()
     # slow, and only now may anything touch devices

@@ -10,6 +10,7 @@ It answers the three requests of `lm_eval.api.model.LM`, as "acco_jax" in its re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
@@ -73,8 +74,7 @@ class AccoLM(LM):
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Return log-probabilities of (text,), in windows that do not overlap."""
-        stride = self._language.config.max_length
-        parts = [self._language.rows(r.args[0], stride) for r in requests]
+        parts = [self._language.rows(r.args[0]) for r in requests]
         scores = iter(self._language.score([row for part in parts for row in part]))
         return [-sum(next(scores).nats for _ in part) for part in parts]
 
@@ -84,7 +84,12 @@ class AccoLM(LM):
         """Return continuations of (context, options), up to the first stop string.
 
         Options are the harness's: until, max_gen_toks, do_sample, temperature, top_k
-        and top_p. A context that is too long is cut to its end.
+        and top_p. A continuation has at most max_gen_toks tokens, fewer where its
+        context leaves room for fewer. A context is cut to its end only where it leaves
+        room for neither max_gen_toks nor half of the model's positions.
+
+        Raises:
+          ValueError: if max_gen_toks is not less than the model's positions.
         """
         found = [""] * len(requests)
         groups: dict[str, list[int]] = {}
@@ -106,11 +111,15 @@ class AccoLM(LM):
             stop for stop in ([until] if isinstance(until, str) else until) if stop
         ]
         most = self._language.config.max_length
-        room = most - len(self._language.before)
-        tokens = min(int(options.get("max_gen_toks", TOKENS)), room)
-        prompts = [
-            self._language.tokens(context, most - tokens) for context in contexts
-        ]
+        asked = int(options.get("max_gen_toks", TOKENS))
+        if "max_gen_toks" in options and asked >= most:
+            raise ValueError(
+                f"max_gen_toks is {asked}, but the model has {most} positions: give "
+                "fewer, to leave room for contexts."
+            )
+        kept = most - min(asked, most // 2)
+        prompts = [self._language.tokens(context, kept) for context in contexts]
+        tokens = np.array([min(asked, most - len(prompt)) for prompt in prompts])
         keys = language.keys_of(0, len(prompts))
         texts = [""] * len(contexts)
         for texts in self._language.write(

@@ -54,6 +54,7 @@ def save(
         raise ValueError(
             "state and params are not a method's: give what its train step returned."
         )
+    params, state = jax.tree.map(leaf_names.array, (params, state))
     layout = state.layout
     if layout.mesh.is_multi_process:  # `start` leaves them in each process
         params = jax.tree.map(_everywhere, params, layout.params_shardings)

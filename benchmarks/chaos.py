@@ -1,7 +1,8 @@
 """Processes with a fault every few minutes: what a run loses to them.
 
     python benchmarks/chaos.py [--minutes=30] [--every=180] [--mbit=8] [--method=acco]
-        [--lost_after=10] [--processes=4] [--json=FILE]
+        [--options='{"local_steps": 10}'] [--lost_after=10] [--processes=4]
+        [--json=FILE]
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Each process is a command of
 acco_jax.train with restarts and a warm compilation cache (see aimed.py), in a network
@@ -244,6 +245,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=180.0, help="seconds")
     parser.add_argument("--mbit", type=float, default=8.0, help="of the slow link")
     parser.add_argument("--method", default="acco")
+    parser.add_argument("--options", type=json.loads, default={}, help="of it, as JSON")
     parser.add_argument("--lost_after", type=float, default=10.0, help="seconds")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--checkpoint_every", type=int, default=20, help="steps")
@@ -271,7 +273,7 @@ def experiment(
         place / "config.py", common.texts(place), devices=1, steps=10**5,
         microbatches_per_step=8, checkpoint_every=args.checkpoint_every,
         eval_every=10**6, eval_batches=1, data={"held_out": 0.1}, model={"width": 64},
-        method=args.method,
+        method=args.method, method_options=args.options,
     )  # fmt: skip
     print("| fault | process | after half-round | detection, s | restart, s | "
           "half-rounds repeated |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip

@@ -53,7 +53,7 @@ def test_the_table_has_every_command():
     found = {
         file.parent.name if file.stem == "__main__" else file.stem
         for file in (ROOT / "acco_jax").glob("**/*.py")
-        if "@exits.lines()\ndef main(" in file.read_text()
+        if re.search(r"^@exits\.lines\(.*\)\ndef main\(", file.read_text(), re.M)
     }
     assert set(cli.COMMANDS) == found
 
@@ -137,6 +137,10 @@ REFUSED = {  # the same of what is missing, or too much
         "--file=a and --lambada=b: give one",
     ("evaluate", "--file=a"): "neither: give --workdir of a run, or --model",
     ("evaluate", "--model=m"): "a folder has no data of its own",
+    ("evaluate", "--workdir=w", "--window=8"): "--window=8 is for --file: give both",
+    ("generate", "--model=m", "--top_k=5"): "--top_k=5 needs sampling, but",
+    ("generate", "--model=m", "--top-p=0.5"): "--top_p=0.5 needs sampling, but",
+    ("generate", "--model=m", "--samples=2"): "--samples=2 needs sampling, but",
 }  # fmt: skip
 
 

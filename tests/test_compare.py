@@ -221,7 +221,7 @@ def begin(request, entry, *flags):
 def test_a_check_leaves_nothing_behind(request_of, on_two, tmp_path):
     """So that each run of auto chooses, and a rejected comparison claims no folder."""
     (length,) = comparison.check(request_of("auto"))
-    assert length["calls"][60] == 60
+    assert length["calls"][60] == 60 and '"policy": "stop"' in length["limits"]
     assert not list(tmp_path.iterdir())
 
 
@@ -271,6 +271,25 @@ def test_runs_of_another_config_are_no_tuned_ones(request_of, tmp_path, seed):
         comparison._check_folders(request)
 
 
+@LOADS
+def test_a_run_that_has_begun_keeps_its_eval_batches(request_of):
+    """Losses at a rung of a sweep are all of the same documents."""
+    request = request_of("zero1", seeds=1)
+    (entry,) = request.entries
+    config = parsing.config_of([*request.flags(entry), "--config.seed=0"])
+    folder = request.folder(entry, 0)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config.to_json_best_effort())
+    more = (*request.config, "--config.eval_batches=3")
+    other = dataclasses.replace(request, config=more)
+    comparison._check_folders(other)
+    (folder / "metrics.jsonl").touch()
+    comparison._check_folders(request)
+    message = "seed-0 .*eval_batches=2, not 3: use another workdir"
+    with pytest.raises(ValueError, match=message):
+        comparison._check_folders(other)
+
+
 def finish(folder, **config):
     """Leave what a finished run leaves, in as far as it is read."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -278,11 +297,12 @@ def finish(folder, **config):
     old = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(old | config))
     (folder / "summary.json").write_text('{"bytes_sent_per_worker": 1}')
+    (folder / "metrics.jsonl").touch()
 
 
 @LOADS
 @pytest.mark.parametrize("seed", [0, 1])
-def test_finished_runs_of_other_workers_are_refused(request_of, on_two, seed):
+def test_runs_of_other_workers_are_refused(request_of, on_two, seed):
     request = request_of("zero1")
     (entry,) = request.entries
     folder = begin(request, entry).with_name(f"seed-{seed}")
@@ -292,16 +312,14 @@ def test_finished_runs_of_other_workers_are_refused(request_of, on_two, seed):
     comparison.check(request)
     finish(folder, workers=1)
     message = rf"zero1: .*seed-{seed} .* workers=1, not 2: use another workdir"
-    with pytest.raises(ValueError, match=message):
-        comparison.check(request)
-    (folder / "summary.json").unlink()  # unfinished, it continues elastically
-    comparison.check(request)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            comparison.check(request)
+        (folder / "summary.json").unlink(missing_ok=True)  # an interrupted run
 
 
 @LOADS
-def test_finished_runs_of_other_workers_are_no_tuned_ones(
-    request_of, on_two, monkeypatch
-):
+def test_runs_of_other_workers_are_no_tuned_ones(request_of, on_two, monkeypatch):
     sweep = tuning.parse(["optimizer.learning_rate=1,2"])
     request = request_of("zero1", sweep=sweep, tune_seeds=2)
     monkeypatch.setattr(tuning, "tune", lambda found, *_: {"zero1": found[1]})
@@ -318,15 +336,13 @@ def test_finished_runs_of_other_workers_are_no_tuned_ones(
 
 @LOADS
 @pytest.mark.parametrize("name", ["zero1/seed-0", "tuning/acco/steps=1/seed-1"])
-def test_finished_runs_over_another_link_are_refused(
-    request_of, monkeypatch, tmp_path, name
-):
+def test_runs_over_another_link_are_refused(request_of, monkeypatch, tmp_path, name):
     """Whichever methods they are of: a later comparison may have them again."""
     request = request_of("dpu", rate="20mbit", processes=2)
     monkeypatch.setattr(network, "why_not", lambda: None)
     monkeypatch.setattr(pool, "_starting", lambda *_: contextlib.nullcontext(None))
     monkeypatch.setattr(comparison, "_check_elsewhere", lambda *_, **__: [])
-    monkeypatch.setattr(pool.Pool, "run", lambda *_: None)
+    monkeypatch.setattr(pool.Pool, "run", lambda *_: {})
     with pytest.raises(pool.RunFailed):
         comparison.compare(request, [])
     others = [
@@ -338,12 +354,14 @@ def test_finished_runs_over_another_link_are_refused(
         (dataclasses.replace(request, processes=4), "processes=2 .*not 4: use another"),
     ]
     for other, _ in others:
-        comparison._check_link(other)  # without a finished run
+        comparison._check_link(other)  # without a run
     finish(tmp_path / name)
+    (tmp_path / name / "summary.json").unlink()  # an interrupted run
     comparison._check_link(dataclasses.replace(request, rate="20000kbit"))
     for other, message in others:
         with pytest.raises(ValueError, match=message):
             comparison.check(other)
+    assert json.loads((tmp_path / "link.json").read_text())["mbit"] == 20
 
 
 @LOADS
@@ -375,8 +393,8 @@ def test_a_first_half_is_that_of_the_methods_own_step(request_of, monkeypatch):
     assert halves == [1, 4, 1]
     request = request_of("acco", sweep=sweep)
     monkeypatch.setattr(tuning, "tune", lambda found, *_: {"acco": found[1]})
-    lengths = [{"steps": 1, "tokens": 1, "calls": {}, "workers": 2}] * 2
-    (best,) = (tuned := comparison._tuned(request, lengths, None)).entries
+    length = {"steps": 1, "tokens": 1, "calls": {}, "limits": "", "workers": 2}
+    (best,) = (tuned := comparison._tuned(request, [length] * 2, None)).entries
     assert parsing.config_of(tuned.flags(best)).first_half == 8
 
 
@@ -430,12 +448,21 @@ def test_without_the_tools_the_network_is_refused_before_any_run(start, place):
 
 
 @LOADS
-def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (exits.FAILED, "no result of zero1/seed-0, zero1/seed-1: .* to try again"),
+        (exits.DIVERGED, "^diverged: zero1/seed-0, zero1/seed-1 .see the errors abo"),
+    ],
+)
+def test_runs_that_fail_or_diverge_do_not_lose_the_others(
+    place, tmp_path, monkeypatch, code, message
+):
     """With stand-ins for the processes: one method's write a result."""
 
     def start(task, slot):
         if "--config.method=acco" not in task.flags:
-            return [subprocess.Popen(["false"])]
+            return [subprocess.Popen(["sh", "-c", f"exit {code}"])]
         folder = task.folder
         folder.mkdir(parents=True, exist_ok=True)
         row = {"kind": "validation", "half_round": 3, "step": 1, "tokens": 9,
@@ -454,9 +481,12 @@ def test_a_run_that_crashes_does_not_lose_the_others(place, tmp_path, monkeypatc
         (f"--config={place / 'tiny.py'}",), comparison.parse("zero1,acco"), tmp_path, 2
     )
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(pool.RunFailed, match="no result of zero1/seed-0, zero1/s"):
+    with pytest.raises(pool.RunFailed, match=message) as error:
         comparison.compare(request, [])
-    assert "acco" in (tmp_path / "table.md").read_text()
+    table, diverged = (tmp_path / "table.md").read_text(), code == exits.DIVERGED
+    named = "Diverged, not in the means: zero1/seed-0, zero1/seed-1.\n" in table
+    assert "acco" in table and named == diverged
+    assert ("try again" in str(error.value)) != diverged
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -51,6 +51,7 @@ def expected(method, n):
 def test_two_processes(devices, tmp_path):
     result = run(2, devices, tmp_path)
     assert result["auto"] == "split"
+    assert "processes gave different arrays as batch" in result["own rows"]
     for method in ("acco", "zero1"):
         points = expected(method, 2 * devices)
         for form in ("split", "fused", "plain"):

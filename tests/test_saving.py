@@ -329,3 +329,19 @@ def test_without_orbax_one_line_says_what_to_install(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r"^save and restore need orbax: pip install"):
         acco_jax.restore(saved, method("acco"), begin())
+
+
+def test_numbers_that_are_not_arrays_of_jax(tmp_path):
+    """float64 of NumPy before the first step, and a rate set as optax has it."""
+    inner = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
+    tx = method("acco", inner=inner)
+    params, state = acco_jax.start(tx, {"w": np.ones((8, 3)), "v": np.ones(3)})
+    state.inner.hyperparams["learning_rate"] = 0.5
+    acco_jax.save(tmp_path / "0", state, params)
+    params, state, _ = acco_jax.restore(tmp_path / "0", tx, params)
+    assert params["w"].dtype == np.float32
+    assert float(state.inner.hyperparams["learning_rate"]) == 0.5
+    state.inner.hyperparams["learning_rate"] = 0.25
+    fewer = method("acco", 2, inner=inner)
+    _, state = acco_jax.reshard((params, state), fewer)
+    assert float(state.inner.hyperparams["learning_rate"]) == 0.25

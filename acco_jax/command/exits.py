@@ -55,13 +55,16 @@ class _Timed(levels.Formatter):
 
 
 @contextlib.contextmanager
-def lines() -> Iterator[None]:
+def lines(memory: str = MEMORY) -> Iterator[None]:
     """End a command whose body raises with one line on stderr and a code.
 
     What the body logs has the time, not the place in the code. An unforeseen error
     prints its traceback before that line. In a process that a supervisor started such
     an error is raised again: the supervisor receives it, and decides whether a lost
     peer caused it.
+
+    Args:
+      memory: the remedy where memory is exhausted.
     """
     logging.get_absl_handler().setFormatter(_Timed(datefmt="%Y-%m-%d %H:%M:%S"))
     try:
@@ -69,7 +72,7 @@ def lines() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:  # a panic of a Rust library is not an Exception
-        code, line = ended(error)
+        code, line = ended(error, memory)
         told = isinstance(error, KeyboardInterrupt)  # by a signal, as the supervisor
         if heartbeat.supervised() and (code is None or told):
             raise
@@ -78,10 +81,10 @@ def lines() -> Iterator[None]:
         end(FAILED if code is None else code, line)
 
 
-def ended(error: BaseException) -> tuple[int | None, str]:
+def ended(error: BaseException, memory: str) -> tuple[int | None, str]:
     """Return the code and the line that a command ends with.
 
-    The code is None for an unforeseen error.
+    The code is None for an unforeseen error. `memory` is as for `lines`.
     """
     text = str(error)
     match error:
@@ -94,9 +97,9 @@ def ended(error: BaseException) -> tuple[int | None, str]:
         case FloatingPointError():
             return DIVERGED, text
         case MemoryError():
-            return FAILED, f"out of memory: {MEMORY}"
+            return FAILED, f"out of memory: {memory}"
         case RuntimeError() if text.startswith("RESOURCE_EXHAUSTED"):
-            return FAILED, f"out of memory ({text:.200}): {MEMORY}"
+            return FAILED, f"out of memory ({text:.200}): {memory}"
         case OSError():
             return REFUSED, text
         case ValueError():

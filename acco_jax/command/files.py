@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, and errors about damaged ones."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from etils import epath
 from acco_jax.core import small_files
 
 ROWS = 2**32  # bytes of a file of rows
+MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 
 
 def is_remote(path: Path | epath.Path | str) -> bool:
@@ -138,3 +140,21 @@ def read_object(path: Path | epath.Path) -> dict[str, Any]:
             f"{path} is damaged: it holds a {type(value).__name__}, no object."
         )
     return value
+
+
+def read_written(path: Path | epath.Path) -> dict[str, Any]:
+    """Return the JSON object in a file that was written whole.
+
+    Raises:
+      ValueError: if it is missing, or holds something else.
+      OSError: if it cannot be read for another reason.
+    """
+    try:
+        return read_object(path)
+    except ValueError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not (
+            isinstance(cause, MISSING) or cause.errno in (errno.EINVAL, errno.EFBIG)
+        ):
+            raise cause from None
+        raise

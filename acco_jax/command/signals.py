@@ -57,8 +57,9 @@ def stopping() -> Iterator[Callable[[], bool]]:
         now = time.monotonic()
         if received:
             first, at = received[0]
-            # of a service manager, which sends it to the command, too
-            if heartbeat.supervised() and number == first and now - at < AGAIN:
+            # a service manager sends it to the command, too; a shell as the kernel does
+            twice = heartbeat.supervised() or number == signal.SIGHUP
+            if twice and number == first and now - at < AGAIN:
                 return
             raise KeyboardInterrupt
         received.append((number, now))

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 
 from acco_jax.core.leaves import Array, PyTree
 
@@ -33,6 +34,11 @@ def as_key(like: Array, x: jax.Array) -> jax.Array:
     if not is_key(like):
         return x
     return jax.random.wrap_key_data(x, impl=key_impl(like))
+
+
+def array(x: Any) -> Array:
+    """Return a number or a NumPy array as a step would take it."""
+    return x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
 def named(tree: PyTree) -> dict[str, Any]:

@@ -38,6 +38,18 @@ def with_arrays(fn: Callable[..., Any]) -> Partial:
     return fn if isinstance(fn, Partial) else Partial(fn)
 
 
+def untraced(fn: Callable[..., Any]) -> Partial:
+    """Return a function that no earlier step has traced, with what it reads by then."""
+    given = with_arrays(fn)
+    func: Callable[..., Any] = given.func
+
+    @functools.wraps(func, updated=())
+    def anew(*args: Any, **named: Any) -> Any:
+        return func(*args, **named)
+
+    return Partial(anew, *given.args, **given.keywords)
+
+
 def with_state(
     loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Rng
 ) -> tuple[jax.Array, jax.Array, PyTree]:

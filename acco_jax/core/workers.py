@@ -1,6 +1,7 @@
 """The workers: the data axes of a mesh, and functions on each worker's own rows."""
 
 import functools
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 PyTree = Any
@@ -63,6 +65,27 @@ def _is_here(x: Any) -> bool:
         return False
     key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return not key and getattr(x, "is_fully_addressable", True)
+
+
+def check_same(name: str, tree: PyTree, mesh: Mesh) -> None:
+    """Raise a ValueError if processes differ in arrays that each of them has whole.
+
+    All processes must call it; nothing is compared if the mesh leaves some out.
+    """
+    everyone = {d.process_index for d in mesh.devices.flat}
+    own = [np.asarray(jax.device_get(x)) for x in jax.tree.leaves(tree) if _is_here(x)]
+    if len(everyone) < max(jax.process_count(), 2) or not own:
+        return
+    digest = 0
+    for x in own:
+        digest = zlib.crc32(f"{x.dtype}{x.shape}".encode() + x.tobytes(), digest)
+    with without_mesh():
+        found = multihost_utils.process_allgather(np.uint32(digest))
+    if (found != digest).any():
+        raise ValueError(
+            f"processes gave different arrays as {name}: give the same whole arrays in "
+            "each, or each one's part by jax.make_array_from_process_local_data."
+        )
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:

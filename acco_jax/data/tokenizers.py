@@ -43,6 +43,11 @@ class Tokenizer(abc.ABC):
     fingerprint: str
     prefix: tuple[int, ...] = ()
 
+    @property
+    def text_vocab_size(self) -> int:
+        """Ids of texts, of the prefix and of the end of text are less than this."""
+        return self.vocab_size
+
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int32 (n,), without an end-of-text id."""
         return self.encode_batch([text])[0]
@@ -211,6 +216,13 @@ class FileTokenizer(Tokenizer):
         digest = hashlib.sha256(named.encode()).hexdigest()
         self.fingerprint = f"file-{digest[:16]}"
         self.path = path
+
+    @property
+    def text_vocab_size(self) -> int:
+        known = self._model.get_vocab(with_added_tokens=False).values()
+        added = self._model.get_added_tokens_decoder().items()
+        plain = [number for number, token in added if not token.special]
+        return 1 + max(*known, *plain, *self.prefix, self.end_of_text)
 
     def save(self, folder: Path) -> None:
         """Copy the file into a folder, with the configuration beside it.

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from acco_jax.core.buffers import Arrays, InFlight, RoundingError
 from acco_jax.core.layout import Layout
+from acco_jax.core.leaf_names import array
 from acco_jax.core.leaves import Leaf, PyTree, axes_in, only, wide
 from acco_jax.methods import method
 from acco_jax.methods.optimizer import in_auto
@@ -86,6 +87,7 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
         )
     if not pair:
         like, shardings = like[1], shardings[1]
+    old = jax.tree.map(array, old)
     old = jax.tree.map(lambda x: jax.device_put(x, anywhere(x.shape, tx.mesh)), old)
     weighted = getattr(tx.round(tx.phase(0)), "weighted", True)
     move = functools.partial(moved, new=like, weighted=weighted)

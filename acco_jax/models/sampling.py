@@ -82,7 +82,7 @@ def begin(
     config: Config,
     params: Params,
     prompts: list[np.ndarray],
-    tokens: int,
+    tokens: int | np.ndarray,
     keys: jax.Array,
 ) -> Texts:
     """Return texts that begin with prompts, before any token is generated.
@@ -91,7 +91,7 @@ def begin(
       config: of the model.
       params: in the tree of `transformer.init_params`.
       prompts: int (n,) each, n at least 1; lengths may differ.
-      tokens: how many are to follow each prompt, at least 1.
+      tokens: how many are to follow each prompt, at least 1; (B,) for each its own.
       keys: (B,) of random numbers; a row's tokens depend only on its own key.
 
     Raises:
@@ -101,9 +101,11 @@ def begin(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if not lengths.min():
         raise ValueError("a prompt has no token: begin it with the end of text")
-    if (longest := int(lengths.max()) + tokens) > config.max_length:
+    limits = lengths + np.asarray(tokens, np.int32)
+    if (longest := int(limits.max())) > config.max_length:
+        given = lengths[limits.argmax()]
         raise ValueError(
-            f"a prompt of {lengths.max()} tokens and {tokens} more are {longest}, but "
+            f"a prompt of {given} tokens and {longest - given} more are {longest}, but "
             f"the model has {config.max_length} positions: ask for fewer tokens, or "
             "shorten the prompt"
         )
@@ -112,7 +114,7 @@ def begin(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     size = min(padded_length(longest), config.max_length)
-    return _begin(config, size, params, padded, lengths, lengths + tokens, keys)
+    return _begin(config, size, params, padded, lengths, limits, keys)
 
 
 def padded_length(tokens: int) -> int:

@@ -16,7 +16,8 @@ from acco_jax.models.sampling import padded_length
 from acco_jax.models.sizes import Config
 from acco_jax.models.transformer import Params, bound
 
-ROWS = 8  # that are computed at once
+ROWS = 8  # that are computed at once, at most
+TOKENS = 2**13  # of them together, at most, unless one row has more
 
 
 class ScoredRow(NamedTuple):
@@ -64,11 +65,14 @@ def score(config: Config, params: Params, rows: Sequence[ScoredRow]) -> list[Sco
     """
     order = np.argsort([-len(row.tokens) for row in rows], kind="stable")
     found: dict[int, Score] = {}
-    for start in range(0, len(rows), ROWS):
-        numbers = order[start : start + ROWS]
-        longest = len(rows[numbers[0]].tokens) - 1
+    while len(found) < len(rows):
+        left = order[len(found) :]
+        longest = len(rows[left[0]].tokens) - 1
         T = min(padded_length(longest), config.max_length)
-        tokens, mask = np.zeros((ROWS, T + 1), np.int32), np.zeros((ROWS, T), bool)
+        most = 1 << (max(TOKENS // T, 1).bit_length() - 1)
+        numbers = left[: min(ROWS, most)]
+        B = 1 << (len(numbers) - 1).bit_length()  # few programs
+        tokens, mask = np.zeros((B, T + 1), np.int32), np.zeros((B, T), bool)
         for i, number in enumerate(numbers):
             row = rows[number]
             n = len(row.tokens)

@@ -105,7 +105,8 @@ def main(argv: list[str]) -> None:
     try:
         objections_to = _run()
     except (ValueError, RuntimeError, OSError) as error:
-        exits.end(exits.REFUSED, error)
+        fails = _REQUIRE_HIDDEN.value is not None and hasattr(error, "misfits")
+        exits.end(exits.EXPOSED if fails else exits.REFUSED, error)
     if (fraction := _REQUIRE_HIDDEN.value) is None:
         return
     if objections := objections_to(fraction):
@@ -177,7 +178,9 @@ def _run() -> Callable[[float], Mapping[str, str]]:
         sweep,
     )
 
-    request = planner.PlanRequest(tuple(_METHODS.value), sizes, changes, _FIT.value)
+    # a gate judges the command that is printed, of the microbatch that was asked for
+    fit = _FIT.value and not (gate and _RECOMMEND.value)
+    request = planner.PlanRequest(tuple(_METHODS.value), sizes, changes, fit)
     if _RECOMMEND.value:
         own = parsing.config_arguments()
         best = recommendation.make(_CONFIG.value, places[0], request, own)

@@ -10,6 +10,7 @@ the chip.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from acco_jax.plan.planner import of_method
 from acco_jax.plan.programs import Program
 from acco_jax.run.config import fields as configs
 from acco_jax.schedule import costs
-from acco_jax.schedule.chips import Chip, of_kind
+from acco_jax.schedule.chips import CHIPS, Chip, of_kind
 from acco_jax.schedule.machines import Change, Constant, Machine, figures
 from acco_jax.schedule.schedules import Schedule
 from acco_jax.schedule.tables import aligned, quantity, seconds
@@ -188,19 +189,34 @@ def _interleaved(calls: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def _topology(devices: np.ndarray) -> Topology:
-    """Return the local devices as a topology; an unknown device is a CPU."""
+    """Return the local devices as a topology.
+
+    Raises:
+      ValueError: if no figures of the devices are known, or they are no box of chips.
+    """
     hosts = len({d.process_index for d in devices.flat})
-    chip = of_kind(devices[0].device_kind)
+    first = devices.flat[0]
+    chip = of_kind(first.device_kind)
+    if chip is None and first.platform != "cpu":
+        raise ValueError(
+            f"no data sheet of {first.device_kind} is known: --calibrate is for "
+            f"{', '.join(CHIPS)} and CPUs."
+        )
     if chip is None:
         chip = Chip(
-            "cpu", devices[0].device_kind, "cpu", flops=1.0, memory_bytes=1,
+            "cpu", first.device_kind, "cpu", flops=1.0, memory_bytes=1,
             memory_bandwidth=1.0, fast_bandwidth=1.0, slow_bandwidth=1.0,
             fast_latency=1e-6,
         )  # fmt: skip
     shape: tuple[int, ...] = (hosts, devices.size // hosts)
     if chip.platform == "tpu":
-        chips = devices.size // chip.devices_per_chip
-        shape = (chips, *[1] * (chip.dimensions - 1))
+        places = np.array([d.coords[: chip.dimensions] for d in devices.flat])
+        shape = tuple((np.ptp(places, axis=0) + 1).tolist())
+        if math.prod(shape) * chip.devices_per_chip != devices.size:
+            raise ValueError(
+                f"--calibrate needs a whole box of chips, but these {devices.size} "
+                f"devices lie in one of {'x'.join(map(str, shape))} chips."
+            )
     return Topology(chip.platform, chip, shape)
 
 

@@ -28,8 +28,9 @@ from acco_jax.run.config import fields as configs
 from acco_jax.schedule import costs, optimizer_collectives, verdict
 from acco_jax.schedule.compiled import Compiled, DoesNotFit
 from acco_jax.schedule.machines import Change, Machine, figures
-from acco_jax.schedule.schedules import Collective, hidden_share
+from acco_jax.schedule.schedules import Collective, Schedule, hidden_share
 from acco_jax.schedule.topologies import Topology
+from acco_jax.schedule.verdict import Verdict
 from acco_jax.step.first_half import LONGER
 
 BASELINE = "zero1"
@@ -67,8 +68,16 @@ class Plan:
         return self.machine.topology
 
     def objections(self, fraction: float = verdict.REQUIRED) -> dict[str, str]:
-        """Return the methods that overlap less than a gate requires, and why."""
-        found = {o.method: o.verdict.objection(fraction) for o in self.outcomes}
+        """Return the methods that overlap less than a gate requires, and why.
+
+        Each number of devices that was asked for is judged, the topology's first.
+        """
+        own, found = self.topology.devices, dict[str, str]()
+        sizes = dict.fromkeys([own, *(row["devices"] for row in self.growth)])
+        for o in self.outcomes:
+            said = ((n, _grown(o, self.machine, n).objection(fraction)) for n in sizes)
+            n, why = next(((n, why) for n, why in said if why), (own, ""))
+            found[o.method] = why if n == own else f"with {n} devices {why}"
         found |= self.misfits
         return {m: why for m, why in found.items() if why and m in self.checked}
 
@@ -322,20 +331,35 @@ def _with_first_half(
 
 
 def _part(program: Program, compiled: Compiled, machine: Machine) -> Part:
-    schedule = compiled.schedule
-    prediction = costs.predict(schedule, machine, machine.topology.devices)
+    data, own = _judged(program, compiled.schedule, machine, machine.topology.devices)
+    return Part(program, compiled, data, own)
+
+
+def _judged(
+    program: Program, schedule: Schedule, machine: Machine, devices: int
+) -> tuple[Verdict, Verdict]:
+    """Judge the data axis's collectives and a group's own, on so many devices."""
+    prediction = costs.predict(schedule, machine, devices, program.in_group)
     data = {id(c) for c in program.of_data(schedule, 0)}
     own = {id(c) for c in schedule.collectives if program.in_group(c)}
-    verdicts = (
-        verdict.judge(
-            schedule,
-            prediction,
-            machine,
-            [i for i, c in enumerate(schedule.collectives) if id(c) in chosen],
-        )
+    at = [
+        [i for i, c in enumerate(schedule.collectives) if id(c) in chosen]
         for chosen in (data, own)
+    ]
+    of_data, of_group = (
+        verdict.judge(schedule, prediction, machine, chosen, devices) for chosen in at
     )
-    return Part(program, compiled, *verdicts)
+    return of_data, of_group
+
+
+def _grown(outcome: Outcome, machine: Machine, devices: int) -> Verdict:
+    """Return the verdict on the data axis's collectives, on so many devices."""
+    return verdict.merged(
+        [
+            _judged(p.program, p.compiled.schedule, machine, devices)[0]
+            for p in outcome.parts
+        ]
+    )
 
 
 def _predicted(compiled: Sequence[Compiled], machine: Machine) -> costs.Prediction:
@@ -437,14 +461,7 @@ def few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str,
         schedules, sent = [], 0
         for part in o.parts:
             names = [c.name for c in part.collectives]
-            within = [c.name for c in part.collectives if machine.domains(c) == 1]
-            schedule = costs.in_few_bits(
-                part.compiled.schedule,
-                names,
-                **bits,
-                hide_reduction=machine.topology.platform == "gpu",
-                within=within if len(tx.axis) > 1 else (),
-            )
+            schedule = _in_few_bits(part, machine, **bits)
             schedules.append(schedule)
             sent += sum(
                 c.bytes * c.times for c in schedule.collectives if c.name in names
@@ -465,6 +482,42 @@ def few_bits(o: Outcome, config: ConfigDict, machine: Machine) -> list[dict[str,
         row["speedup"] = first["step"] / row["step"]
         rows.append(row)
     return rows if len(rows) > 1 else []
+
+
+def in_few_bits(o: Outcome, machine: Machine, **bits: int | None) -> Outcome:
+    """Return an outcome as if its gathers and reductions were quantized."""
+    parts = [
+        (
+            p.program,
+            dataclasses.replace(p.compiled, schedule=_in_few_bits(p, machine, **bits)),
+        )
+        for p in o.parts
+    ]
+    return dataclasses.replace(
+        o,
+        parts=tuple(_part(*part, machine) for part in parts),
+        prediction=_predicted([compiled for _, compiled in parts], machine),
+    )
+
+
+def _in_few_bits(
+    part: Part,
+    machine: Machine,
+    gather_bits: int | None = None,
+    reduce_bits: int | None = None,
+) -> Schedule:
+    """Return a part's schedule with its collectives over data axes quantized."""
+    several = len(part.program.tx.axis) > 1
+    return costs.in_few_bits(
+        part.compiled.schedule,
+        [c.name for c in part.collectives],
+        gather_bits,
+        reduce_bits,
+        hide_reduction=machine.topology.platform == "gpu",
+        within=[
+            c.name for c in part.collectives if several and machine.domains(c) == 1
+        ],
+    )
 
 
 def _with_ranges(
@@ -506,7 +559,9 @@ def _growth(
         step = times * p.total
         tokens = times * o.program.computed * devices / here
         tokens *= config.microbatch_size * length
-        peak_flops = step * devices * machine.value("flops")
+        peak = machine.figures["flops"]  # a range is of what is reached, not a peak
+        flops = peak.value if peak.range is None else machine.topology.chip.flops
+        peak_flops = step * devices * flops
         # zero1 represents methods that communicate in each step
         formula = None
         if not o.program.tx.local:

@@ -47,8 +47,12 @@ class Recommendation:
 
     def objections(self, fraction: float) -> dict[str, str]:
         """Return the method if it overlaps less than a gate requires, and why."""
-        chosen = self.chosen.candidate.method
-        return planner.objections([self.plan], fraction, [chosen])
+        chosen, plan = self.chosen.candidate, self.plan
+        own = [o for o in plan.outcomes if o.method == chosen.method]
+        if chosen.options:
+            own = [planner.in_few_bits(o, plan.machine, **chosen.options) for o in own]
+        plan = dataclasses.replace(plan, outcomes=tuple(own))
+        return planner.objections([plan], fraction, [chosen.method])
 
 
 def make(
@@ -101,16 +105,13 @@ def _command(config: ConfigDict, chosen: Timed, arguments: Sequence[str]) -> str
     """
     fields = {f"--config.{name}": value for name, value in chosen.fields.items()}
     named = {x: x.partition("=")[0] for x in arguments}
-    dropped = set(fields)
-    if chosen.candidate.method != config.method:
-        options = {f"--config.method_options.{name}" for name in config.method_options}
-        dropped |= options
-        if rest := options - set(named.values()):
-            raise ValueError(
-                f"{chosen.candidate.name} is best here, but the config's file has "
-                f"{min(rest)[len('--config.') :]}, of {config.method}: leave it out."
-            )
-    own = [x for x, name in named.items() if name not in dropped]
+    options = {f"--config.method_options.{name}" for name in config.method_options}
+    if rest := options - set(named.values()) - set(fields):
+        raise ValueError(
+            f"{chosen.candidate.name} is best here, but the config's file has "
+            f"{min(rest)[len('--config.') :]}, of {config.method}: leave it out."
+        )
+    own = [x for x, name in named.items() if name not in options | set(fields)]
     own += [f"{name}={value}" for name, value in fields.items()]
     words = ["python", "-m", "acco_jax.train", *own, "--workdir=runs/recommended"]
     return shlex.join(words)
@@ -119,6 +120,7 @@ def _command(config: ConfigDict, chosen: Timed, arguments: Sequence[str]) -> str
 def _quarters(config: ConfigDict) -> ConfigDict:
     """Return the config with steps of at least four microbatches, of as many rows."""
     config = planner.of_method(config, "acco")
+    config.method_options = ConfigDict()  # of candidates only their own are known
     least = 2 * config.mesh.fsdp  # rows that can be halved
     while (
         config.microbatches_per_step < SMALLEST and not config.microbatch_size % least

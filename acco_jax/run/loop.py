@@ -85,6 +85,7 @@ class _Run:
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
         self._held_out: float | None = None  # the last held-out loss
+        self.lost_tokens = 0  # of `tokens`: trained on, and lost to a rollback
         self._dropped: dict[str, Any] | None = None  # drops up to a checkpoint
         self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
         self._log: CountsLog | None = None
@@ -136,6 +137,7 @@ class _Run:
         self.done, arrays, host = found
         self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
+        self.lost_tokens = host.get("lost_tokens", 0)
         self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
         return host
 
@@ -185,7 +187,9 @@ class _Run:
         seconds = self._recorder.seconds
         self._close_records()
         with self._watchdog.aside():
-            self._restore()
+            host = self._restore()
+        if host is not None:
+            self.lost_tokens += self.tokens - host["batches"]["targets"]
         self._open_records(seconds)
         self._goodput.mark("start_up", self.done)
 
@@ -344,6 +348,7 @@ class _Run:
         return {"batches": position, "seconds": seconds, "identity": e.identity,
                 "axes": dict(e.mesh.shape),
                 "held_out_loss": self._held_out,
+                "lost_tokens": self.lost_tokens,
                 "dropped": self._drops.state(),
                 "spikes": self._spikes.state()}  # fmt: skip
 
@@ -480,6 +485,7 @@ def run(
                 logging.warning("rolled back to half-round %d", runner.done)
     if row is not None:
         measured = runner.spent() | {"microbatches": runner.microbatches}
+        measured |= {"lost_tokens": runner.lost_tokens}
         measured |= measures.footprint(experiment, runner.params, runner.state)
         if time_gradients:
             seconds = None

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
-from acco_jax.command import stages
+from acco_jax.command import heartbeat, stages
 from acco_jax.command.files import is_number, read_object, write_whole
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.groups import data_axes, members
@@ -205,7 +205,7 @@ def build(
 
     Args:
       config: of the experiment.
-      workdir: as for `prepare`; config.json is not written.
+      workdir: as for `prepare`; of config.json only `workers` is written.
       devices: to train on; None: all.
       began: when the process started, in seconds since 1970; None: now.
       extend: as for `prepare`.
@@ -221,9 +221,13 @@ def build(
     devices = jax.devices() if devices is None else list(devices)
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
-    first = _first_workers(config, workdir, workers, again)
+    first = _first_workers(config, workdir, workers, again, replay)
     identity = _identity_of(config, first)
     _check_workdir(workdir, identity, grows)
+    stale = not again and old.get("workers", first) != first
+    if stale and heartbeat.supervised() and jax.process_index() == 0:
+        # what a later attempt continues, not the start before this command
+        _write_identity(workdir, old | {"workers": first})
     config = adapters.applied(config, identity.get("adapters", {}))
     own_workers(mesh)  # or a ValueError
     config = _with_recorded_half(config, replay or workdir, workdir, mesh)
@@ -316,7 +320,11 @@ def record(experiment: Experiment) -> None:
     if former != steps:
         (experiment.workdir / "summary.json").unlink(missing_ok=True)  # of that end
     known = {"parameters": experiment.model.parameters(), "total_steps": steps}
-    write_whole(path, json.dumps(experiment.identity | known, indent=2) + "\n")
+    _write_identity(experiment.workdir, experiment.identity | known)
+
+
+def _write_identity(workdir: Path, identity: dict[str, Any]) -> None:
+    write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
 
 
 def _identity_of(config: ConfigDict, first: int) -> dict[str, Any]:
@@ -411,6 +419,7 @@ def _trainable(
     Raises:
       ValueError: if the model does not fit the tokenizer, or its weights are missing.
     """
+    trained_runs.check_tokens(config, corpus)
     model = models.model(config, corpus.tokenizer.vocab_size)
     models.warn_of_another_size(config, model, corpus.tokenizer.vocab_size)
     known = None if begun else corpus.tokenizer
@@ -453,16 +462,20 @@ def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
     _check_checkpoint(experiment, first, but)
 
 
-def _first_workers(config: ConfigDict, workdir: Path, workers: int, again: bool) -> int:
+def _first_workers(
+    config: ConfigDict, workdir: Path, workers: int, again: bool, replay: Path | None
+) -> int:
     """Return how many workers a run began with; `workers` if none has begun.
 
     Their microbatches are the batch, whichever workers compute them later. A run has
-    begun once it has saved, or if it is started `again` by the same command.
+    begun once it has saved, or if it is started `again` by the same command. Another
+    one begins as the one that it repeats.
     """
-    folder = checkpoint_folder(config, workdir)
-    begun = (workdir / "config.json").exists()
-    begun = begun and (again or bool(_saved_calls(folder)))
-    first = read_object(workdir / "config.json").get("workers") if begun else workers
+    folder, path = checkpoint_folder(config, workdir), workdir / "config.json"
+    begun = path.exists() and (again or bool(_saved_calls(folder)))
+    if replay and not begun:
+        path = replay / "config.json"
+    first = read_object(path).get("workers") if begun or replay else workers
     return first if type(first) is int and 0 < first <= worlds.MOST else workers
 
 
@@ -754,7 +767,10 @@ def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, An
     if same:
         return arrays
     shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.jit(functools.partial(moved, new=like), out_shardings=shardings)(arrays)
+    tx = experiment.tx
+    weighted = getattr(tx.round(tx.phase(0)), "weighted", True)
+    move = functools.partial(moved, new=like, weighted=weighted)
+    return jax.jit(move, out_shardings=shardings)(arrays)
 
 
 def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:

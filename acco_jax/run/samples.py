@@ -11,7 +11,7 @@ from acco_jax.models import lora
 from acco_jax.models.sampling import Sampling
 from acco_jax.run.build import models
 from acco_jax.run.preparation import Experiment
-from acco_jax.run.trained.language import Language, ends_of, keys_of
+from acco_jax.run.trained.language import Language, ends_of, keys_of, prefix_of
 
 PyTree = Any
 
@@ -35,7 +35,8 @@ def written(experiment: Experiment, params: PyTree) -> list[str]:
         here = jax.tree.map(lambda x: x.addressable_data(0), params)
         config = models.transformer_config(c, e.corpus.tokenizer.vocab_size)
         ends = ends_of(e.identity.get("generation"), config)
-        model = Language(config, here, e.corpus.tokenizer, ends=ends)
+        prefix = prefix_of(c, e.corpus.tokenizer)
+        model = Language(config, here, e.corpus.tokenizer, prefix, ends)
         prompt = model.tokens(c.sample_prompt, config.max_length - tokens)
         prompts, how = [prompt] * c.samples, Sampling(temperature=1.0)
         (texts,) = model.write(prompts, tokens, how, keys_of(seed, c.samples), tokens)

@@ -163,7 +163,11 @@ class Machine:
     @property
     def network(self) -> str:
         """Link that joins the devices: "network of 400 Gbit/s", or a host's link."""
-        if self.topology.devices <= self.topology.fast_domain:
+        return self.network_of(self.topology.devices)
+
+    def network_of(self, devices: int) -> str:
+        """Return the link that would join so many devices."""
+        if devices <= self.domain(devices):
             return self.topology.chip.link
         return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"
 

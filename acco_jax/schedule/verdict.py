@@ -167,15 +167,18 @@ def judge(
     prediction: Prediction,
     machine: Machine,
     chosen: Collection[int] | None = None,
+    devices: int | None = None,
 ) -> Verdict:
     """Judge some of a schedule's collectives.
 
     Args:
       schedule: as read.
       prediction: of that schedule.
-      machine: the one that the schedule was compiled and predicted for.
+      machine: the one that the schedule was compiled for.
       chosen: positions in `schedule.collectives`; None for all.
+      devices: that the prediction is for; None: the machine's.
     """
+    network = machine.network_of(devices or machine.topology.devices)
     readings = tuple(
         Reading(c, spent, _beside(c, schedule, machine),
                 causes.likely(c, spent, schedule, machine))
@@ -184,7 +187,7 @@ def judge(
         )
         if chosen is None or i in chosen
     )  # fmt: skip
-    return Verdict(readings, prediction.total, schedule.unknown, machine.network)
+    return Verdict(readings, prediction.total, schedule.unknown, network)
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from acco_jax.core.compiler import compiler_options as default_options
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.leaves import PyTree, Rng
+from acco_jax.core.loss import untraced
 from acco_jax.methods.method import Method, check_method, start
 from acco_jax.step.adaptive import Adaptive, AdaptiveStep
 from acco_jax.step.balance import Balanced
@@ -61,9 +62,13 @@ def make_train_step(
     Returns:
       step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
       metrics). params and state are donated; arrays in them that share memory are
-      copied first. batch, counts and rng are as for `local_gradients`. extra: keyword
-      arguments (arrays) for the optimizer; one that takes any is also given `value` [],
-      the weighted mean loss of exactly the gradients that it is given.
+      copied first. Give back what the last call returned: the state has a copy of the
+      parameters, and edited ones raise a ValueError. batch, counts and rng are as for
+      `local_gradients`; of several processes each gives the same whole arrays, or its
+      part by jax.make_array_from_process_local_data. With `Halves` every batch has room
+      for the larger half; a call does not compute rows beyond its own count. extra:
+      keyword arguments (arrays) for the optimizer; one that takes any is also given
+      `value` [], the weighted mean loss of exactly the gradients that it is given.
       metrics, all of this half-round: "loss" [] (the mean of microbatch means, or of
       targets where loss_fn gives a weight), "weight" [], "grad_norm" [] (of the mean
       gradient that the optimizer was given; where each worker has its own, the mean
@@ -100,7 +105,7 @@ def make_train_step(
         kind = tx.mesh.devices.flat[0].device_kind
         compiler_options = default_options(kind, model_axis=bool(model_axes))
     gradients = Accumulator(
-        loss_fn, tx.mesh, tx.axis, most, tx.accumulate_dtype, drop_nonfinite
+        untraced(loss_fn), tx.mesh, tx.axis, most, tx.accumulate_dtype, drop_nonfinite
     ).placed()
     if isinstance(counted, Balanced | Halves | Replay) and form == "fused":
         return BalancedStep(tx, gradients, compiler_options, counted)

@@ -18,7 +18,7 @@ from acco_jax.core.half_round import Inputs, asynchronous, run_call
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
-from acco_jax.core.workers import check_compiled, place
+from acco_jax.core.workers import check_compiled, check_same, place
 from acco_jax.methods.method import Method
 from acco_jax.step import kept
 
@@ -51,6 +51,7 @@ class TrainStep:
         self._kept: kept.Programs = {}
         self._reads = kept.reads()
         self._alone = Alone(self._batches, tx.local)
+        self._compared = False  # whether processes have given one batch
         # the parameters and the state that were returned last
         self._returned: list[weakref.ref[Any]] = []
         self._numbers_calls = bool(tx.changes)  # whether they differ by their number
@@ -73,8 +74,11 @@ class TrainStep:
     ) -> tuple[PyTree, State, dict[str, Any]]:
         """Run one call; see `acco_jax.make_train_step`."""
         check_compiled()
-        args = self._arguments(params, state, batch, counts, rng, extra)
-        args = self._placed(self._donated(args))
+        args = self._donated(self._arguments(params, state, batch, counts, rng, extra))
+        if not self._compared:
+            check_same("batch", batch, self._tx.mesh)
+            self._compared = True
+        args = self._placed(args)
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
         if traced:
             self._refuse_trace()
@@ -236,15 +240,25 @@ class TrainStep:
         Arrays that the last call returned share none, and are not checked.
 
         Raises:
-          ValueError: if an earlier call has taken the memory of one.
+          ValueError: if an earlier call has taken the memory of one, or the parameters
+            are not those that were returned with the state.
         """
         given, treedef = jax.tree.flatten((args.params, args.state))
         others = jax.tree.leaves((args.inputs, args.extra))
-        ours = {id(x) for ref in self._returned if (x := ref()) is not None}
+        ours = {id(x): x for ref in self._returned if (x := ref()) is not None}
         ids = set(map(id, given))
-        if len(ids) == len(given) and ids <= ours and ours.isdisjoint(map(id, others)):
+        fresh = ids <= ours.keys() and ours.keys().isdisjoint(map(id, others))
+        if len(ids) == len(given) and fresh:
             return args
         _check_kept(params=args.params, state=args.state)
+        own = len(jax.tree.leaves(args.params))
+        if set(map(id, given[own:])) <= ours.keys() and not ids <= ours.keys():
+            raise ValueError(
+                "the last call returned this state, but not these parameters, and the "
+                "state holds them, too: give both as they were returned, put "
+                "projections into the inner optimizer, or begin from other parameters "
+                "with acco_jax.start."
+            )
         seen = {where for x in others for where in _memory(x)}
         for i, x in enumerate(given):
             here = _memory(x)

@@ -26,19 +26,26 @@ def test_an_ignored_signal_stays_ignored(hangup):
         assert stopped()
 
 
-@pytest.mark.parametrize("supervised", [True, False])
-def test_one_signal_that_the_command_passes_on(hangup, monkeypatch, supervised):
-    """A service manager signals the command and its process, which has it twice."""
+@pytest.mark.parametrize(
+    ("number", "supervised", "twice"),
+    [
+        (signal.SIGUSR1, True, True),
+        (signal.SIGUSR1, False, False),
+        (signal.SIGHUP, False, True),
+    ],
+)
+def test_one_signal_that_comes_twice(hangup, monkeypatch, number, supervised, twice):
+    """Of a service manager the command has it, too, and of a terminal the shell."""
     signal.signal(hangup, signal.SIG_DFL)
     clock = [100.0]
     monkeypatch.setattr(signals.heartbeat, "supervised", lambda: supervised)
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     with signals.stopping() as stopped:
-        os.kill(os.getpid(), hangup)
+        os.kill(os.getpid(), number)
         assert stopped()
         clock[0] += signals.AGAIN / 2
-        if supervised:
-            os.kill(os.getpid(), hangup)
+        if twice:
+            os.kill(os.getpid(), number)
             clock[0] += signals.AGAIN
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), hangup)
+            os.kill(os.getpid(), number)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,19 @@ def test_impossible_vocabularies_are_refused(vocab_size, hint):
         BpeTokenizer.train(TEXTS, vocab_size)
     assert str(vocab_size) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_special_tokens_that_no_text_has_are_not_ids_of_texts(tmp_path):
+    bpe = tokenizers.Tokenizer.from_str(TOKENIZERS[1]._bpe.to_str())
+    size = bpe.get_vocab_size()
+    found = []
+    for token, special in ("</s>", True), ("<image>", True), ("<tool>", False):
+        bpe.add_tokens([tokenizers.AddedToken(token, special=special)])
+        bpe.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
+        found.append((tokenizer.vocab_size - size, tokenizer.text_vocab_size - size))
+    assert found == [(1, 1), (2, 1), (3, 3)]
+    assert tokenizer.encode("a<tool><image>").max() == tokenizer.vocab_size - 1
 
 
 @pytest.fixture

@@ -181,6 +181,29 @@ def test_windows_have_every_target_once(tokens, length, stride):
     assert all(row.targets <= stride for row in rows[1:])
 
 
+def test_few_tokens_are_scored_at_once(neo, monkeypatch):
+    config, params = neo
+    shapes, scores = [], scoring._scores
+
+    def seen(config, params, tokens, mask):
+        shapes.append(tokens[:, :-1].shape)
+        return scores(config, params, tokens, mask)
+
+    monkeypatch.setattr(scoring, "_scores", seen)
+    rows = [scoring.ScoredRow(np.arange(n) % 61, 1) for n in (20, 12, 12, 12, 12)]
+    T = config.max_length
+    scoring.score(config, params, rows[:1])
+    together = scoring.score(config, params, rows)
+    assert shapes == [(1, T), (8, T)]
+    for tokens, expected in (2 * T, [(2, T), (2, 16), (1, 16)]), (1, [(1, T), (1, 16)]):
+        monkeypatch.setattr(scoring, "TOKENS", tokens)
+        shapes.clear()
+        parts = scoring.score(config, params, rows)
+        assert [*dict.fromkeys(shapes)] == expected
+        for a, b in zip(parts, together, strict=True):
+            np.testing.assert_allclose(a.nats, b.nats, rtol=1e-5)
+
+
 def test_scores_are_those_of_the_transformer(neo):
     config, params = neo
     draw = np.random.default_rng(2)

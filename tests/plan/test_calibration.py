@@ -1,7 +1,9 @@
 """Calibration on CPU devices: measured here, for real."""
 
 import json
+import types
 
+import numpy as np
 import pytest
 
 from acco_jax.plan import calibration
@@ -116,3 +118,32 @@ def test_an_efficiency_given_by_hand_replaces_the_measured_one(tmp_path, capsys)
         figures = json.loads(out.read_text())["methods"]["zero1"]
         seconds.append(sum(c["seconds"] for c in figures["collectives"]))
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.05)
+
+
+def devices(kind, platform, places):
+    return np.array(
+        [
+            types.SimpleNamespace(
+                device_kind=kind, platform=platform, process_index=0, coords=place
+            )
+            for place in places
+        ]
+    )
+
+
+def test_a_host_of_tpus_has_their_shape():
+    """Eight chips of a v5e host lie in a square of 2 x 4, not in a line."""
+    places = [(x, y, 0) for x in range(4, 6) for y in range(4)]
+    found = calibration._topology(devices("TPU v5 lite", "tpu", places))
+    assert str(found) == "tpu:v5e:2x4"
+    halves = [(x, 0, 0) for x in range(2) for _ in range(2)]
+    found = calibration._topology(devices("TPU7x", "tpu", halves))
+    assert found.shape == (2, 1, 1)
+    with pytest.raises(ValueError, match="these 2 devices lie in one of 2x2 chips"):
+        calibration._topology(devices("TPU v5 lite", "tpu", [(0, 0, 0), (1, 1, 0)]))
+
+
+def test_an_unknown_card_is_rejected():
+    cards = devices("NVIDIA L4", "gpu", [None] * 2)
+    with pytest.raises(ValueError, match="no data sheet of NVIDIA L4 is known"):
+        calibration._topology(cards)

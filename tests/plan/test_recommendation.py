@@ -1,6 +1,7 @@
 """What plan recommends, on recorded schedules; nothing is compiled."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -115,6 +116,31 @@ def test_a_gate_judges_what_is_recommended(stand_in, tmp_path, capsys):
         run(*FILE, "--require-hidden", "--set=fast_bandwidth=5e9")
     assert end.value.code == 3
     assert "zero1" not in capsys.readouterr().err
+
+
+def test_a_gate_judges_the_bits_that_are_recommended(stand_in, tmp_path, capsys):
+    file = tmp_path / "recommended.json"
+    with pytest.raises(SystemExit) as end:
+        run(*FILE, "--require-hidden", "--set=fast_bandwidth=5e9", f"--json={file}")
+    assert end.value.code == 3
+    (said,) = re.findall(r"([\d.]+) ms exposed, most by", capsys.readouterr().err)
+    found = json.loads(file.read_text())
+    exposed = {c["name"]: 1e3 * c["exposed"] for c in found["candidates"]}
+    assert found["recommended"] == "acco with 8 bits both ways"
+    assert float(said) == pytest.approx(exposed[found["recommended"]], rel=0.05)
+    assert exposed["acco"] > 2 * exposed[found["recommended"]]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_only_measured_options_are_planned(stand_in, tmp_path):
+    """A gap is known of plain acco, not of acco in 4 bits."""
+    given = ["--config.method_options.gather_bits=4", "--config.method=acco"]
+    found = recommended(tmp_path, "--set=fast_bandwidth=5e9", *given)
+    names = [c["name"] for c in found["candidates"]]
+    assert "acco with 8 bits both ways" in names
+    assert not any(p.config.method_options for p in stand_in if hasattr(p, "config"))
+    config = parsing.config_of(shlex.split(found["command"])[3:-1])
+    assert config.method_options.gather_bits == 8
 
 
 @pytest.mark.parametrize("extra", ["--out=x", "--dump-hlo=x"])

@@ -139,6 +139,16 @@ def test_plans_of_hidden_bytes_with_exposed_seconds(
     assert ("exposed, most by" in err) == bool(code)
 
 
+def test_every_number_of_devices_is_judged(stand_in, capsys):
+    """Hidden on 16 devices; a ring of 16,384 has a thousand times the hops."""
+    gate = ["--nofit", "--methods=acco", "--require-hidden=0.9", SLOW_CHIP]
+    run_plan(*gate, topology="gpu:h200:2x8")
+    with pytest.raises(SystemExit) as stopped:
+        run_plan(*gate, "--devices=16384", topology="gpu:h200:2x8")
+    assert stopped.value.code == exits.EXPOSED
+    assert "acco" in (said := capsys.readouterr().err) and "with 16384 devices" in said
+
+
 SLOW_CHIP = "--set=compute_efficiency=0.002"
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: bitwise there and back, and damage seen before it is trained on."""
 
 import asyncio
+import errno
 import os
 import shutil
 import sys
@@ -13,7 +14,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.core import small_files
 from acco_jax.run.state import checkpoints as checkpoints_module
+from acco_jax.run.state import processes
 from acco_jax.run.state.checkpoints import Checkpoints
 
 
@@ -243,10 +246,67 @@ def test_what_cannot_be_read_for_another_reason_is_not_set_aside(
     with pytest.raises(OSError, match="what was written: MemoryError"):
         checkpoints.restore_newest(tree)
     gone = OSError(116, "Stale file handle")
-    monkeypatch.setattr(checkpoints, "_difference", mock.Mock(side_effect=gone))
+    monkeypatch.setattr(checkpoints, "problem", mock.Mock(side_effect=gone))
     with pytest.raises(OSError, match="what was written: MemoryError"):
         checkpoints.restore_newest(tree)
     assert Checkpoints(folder, keep=2).saved_calls == [3, 5]
+
+
+def unreadable(monkeypatch, name):
+    """Files of this name raise what a file system on a network may."""
+
+    def failing(read):
+        def fails(path, *rest):
+            if os.fspath(path).endswith(name):
+                raise OSError(errno.ESTALE, "Stale file handle", os.fspath(path))
+            return read(path, *rest)
+
+        return fails
+
+    for module, read in ((small_files, "check"), (checkpoints_module, "_checksum")):
+        monkeypatch.setattr(module, read, failing(getattr(module, read)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["5.checksums", "3.checksums", "5/host/metadata", "3/host/metadata", "0.json"],
+)
+def test_a_read_error_at_the_start_sets_nothing_aside(folder, monkeypatch, name):
+    before = {path.name for path in folder.iterdir()}
+    with monkeypatch.context() as patch:
+        unreadable(patch, name)
+        with pytest.raises(OSError, match=rf"Stale .*{name}.*: start again once they"):
+            Checkpoints(folder, keep=2)
+    assert {path.name for path in folder.iterdir()} == before
+    assert Checkpoints(folder, keep=2).saved_calls == [3, 5]
+
+
+def test_a_read_error_of_process_0_ends_every_process(folder, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(processes, "from_process_0", lambda _: np.bool_(True))
+    with pytest.raises(OSError, match="process 0 says why"):
+        Checkpoints(folder, keep=2)
+
+
+def test_a_read_error_of_the_shards_sums_is_no_damage(tree, folder, monkeypatch):
+    checkpoints = Checkpoints(folder, keep=2)
+    unreadable(monkeypatch, "5/shards/0.json")
+    with pytest.raises(OSError, match=r"none of its files differs.* Stale file handle"):
+        checkpoints.restore_newest(tree)
+    assert (folder / "5").is_dir()
+
+
+def test_what_may_be_the_best_is_not_removed(tree, folder, monkeypatch, caplog):
+    checkpoints = Checkpoints(folder, keep=1)
+    with monkeypatch.context() as patch:
+        unreadable(patch, "3/host/metadata")
+        checkpoints.save(7, tree, {})
+    checkpoints.wait()
+    assert checkpoints.saved_calls == [3, 5, 7]
+    assert "older checkpoints are not removed yet: " in caplog.text
+    checkpoints.save(9, tree, {})
+    checkpoints.wait()
+    assert checkpoints.saved_calls == [9]
 
 
 def test_what_is_set_aside_by_mistake_can_be_put_back(folder):

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from acco_jax.run import loop, preparation
@@ -32,6 +33,7 @@ def run(tiny, tmp_path_factory):
                 leaves, treedef = jax.tree.flatten(run.params)
                 with jax.transfer_guard("allow"):
                     leaves[0] = with_copies(leaves[0], flip(), {1})
+                    run.state = jax.tree.map(jnp.copy, run.state)
                 run.params = jax.tree.unflatten(treedef, leaves)
 
         config = tiny(**{"model.factory": LINEN}, method="zero1", steps=4, **changes)

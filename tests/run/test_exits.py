@@ -54,6 +54,15 @@ def test_what_is_foreseen_is_one_line(capsys, error, code, line):
     assert re.fullmatch(f"error: {line}\n", err), err
 
 
+def test_a_command_has_its_own_remedy_for_memory(capsys):
+    with pytest.raises(SystemExit), exits.lines("lower --tokens."):
+        raise MemoryError
+    assert capsys.readouterr().err == "error: out of memory: lower --tokens.\n"
+    for name, flag in ("generate", "--tokens"), ("evaluate", "--window"):
+        text = (PACKAGE / f"{name}.py").read_text()
+        assert re.search(rf'^@exits\.lines\(".*{flag}', text, re.M)
+
+
 @pytest.mark.parametrize(
     ("level", "said"), [(levels.INFO, ""), (levels.WARNING, "warning: ")]
 )
@@ -107,4 +116,4 @@ def test_a_supervisor_judges_what_nothing_has_foreseen(monkeypatch, capsys):
 @pytest.mark.parametrize("name", [*COMMANDS, "plan/__main__", "audit/__main__"])
 def test_every_command_ends_so(name):
     text = (PACKAGE / f"{name}.py").read_text()
-    assert "@exits.lines()\ndef main(" in text
+    assert re.search(r"^@exits\.lines\(.*\)\ndef main\(", text, re.M)

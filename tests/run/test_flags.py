@@ -113,6 +113,10 @@ WRONG = {
         ["--config.model.size=gpt2", "--config.model.family=llama"],
         "model.family is llama, but model.size 'gpt2' has its own",
     ),
+    "window of a size": (
+        ["--config.model.size=gemma-3-270m", "--config.model.window=64"],
+        "model.window is 64, but model.size 'gemma-3-270m' has its own",
+    ),
     "window of a folder": (
         ["--config.init_from=base", "--config.model.window=64"],
         "model.window is 64, but the model of init_from 'base' has its own",

@@ -17,8 +17,10 @@ import tokenizers
 from acco_jax import data
 from acco_jax.models import huggingface, transformer
 from acco_jax.models.sampling import Sampling
-from acco_jax.run.trained import perplexity
-from acco_jax.run.trained.language import Language, from_folder, keys_of
+from acco_jax.run import samples
+from acco_jax.run.config.fields import default_config
+from acco_jax.run.trained import language, perplexity
+from acco_jax.run.trained.language import Language, from_folder, from_run, keys_of
 from acco_jax.run.weights import folders
 
 CONFIG = transformer.Config(
@@ -126,6 +128,68 @@ def test_a_text_ends_with_each_of_the_folder_s_ends(folder, harness, tmp_path):
     assert harness.AccoLM(model=str(tmp_path)).generate_until([asked]) == [" b"]
 
 
+def test_special_tokens_of_a_prompt_are_not_those_of_a_text(folder, tmp_path):
+    model, text = from_folder(folder), "<|begin|>ab<|endoftext|>"
+    assert model.tokens(text).tolist() == [257, 97, 98, 256]
+    assert model.tokens("a<|begin|>", 2).tolist() == [257, 257]
+    assert model.tokens("<|begin|>").tolist() == [257]
+    assert bytes(model.encode(text).tolist()) == text.encode()
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])  # of which the model has no row
+    (tmp_path / "tokenizer.json").unlink()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = from_folder(tmp_path)
+    assert bytes(model.encode("<image>").tolist()) == b"<image>"
+    with pytest.raises(ValueError, match=r"token 258, '<image>', but .* 258 tokens"):
+        model.tokens("a<image>")
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="tokenizer of 260 tokens, but its model"):
+        from_folder(tmp_path)
+
+
+BEGUN = "{{ '<|begin|>' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+CHATS = {
+    "a beginning": ("chat", BEGUN, (257,)),
+    "none": ("chat", BEGUN.removeprefix("{{ '<|begin|>' }}"), ()),
+    "other roles": ("chat", "{{ raise_exception('no') }}", ()),
+    "texts": ("pretrain", BEGUN, ()),
+}
+
+
+@pytest.mark.parametrize(("task", "template", "prefix"), CHATS.values(), ids=CHATS)
+def test_a_run_s_texts_begin_as_its_conversations_did(
+    folder, params, tmp_path, monkeypatch, task, template, prefix
+):
+    text = (folder / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "config.json").write_text("{}")
+    config = default_config()
+    config.data.task, config.samples, config.sample_tokens = task, 1, 8
+    corpus = types.SimpleNamespace(
+        tokenizer=data.FileTokenizer(tmp_path / "tokenizer.json")
+    )
+    run = types.SimpleNamespace(
+        workdir=tmp_path, config=config, architecture=CONFIG, params=params,
+        tokenizer=corpus.tokenizer, corpus=corpus, loss_fn=None, identity={},
+        mesh=jax.sharding.Mesh(jax.devices()[:1], "data"),
+    )  # fmt: skip
+    monkeypatch.setattr(language, "load_run", lambda *_: run)
+    assert from_run(tmp_path).prefix == prefix
+    assert from_run(tmp_path).tokens("<|begin|>a").tolist() == [257, 97]
+    config.sample_prompt = "a"
+
+    def written(self, prompts, *_):
+        yield [str(prompts[0].tolist())]
+
+    monkeypatch.setattr(Language, "write", written)
+    monkeypatch.setattr(samples.models, "transformer_config", lambda *_: CONFIG)
+    assert samples.written(run, params) == [f"a{[*prefix, 97]}"]
+
+
 def test_a_text_without_a_prefix(model):
     assert model.tokens("ab").tolist() == [97, 98]
     assert model.tokens("").tolist() == [256]
@@ -149,14 +213,16 @@ def test_what_is_written_is_shown_in_whole_characters(successors):
     assert last == ["éz\ufffd"]  # nothing more comes
 
 
-@pytest.mark.parametrize("stride", [None, 17])
-def test_each_token_of_a_text_counts_once(model, stride):
-    found = perplexity.of_text(model, TEXT, stride)
-    tokens = [256, *TEXT.encode()]
+@pytest.mark.parametrize(
+    ("stride", "window"), [(None, None), (17, None), (None, 12), (5, 12)]
+)
+def test_each_token_of_a_text_counts_once(model, stride, window):
+    found = perplexity.of_text(model, TEXT, stride, window)
+    tokens, most = [256, *TEXT.encode()], window or 32
     expected, done, size = 0.0, 0, len(tokens) - 1
     while done < size:
-        end = min(max(done + (stride or 32), 32), size)
-        expected += _cost(model, tokens[max(end - 32, 0) : end + 1], end - done)
+        end = min(max(done + (stride or most), most), size)
+        expected += _cost(model, tokens[max(end - most, 0) : end + 1], end - done)
         done = end
     words = len(TEXT.split())
     assert (found["tokens"], found["bytes"], found["words"]) == (size, size, words)
@@ -211,9 +277,12 @@ def test_texts_that_cannot_be_scored_are_refused(model):
     with pytest.raises(ValueError, match="the text is empty"):
         perplexity.of_text(model, "")
     with pytest.raises(
-        ValueError, match="stride is 33, but the model has 32 positions"
+        ValueError, match="window is 33, but the model has 32 positions"
     ):
-        perplexity.of_text(model, "a", 33)
+        perplexity.of_text(model, "a", window=33)
+    for window in None, 32:
+        with pytest.raises(ValueError, match="stride is 33, but a window has 32 tok"):
+            perplexity.of_text(model, "a", 33, window)
     with pytest.raises(FloatingPointError, match="the loss is nan"):
         perplexity.figures(math.nan, 1, 1, 1)
     assert perplexity.figures(1e6, 10, 1, 10)["perplexity_per_word"] is None
@@ -255,6 +324,13 @@ def test_the_harness_gets_its_answers(harness, folder):
     short = {"until": [], "max_gen_toks": 3, "do_sample": False}
     requests = [asked("ca", greedy), asked("b", short), asked("z" * 60, greedy)]
     assert lm.generate_until(requests) == [" bc", "ca ", "ézézézéz"]
+    plain, many = {"until": ["c"]}, {"until": [], "max_gen_toks": 20}
+    requests = [asked("ba", plain), asked("z" * 30 + "ba", plain)]
+    assert lm.generate_until(requests) == [" b"] * 2
+    kept, cut = lm.generate_until([asked("ba", many), asked("z" * 30, many)])
+    assert kept == " bca" * 5 and cut.startswith("éz" * 5)
+    with pytest.raises(ValueError, match="max_gen_toks is 32, but the model has 32"):
+        lm.generate_until([asked("ba", {"max_gen_toks": 32})])
     drawn = {"do_sample": True, "temperature": 0.1, "top_p": 0.9, "top_k": 0}
     assert harness._sampling(drawn) == Sampling(0.1, None, 0.9)
     with pytest.raises(ValueError, match="give one of them"):
@@ -271,7 +347,8 @@ def _command(name, *flags):
 
 def test_generate_shows_prompt_and_what_follows(folder):
     flags = f"--model={folder}", "--prompt=ba", "--tokens=7"
-    done = _command("generate", *flags, "--samples=2", "--seed=3")
+    drawn = "--samples=2", "--seed=3", "--temperature=0.01"
+    done = _command("generate", *flags, *drawn)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ba bca bc\n--- 2 of 2\nba bca bc\n"
 

@@ -283,6 +283,7 @@ def test_a_nan_stops_the_run_and_spares_the_checkpoints(train_quickly, tmp_path)
         half_round(run)
         if run.done == 6:
             run.params = jax.tree.map(lambda x: x * float("nan"), run.params)
+            run.state = jax.tree.map(jnp.copy, run.state)  # its own would be refused
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._Run, "half_round", spoiled)

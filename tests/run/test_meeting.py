@@ -214,6 +214,37 @@ def test_another_attempt_follows_those_of_a_lost_process_0():
     together(play)
 
 
+def test_fewer_that_cannot_form_the_mesh_wait_for_all():
+    """Their own rejection does not end the run; a second one of all does."""
+
+    async def play(command, meets):
+        zero = await command().hello(process=0, command="zero")
+        one = await command().hello()
+        for each in (zero, one):
+            await each.next(Go)
+        one.writer.transport.abort()
+        assert (await zero.next(Judgment)).again
+        zero.say(Idle(1))
+        go = await zero.next(Go)
+        assert (go.processes, go.absent) == (1, "1")
+        zero.say(BEAT, End(exits.REFUSED, "mesh.fsdp is 2: use another."))
+        verdict = await zero.next(Judgment)
+        assert verdict.again and verdict.code == exits.REFUSED
+        assert verdict.line.endswith("use another. All processes are awaited")
+        zero.say(Idle(2))
+        await asyncio.sleep(0.2)
+        assert not meets._running
+        one = await command().hello()
+        for each in (zero, one):
+            assert (await each.next(Go)).attempt == 3
+        one.say(BEAT, End(exits.REFUSED, "no such file"))
+        zero.say(BEAT, End(exits.REFUSED, "no such file"))
+        assert not (await zero.next(Judgment)).again
+
+    limits = Limits(restarts=3, min_processes=1, regroup_after=0.05)
+    together(play, limits=limits)
+
+
 def test_the_idle_of_an_earlier_attempt_does_not_count(monkeypatch):
     monkeypatch.setattr(meeting, "GRACE", 0.0)
 

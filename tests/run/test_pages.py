@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from acco_jax.command import palette
 from acco_jax.command.files import sealed
 from acco_jax.run.config.fields import default_config
 from acco_jax.run.pages import curves, page, run_records
@@ -216,6 +217,14 @@ def test_several_runs_are_told_apart(two):
     boxes = [a["value"] for tag, a in two.tags if tag == "input"]
     assert boxes == ["acco", "zero1"]  # seeds of a method have one colour
     assert "failed, step 10 of 10" in two.sections["overview"]
+
+
+def test_seeds_of_one_method_share_its_colour(tmp_path):
+    for seed in range(2):
+        write(tmp_path / "acco" / f"seed-{seed}", seed=seed)
+    runs = run_records.read([tmp_path / "acco"])
+    assert [run.name for run in runs] == ["seed-0", "seed-1"]
+    assert curves.colors(runs) == {"acco": palette.METHODS["acco"]}
 
 
 def test_methods_are_compared_seed_by_seed(tmp_path, two):

@@ -170,6 +170,38 @@ def test_bytes_and_weights_of_another_model_are_refused(
         prepared(tmp_path / "fifth", **changes)
 
 
+def test_only_conversations_may_not_have_tokens_beyond_the_model_s(
+    prepared, folder, tmp_path
+):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in folder.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    changes = {"init_from": str(model), "data.tokenizer": "init_from"}
+    assert prepared(tmp_path / "texts", **changes).model.shapes()
+    changes |= {"data.name": "jsonl", "data.task": "chat", "data.held_out": 0.3}
+    changes["data.path"] = str(path := tmp_path / "chats.jsonl")
+    turns = '{"messages": [{"role": "user", "content": "%s"}, %s]}\n'
+    answer = '{"role": "assistant", "content": "yes, %d"}'
+    rows = [turns % ("<imag>", answer % i) for i in range(99)]
+    path.write_text("".join(rows))
+    prepared(tmp_path / "chats", **changes)
+    path.write_text("".join(rows).replace("imag", "image"))
+    match = r"has token 257, '<image>', but .* knows 257 tokens: leave the conv"
+    with pytest.raises(ValueError, match=match) as error:
+        prepared(tmp_path / "images", **changes)
+    assert "\n" not in str(error.value)
+    tokenizer.add_tokens(["<tool>"])  # which texts have
+    tokenizer.save(str(model / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"has 259 tokens, but .* knows 257: set data"):
+        prepared(tmp_path / "tools", **changes)
+
+
 def with_weights(folder, path, state, **files):
     """A copy of the folder, with other weights and other files of JSON."""
     path.mkdir()

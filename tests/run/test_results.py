@@ -206,6 +206,23 @@ def test_no_time_is_exposed_that_is_less_than_nothing(tmp_path, alone, exposed):
     assert shown == ("n/a" if exposed is None else f"{exposed:.1f} ms/step")
 
 
+def test_tokens_that_a_rollback_lost_are_of_no_step(tmp_path):
+    path = make_run(tmp_path / "a", loss=2.0) / "summary.json"
+    summary = json.loads(path.read_text())
+    lost = {"tokens": summary["tokens"] + 64_000, "lost_tokens": 64_000}
+    path.write_text(json.dumps(summary | lost))
+    result = results.read(path.parent, "acco", 0)
+    assert result.exposed_ms_per_step == pytest.approx(51.2)
+
+
+def test_runs_that_diverged_are_named(found):
+    names = [f"zero1/seed-{seed}" for seed in range(1, 9)]
+    text = results.table(found, names)
+    named = f"Diverged, not in the means: {', '.join(names)}."
+    assert named in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_unfinished_runs_are_not_results(tmp_path):
     assert not results.finished(tmp_path)
     assert results.finished(make_run(tmp_path / "a", loss=1.0))

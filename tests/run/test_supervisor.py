@@ -7,6 +7,7 @@ benchmarks/chaos.py have real ones.
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import signal
@@ -43,7 +44,7 @@ def test_all_good(jobs, capfd):
     assert run(*jobs(GOOD, GOOD, GOOD)) == [exits.FINISHED] * 3
     out, err = capfd.readouterr()
     attempts, coordinators, pids, places = zip(
-        *(x.split() for x in out.splitlines()), strict=True
+        *(x.split() for x in out.splitlines() if "spare" not in x), strict=True
     )
     assert sorted(places) == ["0/3", "1/3", "2/3"]
     assert attempts == ("1",) * 3 and len(set(pids)) == 3
@@ -107,7 +108,7 @@ def test_slow_is_not_lost(jobs):
 def test_begins_again(jobs, capfd, caplog):
     todo = jobs(("wait", 4, 2), ("SIGKILL", 3, 2), ("SIGSTOP", 3, 1), restarts=2)
     assert run(*todo) == [exits.FINISHED] * 3
-    out = capfd.readouterr().out.split("\n")[:-1]
+    out = [x for x in capfd.readouterr().out.splitlines() if "spare" not in x]
     assert sorted(x[0] for x in out) == ["1"] * 3 + ["2"] * 3 + ["3"] * 3
     assert len({x.split()[1] for x in out}) == 3  # each attempt has its own port
     assert "attempt 2 of 3 begins" in caplog.text
@@ -136,6 +137,47 @@ def test_a_spare_waits_for_the_next_attempt(jobs, capfd, monkeypatch):
     assert len(pids) == 3 and pids[1:] == spares[:2]
     time.sleep(0.1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids, *spares))
+
+
+def test_a_run_trains_on_without_a_spare(jobs, monkeypatch, caplog):
+    """As on a full disk; the next attempt begins in a process of its own."""
+    real, tried = supervisor._Child, []
+
+    def child(job):
+        tried.append(job)
+        if len(tried) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(job)
+
+    monkeypatch.setattr(supervisor, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "_Child", child)
+    assert run(*jobs(("late", 3, 1), restarts=1)) == [exits.FINISHED]
+    assert len(tried) == 3
+    assert caplog.text.count("the next attempt has no spare process: [Errno 28]") == 1
+
+
+def test_a_process_that_cannot_start_is_a_failure(jobs, capfd):
+    (job,) = jobs(GOOD, restarts=1)
+    job = dataclasses.replace(job, command=["/nowhere/python"])
+    assert run(job) == [exits.FAILED]
+    (line,) = errors(capfd)
+    assert line.startswith("error: its process cannot start ([Errno 2]")
+    open_files = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        supervisor._Child(job)
+    assert os.listdir("/proc/self/fd") == open_files
+
+
+def test_a_terminal_that_closes_tells_to_stop_once(jobs):
+    """Its shell sends SIGHUP to its jobs, and when the shell ends the kernel does."""
+    command = supervisor._Command(jobs(GOOD)[0], "127.0.0.1", 1)
+    command._child, task = mock.Mock(), mock.Mock()
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGHUP):
+        command._stop(task, number)
+    command._child.signal.assert_called_once_with(signal.SIGHUP)
+    task.cancel.assert_not_called()
+    command._stop(task, signal.SIGTERM)
+    task.cancel.assert_called_once()
 
 
 def test_a_refusal_is_not_repeated(jobs, capfd):
@@ -421,7 +463,8 @@ def test_an_address_of_the_other_family(jobs, capfd):
     port = todo[0].coordinator.split(":")[1]
     todo = [dataclasses.replace(job, coordinator=f"[::1]:{port}") for job in todo]
     assert run(*todo) == [exits.FINISHED] * 2
-    coordinators = {x.split()[1] for x in capfd.readouterr().out.splitlines()}
+    lines = [x.split() for x in capfd.readouterr().out.splitlines()]
+    coordinators = {x[1] for x in lines if x[0] != "spare"}
     assert [x.rpartition(":")[0] for x in coordinators] == ["[::1]"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acco_jax.command import exits
-from acco_jax.run.compare import pool, tuning
+from acco_jax.run.compare import comparison, pool, tuning
 from tests.examples import examples
 
 SWEEP = tuning.parse(["optimizer.learning_rate=1e-3, 2e-3,4e-3,8e-3"])
@@ -118,6 +118,55 @@ def test_what_diverges_is_remembered_and_never_best(tmp_path, caplog):
         tuning.tune(found, lengths, [1], None, tmp_path, Runs(lambda m, rate: None))
 
 
+class LateDivergence(Runs):
+    """Runs of which some diverge after half of their steps."""
+
+    def __init__(self, loss, *diverging):
+        super().__init__(loss)
+        self.diverging = tuple(f"learning_rate={rate}" for rate in diverging)
+
+    def one(self, task):
+        code = super().one(task)
+        late = code == exits.FINISHED and task.folder.parent.name.endswith(
+            self.diverging
+        )
+        if late:
+            (task.folder / "summary.json").unlink()
+        return exits.DIVERGED if late else code
+
+
+def test_a_later_divergence_leaves_earlier_judgements(tmp_path):
+    found, lengths = sweep_of("acco")
+    runs = LateDivergence(best_at(acco=2e-3), "2e-3")
+    chosen = tuning.tune(found, lengths, [5], 24_000, tmp_path, runs)
+    again = Runs(None)
+    assert tuning.tune(found, lengths, [5], 24_000, tmp_path, again) == chosen
+    assert chosen["acco"].name.endswith("1e-3") and not again.ran
+
+
+def test_where_all_that_went_on_diverge_the_table_is_written(tmp_path):
+    found, lengths = sweep_of("acco")
+    runs = LateDivergence(best_at(acco=2e-3), "1e-3", "2e-3")
+    with pytest.raises(
+        ValueError, match=r"values of acco that went on have div.*, or raise --budget"
+    ):
+        tuning.tune(found, lengths, [5], 24_000, tmp_path, runs)
+    text = (tmp_path / "tuning" / "table.md").read_text()
+    assert text.count("diverged") == 2 and "**" not in text
+
+
+def test_what_diverged_is_tried_again_under_other_limits(tmp_path):
+    found, lengths = sweep_of("acco")
+    loss = best_at(acco=4e-3)
+    runs = Runs(lambda m, rate: None if rate > 3e-3 else loss(m, rate))
+    tuning.tune(found, lengths, [0], None, tmp_path, runs)
+    other = dict.fromkeys(found, dataclasses.replace(LENGTH, limits="off"))
+    again = Runs(loss)
+    chosen = tuning.tune(found, other, [0], None, tmp_path, again)
+    assert chosen["acco"].name.endswith("4e-3")
+    assert {t.folder.parent.name[-4:] for t in again.ran} == {"4e-3", "8e-3"}
+
+
 def test_a_run_that_fails_ends_it_by_name(tmp_path):
     found, lengths = sweep_of("acco")
     runs = Runs(best_at(acco=2e-3), fails=(1e-3,))
@@ -160,6 +209,43 @@ def test_an_option_is_swept_over_the_methods_that_have_it():
     ]
     assert [c.name for c in sweep_of("zero1", sweep=sweep[:1])[0]] == [""]
     assert len(sweep_of("dpu", sweep=sweep)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("acco(config.optimizer.learning_rate=1e-4)", ""),
+        ("dpu(warmup_steps=40)", "optimizer.learning_rate=1e-3"),
+    ],
+)
+def test_a_field_that_a_method_sets_is_not_swept(name, left):
+    (entry,) = comparison.parse(name)
+    sweep = tuning.parse(["method_options.warmup_steps=0,80"]) + SWEEP
+    first, *_ = tuning.candidates(name, entry.flags, sweep)
+    assert first.name == left and first.flags[: len(entry.flags)] == entry.flags
+
+
+def test_the_picture_has_a_panel_for_each_field(tmp_path, monkeypatch):
+    """A method without the field is only in its legend."""
+    options = ["method_options.warmup_steps=0,40", "optimizer.learning_rate=1e-3,2e-3"]
+    found, _ = sweep_of("dpu", "zero1", sweep=tuning.parse(options))
+    groups = {m: [c for c in found if c.method == m] for m in ("dpu", "zero1")}
+    scores = dict.fromkeys(found, tuning.TuningScore(80, 1.0, (2.0,)))
+    figures = []
+    monkeypatch.setattr(tuning, "legend_below", figures.append)
+    chosen = {m: group[0] for m, group in groups.items()}
+    tuning.draw(groups, scores, chosen, tmp_path / "loss.png")
+    drawn = {
+        ax.get_xlabel(): (
+            [tick.get_text() for tick in ax.get_xticklabels()],
+            [line.get_label() for line in ax.lines if len(line.get_xdata()) > 1],
+        )
+        for ax in figures[0].axes
+    }
+    assert drawn == {
+        "method_options.warmup_steps": (["0", "40"], ["dpu"]),
+        "optimizer.learning_rate": (["1e-3", "2e-3"], ["dpu", "zero1"]),
+    }
 
 
 @examples(25)

@@ -3,10 +3,12 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import acco_jax
+from acco_jax.command import heartbeat
 from acco_jax.command.files import sealed
 from acco_jax.run import loop, preparation
 from acco_jax.run.observe import metrics
@@ -211,6 +213,41 @@ def test_a_second_attempt_with_fewer_keeps_the_batch_before_any_checkpoint(
     assert (again.identity["workers"], again.tokens) == (4, 4 * 2 * 2 * 32)
     fresh = preparation.build(tiny(), tmp_path, devices[:2])  # by another command
     assert (fresh.identity["workers"], fresh.tokens) == (2, 2 * 2 * 2 * 32)
+
+
+def test_a_second_attempt_keeps_the_batch_of_the_first_not_of_an_older_start(
+    tiny, tmp_path, monkeypatch
+):
+    devices = jax.devices()
+    preparation.prepare(tiny(), tmp_path, devices[:4])  # by another command
+    monkeypatch.setattr(heartbeat, "supervised", lambda: True)
+    preparation.build(tiny(), tmp_path, devices[:2])  # and dies before `record`
+    again = preparation.build(tiny(), tmp_path, devices[:1], again=True)
+    assert (again.identity["workers"], again.tokens) == (2, 2 * 2 * 2 * 32)
+
+
+def test_a_run_that_lost_a_process_before_it_saved_can_be_repeated(tiny, tmp_path):
+    devices, ran = jax.devices(), tmp_path / "ran"
+    preparation.prepare(tiny(), ran, devices[:4])
+    fewer = preparation.build(tiny(), ran, devices[:2], again=True)
+    worlds.record(ran, 0, fewer.world)
+    again = preparation.build(tiny(), tmp_path / "again", devices[:2], replay=ran)
+    worlds.WorldsReplay(ran).check(again.identity, 0, again.world)
+    assert again.tokens == fewer.tokens
+
+
+def test_what_is_yet_to_send_is_averaged_where_it_has_no_weights(tiny, tmp_path):
+    options = {"local_steps": 2, "weighted": False}
+    config = tiny(method="sparseloco", method_options=options)
+    two = preparation.build(config, tmp_path, jax.devices()[:2])
+    old = jax.tree.map(
+        lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding),
+        preparation.as_stored(two, {"data": 4}),
+    )
+    _, found = preparation.here(two, old)
+    for x in jax.tree.leaves(found.error):
+        assert len(x) == 2
+        np.testing.assert_array_equal(x, np.ones_like(x))
 
 
 def test_a_damaged_record_is_said(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from acco_jax.schedule import machines
-from acco_jax.schedule.chips import CHIPS, LARGEST_SLICE, target_config
+from acco_jax.schedule.chips import CHIPS, LARGEST_SLICE, of_kind, target_config
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
@@ -62,3 +62,21 @@ def test_target_config_of_a100_and_h200():
 def test_target_config_refuses_a_tpu():
     with pytest.raises(ValueError, match="chip 'v5e' is not a GPU"):
         target_config(CHIPS["v5e"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("TPU v5 lite", "v5e"),
+        # cards of other figures, and parts of one
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_a_device_has_the_figures_of_its_own_card(kind, name):
+    assert of_kind(kind) == (name and CHIPS[name])

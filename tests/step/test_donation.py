@@ -236,3 +236,21 @@ def test_parameters_are_read_before_they_are_overwritten(method, microbatches):
 
     with optimized():
         np.testing.assert_allclose(losses("fused"), losses("split"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_edited_parameters(form):
+    """The state has a copy, to which an edit would not arrive."""
+    tx = method("acco")
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
+    batch = batch_for(tx)
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch)
+    edited = jax.tree.map(jax.nn.relu, params)
+    with pytest.raises(ValueError, match="begin from other parameters"):
+        step(edited, state, batch)
+    with pytest.raises(ValueError, match="begin from other parameters"):
+        step(params | {"w": edited["w"]}, state, batch)
+    params, state, _ = step(params, state, batch)  # nothing is lost
+    run(step, *acco_jax.start(tx, edited), batch)
+    copies = jax.tree.map(jnp.copy, (params, state))  # as after a restore
+    run(step, *copies, batch)

@@ -439,3 +439,21 @@ def test_zero1_in_float32_is_ddp_as_users_compile_it():
             params, state, _ = step(params, state, x)
         found.append(jax.device_get(acco_jax.committed_params(state, params)))
     chex.assert_trees_all_close(*found, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_new_step_reads_what_the_loss_reads_by_then(microbatches):
+    scale = [1.0]
+
+    def loss_fn(params, batch, rng):
+        return scale[0] * jnp.mean(batch @ params)
+
+    def loss():
+        tx = acco_jax.zero1(optax.sgd(0.1), mesh=make_mesh(2))
+        step = acco_jax.make_train_step(loss_fn, tx, microbatches=microbatches)
+        params, state = acco_jax.start(tx, jnp.ones(3))
+        return float(step(params, state, np.ones((4, 3), np.float32))[2]["loss"])
+
+    assert loss() == 3.0
+    scale[0] = 2.0
+    assert loss() == 6.0

@@ -81,7 +81,7 @@ def transformer_config(
     }
     if config.init_from is not None:
         said = described or pretrained.folder_of(config.init_from).config_json
-        return _pretrained(config, vocab_size, said, how)
+        return _pretrained(config, said, how)
     fields = how | {
         "vocab_size": _rows(config, vocab_size),
         "max_length": config.length,
@@ -105,7 +105,7 @@ def transformer_config(
 
 
 def _pretrained(
-    config: ConfigDict, vocab_size: int, said: Described, how: dict[str, Any]
+    config: ConfigDict, said: Described, how: dict[str, Any]
 ) -> transformer.Config:
     """Return the configuration of init_from's model; raise if it does not fit."""
     found = pretrained.model_config(config.init_from, said, **how)
@@ -113,12 +113,6 @@ def _pretrained(
         raise ValueError(
             f"length is {config.length}, but the model of init_from="
             f"{config.init_from!r} has {found.max_length} positions: lower it."
-        )
-    if vocab_size > found.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {vocab_size} tokens, but the model of init_from="
-            f"{config.init_from!r} knows {found.vocab_size}: set "
-            "data.tokenizer='init_from'."
         )
     if config.data.tokenizer == "bytes" and found.vocab_size != BYTE_TOKENS:
         raise ValueError(

@@ -14,14 +14,16 @@ from typing import Any
 from absl import logging
 from ml_collections import ConfigDict
 
-from acco_jax.command import devices, program_store
+from acco_jax.command import devices, exits, program_store
 from acco_jax.command.files import read_object, write_whole
 from acco_jax.run.compare import network, pool, results, tuning
 from acco_jax.run.compare.tuning import Candidate
 from acco_jax.run.config import fields, parsing
 from acco_jax.run.config.identity import differing_field
+from acco_jax.run.observe import metrics
 
 CHOSEN = ("method", "method_options", "domains", "first_half")  # by a run of auto
+LIMITS = ("spike", "drop_nonfinite", "most_dropped_in_a_row")  # end one as diverged
 LINK = "link.json"  # of the workdir: how the processes of its runs are joined
 RUNS = ("*/seed-*", f"{tuning.FOLDER}/*/*/seed-*")  # of any comparison in the workdir
 
@@ -190,15 +192,16 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
 
 def _length(experiment: Any) -> dict[str, Any]:
     """Return the fields of a `tuning.Length`, and the workers, of an `Experiment`."""
-    e, every = experiment, experiment.config.eval_every
-    calls = {}
-    for step in (*range(every, e.config.steps, every), e.config.steps):
+    e, config = experiment, experiment.config
+    calls, every = {}, config.eval_every
+    for step in (*range(every, config.steps, every), config.steps):
         with contextlib.suppress(ValueError):  # within a round of a local method
             calls[step] = e.tx.calls(step)
     return {
-        "steps": e.config.steps,
+        "steps": config.steps,
         "tokens": e.tokens * e.total_calls,
         "calls": calls,
+        "limits": json.dumps([config.get(name) for name in LIMITS], default=dict),
         "workers": e.workers,
     }
 
@@ -236,13 +239,19 @@ def compare(request: ComparisonRequest, checking: list[str]) -> str:
                 name = f"{entry.name}/seed-{seed}"
                 flags = [*request.flags(entry), *flags]
                 tasks.append(pool.Task(name, folder, tuple(flags)))
-        runs.run(tasks)
-    table = _report(request)
-    failed = [task.name for task in tasks if not results.finished(task.folder)]
+        codes = runs.run(tasks)
+    lacking = [task for task in tasks if not results.finished(task.folder)]
+    diverged = [t.name for t in lacking if codes.get(t) == exits.DIVERGED]
+    failed = [t.name for t in lacking if t.name not in diverged]
+    table, problems = _report(request, diverged), []
     if failed:
+        again = "repeat the command to try again"
+        problems.append(f"no result of {', '.join(failed)}: {again}")
+    if diverged:
+        problems.append(f"diverged: {', '.join(diverged)}")
+    if problems:
         raise pool.RunFailed(
-            f"no result of {', '.join(failed)} (see the errors above): repeat the "
-            "command to try again; table.md has the others."
+            f"{'; '.join(problems)} (see the errors above); table.md has the others."
         )
     return table
 
@@ -259,6 +268,7 @@ def _tuned(
             length["steps"],
             length["tokens"],
             {int(k): v for k, v in length["calls"].items()},
+            length["limits"],
         )
         for c, length in zip(full, lengths, strict=True)
     }
@@ -304,50 +314,59 @@ def _check_folders(request: ComparisonRequest) -> None:
 
 
 def _check_folder(folder: Path, config: ConfigDict) -> None:
-    """Raise a ValueError if a folder holds a run of another config."""
+    """Raise a ValueError if a folder holds a run of another config.
+
+    A run that has begun also keeps its `eval_batches`: losses at evaluations are
+    compared.
+    """
     path, new = folder / "config.json", json.loads(config.to_json_best_effort())
     if not path.exists():
         return
     if config.method == "auto":
         new = {name: value for name, value in new.items() if name not in CHOSEN}
-    old = read_object(path)
-    if field := differing_field(old, old | new):
+    old, batches = read_object(path), new["eval_batches"]
+    field = differing_field(old, old | new)
+    if _begun(folder) and (was := old.get("eval_batches", batches)) != batches:
+        field = field or f"eval_batches={was!r:.60}, not {batches}"
+    if field:
         raise ValueError(
             f"workdir {folder} belongs to a run with {field}: use another workdir, or "
             "move that one away."
         )
 
 
+def _begun(folder: Path) -> bool:
+    """Return whether a run has trained in a folder, to its end or not."""
+    return (folder / metrics.FILE).exists()
+
+
 def _check_workers(folders: list[Path], workers: int) -> None:
-    """Raise a ValueError if a finished run has the batch of other workers."""
-    for folder in folders:
-        path = folder / "config.json"
-        if not path.exists() or not results.finished(folder):
-            continue
-        old = read_object(path).get("workers", workers)
+    """Raise a ValueError if a run began with the batch of other workers."""
+    for folder in filter(_begun, folders):
+        old = read_object(folder / "config.json").get("workers", workers)
         if old != workers:
             raise ValueError(
-                f"workdir {folder} has a finished run of workers={old!r:.60}, not "
-                f"{workers}: use another workdir, or devices for as many workers."
+                f"workdir {folder} has a run of workers={old!r:.60}, not {workers}: "
+                "use another workdir, or devices for as many workers."
             )
 
 
 def _check_link(request: ComparisonRequest) -> None:
-    """Raise a ValueError if the workdir has finished runs over another link."""
+    """Raise a ValueError if the workdir has runs over another link."""
     new, path = request.link, request.workdir / LINK
     if not path.exists():
         return
     old = read_object(path)
     folders = [f for p in RUNS for f in request.workdir.glob(p)]
     for name, flag in (("mbit", "--network"), ("processes", "--processes")):
-        if old.get(name) != new[name] and any(map(results.finished, folders)):
+        if old.get(name) != new[name] and any(map(_begun, folders)):
             raise ValueError(
-                f"workdir {request.workdir} has finished runs with {name}="
+                f"workdir {request.workdir} has runs with {name}="
                 f"{old.get(name)!r:.60} ({flag}), not {new[name]}: use another workdir."
             )
 
 
-def _report(request: ComparisonRequest) -> str:
+def _report(request: ComparisonRequest, diverged: list[str]) -> str:
     runs = [
         results.read(request.folder(entry, seed), entry.name, seed)
         for entry in request.entries
@@ -356,4 +375,4 @@ def _report(request: ComparisonRequest) -> str:
     ]
     if not runs:
         raise pool.RunFailed("every run has failed: see the errors above.")
-    return results.write(runs, request.workdir)
+    return results.write(runs, request.workdir, diverged)

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def read(folder: Path, method: str, seed: int) -> Result:
     summary = numbers(
         folder / SUMMARY,
         ("loss", "tokens", "steps", "state_bytes_per_device"),
-        ("bytes_sent_per_worker", "gradient_seconds_per_token", "microbatches",
-         "wall_seconds"),
+        ("bytes_sent_per_worker", "gradient_seconds_per_token", "lost_tokens",
+         "microbatches", "wall_seconds"),
     )  # fmt: skip
     rows = metrics.read(folder)
     evaluations = tuple(
@@ -125,7 +126,8 @@ def exposed_ms(rate: float | None, summary: dict[str, Any]) -> float | None:
     alone = summary.get("gradient_seconds_per_token")
     if not rate or alone is None:
         return None
-    exposed: float = 1000 * (1 / rate - alone) * summary["tokens"] / summary["steps"]
+    tokens = summary["tokens"] - (summary.get("lost_tokens") or 0)
+    exposed: float = 1000 * (1 / rate - alone) * tokens / summary["steps"]
     return exposed if exposed >= 0 else None
 
 
@@ -151,9 +153,9 @@ def numbers(
     return values
 
 
-def write(runs: list[Result], folder: Path) -> str:
+def write(runs: list[Result], folder: Path, diverged: Sequence[str] = ()) -> str:
     """Write table.md, results.csv and loss.png into a folder; return the table."""
-    text = table(runs)
+    text = table(runs, diverged)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
     with (folder / "results.csv").open("w", newline="") as stream:
@@ -191,10 +193,11 @@ worker in it, at a ring's costs; "state" is parameters and optimizer state on a
 device, without activations."""
 
 
-def table(runs: list[Result]) -> str:
+def table(runs: list[Result], diverged: Sequence[str] = ()) -> str:
     """Return Markdown tables of losses, times and sizes, each with an explanation.
 
-    Each method has a row, no longer than a terminal's line if its name is short.
+    Each method has a row, no longer than a terminal's line if its name is short. Runs
+    that `diverged` are named.
     """
     groups = by_method(runs)
     first, *others = groups
@@ -220,7 +223,11 @@ def table(runs: list[Result]) -> str:
         "sent": _mean("bytes_sent_per_worker", bytes_text),
         "state": _mean("state_bytes_per_device", bytes_text),
     }
-    parts = ((losses, LOSSES + _more_seeds(groups)), (times, TIMES), (sizes, SIZES))
+    said = LOSSES + _more_seeds(groups)
+    if diverged:
+        names = f"Diverged, not in the means: {', '.join(diverged)}."
+        said += "\n" + textwrap.fill(names, 79, break_on_hyphens=False)
+    parts = ((losses, said), (times, TIMES), (sizes, SIZES))
     return "\n\n".join(f"{_grid(t, groups)}\n\n{text}" for t, text in parts)
 
 

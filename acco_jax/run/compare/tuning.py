@@ -16,15 +16,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import logging
+from matplotlib.axes import Axes
 
 from acco_jax import methods
 from acco_jax.command import exits, palette
 from acco_jax.command.charts import legend_below, subplots
+from acco_jax.command.files import read_text
 from acco_jax.run.compare import results
 from acco_jax.run.compare.pool import Pool, RunFailed, Task, raise_failed
 from acco_jax.run.observe import metrics
 
-DIVERGED = "diverged"  # a file in the folder of a run that has
+DIVERGED = "diverged"  # a file with its limits, in the folder of a run that has
 FOLDER = "tuning"
 LOSSES = """\
 Held-out loss in nats per token, the mean of the tuning seeds; the best of each
@@ -52,6 +54,7 @@ class Length:
     steps: int
     tokens: int  # of the whole run
     calls: dict[int, int]  # by the steps at which a run can be judged
+    limits: str = ""  # settings that decide when a run has diverged
 
     def step(self, part: float) -> int:
         """Return the step nearest to a part of the run at which it can be judged."""
@@ -107,7 +110,9 @@ def candidates(
     flags: tuple[str, ...],
     sweep: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> list[Candidate]:
-    """Return every point of the sweep for a method, without options that it lacks.
+    """Return every point of the sweep for a method.
+
+    It leaves out options that the method lacks, and fields that its flags set.
 
     Args:
       name: of the method, with options.
@@ -116,10 +121,12 @@ def candidates(
     """
     method = name.partition("(")[0]
     known = list(methods.options(method)) if method in methods.METHODS else []
+    given = [flag.partition("=")[0].removeprefix("--config.") for flag in flags]
 
     def applies(field: str) -> bool:
         family, _, option = field.partition(".")
-        return family != "method_options" or option in known
+        has = family != "method_options" or option in known
+        return has and field not in given
 
     fields = [
         [(field, value) for value in values]
@@ -212,8 +219,8 @@ def tune(
       pool: that runs the tasks.
 
     Raises:
-      ValueError: if the budget is too small, there is nothing to tune, or no run of a
-        method has trained.
+      ValueError: if the budget is too small, there is nothing to tune, or all runs of
+        a method that went on have diverged.
       RunFailed: if a run has no result.
       Stopped: if told to stop.
     """
@@ -242,10 +249,22 @@ def tune(
                 ranked = sorted(alive[m], key=lambda c: scores[c].mean)
                 alive[m] = ranked[: _kept(len(ranked))]
                 plan[m] = plan[m][1:]
-    chosen = {m: _best(m, alive[m], scores) for m in groups}
+    best = {m: ranked[0] for m, ranked in alive.items()}
+    chosen = {m: c for m, c in best.items() if math.isfinite(scores[c].mean)}
     folder = workdir / FOLDER
     text = table(groups, scores, chosen)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    for m, group in groups.items():
+        if m in chosen:
+            continue
+        if any(math.isfinite(scores[c].mean) for c in group):
+            raise ValueError(
+                f"the values of {m} that went on have diverged ({folder}/table.md): "
+                "sweep others, or raise --budget."
+            )
+        raise ValueError(
+            f"every run of {m} in the sweep has diverged: sweep other values."
+        )
     draw(groups, scores, chosen, folder / "loss.png")
     for m, c in chosen.items():
         logging.info("%s: %s", m, c.name)
@@ -263,7 +282,7 @@ def _run(
     pool: Pool,
 ) -> None:
     """Run candidates up to a part of their runs, unless they have come so far."""
-    tasks = []
+    tasks = {}
     for seed in seeds:
         for c, part in due.items():
             length, folder = lengths[c], folder_of(workdir, c, seed)
@@ -274,11 +293,12 @@ def _run(
             if step < length.steps:
                 flags.append(f"--stop_after={length.calls[step]}")
             name = f"{c.method}, {c.name}, seed {seed}"
-            tasks.append(Task(f"{name}: to step {step}", folder, tuple(flags)))
-    codes = pool.run(tasks)
+            task = Task(f"{name}: to step {step}", folder, tuple(flags))
+            tasks[task] = length.limits
+    codes = pool.run(list(tasks))
     for task, code in codes.items():
         if code == exits.DIVERGED:
-            (task.folder / DIVERGED).touch()
+            (task.folder / DIVERGED).write_text(tasks[task])
     raise_failed(codes)
 
 
@@ -290,27 +310,19 @@ def folder_of(workdir: Path, c: Candidate, seed: int) -> Path:
 def _loss(folder: Path, steps: int, length: Length) -> float | None:
     """Return the held-out loss of a run at `steps` steps, None if there is none.
 
-    At the end it is of all held-out documents. A diverged run has an infinite loss.
+    At the end it is of all held-out documents. A run that diverged earlier, under the
+    same limits, has an infinite loss.
     """
-    if (folder / DIVERGED).exists():
-        return math.inf
-    if steps == length.steps:
-        if not results.finished(folder):
-            return None
+    if steps < length.steps:
+        rows = metrics.read(folder)
+        found = [r for r in rows if r["kind"] == "validation" and r["step"] == steps]
+        if found:
+            return float(found[-1]["loss"])
+    elif results.finished(folder):
         return float(results.numbers(folder / results.SUMMARY, ("loss",))["loss"])
-    rows = metrics.read(folder)
-    found = [r for r in rows if r["kind"] == "validation" and r["step"] == steps]
-    return float(found[-1]["loss"]) if found else None
-
-
-def _best(
-    method: str, ranked: list[Candidate], scores: dict[Candidate, TuningScore]
-) -> Candidate:
-    if not math.isfinite(scores[ranked[0]].mean):
-        raise ValueError(
-            f"every run of {method} in the sweep has diverged: sweep other values."
-        )
-    return ranked[0]
+    marker = folder / DIVERGED
+    diverged = marker.exists() and read_text(marker) == length.limits
+    return math.inf if diverged else None
 
 
 def at_the_edge(group: list[Candidate], chosen: Candidate) -> list[tuple[str, str]]:
@@ -344,7 +356,8 @@ def table(
             score = scores[c]
             loss = f"{score.mean:.4f}" if math.isfinite(score.mean) else "diverged"
             row = [method, c.name, str(score.steps), loss]
-            rows.append([f"**{x}**" for x in row] if c == chosen[method] else row)
+            best = c == chosen.get(method)
+            rows.append([f"**{x}**" for x in row] if best else row)
     grid = results.grid(["method", "value", "steps", "held-out loss"], rows)
     return f"{grid}\n\n{LOSSES}"
 
@@ -355,14 +368,36 @@ def draw(
     chosen: dict[str, Candidate],
     path: Path,
 ) -> None:
-    """Draw the loss over the first field of the sweep, a line for each method.
+    """Draw the loss over each field of the sweep, a line for each method that has it.
 
     Small hollow marks are candidates that were not run to their end. A large mark
     is around the best.
     """
-    figure, (ax,) = subplots(6.4, 4.4, 1, 1)
-    points = [c.point[0] for group in groups.values() for c in group]
-    ticks = list(dict.fromkeys(value for _, value in points))
+    points = [c.point for group in groups.values() for c in group]
+    fields = list(dict.fromkeys(field for point in points for field, _ in point))
+    count = len(fields)
+    figure, axes = subplots(6.4 * count, 4.4, 1, count, sharey=True)
+    for ax, field in zip(axes, fields, strict=True):
+        _draw_field(ax, field, groups, scores, chosen)
+    axes[0].set_ylabel("held-out loss (nats per token)")
+    legend_below(figure)
+    figure.savefig(path)
+
+
+def _draw_field(
+    ax: Axes,
+    field: str,
+    groups: dict[str, list[Candidate]],
+    scores: dict[Candidate, TuningScore],
+    chosen: dict[str, Candidate],
+) -> None:
+    """Draw the loss over a field; a method without it only gets a place in the legend.
+
+    Arguments are as for `draw`.
+    """
+    every = [c for group in groups.values() for c in group]
+    values = {c: dict(c.point)[field] for c in every if field in dict(c.point)}
+    ticks = list(dict.fromkeys(values.values()))
     numbers = [_number(value) for value in ticks]
     if all(x is not None and x > 0 for x in numbers):
         place: Callable[[str], float] = float
@@ -374,15 +409,14 @@ def draw(
     colors = palette.of_methods(groups)
     for method, group in groups.items():
         best, color = chosen[method], colors[method]
-        at = {c: (place(c.point[0][1]), scores[c].mean) for c in group
-              if math.isfinite(scores[c].mean)}  # fmt: skip
+        at = {c: (place(values[c]), scores[c].mean) for c in group
+              if c in values and math.isfinite(scores[c].mean)}  # fmt: skip
         whole = sorted(xy for c, xy in at.items() if scores[c].part == 1)
-        ax.plot(*zip(*whole, strict=True), "o-", label=method, lw=1.4, ms=4, c=color)
+        xs, ys = [x for x, _ in whole], [y for _, y in whole]
+        ax.plot(xs, ys, "o-", label=method, lw=1.4, ms=4, c=color)
         for c, xy in at.items():
             if scores[c].part < 1:
                 ax.plot(*xy, "o", mfc="none", ms=4, c=color)
-        ax.plot(*at[best], "o", mfc="none", ms=11, c=color)
-    ax.set_xlabel(points[0][0])
-    ax.set_ylabel("held-out loss (nats per token)")
-    legend_below(figure)
-    figure.savefig(path)
+        if best in at:
+            ax.plot(*at[best], "o", mfc="none", ms=11, c=color)
+    ax.set_xlabel(field)

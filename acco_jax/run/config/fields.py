@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict, config_dict
 
 from acco_jax.core.names import check_name
+from acco_jax.models.sizes import SIZES
 from acco_jax.run.config.schema import FIELDS, STEPS
 from acco_jax.step import first_half
 
@@ -80,13 +81,16 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
     """
     if not isinstance(model := config.get("model"), ConfigDict):
         return  # `validate` reports the missing field
+    own = ["family", "width", "layers", "heads"]
     if folder := config.get("init_from"):
         whole = f"the model of init_from {folder!r}"
+        own.append("window")
     elif size := model.get("size"):
         whole = f"model.size {size!r}"
+        own += [name for name in SIZES.get(size, ()) if name == "window"]
     else:
         return
-    for name in ("family", "width", "layers", "heads", *(["window"] if folder else [])):
+    for name in own:
         if (field := f"model.{name}") in given:
             value = model.get(name)
             raise ValueError(f"{field} is {value}, but {whole} has its own: drop one.")

@@ -91,8 +91,8 @@ FIELDS = {
     "base": Field(None, "Workdir of a run of this model, whose parameters this run "
         "starts from, or adapts.", str, form="path"),
     "init_from": Field(None, "A Hugging Face folder to start from. Of `model` only "
-        "dtypes, remat and attention take effect.", str, form="path", place=(),
-        help=True),
+        "dtypes, remat, attention, scan_layers and router_loss take effect.", str,
+        form="path", place=(), help=True),
     "ignore_weights": Field(None, "Weights of `init_from` to leave out: a regular "
         "expression for whole names. None: weights without a place raise an error.",
         str, identity=False),

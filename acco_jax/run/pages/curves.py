@@ -180,7 +180,7 @@ def _tag(plot: Any, run: RunRecords) -> None:
 
 
 def throughput_figure(runs: Sequence[RunRecords], axes: Axes) -> Figures:
-    """Return tokens per second of the logging intervals, against tokens."""
+    """Return tokens per second of parts of the runs, from `rates`, against tokens."""
     colour, plot = colors(runs), _figure(axes.tokens, "tokens per second", None)
     plot.y_range.start = 0
     for run in runs:

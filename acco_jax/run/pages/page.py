@@ -140,8 +140,8 @@ def _overview(runs: Sequence[RunRecords]) -> Iterator[Plot]:
                 lambda run: min((r["loss"] for r in run.evaluations), default=None),
                 loss,
             ),
-            ("tokens per second", "median of the logging intervals but the first, "
-             "without evaluations", lambda run: run.rate, whole),
+            ("tokens per second", "median of the logging intervals that did not "
+             "compile, without evaluations", lambda run: run.rate, whole),
             ("model FLOPs utilization", "median; only on accelerators whose peak is "
              "known", _utilization, "{:.1%}".format),
             ("time", "of the run, compilations and evaluations included; not that "

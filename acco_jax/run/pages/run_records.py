@@ -20,7 +20,8 @@ Row = dict[str, Any]
 # Positive numbers of summary.json that the page shows; later versions may have more.
 NEEDED = ("loss", "tokens", "steps", "seconds", "state_bytes_per_device")
 OPTIONAL = ("bytes_sent_per_worker", "gradient_seconds_per_token", "bits_per_byte",
-            "bigram_bits_per_byte", "devices", "workers", "parameters")  # fmt: skip
+            "bigram_bits_per_byte", "devices", "lost_tokens", "workers",
+            "parameters")  # fmt: skip
 # Keys of config.json that are not fields.
 FOUND = ("corpus", "generation", "parameters", "pretrained", "total_steps", "workers")
 
@@ -198,9 +199,10 @@ def read_run(folder: Path, name: str) -> RunRecords:
         summary = results.numbers(path, NEEDED, OPTIONAL)
     rows, counts, failures = metrics.read(folder), folder / COUNTS, folder / "failures"
     reached = max((row["half_round"] for row in rows), default=0)
+    alone = re.fullmatch(r"seed-\d+", name)  # a folder of one method was named
     return RunRecords(
         name=name,
-        group=re.sub(r"/seed-\d+$", "", name),
+        group=folder.parent.name if alone else re.sub(r"/seed-\d+$", "", name),
         folder=folder,
         config=flat(config),
         rows=rows,

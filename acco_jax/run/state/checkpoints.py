@@ -6,6 +6,7 @@ import json
 import logging as levels
 import math
 import os
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from acco_jax.command.files import is_number, is_remote, read_object, write_whole
+from acco_jax.command.files import (
+    MISSING,
+    is_number,
+    is_remote,
+    read_written,
+    write_whole,
+)
 from acco_jax.core import leaf_names
 from acco_jax.run.state import processes, shards
 
@@ -64,6 +71,7 @@ class Checkpoints:
 
         Raises:
           Damaged: if there are checkpoints, and all of them are damaged.
+          OSError: on all processes, if one cannot be read for another reason.
         """
         self._remote = is_remote(folder)
         self._folder = epath.Path(folder if self._remote else os.path.abspath(folder))
@@ -174,8 +182,15 @@ class Checkpoints:
                 logging.warning("checkpoint %s cannot be removed: %s", path, error)
 
     def _surplus(self, steps: list[int]) -> list[int]:
-        """Return the checkpoints that are neither among the newest nor the best."""
-        best = min(steps, key=self._held_out_loss)
+        """Return the checkpoints that are neither among the newest nor the best.
+
+        Where a loss cannot be read there are none: it may be the best one's.
+        """
+        try:
+            best = min(steps, key=self._held_out_loss)
+        except OSError as error:
+            logging.warning("older checkpoints are not removed yet: %s", error)
+            return []
         if self._held_out_loss(best) == math.inf:
             return steps[: -self._keep]
         return [step for step in steps[: -self._keep] if step != best]
@@ -294,6 +309,8 @@ class Checkpoints:
             problem = None if failure else shards.problem(arrays, shards.read(path))
         except (ValueError, IndexError) as error:
             problem = str(error)
+        except OSError as error:
+            failure = str(error)
         wrong = processes.gathered(np.array([bool(failure), problem is not None]))
         differs = wrong.reshape(-1, 2)[:, 1].any()
         if not wrong.any():
@@ -310,7 +327,7 @@ class Checkpoints:
 
     def host(self, half_round: int) -> dict[str, Any]:
         """Return the host data of a checkpoint, without its arrays."""
-        return read_object(self._folder / str(half_round) / "host" / HOST)
+        return read_written(self._folder / str(half_round) / "host" / HOST)
 
     def close(self) -> None:
         self.wait()
@@ -342,8 +359,17 @@ class Checkpoints:
         The newest of them is sound; newer, damaged ones have been set aside.
         """
         steps: list[int] | None = []
-        if jax.process_index() == 0 and self._folder.exists():
-            steps = self._set_aside_damaged() if self._repair else self._finished()
+        failure = ""
+        try:
+            if jax.process_index() == 0 and self._folder.exists():
+                steps = self._set_aside_damaged() if self._repair else self._finished()
+        except OSError as error:
+            failure = str(error)
+        if processes.from_process_0(np.bool_(failure)):
+            raise OSError(
+                f"the checkpoints in {self._folder} cannot be read "
+                f"({failure or 'process 0 says why'}): start again once they can."
+            )
         if (agreed := processes.numbers_from_process_0(steps)) is None:
             raise Damaged(
                 f"every checkpoint in {self._folder} is damaged: restore an intact "
@@ -368,6 +394,9 @@ class Checkpoints:
         which tell which of them is kept. Their arrays are verified when restored.
 
         Returns the remaining checkpoints; None if there were any, and none is sound.
+
+        Raises:
+          OSError: as `problem`.
         """
         steps = []
         for step in self._finished():
@@ -394,41 +423,42 @@ class Checkpoints:
             self._sums(step).replace(self._folder / f"{damaged.name}.checksums")
 
     def _host_problem(self, step: int) -> str | None:
-        """Return why a checkpoint's host data differ from those written, or None."""
+        """Return why a checkpoint's host data differ from those written, or None.
+
+        Raises:
+          OSError: as `problem`.
+        """
         name = f"host/{HOST}"
         file = self._folder / str(step) / name
         try:
-            written = read_object(self._sums(step)).get(name)
+            written = read_written(self._sums(step)).get(name)
             if _checksum(file, self._remote) != written:
                 return f"{name} differs"
             self.host(step)
-        except (OSError, ValueError) as error:
+        except (*MISSING, ValueError) as error:
             return f"its host data cannot be verified: {error}"
         return None
-
-    def problem(self, step: int) -> str | None:
-        """Return why a checkpoint's files differ from those written, or None."""
-        try:
-            return self._difference(step)
-        except OSError as error:
-            return f"its files cannot be read: {error.strerror}"
 
     def _is_damaged(self, step: int) -> bool:
         """Return whether its files differ, or are gone: not where reading fails."""
         try:
-            return self._difference(step) is not None
-        except OSError as error:
-            return isinstance(error, FileNotFoundError)
+            return self.problem(step) is not None
+        except OSError:
+            return False
 
-    def _difference(self, step: int) -> str | None:
-        """Return which file differs from that written; raise what reading raises."""
+    def problem(self, step: int) -> str | None:
+        """Return why a checkpoint's files differ from those written, or None.
+
+        Raises:
+          OSError: if one cannot be read for another reason than that it is missing.
+        """
         try:
-            written = read_object(self._sums(step))
+            written = read_written(self._sums(step))
         except ValueError:
             return "its checksums are missing or damaged"
         try:
             actual = _checksums(self._folder / str(step), self._remote)
-        except Damaged as error:
+        except (*MISSING, Damaged) as error:
             return str(error)
         names = sorted(written.keys() | actual)
         wrong = next((k for k in names if written.get(k) != actual.get(k)), None)
@@ -511,7 +541,7 @@ def _checksums(folder: epath.Path, remote: bool) -> dict[str, int]:
 def _checksum(file: epath.Path, remote: bool) -> int:
     if remote:
         return int(file.stat().length)
-    if not Path(file).is_file():  # a FIFO, which would wait for its peer
+    if not stat.S_ISREG(os.stat(file).st_mode):  # a FIFO waits for its peer
         raise Damaged(f"{file.name} is not a regular file")
     crc = 0
     with file.open("rb") as stream:

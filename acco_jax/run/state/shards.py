@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from acco_jax.command.files import read_object
+from acco_jax.command.files import read_written
 
 FOLDER = "shards"  # inside a checkpoint: a file of checksums from each process
 # name of a leaf -> where in the global array the shard lies -> the shard
@@ -130,10 +130,11 @@ def read(checkpoint: epath.Path) -> Sums:
 
     Raises:
       ValueError: if a file of them is damaged.
+      OSError: if one cannot be read for another reason.
     """
     sums: Sums = {}
     for file in sorted((checkpoint / FOLDER).glob("*.json")):
-        for name, own in read_object(file).items():
+        for name, own in read_written(file).items():
             if not isinstance(own, dict):
                 raise ValueError(f"{file} is damaged: {name} has no checksums.")
             sums.setdefault(name, {}).update(own)

@@ -447,7 +447,7 @@ class Meeting:
         ends = [m.end for m in members if m.end]
         verdict = judge(members, now, self._limits, self._attempt)
         if verdict:
-            self._end(verdict)
+            self._end(self._reconsidered(verdict, members))
         elif len(ends) == len(members):
             if self._comes and {end.code for end in ends} == {exits.STOPPED}:
                 line = f"{self._comes} came, for whom the others have saved"
@@ -458,6 +458,18 @@ class Meeting:
             self._tell(self._last)
         elif not ends and not self._comes and self._attempt <= self._limits.restarts:
             self._take_in(members)
+
+    def _reconsidered(self, verdict: Judgment, members: list[Member]) -> Judgment:
+        """Return another verdict where fewer processes reject what all have accepted.
+
+        Their devices may not divide into the mesh. From then on all are required.
+        """
+        fewer, restarts = len(members) < self._processes, self._limits.restarts
+        if verdict.code != exits.REFUSED or not fewer or self._attempt > restarts:
+            return verdict
+        self._limits = dataclasses.replace(self._limits, min_processes=None)
+        line = messages.printable(f"{verdict.line} All processes are awaited")
+        return dataclasses.replace(verdict, line=line, again=True)
 
     def _take_in(self, members: list[Member]) -> None:
         """Tell an attempt under way to save and end if a new command waits."""

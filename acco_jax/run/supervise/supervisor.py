@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -73,8 +74,12 @@ class _Child:
     """A training process, or a spare that waits for its orders."""
 
     def __init__(self, job: Job) -> None:
+        """Start the process.
+
+        Raises:
+          OSError: if it cannot be started.
+        """
         self._job = job
-        self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
         self.attempt = 0
         self.half_round: int | None = None
         self.trains: float | None = None  # since when
@@ -83,21 +88,27 @@ class _Child:
         self._last_word = 0.0  # time of the announcement
         self._start = time.monotonic()
         self._heard: float | None = None
-        self._pipe, write = os.pipe()
-        os.set_blocking(self._pipe, False)
         self._rest = b""
-        orders, self._orders = os.pipe()
-        place = heartbeat.environment(orders, write, self._folder.name)
-        environment = os.environ | place
-        environment.pop(messages.TOKEN, None)
-        self._process = subprocess.Popen(
-            job.command,
-            env=environment,
-            pass_fds=[orders, write],
-            start_new_session=True,  # a terminal's signals come through the command
-        )
-        os.close(orders)
-        os.close(write)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as given:
+            folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
+            self._folder = ours.enter_context(folder)
+            self._pipe, write = os.pipe()
+            ours.callback(os.close, self._pipe)
+            given.callback(os.close, write)
+            orders, self._orders = os.pipe()
+            ours.callback(os.close, self._orders)
+            given.callback(os.close, orders)
+            os.set_blocking(self._pipe, False)
+            place = heartbeat.environment(orders, write, self._folder)
+            environment = os.environ | place
+            environment.pop(messages.TOKEN, None)
+            self._process = subprocess.Popen(
+                job.command,
+                env=environment,
+                pass_fds=[orders, write],
+                start_new_session=True,  # a terminal's signals come through the command
+            )
+            self._ours = ours.pop_all()
 
     @property
     def lives(self) -> bool:
@@ -166,15 +177,13 @@ class _Child:
     def keep(self, folder: Path) -> None:
         """Copy the files that the process has left, for later diagnosis."""
         with contextlib.suppress(OSError):
-            shutil.copytree(self._folder.name, folder, dirs_exist_ok=True)
+            shutil.copytree(self._folder, folder, dirs_exist_ok=True)
 
     def close(self) -> None:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        os.close(self._pipe)
-        os.close(self._orders)
-        self._folder.cleanup()
+        self._ours.close()
 
 
 class _Link:
@@ -238,7 +247,9 @@ class _Command:
         self._attempt = 0
         self._child: _Child | None = None
         self._spare: _Child | None = None
+        self._spared = 0  # the last attempt in which a spare was to start
         self._told = 0  # signals received
+        self._hung_up = -math.inf  # time of the last SIGHUP
         self._name = secrets.token_hex(8)
 
     async def run(self) -> int:
@@ -266,7 +277,14 @@ class _Command:
                     child.close()
 
     def _stop(self, task: asyncio.Task, number: int) -> None:
-        """Pass the first signal on; a second one, or one without a child, ends."""
+        """Pass the first signal on; a second one, or one without a child, ends.
+
+        A terminal that closes sends SIGHUP twice: its shell does, then the kernel.
+        """
+        if number == signal.SIGHUP:
+            before, self._hung_up = self._hung_up, time.monotonic()
+            if self._hung_up - before < signals.AGAIN:
+                return
         self._told += 1
         if self._told == 1 and self._child is not None:
             self._child.signal(number)
@@ -348,7 +366,11 @@ class _Command:
         if self._spare and not self._spare.lives:
             self._spare.close()
             self._spare = None
-        self._child = child = self._spare or _Child(self._job)
+        try:
+            self._child = child = self._spare or _Child(self._job)
+        except OSError as error:
+            line = f"its process cannot start ({error}): the same command continues."
+            raise _Ends(_say(exits.FAILED, line)) from error
         self._spare = None
         child.begin(begin)
         try:
@@ -414,11 +436,15 @@ class _Command:
 
     def _keep_spare(self, child: _Child) -> None:
         """Start a spare for the next attempt, some time after this one trains."""
-        restarts = self._job.limits.restarts
-        if self._spare or child.attempt > restarts or not child.trains:
+        restarts, attempt = self._job.limits.restarts, child.attempt
+        if self._spared == attempt or attempt > restarts or not child.trains:
             return
         if time.monotonic() - child.trains > SPARE_SECONDS:
-            self._spare = _Child(self._job)
+            self._spared = attempt
+            try:
+                self._spare = _Child(self._job)
+            except OSError as error:
+                logging.warning("the next attempt has no spare process: %s", error)
 
     def _unheard(self, link: _Link) -> bool:
         """Return whether process 0's command has been silent too long.

@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from ml_collections import ConfigDict
 
 from acco_jax import data
 from acco_jax.command.files import read_object
+from acco_jax.data.chat import ChatTemplate
+from acco_jax.data.tasks import ASSISTANT, Chat
 from acco_jax.models import sampling, scoring, transformer
 from acco_jax.models.sampling import Sampling
 from acco_jax.models.scoring import Score, ScoredRow
@@ -47,7 +50,9 @@ class Language:
         return self.prefix or (self.tokenizer.end_of_text,)
 
     def tokens(self, text: str, most: int | None = None) -> np.ndarray:
-        """Return a text as the model's tokens, int32 (n,), at least one.
+        """Return a prompt as the model's tokens, int32 (n,), at least one.
+
+        Special tokens may be spelled in it. A prefix that it spells is not repeated.
 
         Args:
           text: any.
@@ -55,45 +60,70 @@ class Language:
             end. None: all of them.
 
         Raises:
-          ValueError: if the text is not Unicode.
+          ValueError: if the text is not Unicode, or has a token that the model lacks.
         """
-        encoded = self.encode(text)
+        encoded = self.encode(text, special=True)
+        if tuple(encoded[: len(self.prefix)]) == self.prefix:
+            encoded = encoded[len(self.prefix) :]
         if most is not None:
             encoded = encoded[max(len(self.prefix) + len(encoded) - most, 0) :]
         first = self.prefix if len(encoded) else self.before
         return np.concatenate([np.asarray(first, np.int32), encoded])
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """Return the tokens of a text, int32 (n,).
 
+        Args:
+          text: any.
+          special: whether a tokenizer.json's special tokens may be spelled in it.
+
         Raises:
-          ValueError: if the text is not Unicode.
+          ValueError: if the text is not Unicode, or has a token that the model lacks.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"a text is not Unicode: {error}.") from error
-        return self.tokenizer.encode(text)
+        if not special or not isinstance(self.tokenizer, data.FileTokenizer):
+            return self.tokenizer.encode(text)
+        ((ids, _),) = self.tokenizer.encode_rendered([text])
+        if (unknown := ids[ids >= self.config.vocab_size]).size:
+            spelled = self.tokenizer.decode(unknown[:1])
+            raise ValueError(
+                f"a prompt has token {unknown[0]}, {spelled!r}, but the model knows "
+                f"{self.config.vocab_size} tokens: leave it out."
+            )
+        return ids
 
-    def rows(self, text: str, stride: int) -> list[ScoredRow]:
+    def rows(
+        self, text: str, stride: int | None = None, window: int | None = None
+    ) -> list[ScoredRow]:
         """Return rows that have each token of a text as a target once.
-
-        They are windows of as many tokens as the model has positions.
 
         Args:
           text: any; an empty one gives no row.
-          stride: from a window's begin to the next one's, from 1 to the positions.
+          stride: from a window's begin to the next one's, at least 1; None: `window`.
+          window: tokens of a row, at least 1; None: the model's positions.
 
         Raises:
-          ValueError: if the stride is larger, or the text is not Unicode.
+          ValueError: if the stride exceeds the window, the window the model's
+            positions, or the text is not Unicode.
         """
-        if stride > (most := self.config.max_length):
+        positions = self.config.max_length
+        window = window or positions
+        stride = stride or window
+        if window > positions:
             raise ValueError(
-                f"stride is {stride}, but the model has {most} positions: give at most "
+                f"window is {window}, but the model has {positions} positions: give at "
+                "most these."
+            )
+        if stride > window:
+            raise ValueError(
+                f"stride is {stride}, but a window has {window} tokens: give at most "
                 "these."
             )
         tokens = np.concatenate([np.asarray(self.before[-1:]), self.encode(text)])
-        return list(scoring.windows(tokens, most, stride))
+        return list(scoring.windows(tokens, window, stride))
 
     def pair(self, context: str, continuation: str) -> ScoredRow:
         """Return the row that has a continuation as its targets, after a context.
@@ -124,7 +154,7 @@ class Language:
     def write(
         self,
         prompts: Sequence[np.ndarray],
-        tokens: int,
+        tokens: int | np.ndarray,
         how: Sampling,
         keys: jax.Array,
         chunk: int,
@@ -136,7 +166,7 @@ class Language:
 
         Args:
           prompts: from `tokens`, so that each begins with the prefix.
-          tokens: at most this many follow each prompt.
+          tokens: at most this many follow each prompt; (prompts,) for each its own.
           how: the sampling of the tokens.
           keys: (prompts,) of random numbers.
           chunk: further tokens per iteration.
@@ -194,7 +224,8 @@ def from_run(
         )
     said = read_object(run.workdir / "config.json").get("generation")
     ends = ends_of(said, run.architecture)
-    return Language(run.architecture, run.params, run.tokenizer, ends=ends)
+    prefix = prefix_of(run.config, run.tokenizer)
+    return Language(run.architecture, run.params, run.tokenizer, prefix, ends)
 
 
 def from_folder(
@@ -217,16 +248,32 @@ def from_folder(
     config = pretrained.model_config(folder.path, described, dtype=of, param_dtype=of)
     pretrained.check_read(config, folder, ignored)
     tokenizer = data.read_tokenizer(folder.tokenizer)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.text_vocab_size > config.vocab_size:
         raise ValueError(
-            f"{folder.path} has a tokenizer of {tokenizer.vocab_size} tokens, but its "
-            f"model knows {config.vocab_size}: restore both."
+            f"{folder.path} has a tokenizer of {tokenizer.text_vocab_size} tokens, but "
+            f"its model knows {config.vocab_size}: restore both."
         )
     here = SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: here, transformer.shapes_of(config))
     params = pretrained.load(config, folder, shardings)
     ends = ends_of(pretrained.generation(str(path)), config)
     return Language(config, params, tokenizer, tokenizer.prefix, ends)
+
+
+def prefix_of(config: ConfigDict, tokenizer: data.Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that a run's documents had before a text.
+
+    They are the tokenizer's if the chat template of the run writes them, else none.
+    """
+    if config.data.task != "chat" or not tokenizer.prefix:
+        return ()
+    turns = Chat((("user", "a"), (ASSISTANT, "b")))
+    try:
+        ((ids, _, _),) = ChatTemplate(tokenizer).encode_batch([turns])
+    except ValueError:  # of a template for other conversations
+        return ()
+    written = tuple(ids[: len(tokenizer.prefix)]) == tokenizer.prefix
+    return tokenizer.prefix if written else ()
 
 
 def ends_of(generation: Any, config: transformer.Config) -> tuple[int, ...]:

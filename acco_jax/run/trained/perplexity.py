@@ -41,19 +41,25 @@ def _exp(x: float) -> float | None:
     return math.exp(x) if x < 700 else None
 
 
-def of_text(language: Language, text: str, stride: int | None = None) -> dict[str, Any]:
+def of_text(
+    language: Language,
+    text: str,
+    stride: int | None = None,
+    window: int | None = None,
+) -> dict[str, Any]:
     """Return the figures of a text.
 
     Args:
       language: the model.
       text: any but an empty one.
-      stride: as for `Language.rows`; None: the model's positions.
+      stride: as for `Language.rows`.
+      window: as for `Language.rows`.
 
     Raises:
-      ValueError: if the text is empty, or the stride exceeds the model's positions.
+      ValueError: if the text is empty, or as `Language.rows`.
       FloatingPointError: if the loss is not finite.
     """
-    rows = language.rows(text, stride or language.config.max_length)
+    rows = language.rows(text, stride, window)
     if not rows:
         raise ValueError("the text is empty: give one that has characters.")
     nats = math.fsum(score.nats for score in language.score(rows))
@@ -82,8 +88,7 @@ def of_lambada(language: Language, path: Path) -> dict[str, Any]:
     texts = _texts(path)
     pairs = [(text[:i], text[i:]) for text in texts for i in [text.rindex(" ")]]
     words = language.score([language.pair(*pair) for pair in pairs])
-    stride = language.config.max_length
-    rows = [row for text in texts for row in language.rows(text, stride)]
+    rows = [row for text in texts for row in language.rows(text)]
     whole = figures(
         math.fsum(score.nats for score in language.score(rows)),
         sum(row.targets for row in rows),

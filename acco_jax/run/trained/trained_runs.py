@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike
@@ -285,6 +286,40 @@ def checkpoint_folder(config: ConfigDict, workdir: Path) -> epath.Path:
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     """Return the NamedShardings of PartitionSpecs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def check_tokens(config: ConfigDict, corpus: data.Corpus) -> None:
+    """Raise a ValueError for tokens of a corpus that the model of init_from lacks.
+
+    It may lack special tokens that no conversation has.
+
+    Args:
+      config: of the experiment.
+      corpus: of the experiment.
+
+    Raises:
+      ValueError: with the number of tokens, or a conversation's token.
+    """
+    if config.init_from is None:
+        return
+    known = models.transformer_config(config, vocab_size=1).vocab_size
+    tokenizer = corpus.tokenizer
+    model = f"the model of init_from={config.init_from!r} knows {known}"
+    if tokenizer.text_vocab_size > known:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.text_vocab_size} tokens, but {model}: set "
+            "data.tokenizer='init_from'."
+        )
+    if corpus.train_targets is None or tokenizer.vocab_size <= known:
+        return
+    splits = corpus.train_tokens, corpus.validation_tokens
+    largest = max(np.asarray(tokens).max() for tokens in splits)
+    if largest >= known:
+        spelled = tokenizer.decode(np.array([largest]))
+        raise ValueError(
+            f"a conversation has token {largest}, {spelled!r}, but {model} tokens: "
+            "leave the conversation out."
+        )
 
 
 def base_identity(config: ConfigDict) -> dict[str, Any]:
