@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -60,6 +61,8 @@ def test_programs_depend_on_code_flags_and_settings(tmp_path, monkeypatch):
         path.write_text(text)
         os.utime(path, (1e9 + len(text), 1e9 + len(text)))  # before this process
 
+    # other tests' modules may be newer than this process
+    monkeypatch.setattr(program_store, "_BEGAN", time.time_ns())
     path = tmp_path / "a_model_of_ones_own.py"
     before = program_store.environment()
     assert program_store.environment() == before
