@@ -366,8 +366,12 @@ class _Run:
         if not finite:
             metrics.check(math.nan, "the loss or a parameter", self.done)
         self.wait()
-        self._sync()
-        self._memory.keep(self.done, state, self._host)
+
+        def host() -> dict[str, Any]:
+            self._sync()
+            return self._host()
+
+        self._memory.keep(self.done, state, host)
 
     def _sync(self) -> None:
         """Write the records of the half-rounds so far to the disk."""

@@ -35,6 +35,7 @@ from acco_jax.core import leaf_names
 from acco_jax.run.state import processes, worlds
 from acco_jax.run.state.memory import MemoryCopies
 
+UNSENT = ", after a copy that was not sent"
 PARTS = {  # of an array of 12 x 4
     "data": P("data"),
     "both": P("data", "chip"),
@@ -83,10 +84,10 @@ def opened(name):
 
 
 def kept(name, kind):
-    """Copies of two half-rounds."""
+    """Copies of two half-rounds, which are sent, and of one that is not."""
     copies = opened(name)
     copies.begin(0)
-    for half_round in (4, 6):
+    for half_round in (4, 8, *[10] * name.endswith(UNSENT)):
         host = {"axes": {"data": len(hosts), "chip": 2}, "at": half_round}
         copies.keep(half_round, arrays(half_round, kind), lambda h=host: h)
     copies._writing.result()
@@ -124,12 +125,14 @@ FAULTS = {
     "the first host is lost": lambda mine: lose(mine, 0),
     "a host and its neighbour are lost": lambda mine: lose(mine, 1, 2),
     "all are lost": lambda mine: lose(mine, 0, 1, 2),
-    "a bit has changed": lambda mine: process or flip(mine / "6.data"),
+    "a bit has changed": lambda mine: process or flip(mine / "8.data"),
     "a host is lost, and a bit of its copy": lambda mine: (
         lose(mine, 1),
-        process == 2 and flip(mine / "held" / "6.data"),
+        process == 2 and flip(mine / "held" / "8.data"),
     ),
-    "a copy was not ended": lambda mine: process or (mine / "6.json").unlink(),
+    "a copy was not ended": lambda mine: process or (mine / "8.json").unlink(),
+    f"nothing is lost{UNSENT}": lambda mine: None,
+    f"a host is lost{UNSENT}": lambda mine: lose(mine, 1),
 }
 
 CASES = [(AxisType.Auto, name) for name in FAULTS]

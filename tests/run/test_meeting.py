@@ -57,6 +57,8 @@ def members(*changes):
         (({}, {"end": End(-6), "ended": 99.0}, {}), None),  # it may be another's fault
         (({}, {"end": End(-6), "ended": 90.0}, {"end": End(-9), "ended": 91.0}), 2),
         (({}, {"end": End(-40), "ended": 90.0}, {}), 1),  # a signal without a name
+        (({}, {"end": End(-11), "ended": 99.9}, {}), None),
+        (({}, {"end": End(-9), "ended": 99.9}, {}), 1),  # nobody's fault but its own
         (({}, {"end": End(0), "ended": 50.0}, {}), None),  # process 0 writes a report
         (({}, {"end": End(75), "ended": 99.0, "half_round": None}, {}), 1),
         (({}, {"end": End(75), "ended": 50.0}, {}), None),

@@ -63,15 +63,15 @@ class Copies:
         except (OSError, ValueError, KeyError) as error:
             return {}, str(error)
 
-    def remove_but(self, kept: int | None) -> None:
-        """Remove all copies but that of one half-round."""
+    def remove_but(self, *kept: int | None) -> None:
+        """Remove all copies but those of some half-rounds."""
         for path in self._folder.glob("[0-9]*.*"):
-            if path.stem != str(kept):
+            if path.stem not in map(str, kept):
                 path.unlink(missing_ok=True)
 
-    def remove_but_newest(self) -> None:
-        """Remove all copies but the newest whole one."""
-        self.remove_but(max(self._half_rounds(), default=None))
+    def remove_but_newest(self, kept: int | None = None) -> None:
+        """Remove all copies but the newest whole one, and that of one half-round."""
+        self.remove_but(max(self._half_rounds(), default=None), kept)
 
     def any(self, least: int) -> bool:
         """Return whether there are copies of so many half-rounds, of whatever run."""

@@ -1,10 +1,9 @@
 """Copies of the newest states in the hosts' memory, from which a restart continues.
 
 Each process keeps the shards that it holds as files of a file system in memory, which
-outlive it, and those of a process on another host. Two copies exist at most. A restart
-takes the newest state whose shards are all there, on whatever hosts, and whose
-checksums are right, for as many devices as there are. Without one it takes the
-checkpoint on disk.
+outlive it, and more rarely those of a process on another host. A restart takes the
+newest state whose shards are all there, on whatever hosts, and whose checksums are
+right, for as many devices as there are. Without one it takes the checkpoint on disk.
 
 Beside them lie the compiled programs of the train step, which the next process of the
 same code, machine and run loads instead of tracing and compiling.
@@ -14,6 +13,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -38,13 +38,41 @@ from acco_jax.run.state.copies import Copies
 from acco_jax.run.state.replicas import ReplicasDiffer
 
 PyTree = Any
-SHARE = 0.01  # of the time, which copies may take
+SHARE = 0.01  # of the time, which copies on the own host may take
+SENT_SHARE = 0.005  # and which sending them to other hosts may
 FIRST = 4  # half-rounds between the first copies, whose time is not known
 PROGRAMS = "programs"  # the file of compiled programs, with a checksum before them
 HELD = "held"  # the folder of another host's shards
 TRIED = ".tried"  # its ending from when it is taken until it has run
 STARTS = "memory_starts.json"  # in the workdir
 LEFT_SECONDS = 86400  # after which copies of a run that is gone are removed
+
+
+class _Pace:
+    """How rarely something is done, so that it takes a share of the time."""
+
+    def __init__(self, share: float) -> None:
+        self._share, self._every, self._due = share, FIRST, 0
+        self._costs = collections.deque[float](maxlen=8)  # seconds of each time
+
+    def due(self, half_round: int) -> bool:
+        return half_round >= self._due
+
+    def took(self, seconds: float) -> None:
+        self._costs.append(seconds)
+
+    def put_off(self, half_round: int) -> None:
+        """Let it be due again some time after a half-round."""
+        self._due = half_round + self._every
+
+    @property
+    def cost(self) -> float:
+        """Seconds of one time, typically."""
+        return statistics.median(self._costs) if self._costs else 0.0
+
+    def set(self, cost: float, each: float) -> None:
+        """Take what one time costs, and a half-round, of the slowest process."""
+        self._every = max(2, math.ceil(cost / (self._share * each)))
 
 
 class MemoryCopies:
@@ -83,26 +111,26 @@ class MemoryCopies:
         self._writing: concurrent.futures.Future[float] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "memory")
         self._copies = 0  # that were begun
-        self._costs = collections.deque[float](maxlen=8)  # seconds of each copy
-        self._due: int | None = None  # half-round of the next one
+        self._copying, self._sending = _Pace(SHARE), _Pace(SENT_SHARE)
         self._last = (0, 0.0)  # half-round of the last one, and when it was made
-        self._every = FIRST
+        self._sent: int | None = None  # half-round of the last one that was sent
 
     def due(self, half_round: int) -> bool:
         """Return whether to keep the state after a half-round."""
         if not self._enabled:
             return False
-        if self._due is None:
-            self._due = half_round + FIRST
+        if self._last == (0, 0.0):
+            self._copying.put_off(half_round)
             self._last = half_round, time.perf_counter()
-        return half_round >= self._due
+        return self._copying.due(half_round)
 
     def keep(
         self, half_round: int, arrays: PyTree, host: Callable[[], dict[str, Any]]
     ) -> None:
         """Copy arrays that are computed to the host and start to write them.
 
-        Copies become so rare that they take at most `SHARE` of the time.
+        Copies become so rare that they take at most `SHARE` of the time, and those that
+        are sent to other hosts at most `SENT_SHARE`.
 
         Args:
           half_round: of the state.
@@ -119,27 +147,43 @@ class MemoryCopies:
             with contextlib.suppress(OSError):  # they have run
                 path = self._folder / PROGRAMS
                 path.with_suffix(TRIED).replace(path)
-        own, held = self._copied(leaf_names.named(arrays))
+        named, held = leaf_names.named(arrays), None
+        with jax.transfer_guard("allow"):  # intended here
+            own = shards.on_host(named, saved=False) if self._folder else {}
+        sending, earlier = 0.0, self._sent
+        if self._holder and self._sending.due(half_round):
+            begun = time.perf_counter()
+            with jax.transfer_guard("allow"):
+                held = neighbours.sent(named, self._holder)
+            sending = time.perf_counter() - begun
+            self._sending.took(sending)
+            self._sent = half_round
+        self._say(own, held)
         if self._history is None:
             with jax.transfer_guard("allow"):
                 self._history = self._history_of(half_round)
         if self._folder is not None:
             about = {"history": self._history, "host": host()}
-            write = self._thread.submit
-            self._writing = write(self._write, half_round, own, held, about)
+            write = functools.partial(self._write, half_round, own, held, about)
+            self._writing = self._thread.submit(write, earlier)
         before, when = self._last
         each = (begin - when) / max(half_round - before, 1)
-        self._costs.append(time.perf_counter() - begin + written)
         self._copies = count = self._copies + 1
+        seconds = time.perf_counter() - begin
+        self._copying.took(seconds - sending + written)
         if count >= FIRST and count & (count - 1) == 0:  # all agree now and then
-            mine = [statistics.median(self._costs), each, self._folder is not None]
+            costs = self._copying.cost, self._sending.cost
+            mine = [*costs, each, self._folder is not None]
             with jax.transfer_guard("allow"):
                 everyones = processes.gathered(np.array(mine, np.float32))
-            cost, each, some = everyones.max(0).tolist()
+            copied, sent, each, some = everyones.max(0).tolist()
             self._enabled = bool(some)
-            self._every = max(2, math.ceil(cost / (SHARE * each)))
+            self._copying.set(copied, each)
+            self._sending.set(sent, each)
+        self._copying.put_off(half_round)
+        if held is not None:
+            self._sending.put_off(half_round)
         self._last = half_round, time.perf_counter()
-        self._due = half_round + self._every
 
     def restore_newest(
         self, like: Callable[[dict[str, int]], PyTree], least: int
@@ -173,7 +217,7 @@ class MemoryCopies:
                     "checkpoint on disk"
                 )
         for store in stores:
-            store.remove_but(taken and taken[0])
+            store.remove_but(*(taken or ())[:1])
         return taken
 
     def _restored(
@@ -364,40 +408,45 @@ class MemoryCopies:
             with contextlib.suppress(OSError):  # another process's are there
                 self._folder.parent.rmdir()
 
-    def _copied(
-        self, arrays: dict[str, jax.Array]
-    ) -> tuple[shards.Shards, shards.Shards]:
-        """Return this process's shards and its neighbour's, on this host."""
-        with jax.transfer_guard("allow"):  # intended here
-            own = shards.on_host(arrays, saved=False) if self._folder else {}
-            held = neighbours.sent(arrays, self._holder) if self._holder else {}
+    def _say(self, own: shards.Shards, held: shards.Shards | None) -> None:
         if not self._copies:
-            size, of_other = (f"{shards.size(x) / 1e6:,.1f}" for x in (own, held))
+            size, of_other = (f"{shards.size(x or {}) / 1e6:,.1f}" for x in (own, held))
             other = f", and {of_other} MB of another host's" if held else ""
             logging.info("copies in memory: %s MB of this process%s", size, other)
-        return own, held
 
     def _write(
         self,
         half_round: int,
         own: shards.Shards,
-        held: shards.Shards,
+        held: shards.Shards | None,
         about: dict[str, Any],
+        sent: int | None,
     ) -> float:
-        """Write a copy in place of the older one; return the processor's seconds."""
+        """Write a copy in place of older ones; return the processor's seconds.
+
+        The newest one stays, and the last one of which other hosts have the shards.
+
+        Args:
+          half_round: of the state.
+          own: this process's shards.
+          held: those of another process; None if none were sent this time.
+          about: JSON.
+          sent: half-round of the last copy before this one that was sent; None: none.
+        """
         folder = self._folder
         assert folder is not None
         begin = time.thread_time()
         try:
-            stores = [Copies(x, self._identity) for x in (folder, folder / HELD)]
-            for store, copied in zip(stores, (own, held), strict=True):
-                store.remove_but_newest() if copied else store.remove_but(None)
-            size = shards.size(own) + shards.size(held)
+            mine, others = (Copies(x, self._identity) for x in (folder, folder / HELD))
+            mine.remove_but_newest(sent)
+            if held or not self._holder:
+                others.remove_but_newest() if held else others.remove_but()
+            size = shards.size(own) + shards.size(held or {})
             if size > shutil.disk_usage(folder).free:  # the state matters more
                 (folder / PROGRAMS).unlink(missing_ok=True)
             if size > (free := shutil.disk_usage(folder).free):
                 raise OSError(f"{size:,} bytes are needed, and {free:,} are free")
-            for store, copied in zip(stores, (own, held), strict=True):
+            for store, copied in ((mine, own), (others, held)):
                 if copied:
                     store.write(half_round, copied, about)
             if self._copies >= FIRST:  # all that are here have made some

@@ -21,6 +21,7 @@ import functools
 import ipaddress
 import resource
 import secrets
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -48,7 +49,7 @@ from acco_jax.run.supervise.messages import (
 
 SECONDS = 0.25  # between looks
 GRACE = 3.0  # seconds in which the first failure may turn out to be another's fault
-SURE = 1.0  # and in which a process that gave a reason, or was killed, may
+SURE = 1.0  # and in which one that gave a reason, or ended by a signal, may
 PARTING = 5.0  # seconds in which commands that have received the end may leave
 QUIET = 5.0  # seconds of silence that make a process suspect when others fail
 HELLO_SECONDS = 5.0  # in which a connection must send its first message
@@ -154,6 +155,8 @@ def judge(
         return Judgment(exits.STOPPED, line, early[0].process, False)
     first, end = min(ends, key=lambda pair: (pair[1].suspicion, pair[0].ended))
     grace = GRACE if end.suspicion == 2 else SURE
+    if end.code == -signal.SIGKILL:  # which no other process's end has caused
+        grace = 0.0
     if not everyone and now - min(m.ended for m, _ in ends) < grace:
         return None
     if end.error:

@@ -45,7 +45,7 @@ from acco_jax.run.supervise.messages import (
 )
 
 ANNOUNCE_SECONDS = 30.0  # between lines that name the awaited processes
-STACK_SECONDS = 0.5  # for a process to write its stacks
+STACK_SECONDS = 0.5  # for a process to write its stacks, at most
 CONNECT_SECONDS = 3.0  # to connect and be admitted, until it is tried again
 LENIENT = 2.0  # seconds that process 0 may be silent beyond --lost_after: it judges
 END_SECONDS = 10.0  # for a process to end that has given its reason
@@ -166,13 +166,23 @@ class _Child:
         It cannot while the kernel holds a thread of it, as in a device's driver.
         """
         if self._process.poll() is None and self._heard:
+            before = last = size = self._stacks()
             self.signal(heartbeat.STACKS)
-            await asyncio.sleep(STACK_SECONDS)
+            deadline = time.monotonic() + STACK_SECONDS
+            while time.monotonic() < deadline and not before < last == size:
+                await asyncio.sleep(0.05)
+                last, size = size, self._stacks()
         self._process.kill()
         deadline = time.monotonic() + END_SECONDS
         while self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return self._process.poll() is not None
+
+    def _stacks(self) -> int:
+        """Return the bytes of stacks that the process has written."""
+        with contextlib.suppress(OSError):
+            return os.path.getsize(os.path.join(self._folder, "stacks.txt"))
+        return 0
 
     def keep(self, folder: Path) -> None:
         """Copy the files that the process has left, for later diagnosis."""
