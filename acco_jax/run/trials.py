@@ -81,7 +81,8 @@ def with_method(
             _of_method(config, c.method, c.options, hosts if c.divides else None)
         )
         e = preparation.build(found[-1], workdir, devices)
-        built.append(e)
+        if not (config.base or config.lora.rank or config.lora.ranks):
+            built.append(e)  # of a frozen model the devices hold one at a time
         if len(candidates) == 1 or e.workers == 1:
             why = "one worker" if e.workers == 1 else "the only one"
             logging.info("method auto: %s, %s", c.name, why)
@@ -93,7 +94,7 @@ def with_method(
         logging.info("method auto: %s takes %.3g s", c.name, seconds[-1])
         if seconds[-1] <= LONGER * computing:
             break  # no communication is left to overlap
-    near = [i for i, s in enumerate(seconds) if s <= NEAR * min(seconds)]
+    near = [i for i, _ in enumerate(built) if seconds[i] <= NEAR * min(seconds)]
     for i in near if len(near) > 1 else []:  # other load makes slower, never faster
         again = float(np.median(_timed(built[i], [None], compiled=True)))
         logging.info("method auto: %s takes %.3g s again", candidates[i].name, again)

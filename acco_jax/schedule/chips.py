@@ -216,10 +216,10 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS
 def of_kind(device_kind: str) -> Chip | None:
     """Return the chip of a `jax.Device.device_kind`, None if it is unknown.
 
-    Cards of a chip's name with other figures (PCIe, NVL, parts of a chip) are unknown.
+    Cards of a chip's name with another peak (PCIe, NVL, parts of a chip) are unknown.
     """
     kind = device_kind.lower()
-    if re.search(r"\b(pcie|nvl|mig|40gb)\b", kind):
+    if re.search(r"\b(pcie|nvl|mig)\b", kind):
         return None
     names = (generation(kind) or "", *re.split(r"[\s-]+", kind))
     return next((CHIPS[name] for name in names if name in CHIPS), None)

@@ -63,12 +63,13 @@ def make_train_step(
       step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
       metrics). params and state are donated; arrays in them that share memory are
       copied first. Give back what the last call returned: the state has a copy of the
-      parameters, and edited ones raise a ValueError. batch, counts and rng are as for
-      `local_gradients`; of several processes each gives the same whole arrays, or its
-      part by jax.make_array_from_process_local_data. With `Halves` every batch has room
-      for the larger half; a call does not compute rows beyond its own count. extra:
-      keyword arguments (arrays) for the optimizer; one that takes any is also given
-      `value` [], the weighted mean loss of exactly the gradients that it is given.
+      parameters (of local methods only of narrow ones), and edited ones then raise a
+      ValueError. batch, counts and rng are as for `local_gradients`; of several
+      processes each gives the same whole arrays, or its part by
+      jax.make_array_from_process_local_data. With `Halves` every batch has room for the
+      larger half; a call does not compute rows beyond its own count. extra: keyword
+      arguments (arrays) for the optimizer; one that takes any is also given `value` [],
+      the weighted mean loss of exactly the gradients that it is given.
       metrics, all of this half-round: "loss" [] (the mean of microbatch means, or of
       targets where loss_fn gives a weight), "weight" [], "grad_norm" [] (of the mean
       gradient that the optimizer was given; where each worker has its own, the mean

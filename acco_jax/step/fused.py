@@ -251,8 +251,9 @@ class TrainStep:
         if len(ids) == len(given) and fresh:
             return args
         _check_kept(params=args.params, state=args.state)
-        own = len(jax.tree.leaves(args.params))
-        if set(map(id, given[own:])) <= ours.keys() and not ids <= ours.keys():
+        holds = getattr(args.state, "master", None) is not None
+        rest = set(map(id, jax.tree.leaves(args.state)))
+        if holds and rest <= ours.keys() and not ids <= ours.keys():
             raise ValueError(
                 "the last call returned this state, but not these parameters, and the "
                 "state holds them, too: give both as they were returned, put "

@@ -7,6 +7,7 @@ HOSTS has a digit for each process. With 012 it makes copies and loses some of t
 with others it looks for those that were left.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -95,9 +96,12 @@ def kept(name, kind):
     return copies._folder
 
 
-def restored(name, kind, specs=PARTS):
+def restored(name, kind, specs=PARTS, leave=False):
     """The half-round that is found; its bits are those that it had."""
-    with opened(name) as again:
+    with contextlib.ExitStack() as stack:
+        again = opened(name)
+        if not leave:  # as a run that has ended well does not
+            stack.enter_context(again)
         found = again.restore_newest(lambda axes: like(kind, specs), 0)
     at = None
     if found:
@@ -142,6 +146,13 @@ if hosts == "012":
         FAULTS[name](folder)
         processes.meet("lost")
         restored(f"{kind.name}: {name}", kind)
+    # what was sent outlives a restart that took what was not
+    name = f"Auto: twice{UNSENT}"
+    folder = kept(name, AxisType.Auto)
+    restored(name, AxisType.Auto, leave=True)
+    lose(folder, 1)
+    processes.meet("lost again")
+    restored(name, AxisType.Auto)
     kept("Auto: left", AxisType.Auto)
     kept("Auto: left without one", AxisType.Auto)
 else:  # other devices: shards lie otherwise

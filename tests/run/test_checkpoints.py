@@ -281,6 +281,22 @@ def test_a_read_error_at_the_start_sets_nothing_aside(folder, monkeypatch, name)
     assert Checkpoints(folder, keep=2).saved_calls == [3, 5]
 
 
+def test_a_read_error_without_a_text_is_one(tree, folder, monkeypatch):
+    """As fsspec raises one where a bucket does not answer."""
+
+    def fails(*_):
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints_module, "_checksum", fails)
+        with pytest.raises(OSError, match=r"cannot be read \(TimeoutError\)"):
+            Checkpoints(folder, keep=2)
+    checkpoints = Checkpoints(folder, keep=2)
+    monkeypatch.setattr(checkpoints_module.shards, "read", fails)
+    with pytest.raises(OSError, match="TimeoutError"):
+        checkpoints.restore_newest(tree)
+
+
 def test_a_read_error_of_process_0_ends_every_process(folder, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(processes, "from_process_0", lambda _: np.bool_(True))

@@ -63,6 +63,7 @@ WANTED = {
     "Explicit: a host is lost": 8,
     "Auto: nothing is lost, after a copy that was not sent": 10,
     "Auto: a host is lost, after a copy that was not sent": 8,
+    "Auto: twice, after a copy that was not sent": 8,  # the first time 10
 }
 
 

@@ -69,14 +69,14 @@ def test_target_config_refuses_a_tpu():
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),  # of less memory, and the same peak
         ("TPU v5 lite", "v5e"),
-        # cards of other figures, and parts of one
+        # cards of another peak, and parts of one
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
-        ("NVIDIA A100-SXM4-40GB", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA L4", None),
     ],
 )
-def test_a_device_has_the_figures_of_its_own_card(kind, name):
+def test_a_device_has_the_peak_of_its_own_card(kind, name):
     assert of_kind(kind) == (name and CHIPS[name])

@@ -254,3 +254,12 @@ def test_edited_parameters(form):
     run(step, *acco_jax.start(tx, edited), batch)
     copies = jax.tree.map(jnp.copy, (params, state))  # as after a restore
     run(step, *copies, batch)
+
+
+@pytest.mark.parametrize("name", ["gossip", "diloco"])
+def test_edited_parameters_of_which_the_state_has_no_copy(name):
+    tx = method(name)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    batch = batch_for(tx)
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch)
+    step(jax.tree.map(jax.nn.relu, params), state, batch)

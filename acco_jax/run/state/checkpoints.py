@@ -310,7 +310,7 @@ class Checkpoints:
         except (ValueError, IndexError) as error:
             problem = str(error)
         except OSError as error:
-            failure = str(error)
+            failure = str(error) or type(error).__name__
         wrong = processes.gathered(np.array([bool(failure), problem is not None]))
         differs = wrong.reshape(-1, 2)[:, 1].any()
         if not wrong.any():
@@ -364,7 +364,7 @@ class Checkpoints:
             if jax.process_index() == 0 and self._folder.exists():
                 steps = self._set_aside_damaged() if self._repair else self._finished()
         except OSError as error:
-            failure = str(error)
+            failure = str(error) or type(error).__name__
         if processes.from_process_0(np.bool_(failure)):
             raise OSError(
                 f"the checkpoints in {self._folder} cannot be read "

@@ -190,7 +190,8 @@ class MemoryCopies:
     ) -> tuple[int, PyTree, dict[str, Any]] | None:
         """Return what `Checkpoints.restore_newest` does, of the newest whole copy.
 
-        All other copies are removed.
+        All other copies are removed, but the newest one of which other hosts have the
+        shards: it may be older.
 
         Args:
           like: returns the tree to restore, of ShapeDtypeStructs with shardings, for a
@@ -201,10 +202,11 @@ class MemoryCopies:
             return None
         stores = self._stores()
         found = [store.found(least) for store in stores]
-        mine = sorted({half_round for each in found for half_round in each})
-        everyone = processes.all_bytes(json.dumps(mine).encode())
+        mine = [sorted(set().union(*x)) for x in (found, found[1::2])]  # all, and held
+        everyone = map(json.loads, processes.all_bytes(json.dumps(mine).encode()))
+        every, held = (set().union(*x) for x in zip(*everyone, strict=True))
         taken = None
-        for half_round in sorted({x for y in everyone for x in json.loads(y)})[::-1]:
+        for half_round in sorted(every, reverse=True):
             here = [(s, x[half_round]) for s, x in zip(stores, found, strict=True)
                     if half_round in x]  # fmt: skip
             if restored := self._restored(half_round, here, like):
@@ -216,8 +218,10 @@ class MemoryCopies:
                     "no copy in the hosts' memory is whole: continuing from the "
                     "checkpoint on disk"
                 )
+        kept = [taken[0]] if taken else []
+        self._sent = max((x for x in held if kept and x <= kept[0]), default=None)
         for store in stores:
-            store.remove_but(*(taken or ())[:1])
+            store.remove_but(*kept, self._sent)
         return taken
 
     def _restored(
