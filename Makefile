@@ -20,7 +20,7 @@ PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-newest train durations coverage mutations test test-all test-long test-newest soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
+.PHONY: help setup setup-newest train durations coverage mutations test test-all test-long test-newest test-ray soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 @ \2/p' $(MAKEFILE_LIST) | \
@@ -53,6 +53,10 @@ test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest 
 
 setup-newest:
 	@$(call on-newest,.venv-newest/.test)
+
+test-ray: $(VENV)/.test ## kill a process of a run under Ray Train, in .venv-ray
+	@$(MAKE) --no-print-directory VENV=.venv-ray .venv-ray/.ray
+	$(PYTEST) -n 0 -m long tests/run/test_ray.py
 
 durations: $(VENV)/.test ## run all but the long tests; where do their minutes go?
 	$(PYTEST) -p benchmarks.durations -m "not long"
@@ -140,6 +144,11 @@ $(VENV)/.train: pyproject.toml requirements.txt
 $(VENV)/.test: $(VENV)/.train
 	@echo "installing the tests' requirements into $(VENV)"
 	@$(INSTALL) -e '.[train,test,plan]'
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.train
+	@echo "installing Ray Train into $(VENV)"
+	@$(INSTALL) -e '.[train]' 'ray[train]==2.60.0'
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.train

@@ -14,7 +14,7 @@ from tests import programs
 
 RAY = programs.ROOT / ".venv-ray" / "bin" / "python"
 SCRIPT = programs.ROOT / "experiments" / "clusters" / "ray_train.py"
-WORKERS = 4
+PROCESSES = 4
 PATIENCE = 1500.0
 
 pytestmark = [
@@ -34,7 +34,7 @@ def place(tmp_path_factory):
     )  # fmt: skip
     ray = {  # a small cluster, which writes nothing outside of the folder
         "HOME": str(place),
-        "RAY_OVERRIDE_RESOURCES": f'{{"CPU": {WORKERS}}}',
+        "RAY_OVERRIDE_RESOURCES": f'{{"CPU": {PROCESSES}}}',
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100_000_000),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -54,11 +54,11 @@ def undisturbed(place):
     def flags(process, port):
         return (
             f"--config={place / 'config.py'}", f"--workdir={place / 'undisturbed'}",
-            f"--coordinator=localhost:{port}", f"--processes={WORKERS}",
+            f"--coordinator=localhost:{port}", f"--processes={PROCESSES}",
             f"--process={process}",
         )  # fmt: skip
 
-    programs.together("acco_jax.train", WORKERS, flags, timeout=PATIENCE)
+    programs.together("acco_jax.train", PROCESSES, flags, timeout=PATIENCE)
     return common.bits(place / "undisturbed")
 
 
@@ -84,7 +84,7 @@ def test_the_run_continues_bitwise_after_a_kill(place, undisturbed, killed):
     with log.open("w") as output:
         script = subprocess.Popen(
             [
-                RAY, SCRIPT, f"--workers={WORKERS}", "--max_failures=1",
+                RAY, SCRIPT, f"--processes={PROCESSES}", "--max_failures=1",
                 f"--config={place / 'config.py'}", f"--workdir={workdir}",
             ],
             cwd=programs.ROOT, stdout=output, stderr=subprocess.STDOUT,
@@ -103,5 +103,5 @@ def test_the_run_continues_bitwise_after_a_kill(place, undisturbed, killed):
         script.wait(60)
     text = log.read_text()
     assert code == 0, text[-4000:]
-    assert f"process {killed} of {WORKERS} ended with -9" in text
+    assert f"process {killed} of {PROCESSES} ended with -9" in text
     assert common.bits(workdir) == undisturbed
