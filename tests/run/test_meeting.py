@@ -308,16 +308,16 @@ def test_a_limit_of_open_files_leaves_room_for_the_run(monkeypatch):
     assert list(map(limit, (64, 1024, -1))) == [16, 64, 64]
 
 
-def test_a_second_command_does_not_replace_one_that_waits(monkeypatch):
-    monkeypatch.setattr(meeting, "QUIET", 0.2)
-
+def test_a_second_command_does_not_replace_one_that_waits():
     async def play(command, meets):
         one = await command().hello()
-        for _ in range(4):
-            await asyncio.sleep(0.1)
-            one.say(Idle(0))
+        meets._members[1].heard -= 2 * meeting.QUIET
+        heard = meets._members[1].heard
+        one.say(Idle(0))
+        while meets._members[1].heard == heard:
+            await asyncio.sleep(0.01)
         assert isinstance((await command().hello(command="other")).answer, Refused)
-        await asyncio.sleep(0.3)
+        meets._members[1].heard -= 2 * meeting.QUIET
         assert isinstance((await command().hello(command="other")).answer, Welcome)
         assert await one.next(Go) is None
 
