@@ -44,10 +44,10 @@ def untraced(fn: Callable[..., Any]) -> Partial:
     func: Callable[..., Any] = given.func
 
     @functools.wraps(func, updated=())
-    def anew(*args: Any, **named: Any) -> Any:
+    def traced(*args: Any, **named: Any) -> Any:
         return func(*args, **named)
 
-    return Partial(anew, *given.args, **given.keywords)
+    return Partial(traced, *given.args, **given.keywords)
 
 
 def with_state(

@@ -338,7 +338,7 @@ def _part(program: Program, compiled: Compiled, machine: Machine) -> Part:
 def _judged(
     program: Program, schedule: Schedule, machine: Machine, devices: int
 ) -> tuple[Verdict, Verdict]:
-    """Judge the data axis's collectives and a group's own, on so many devices."""
+    """Judge the data axis's collectives and a group's own, on a number of devices."""
     prediction = costs.predict(schedule, machine, devices, program.in_group)
     data = {id(c) for c in program.of_data(schedule, 0)}
     own = {id(c) for c in schedule.collectives if program.in_group(c)}
@@ -353,7 +353,7 @@ def _judged(
 
 
 def _grown(outcome: Outcome, machine: Machine, devices: int) -> Verdict:
-    """Return the verdict on the data axis's collectives, on so many devices."""
+    """Return the verdict on the data axis's collectives, on a number of devices."""
     return verdict.merged(
         [
             _judged(p.program, p.compiled.schedule, machine, devices)[0]

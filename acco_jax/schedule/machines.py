@@ -166,7 +166,7 @@ class Machine:
         return self.network_of(self.topology.devices)
 
     def network_of(self, devices: int) -> str:
-        """Return the link that would join so many devices."""
+        """Return the link that would join a number of devices."""
         if devices <= self.domain(devices):
             return self.topology.chip.link
         return f"network of {self.value('slow_bandwidth') * 8 / 1e9:,.4g} Gbit/s"

@@ -50,9 +50,9 @@ def work(job: dict) -> int:
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(job["gpus"]))),
     }
-    # also without a worker that Ray or the kernel has killed, no process trains on
-    alone = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "acco_jax.train"]
-    command, environment = [*alone, *job["flags"]], {**os.environ, **place}
+    # a process ends with its worker, also where Ray or the kernel has killed that
+    kept = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "acco_jax.train"]
+    command, environment = [*kept, *job["flags"]], {**os.environ, **place}
     code = subprocess.run(command, cwd=job["folder"], env=environment).returncode
     if code not in ENDS:
         raise RuntimeError(f"process {process} of {processes} ended with {code}")
@@ -71,7 +71,7 @@ if __name__ == "__main__":
     result = JaxTrainer(
         work,
         train_loop_config=job | {"gpus": args.gpus},
-        jax_config=JaxConfig(),  # Ray's workers leave JAX and the devices alone
+        jax_config=JaxConfig(),  # Ray's workers do not start JAX
         scaling_config=train.ScalingConfig(
             num_workers=args.processes,
             use_gpu=args.gpus > 0,
