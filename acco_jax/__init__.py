@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from acco_jax.methods.local.sparseloco import sparseloco as sparseloco
     from acco_jax.methods.local.streaming import streaming_diloco as streaming_diloco
     from acco_jax.methods.method import Method as Method
+    from acco_jax.methods.method import abstract_start as abstract_start
     from acco_jax.methods.method import committed_model_state as committed_model_state
     from acco_jax.methods.method import committed_params as committed_params
     from acco_jax.methods.method import start as start
-    from acco_jax.methods.method import start_shardings as start_shardings
     from acco_jax.methods.method import state_shardings as state_shardings
     from acco_jax.methods.per_layer import per_layer as per_layer
     from acco_jax.methods.reshard import reshard as reshard
@@ -59,7 +59,7 @@ _LAZY = {name: f"methods.{module}" for name, module in MODULES.items()} | {
     "committed_model_state": "methods.method",
     "committed_params": "methods.method",
     "start": "methods.method",
-    "start_shardings": "methods.method",
+    "abstract_start": "methods.method",
     "state_shardings": "methods.method",
     "local_rounds": "methods.local.rounds",
     "per_layer": "methods.per_layer",

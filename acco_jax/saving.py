@@ -5,7 +5,6 @@ with the mesh's axes, the data axes, the parameters' specs, the state's type, th
 arrays' shapes and `extra`.
 """
 
-import functools
 import itertools
 import json
 import os
@@ -135,12 +134,11 @@ def _saved(
 
     That is tx with the specs of `params`, or None if tx has the saved mesh and specs.
     """
-    like = jax.eval_shape(functools.partial(method.start, tx), params, model_state)
+    like = method.abstract_start(tx, params, model_state)
     layout = like[1].layout
     where = _where(layout)
     if all(about[key] == where[key] for key in where):
-        homes = method.start_shardings(tx, params, model_state)
-        return jax.tree.map(lambda x, home: x.update(sharding=home), like, homes), None
+        return like, None
     names, sizes = zip(*about["mesh"], strict=True)
     there = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
     # a parameter that was not saved is refused later, by its name

@@ -187,7 +187,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         )
         stages.ended("meeting")
         # slow, and only now may anything touch devices
-        from acco_jax.run import loop, preparation, trials
+        from acco_jax.run import continuing, loop, preparation, trials
         from acco_jax.run.config import fields
         from acco_jax.run.state import checkpoints
         from acco_jax.run.state import workdir as workdirs
@@ -201,7 +201,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         again = again or (_ORDERS is not None and _ORDERS.attempt > 1)
         patience = workdirs.STALE_SECONDS + workdirs.BEAT_SECONDS if again else 0.0
         checkpoint_folder = trained_runs.checkpoint_folder(config, workdir)
-        preparation.check_present(workdir, checkpoint_folder)  # a claim makes it
+        continuing.check_present(workdir, checkpoint_folder)  # a claim makes it
         for folder in workdirs.own(workdir, checkpoint_folder):
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
@@ -217,7 +217,7 @@ def _train(claim: contextlib.ExitStack) -> None:
         fields.profiled(config.profile, experiment.total_calls)
         replay = None
         if repeated:
-            replay = preparation.repeating(experiment, repeated)
+            replay = continuing.repeating(experiment, repeated)
         preparation.record(experiment)
     except (ValueError, OSError):
         for made in new:

@@ -1,132 +1,254 @@
 """What `method='auto'` takes on links of several speeds, and what it should have taken.
 
-    python benchmarks/auto.py --out=experiments/results/auto.jsonl [--repeats=3]
-    python benchmarks/auto.py --table=experiments/results/auto.jsonl
+    python benchmarks/auto.py [--choices=3] [--repetitions=15] [--json=FILE]
+    python benchmarks/auto.py --table=FILE
 
-For each rate `compare --network` trains experiments/quickstart.py in two CPU processes
-(root, Linux) with zero1, acco, acco in 8 bits both ways, and auto. A line of OUT is one
-method at one rate in one repetition, with its tokens/s, the seconds that its gradients
-take, and auto's choice. What OUT has is not run again. The table has medians of ratios
-within a repetition.
+Needs Linux, root, and iproute2's `ip` and `tc`. Two CPU processes, each pinned to a
+core in a network namespace of its own, prepare experiments/quickstart.py as
+`acco_jax.train` does. The rate of the link is set until the communication of zero1's
+step takes 0.1 to 4 times the computation of the step. At each rate the processes choose
+by the runner's own trials, each time as for a new run; then all methods that 'auto' may
+take are timed in turn, a second of steps each. A ratio is the median over repetitions
+of the ratio within one, and its spread the middle half: other load on a machine comes
+and goes. That of a choice is the tokens/s of the method chosen over those of the best.
 """
 
 import argparse
-import csv
 import json
 import os
 import pathlib
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-METHODS = ("zero1", "acco", "acco(gather_bits=8,reduce_bits=8)", "auto")
-RATES = (800, 320, 160, 80, 40, 20)  # Mbit/s
-FIELDS = {"steps": 30, "eval_every": 30, "eval_batches": 1, "log_every": 2,
-          "devices": 1, "microbatch_size": 8, "checkpoint_every": 1000,
-          "compare_replicas_every": 0, "data.held_out": 0.001}  # fmt: skip
-BYTES = 4 * 445_312  # of zero1's step, which each of two processes sends and receives
+sys.path.insert(0, str(ROOT))
+from acco_jax.methods.gaps import CANDIDATES  # noqa: E402
+from acco_jax.run.compare import network  # noqa: E402
+from benchmarks import common  # noqa: E402
+
+RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # zero1's communication over computation
+FIELDS = {"devices": 1, "microbatch_size": 8, "log_every": 2}
+UNSHAPED = 1e4  # Mbit/s
+LEAST = 0.97  # of the best method's tokens/s
+NAMES = [c.name for c in CANDIDATES]
 
 
-def compared(rate: int, seed: int) -> list[dict]:
-    """Returns a row for each method, trained on a link of `rate` Mbit/s."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "acco_jax.compare", f"--workdir={folder}",
-            f"--config={ROOT / 'experiments' / 'quickstart.py'}", "--seeds=1",
-            f"--methods={','.join(METHODS)}", f"--network={rate}mbit",
-            *(f"--config.{name}={value}" for name, value in FIELDS.items()),
-            f"--config.seed={seed}",
-        ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stderr[-2000:])
-        text = pathlib.Path(folder, "results.csv").read_text()
-        results = csv.DictReader(text.splitlines())
-        tokens_per_second = {
-            row["method"]: float(row["tokens_per_second"]) for row in results
+# ---- the processes
+
+
+def work(spec: dict[str, Any]) -> None:
+    """Runs the commands that the parent gives on stdin; answers with JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo prints
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    with tempfile.TemporaryDirectory() as place:
+        process = Process(spec, pathlib.Path(place))
+        answer({"computing": process.computing, "bytes": process.bytes})
+        for line in sys.stdin:
+            match json.loads(line):
+                case {"choose": True}:
+                    answer(process.choose())
+                case {"settle": True}:
+                    answer(process.settle())
+                case {"run": name, "steps": steps}:
+                    answer(process.seconds(name, steps))
+
+
+class Process:
+    """One of the processes, with all methods ready to run."""
+
+    def __init__(self, spec: dict[str, Any], place: pathlib.Path) -> None:
+        from acco_jax.command import devices, program_store
+
+        devices.choose_platform(1, several_processes=True)
+        program_store.keep_programs()
+        devices.connect(spec["coordinator"], spec["processes"], spec["index"])
+        import jax
+
+        from acco_jax.run import measures, preparation, prepared
+        from experiments import quickstart
+
+        self._place, self._chosen = place, 0
+        self._config = quickstart.get_config()
+        self._config.update(FIELDS)
+        self._built = {
+            c.name: preparation.build(self._of(c.method, c.options), place / c.name)
+            for c in CANDIDATES
         }
-        rows = []
-        for name, speed in tokens_per_second.items():
-            (path,) = pathlib.Path(folder).glob(f"{re.sub(r'[(),=]', '*', name)}/seed*")
-            config = json.loads((path / "config.json").read_text())
-            summary = json.loads((path / "summary.json").read_text())
-            world = json.loads((path / "worlds.jsonl").read_text().splitlines()[-1])
-            rows.append({
-                "rate": rate, "seed": seed, "name": name, "tokens_per_second": speed,
-                "method": config["method"], "options": config["method_options"],
-                "first_half": world["first_half"],
-                "gradient_seconds_per_token": summary["gradient_seconds_per_token"],
-            })  # fmt: skip
-        return rows
+        zero1 = self._built["zero1"]
+        params, _ = prepared.initial(zero1)
+        self.bytes = 4 * sum(x.size for x in jax.tree.leaves(params))
+        seconds = [
+            measures.gradient_seconds(zero1, params, per_token=False) for _ in range(5)
+        ]
+        self.computing = statistics.median(seconds)
+        self._running: dict[str, Any] = {}
 
+    def _of(self, method: str, options: Any) -> Any:
+        config = self._config.copy_and_resolve_references()
+        config.update(method=method, method_options=dict(options))
+        return config
 
-def table(rows: list[dict]) -> str:
-    """Returns Markdown: at each rate auto's tokens/s over the best and the worst."""
-    lines = [
-        "| Mbit/s | zero1's communication / computation | tokens/s of zero1 | acco | "
-        "acco, 8 bits | auto | of the best | of the worst | auto took |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for rate in sorted({r["rate"] for r in rows}, reverse=True):
-        here = [r for r in rows if r["rate"] == rate]
-        runs: dict[int, dict[str, dict]] = {}
-        for r in here:
-            runs.setdefault(r["seed"], {})[r["name"]] = r
-        speeds = [{n: r["tokens_per_second"] for n, r in x.items()} for x in
-                  runs.values()]  # fmt: skip
-        median = {n: statistics.median(s[n] for s in speeds) for n in METHODS}
-        found = [[s[n] for n in METHODS[:-1]] for s in speeds]
-        auto = [s["auto"] for s in speeds]
-        best = statistics.median(a / max(x) for a, x in zip(auto, found, strict=True))
-        worst = statistics.median(a / min(x) for a, x in zip(auto, found, strict=True))
-        seconds = statistics.median(
-            r["gradient_seconds_per_token"] for r in here if r["name"] == "zero1"
+    def choose(self) -> str:
+        """Returns the name of the method that a new run would take."""
+        from acco_jax.run import trials
+
+        self._chosen += 1
+        workdir = self._place / f"chosen-{self._chosen}"
+        taken = trials.with_method(self._of("auto", {}), workdir)
+        options = dict(taken.method_options)
+        return next(
+            c.name
+            for c in CANDIDATES
+            if (c.method, c.options) == (taken.method, options)
         )
-        computing = seconds * FIELDS["microbatch_size"] * 4 * 2 * 128
-        took = {
-            f"{r['method']}{', 8 bits' * bool(r['options'])}"
-            f"{', first half ' + str(r['first_half']) if r['first_half'] else ''}"
-            for r in here if r["name"] == "auto"
-        }  # fmt: skip
+
+    def settle(self) -> dict[str, int]:
+        """Has each method take its first half; returns those, 0 where there is none."""
+        from acco_jax.run import prepared, trials
+
+        halves = {}
+        for name, built in self._built.items():
+            e = trials.settled(built)
+            params, state = prepared.initial(e)
+            rows = prepared.batches(e)
+            trials.compile_together(e, params, state, rows.shapes())
+            batch = prepared.to_devices(next(rows), e.mesh)
+            self._running[name] = [e, params, state, batch]
+            halves[name] = int(e.config.first_half) if e.halves else 0
+        return halves
+
+    def seconds(self, name: str, steps: int) -> float:
+        """Returns the seconds of an optimizer step, of so many."""
+        import jax
+
+        e, params, state, batch = self._running[name]
+        start = time.perf_counter()
+        for _ in range(steps * e.tx.calls_per_step):
+            params, state, metrics = e.step(params, state, batch)
+        jax.block_until_ready((params, state, metrics))
+        self._running[name] = [e, params, state, batch]
+        return (time.perf_counter() - start) / steps
+
+
+# ---- the parent
+
+
+def timed(workers: common.Workers, name: str, steps: int) -> float:
+    """Returns the seconds of a method's step, on the slower process."""
+    return max(workers.ask(json.dumps({"run": name, "steps": steps})))
+
+
+def at(workers: common.Workers, choices: int, repetitions: int) -> dict[str, Any]:
+    """Returns what is chosen at the rate that is set, and what steps take."""
+    chosen = [workers.ask(json.dumps({"choose": True}))[0] for _ in range(choices)]
+    halves = workers.ask(json.dumps({"settle": True}))[0]
+    steps = {}
+    for name in NAMES:
+        timed(workers, name, 1)
+        steps[name] = max(1, round(1 / timed(workers, name, 2)))
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for number in range(repetitions):
+        for name in NAMES[::-1] if number % 2 else NAMES:
+            seconds[name].append(timed(workers, name, steps[name]))
+    return {"chosen": chosen, "first_halves": halves, "seconds": seconds}
+
+
+def fastest(row: dict[str, Any]) -> str:
+    return min(NAMES, key=lambda name: statistics.median(row["seconds"][name]))
+
+
+def of_best(row: dict[str, Any], name: str) -> dict[str, float]:
+    """Returns the tokens/s of a method over the best one's: median and quartiles."""
+    if name == fastest(row):
+        return {"median": 1.0, "low": 1.0, "high": 1.0}
+    return common.quotients(row["seconds"][fastest(row)], row["seconds"][name])
+
+
+def table(report: dict[str, Any]) -> str:
+    """Returns Markdown."""
+    tokens = report["tokens_per_step"]
+    lines = [
+        "| communication / computation | Mbit/s | "
+        + " | ".join(f"{name}, tokens/s" for name in NAMES)
+        + " | taken | of the best |",
+        "|" + "---|" * (len(NAMES) + 4),
+    ]
+    for row in report["rows"]:
+        speeds = [tokens / statistics.median(row["seconds"][name]) for name in NAMES]
+        best = NAMES.index(fastest(row))
+        shown = [f"{x:,.0f}" for x in speeds]
+        shown[best] = f"**{shown[best]}**"
+        chosen = {x: row["chosen"].count(x) for x in dict.fromkeys(row["chosen"])}
+        taken = "; ".join(f"{name}, {n} of {sum(chosen.values())}" for name, n in
+                          chosen.items())  # fmt: skip
+        found = [of_best(row, name) for name in chosen]
+        ratios = "; ".join(
+            f"{x['median']:.2f} ({x['low']:.2f} to {x['high']:.2f})" for x in found
+        )
         lines.append(
-            f"| {rate} | {BYTES * 8 / rate / 1e6 / computing:.2f} | "
-            + " | ".join(f"{median[n]:,.0f}" for n in METHODS)
-            + f" | {best:.2f} | {worst:.2f} | {'; '.join(sorted(took))} |"
+            f"| {row['ratio']:g} | {row['mbit']:.0f} | {' | '.join(shown)} | {taken} | "
+            f"{ratios} |"
         )
     return "\n".join(lines)
 
 
-def done(out: pathlib.Path) -> list[dict]:
-    if not out.exists():
-        return []
-    return [json.loads(line) for line in out.read_text().splitlines()]
+def experiment(args: argparse.Namespace, place: pathlib.Path) -> dict[str, Any]:
+    rows = []
+    with network.joined(2, UNSHAPED) as net:
+        program = [sys.executable, "-m", "benchmarks.auto", "--work"]
+        with common.Workers(program, {"processes": 2}, net, place) as workers:
+            found = workers.answers("the start")
+            computing = max(x["computing"] for x in found)
+            size = found[0]["bytes"]  # each process sends half of them twice
+            for ratio in (float(x) for x in args.ratios.split(",")):
+                mbit = 8e-6 * size / (ratio * computing)
+                net.set_rate(mbit)
+                row = {"ratio": ratio, "mbit": mbit}
+                row |= at(workers, args.choices, args.repetitions)
+                rows.append(row)
+                print(f"{ratio:g}: {row}", file=sys.stderr, flush=True)
+    from experiments import quickstart
+
+    config = quickstart.get_config()
+    config.update(FIELDS)
+    tokens = 2 * config.microbatch_size * config.microbatches_per_step * config.length
+    return {"computing": computing, "tokens_per_step": tokens, "rows": rows}
 
 
-def main() -> None:
+def main() -> int:
+    if sys.argv[1:2] == ["--work"]:
+        work(json.loads(sys.argv[2]))
+        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("auto.jsonl"))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--choices", type=int, default=3, help="at each rate")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
+    parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--table", type=pathlib.Path, help="print the table of this")
     args = parser.parse_args()
     if args.table:
-        print(table(done(args.table)))
-        return
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    known = {(r["rate"], r["seed"]) for r in done(args.out)}
-    for seed in range(args.repeats):
-        for rate in RATES:
-            if (rate, seed) in known:
-                continue
-            rows = compared(rate, seed)
-            with args.out.open("a") as lines:
-                lines.writelines(json.dumps(row) + "\n" for row in rows)
-            print(f"{rate} Mbit/s, seed {seed}: {rows[-1]}", flush=True)
+        print(table(json.loads(args.table.read_text())))
+        return 0
+    if reason := network.why_not():
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as place:
+        report = experiment(args, pathlib.Path(place))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(table(report))
+    chosen = [(row, name) for row in report["rows"] for name in row["chosen"]]
+    return 0 if all(of_best(*x)["median"] >= LEAST for x in chosen) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

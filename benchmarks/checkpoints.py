@@ -29,13 +29,13 @@ import jax  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
 from acco_jax.command import devices  # noqa: E402
-from acco_jax.run import loop, preparation  # noqa: E402
+from acco_jax.run import loop, preparation, prepared  # noqa: E402
 from experiments import quickstart  # noqa: E402
 
 WANTED = 0.97
 
 
-def experiment(quick: bool, workdir: pathlib.Path) -> preparation.Experiment:
+def experiment(quick: bool, workdir: pathlib.Path) -> prepared.Experiment:
     """Prepares the quickstart, or a model of 20 thousand parameters on little text."""
     config = quickstart.get_config()
     config.eval_every = config.checkpoint_every = 10**6  # rows are logged as ever
@@ -61,7 +61,7 @@ def _make_tiny(config: ConfigDict, texts: pathlib.Path) -> None:
 class Turns:
     """Half-rounds of one run, timed with a checkpoint at their start and without."""
 
-    def __init__(self, e: preparation.Experiment, calls: int) -> None:
+    def __init__(self, e: prepared.Experiment, calls: int) -> None:
         self._e, self.calls, self._start = e, calls, 0.0
         self._run, self._finish = loop._Run(e), e.checkpoints._finish
         e.checkpoints._finish = self._timed  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def report(
     turns: Turns,
     ratios: list[tuple[float, float]],
     calls: int,
-    e: preparation.Experiment,
+    e: prepared.Experiment,
     path: pathlib.Path | None,
 ) -> None:
     clock, cpu = (list(values) for values in zip(*ratios, strict=True))

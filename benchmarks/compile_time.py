@@ -83,8 +83,7 @@ def unrolled(topology: str | None, method: str, leaves: int) -> float:
     )  # fmt: skip
     if method != "plain":
         tx = METHODS[method](optimizer, mesh=mesh)
-        begin = functools.partial(acco_jax.start, tx)
-        homes = acco_jax.start_shardings(tx, params)
+        params, state = acco_jax.abstract_start(tx, params)
         step = acco_jax.make_train_step(
             chain, tx, microbatches=MICROBATCHES, form="fused"
         )
@@ -102,12 +101,10 @@ def unrolled(topology: str | None, method: str, leaves: int) -> float:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        def begin(params):
-            return params, optimizer.init(params)
-
-        homes = jax.tree.map(lambda _: whole, jax.eval_shape(begin, params))
-    of = jax.eval_shape(begin, params)
-    params, state = jax.tree.map(lambda x, home: x.update(sharding=home), of, homes)
+        params, state = jax.tree.map(
+            lambda x: x.update(sharding=whole),
+            (params, jax.eval_shape(optimizer.init, params)),
+        )
     start = time.perf_counter()
     step.lower(params, state, batch).compile()
     return time.perf_counter() - start

@@ -52,7 +52,7 @@ import optax  # noqa: E402
 
 from acco_jax.core.gradients import with_arrays  # noqa: E402
 from acco_jax.methods.optimizer import choose  # noqa: E402
-from acco_jax.run import preparation  # noqa: E402
+from acco_jax.run import preparation, prepared  # noqa: E402
 from acco_jax.run.build import optimizers  # noqa: E402
 
 TARGETS = 400_000  # bound the evaluation
@@ -218,11 +218,11 @@ class Data:
                 headers(Path(c.data.path))
                 c.data.data_dir = str(Path(folder, "tokens"))
             e = preparation.prepare(c, Path(folder), jax.devices()[:1])
-            batches = preparation.batches(e)
+            batches = prepared.batches(e)
             self.tokens = jnp.stack([next(batches)["tokens"] for _ in range(steps + 1)])
-            self.params = preparation.initial(e)[0]
+            self.params = prepared.initial(e)[0]
             limit = TARGETS // (rows * c.length)
-            self.held_out = list(preparation.held_out_batches(e, limit))
+            self.held_out = list(prepared.held_out_batches(e, limit))
         self.loss_fn = with_arrays(e.loss_fn)
 
 

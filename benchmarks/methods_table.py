@@ -70,12 +70,7 @@ def start(name, options, workers):
     tx = getattr(acco_jax, name)(optax.adamw(1e-3), mesh=mesh, **options)
     one = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     params = {f"layer_{i}": one for i in range(LAYERS)}
-    state = jax.tree.map(
-        lambda x, to: x.update(sharding=to),
-        jax.eval_shape(lambda p: acco_jax.start(tx, p), params),
-        acco_jax.start_shardings(tx, params),
-    )
-    return tx, mesh, state
+    return tx, mesh, acco_jax.abstract_start(tx, params)
 
 
 def parts(name, options, workers):

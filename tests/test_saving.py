@@ -82,7 +82,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(name, types, tmp_path):
     *back, found = acco_jax.restore(tmp_path / "4", again, begin())
     assert found == extra
     assert bits(back) == before
-    homes = acco_jax.start_shardings(again, begin())
+    homes = jax.tree.map(lambda x: x.sharding, acco_jax.abstract_start(again, begin()))
     assert jax.tree.map(lambda x: x.sharding, tuple(back)) == homes
     ends = stepped(again, *back, range(4, 7))
     assert bits(ends) == bits(stepped(tx, params, state, range(4, 7)))
@@ -159,7 +159,7 @@ def test_specs_that_explicit_axes_show(tmp_path):
     _, state = tx.update(grads, state, params, weight=jnp.ones(2))
     acco_jax.save(tmp_path / "1", state, params)
     back = acco_jax.restore(tmp_path / "1", tx, columns)[:2]
-    homes = acco_jax.start_shardings(tx, columns)
+    homes = jax.tree.map(lambda x: x.sharding, acco_jax.abstract_start(tx, columns))
     assert jax.tree.map(lambda x: x.sharding, back) == homes
     then = acco_jax.acco(INNER, mesh=mesh, param_specs=COLUMNS)
     assert bits(back) == bits(acco_jax.reshard((params, state), then))

@@ -148,7 +148,8 @@ def test_lower_takes_what_a_call_takes(name, types):
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     lowered = step.lower(zeros, state, batch)
     placed = step._batches.place_batch(batch)
-    homes, _ = acco_jax.start_shardings(tx, theta())
+    like, _ = acco_jax.abstract_start(tx, theta())
+    homes = jax.tree.map(lambda x: x.sharding, like)
     expected = step.lower(jax.device_put(zeros, homes), state, placed)
     assert lowered.as_text() == expected.as_text()
     with refused(r"batch leaf batch of shape .* multiple of"):
@@ -160,6 +161,6 @@ def test_lower_takes_what_a_call_takes(name, types):
 @pytest.mark.parametrize("name", [*SHARDED, *LOCAL])
 def test_a_typed_key_among_the_parameters_is_refused_by_name(name):
     params, tx = {"w": jnp.ones((3, 2)), "rng": {"a": jax.random.key(0)}}, method(name)
-    for entry in (tx.start, tx.start_shardings, tx.check):
+    for entry in (tx.start, tx.abstract_start, tx.check):
         with refused(r"rng/a is key<fry>: only floating-point .* outside of params"):
             entry(params)

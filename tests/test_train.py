@@ -366,7 +366,7 @@ def arrays_of(workdir, place, reader):
     """Parameters and state after the last half-round, read on two devices here."""
     config = runpy.run_path(str(place / "tiny.py"))["get_config"]()
     config.data.data_dir = str(place / "data")
-    like = preparation.abstract(preparation.prepare(config, reader, jax.devices()[:2]))
+    like = preparation.prepare(config, reader, jax.devices()[:2]).abstract
     found, _ = Checkpoints(workdir / "checkpoints", 2).restore(13, like)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 

@@ -362,3 +362,8 @@ def _split_by_spec(
             "another dimension or pad the parameter."
         )
     return spec, tuple(map(int.__floordiv__, shape, split))
+
+
+def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Return a tree of ShapeDtypeStructs with a tree of shardings."""
+    return jax.tree.map(lambda x, home: x.update(sharding=home), tree, shardings)

@@ -79,10 +79,10 @@ class Method(Protocol):
           ValueError: the method cannot carry a model state.
         """
 
-    def start_shardings(
+    def abstract_start(
         self, params: PyTree, model_state: PyTree = None
     ) -> tuple[PyTree, State]:
-        """Return NamedShardings of what `start` returns for abstract arrays."""
+        """Return ShapeDtypeStructs, with shardings, of what `start` returns."""
 
     def phase(self, call: int) -> Hashable:
         """Return the phase of a call."""
@@ -275,17 +275,29 @@ def start(
     return tx.start(params, model_state)
 
 
-def start_shardings(
+def abstract_start(
     tx: Method, abstract_params: PyTree, model_state: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """Return a NamedSharding for every array of what `start` returns.
+    """Return what `start` returns as ShapeDtypeStructs, and compute nothing.
+
+    They are what a checkpoint is restored like, and what a step is compiled for on
+    devices that are not there:
+
+        params, state = acco_jax.abstract_start(tx, shapes)
+        lowered = step.lower(params, state, batch)
 
     Args:
       tx: a method of this library.
       abstract_params: arrays or ShapeDtypeStructs, without rows.
       model_state: likewise; None: the model has none.
+
+    Returns:
+      (params, state), every array with its NamedSharding.
+
+    Raises:
+      ValueError: as `start` does.
     """
-    return tx.start_shardings(abstract_params, model_state)
+    return tx.abstract_start(abstract_params, model_state)
 
 
 def state_shardings(
@@ -303,7 +315,8 @@ def state_shardings(
       shardings).
     """
     if isinstance(tx, Method):
-        return tx.start_shardings(abstract_params)[1]
+        state = tx.abstract_start(abstract_params)[1]
+        return jax.tree.map(lambda x: x.sharding, state)
     shapes = jax.eval_shape(tx.init, abstract_params)
     replicated = find_state(shapes).layout.sharding()
     return jax.tree.map(

@@ -78,20 +78,19 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
         getattr(state, "model_state", None),
     )
     begun = state.layout.tree(shape), carried
-    like = jax.eval_shape(functools.partial(method.start, tx), *begun)
-    shardings = method.start_shardings(tx, *begun)
+    like: PyTree = method.abstract_start(tx, *begun)
     if type(like[1]) is not type(state):
         raise ValueError(
             f"the state is {type(state).__name__}, of another method than tx: give the "
             "same method on another mesh."
         )
     if not pair:
-        like, shardings = like[1], shardings[1]
+        like = like[1]
     old = jax.tree.map(array, old)
     old = jax.tree.map(lambda x: jax.device_put(x, anywhere(x.shape, tx.mesh)), old)
     weighted = getattr(tx.round(tx.phase(0)), "weighted", True)
     move = functools.partial(moved, new=like, weighted=weighted)
-    return jax.jit(move, out_shardings=shardings)(old)
+    return jax.jit(move, out_shardings=jax.tree.map(lambda x: x.sharding, like))(old)
 
 
 def saved(

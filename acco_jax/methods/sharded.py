@@ -23,7 +23,7 @@ from acco_jax.core.exchange import Advanced, Exchange, ExchangeRound, Point, Rec
 from acco_jax.core.gradients import Sums
 from acco_jax.core.half_round import Inputs, Round, run
 from acco_jax.core.layout import Layout
-from acco_jax.core.leaves import PyTree, wide
+from acco_jax.core.leaves import PyTree, wide, with_shardings
 from acco_jax.core.model_state import check_state
 from acco_jax.core.select import choose
 from acco_jax.core.state import ShardedState, is_delayed
@@ -248,11 +248,12 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             state = state._replace(in_flight=state.in_flight._replace(model_state=rows))
         return params, state
 
-    def start_shardings(
+    def abstract_start(
         self, params: PyTree, model_state: PyTree = None
     ) -> tuple[PyTree, ShardedState]:
-        state = jax.eval_shape(self.start, params, model_state)[1]
-        return state.layout.params_shardings, state.shardings()
+        params, state = jax.eval_shape(self.start, params, model_state)
+        homes = state.layout.params_shardings, state.shardings()
+        return with_shardings((params, state), homes)
 
     @property
     def period(self) -> int:

@@ -7,7 +7,6 @@ compiled = program.compile()  # its schedule, memory and text
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 import types
@@ -477,11 +476,7 @@ def assemble(
         for name, kind in (beside or {}).items()
     }
     arguments = (
-        *jax.tree.map(
-            lambda x, sharding: x.update(sharding=sharding),
-            jax.eval_shape(functools.partial(acco_jax.start, tx), params),
-            acco_jax.start_shardings(tx, params),
-        ),
+        *acco_jax.abstract_start(tx, params),
         {"tokens": tokens, **further},
         jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=split) if counts else None,
         *(() if rng is None else (rng,)),

@@ -15,7 +15,7 @@ from acco_jax.command import exits
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.workers import over_data
 from acco_jax.run.build import models
-from acco_jax.run.preparation import Experiment, held_out_batches, to_devices
+from acco_jax.run.prepared import Experiment, held_out_batches, to_devices
 
 PyTree = Any
 

@@ -33,7 +33,7 @@ from acco_jax.run.observe import (
     stalls,
 )
 from acco_jax.run.observe.progress import Progress
-from acco_jax.run.preparation import (
+from acco_jax.run.prepared import (
     Experiment,
     as_saved,
     as_stored,

@@ -8,7 +8,7 @@ from acco_jax.core.leaves import PyTree
 from acco_jax.core.state import State
 from acco_jax.run.config import fields as configs
 from acco_jax.run.observe import timing
-from acco_jax.run.preparation import Experiment, batches, counts_of, to_devices
+from acco_jax.run.prepared import Experiment, batches, counts_of, to_devices
 from acco_jax.schedule import footprint as footprints
 
 

@@ -1,46 +1,38 @@
 """Preparation of a run: all checks, before anything is compiled."""
 
-import collections
 import dataclasses
 import functools
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
-from etils import epath
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.tree_util import Partial
 from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax import data
 from acco_jax.command import heartbeat, stages
-from acco_jax.command.files import is_number, read_object, write_whole
+from acco_jax.command.files import read_object, write_whole
 from acco_jax.core.gradients import with_arrays
 from acco_jax.core.groups import data_axes, members
 from acco_jax.methods.method import Method
-from acco_jax.methods.reshard import moved
 from acco_jax.models.model import Model
+from acco_jax.run import continuing, prepared
 from acco_jax.run.build import meshes, models, optimizers
 from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
-from acco_jax.run.config.identity import differing_field
-from acco_jax.run.observe import goodput, hooks, metrics
+from acco_jax.run.observe import hooks
+from acco_jax.run.prepared import Experiment
 from acco_jax.run.state import counts, lengths, processes, worlds
-from acco_jax.run.state.checkpoints import Checkpoints
-from acco_jax.run.state.workdir import check_held, own
-from acco_jax.run.trained import trained_runs  # fmt: skip
+from acco_jax.run.trained import trained_runs
 from acco_jax.run.trained.trained_runs import checkpoint_folder
 from acco_jax.run.weights import adapters, pretrained
-from acco_jax.step.adaptive import AdaptiveStep
-from acco_jax.step.balanced import BalancedStep
 
 PyTree = Any
 
@@ -68,92 +60,6 @@ class Trainable(NamedTuple):
     init: Callable[[], PyTree]  # makes the trained parameters; jit-compatible
     start: Callable[[], PyTree]  # makes the first parameters, on their devices
     specs: PyTree  # how a group of devices splits the parameters
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """Checked parts of a run, before any training."""
-
-    config: ConfigDict
-    workdir: Path
-    mesh: Mesh
-    corpus: data.Corpus
-    model: Model
-    tx: acco_jax.Method
-    step: acco_jax.TrainStep
-    schedule: optax.Schedule
-    microbatches: int  # as of `Amounts`
-    varying: counts.Varying | None
-    halves: list[acco_jax.Halves]
-    capacity: int
-    identity: dict[str, Any]  # fields that distinguish it from other runs
-    loss_fn: Callable[..., Any]  # as of `Trainable`
-    init: Callable[[], PyTree]
-    start: Callable[[], PyTree]
-    specs: PyTree
-    began: float  # when its process or its preparation began, in seconds since 1970
-
-    @functools.cached_property
-    def checkpoints(self) -> Checkpoints:
-        """Checkpoints, opened on first access: a rejected run leaves no folder."""
-        folder, keep = self.checkpoint_folder, self.config.keep_checkpoints
-        fence = functools.partial(check_held, *own(self.workdir, folder))
-        return Checkpoints(folder, keep, fence=fence)
-
-    @property
-    def checkpoint_folder(self) -> epath.Path:
-        """Folder of the checkpoints: in the workdir, or the config's."""
-        return checkpoint_folder(self.config, self.workdir)
-
-    @property
-    def workers(self) -> int:
-        return len(members(self.mesh))
-
-    @property
-    def own_workers(self) -> tuple[int, ...]:
-        """Workers of which this process has devices, in the order of the mesh.
-
-        Processes that share a worker, a group of their devices, have the same ones.
-        """
-        return own_workers(self.mesh)[jax.process_index()]
-
-    @property
-    def world(self) -> worlds.World:
-        """The devices that compute here, as the run's record has them."""
-        counts, varying = self.config.counts, self.varying
-        counts = counts or [self.microbatches] * self.workers
-        if isinstance(varying, acco_jax.Halves) and varying.first == varying.second:
-            counts = varying.first  # divided among other workers than at first
-        elif varying:
-            counts = ()
-        first = self.config.first_half if self.halves else 0
-        return worlds.World.of(self.mesh, counts, self.step.form, first)
-
-    @property
-    def logged(self) -> bool:
-        """Whether counts.jsonl has the microbatches of each call."""
-        return self.varying is not None or self.tx.calls_per_step == 2
-
-    @property
-    def total_calls(self) -> int:
-        """Calls of the train step in the whole run."""
-        return self.tx.calls(self.config.steps)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a half-round's global batch."""
-        microbatches = self.workers * self.capacity * self.tx.steps_per_call
-        return microbatches * self.config.microbatch_size
-
-    @property
-    def tokens(self) -> int:
-        """Targets of a half-round of full rows, where their number is constant."""
-        same = isinstance(self.varying, acco_jax.Balanced | acco_jax.Halves)
-        kept = same and self.config.batch == "kept"
-        workers = self.identity["workers"] if kept else self.workers
-        computed = self.config.counts or [self.microbatches] * workers
-        rows = sum(computed) * self.tx.steps_per_call * self.config.microbatch_size
-        return rows * self.config.length
 
 
 def prepare(
@@ -221,22 +127,24 @@ def build(
     devices = jax.devices() if devices is None else list(devices)
     mesh = meshes.data_mesh(devices, config.domains, config.mesh)
     workers = len(members(mesh))
-    first = _first_workers(config, workdir, workers, again, replay)
+    first = continuing.first_workers(config, workdir, workers, again, replay)
     identity = _identity_of(config, first)
-    _check_workdir(workdir, identity, grows)
+    continuing.check_workdir(workdir, identity, grows)
     stale = not again and old.get("workers", first) != first
     if stale and heartbeat.supervised() and jax.process_index() == 0:
         # what a later attempt continues, not the start before this command
         _write_identity(workdir, old | {"workers": first})
     config = adapters.applied(config, identity.get("adapters", {}))
-    own_workers(mesh)  # or a ValueError
-    config = _with_recorded_half(config, replay or workdir, workdir, mesh)
+    prepared.own_workers(mesh)  # or a ValueError
+    config = continuing.with_recorded_half(config, replay or workdir, workdir, mesh)
     config, amounts = _amounts(config, mesh, first)
     corpus = _corpus(config, workdir, identity, grows)
     stages.ended("data")
     config = _with_steps(config, workers, amounts, corpus)
     if extend is not None:
-        done = max(_saved_calls(checkpoint_folder(config, workdir)), default=0)
+        done = max(
+            continuing.saved_calls(checkpoint_folder(config, workdir)), default=0
+        )
         config = lengths.lengthened(
             config, identity, old, amounts.method, done, extend=extend
         )
@@ -269,6 +177,25 @@ def _step(
     )  # fmt: skip
 
 
+def _check_optimizer(experiment: Experiment) -> None:
+    """Raise a ValueError for an optimizer that the method cannot run."""
+    try:
+        experiment.tx.check(prepared.abstract_params(experiment))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {experiment.config.optimizer.name} with the options given does "
+            f"not work here: {error}"
+        ) from error
+
+
+def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
+    """Raise a ValueError for documents or checkpoints that do not fit."""
+    first = prepared.batches(experiment)  # raises if a worker's documents are too few
+    prepared.held_out_batches(experiment, None)
+    continuing.check_whole(experiment.workdir, experiment.checkpoint_folder)
+    continuing.check_checkpoint(experiment, first, but)
+
+
 def with_first_half(experiment: Experiment, number: int) -> Experiment:
     """Return the experiment with one of its `halves`, the first one or another."""
     e, chosen = experiment, experiment.halves[number]
@@ -293,22 +220,6 @@ def _replaced(experiment: Experiment, **fields: Any) -> Experiment:
     new = dataclasses.replace(experiment, **fields)
     new.__dict__["checkpoints"] = experiment.checkpoints
     return new
-
-
-def _with_recorded_half(
-    config: ConfigDict, record: Path, workdir: Path, mesh: Mesh
-) -> ConfigDict:
-    """Return the config with the first half that a record has for these devices."""
-    if config.first_half != "auto":
-        return config
-    done = max(_saved_calls(checkpoint_folder(config, workdir)), default=0)
-    same = [
-        world.first_half
-        for call, world in worlds.recorded(record)
-        if (call <= done or record == workdir) and world.axes == dict(mesh.shape)
-    ]
-    found = next((x for x in reversed(same) if x), 0)
-    return configs.with_first_half(config, found) if found else config
 
 
 def record(experiment: Experiment) -> None:
@@ -366,6 +277,37 @@ def _amounts(config: ConfigDict, mesh: Mesh, first: int) -> tuple[ConfigDict, Am
     return config, Amounts(microbatches, varying, halves, rows_per_step, tx)
 
 
+def _dealt(
+    config: ConfigDict, microbatches: int, first: int, workers: int, varies: bool
+) -> tuple[ConfigDict, int]:
+    """Return config and capacity (microbatches) for another number of workers.
+
+    Where counts vary from call to call, each call divides its own.
+
+    Raises:
+      ValueError: if they cannot go on with these data, or these counts.
+    """
+    if config.data.skew:
+        raise ValueError(
+            f"data.skew is {config.data.skew}, so each of the {first} workers has rows "
+            f"of its own, but now there are {workers}: start as many."
+        )
+    if varies:
+        return config, microbatches
+    counts = list(config.counts) or [microbatches] * first
+    if config.batch == "per_worker":
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"batch is 'per_worker', but counts is {tuple(counts)}, of {first} "
+                f"workers, and now there are {workers}: set batch='kept'."
+            )
+        return config, microbatches
+    counts = worlds.dealt(sum(counts), workers)
+    config = config.copy_and_resolve_references()
+    config.counts = tuple(counts) if len(set(counts)) > 1 else ()
+    return config, max(counts)
+
+
 def _corpus(
     config: ConfigDict, workdir: Path, identity: dict[str, Any], grows: Sequence[str]
 ) -> data.Corpus:
@@ -385,8 +327,29 @@ def _corpus(
         "tokenizer": corpus.tokenizer.fingerprint,
         "tokens": corpus.checksum,
     }
-    _check_workdir(workdir, identity, grows)
+    continuing.check_workdir(workdir, identity, grows)
     return corpus
+
+
+def _check_same_text(checksum: int) -> None:
+    """Raise a ValueError, on every process, if processes read different text."""
+    checksums = processes.gathered(np.uint32(checksum)).tolist()
+    other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"process {other} has other text than process 0 (data set and tokenizer "
+            "make other tokens): give all of them the same files and versions."
+        )
+
+
+def _check_same_weights(identity: dict[str, Any]) -> None:
+    """Raise a ValueError, on every process, if init_from's models differ."""
+    said = json.dumps(identity.get("pretrained"), sort_keys=True)
+    if len(set(processes.gathered(np.uint32(zlib.crc32(said.encode()))).tolist())) > 1:
+        raise ValueError(
+            f"init_from={identity['init_from']!r} is not the same model for all "
+            "processes: give all of them the same files."
+        )
 
 
 def _with_steps(
@@ -443,362 +406,9 @@ def _trainable(
     return Trainable(model, loss_fn, init, start, specs)
 
 
-def _check_optimizer(experiment: Experiment) -> None:
-    """Raise a ValueError for an optimizer that the method cannot run."""
-    try:
-        experiment.tx.check(abstract_params(experiment))
-    except Exception as error:
-        raise ValueError(
-            f"optimizer {experiment.config.optimizer.name} with the options given does "
-            f"not work here: {error}"
-        ) from error
-
-
-def _check_experiment(experiment: Experiment, but: Sequence[str]) -> None:
-    """Raise a ValueError for documents or checkpoints that do not fit."""
-    first = batches(experiment)  # raises if a worker's documents are too few
-    held_out_batches(experiment, None)
-    check_whole(experiment.workdir, experiment.checkpoint_folder)
-    _check_checkpoint(experiment, first, but)
-
-
-def _first_workers(
-    config: ConfigDict, workdir: Path, workers: int, again: bool, replay: Path | None
-) -> int:
-    """Return how many workers a run began with; `workers` if none has begun.
-
-    Their microbatches are the batch, whichever workers compute them later. A run has
-    begun once it has saved, or if it is started `again` by the same command. Another
-    one begins as the one that it repeats.
-    """
-    folder, path = checkpoint_folder(config, workdir), workdir / "config.json"
-    begun = path.exists() and (again or bool(_saved_calls(folder)))
-    if replay and not begun:
-        path = replay / "config.json"
-    first = read_object(path).get("workers") if begun or replay else workers
-    return first if type(first) is int and 0 < first <= worlds.MOST else workers
-
-
-def _saved_calls(checkpoints: epath.Path) -> list[int]:
-    """Return the calls at which checkpoints were saved in a folder, sound or not."""
-    return [int(path.name) for path in checkpoints.glob("*") if path.name.isdigit()]
-
-
-def _dealt(
-    config: ConfigDict, microbatches: int, first: int, workers: int, varies: bool
-) -> tuple[ConfigDict, int]:
-    """Return config and capacity (microbatches) for another number of workers.
-
-    Where counts vary from call to call, each call divides its own.
-
-    Raises:
-      ValueError: if they cannot go on with these data, or these counts.
-    """
-    if config.data.skew:
-        raise ValueError(
-            f"data.skew is {config.data.skew}, so each of the {first} workers has rows "
-            f"of its own, but now there are {workers}: start as many."
-        )
-    if varies:
-        return config, microbatches
-    counts = list(config.counts) or [microbatches] * first
-    if config.batch == "per_worker":
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"batch is 'per_worker', but counts is {tuple(counts)}, of {first} "
-                f"workers, and now there are {workers}: set batch='kept'."
-            )
-        return config, microbatches
-    counts = worlds.dealt(sum(counts), workers)
-    config = config.copy_and_resolve_references()
-    config.counts = tuple(counts) if len(set(counts)) > 1 else ()
-    return config, max(counts)
-
-
-def own_workers(mesh: Mesh) -> dict[int, tuple[int, ...]]:
-    """Return the workers of which each process has devices, by the process's index.
-
-    Some meshes follow the wires of a TPU slice: a process's workers are not neighbours.
-
-    Raises:
-      ValueError: processes share some of their workers, and not all.
-    """
-    own = collections.defaultdict[int, list[int]](list)
-    for worker, group in enumerate(members(mesh)):
-        for process in {device.process_index for device in group}:
-            own[process].append(worker)
-    parts = {tuple(workers) for workers in own.values()}
-    sizes = {len(part) for part in parts}
-    if len(sizes) > 1 or sum(map(len, parts)) > len(members(mesh)):
-        raise ValueError(
-            f"there are {len(members(mesh))} workers for {len(own)} processes: use "
-            "sizes of mesh with which either number divides the other, and as many "
-            "devices in each process."
-        )
-    return {process: tuple(workers) for process, workers in own.items()}
-
-
-def _check_checkpoint(
-    experiment: Experiment, first: data.Batches, but: Sequence[str]
-) -> None:
-    """Raise a ValueError for a checkpoint of another run or with invalid host data.
-
-    The fields `but` may differ.
-    """
-    checkpoints, identity = experiment.checkpoints, experiment.identity
-    if (latest := checkpoints.latest()) is None:
-        return
-    path = experiment.checkpoint_folder / str(latest)
-    old = checkpoints.host(latest).get("identity")
-    if not isinstance(old, dict):
-        raise ValueError(
-            f"{path} does not say which run it is of: use another workdir."
-        )
-    old |= {name: identity[name] for name in but}
-    if field := differing_field(old, old | identity):
-        raise ValueError(
-            f"{path} is of a run with {field}: use another workdir, or the same config."
-        )
-    if experiment.logged:
-        counts.kept(experiment.workdir, latest)
-    if not _continues(checkpoints.host(latest), first):
-        raise ValueError(
-            f"{path / 'host'} is damaged, or of another version: restore it, or use "
-            "another workdir."
-        )
-
-
-def _continues(host: dict[str, Any], first: data.Batches) -> bool:
-    """Return whether a run of these batches can continue from such host data."""
-    loss = host.get("held_out_loss", "")
-    if not worlds.is_axes(axes := host.get("axes")):
-        return False
-    workers = worlds.workers_of(axes)
-    dropped = host.get("dropped") or {
-        "in_a_row": [0] * workers,
-        "nobody": 0,
-        "since": 0,
-    }
-    try:
-        first.set_state(host["batches"])
-        numbers = [dropped["nobody"], dropped["since"], *dropped["in_a_row"]]
-    except (KeyError, TypeError, ValueError):
-        return False
-    numbers += [host.get("seconds"), 0 if loss is None else loss]
-    return all(map(is_number, numbers)) and len(numbers) == workers + 4
-
-
-def repeating(experiment: Experiment, folder: Path) -> worlds.WorldsReplay:
-    """Return the record that an experiment repeats; give its step the counts.
-
-    Args:
-      experiment: from `prepare`.
-      folder: the workdir of the run to repeat.
-
-    Raises:
-      ValueError: if this experiment cannot go on with that record.
-    """
-    replay, done = worlds.WorldsReplay(folder), experiment.checkpoints.latest() or 0
-    replay.check(experiment.identity, done, experiment.world)
-    if isinstance(experiment.step, AdaptiveStep | BalancedStep):
-        log, last = folder / counts.FILE, replay.end(done)
-        experiment.step.repeat(acco_jax.Replay(log, experiment.capacity, done, last))
-    return replay
-
-
 def _made(init: Partial, shardings: PyTree) -> PyTree:
     return jax.jit(lambda init: init(), out_shardings=shardings)(init)
 
 
 def _identity(params: PyTree) -> PyTree:
     return params
-
-
-def _check_workdir(
-    workdir: Path, identity: dict[str, Any], but: Sequence[str] = ()
-) -> None:
-    """Raise a ValueError if the workdir's run has another config, workers or corpus.
-
-    The fields `but` may differ.
-    """
-    path = workdir / "config.json"
-    if not path.exists():
-        return
-    old = read_object(path) | {name: identity[name] for name in but}
-    field = differing_field(old, old | identity)
-    if field.startswith("corpus.documents"):
-        fields = identity["data"]
-        raise ValueError(
-            f"the documents of data.name={fields['name']!r}, data.path="
-            f"{fields['path']!r} are not those of the run in workdir {workdir} "
-            f"({field}): restore them, or use another workdir."
-        )
-    if field:
-        raise ValueError(
-            f"workdir {workdir} belongs to a run with {field}: use another workdir, "
-            "or the same config."
-        )
-
-
-def _check_same_text(checksum: int) -> None:
-    """Raise a ValueError, on every process, if processes read different text."""
-    checksums = processes.gathered(np.uint32(checksum)).tolist()
-    other = next((i for i, c in enumerate(checksums) if c != checksums[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"process {other} has other text than process 0 (data set and tokenizer "
-            "make other tokens): give all of them the same files and versions."
-        )
-
-
-def _check_same_weights(identity: dict[str, Any]) -> None:
-    """Raise a ValueError, on every process, if init_from's models differ."""
-    said = json.dumps(identity.get("pretrained"), sort_keys=True)
-    if len(set(processes.gathered(np.uint32(zlib.crc32(said.encode()))).tolist())) > 1:
-        raise ValueError(
-            f"init_from={identity['init_from']!r} is not the same model for all "
-            "processes: give all of them the same files."
-        )
-
-
-def batches(experiment: Experiment) -> data.Batches:
-    """Return this process's part of the training batches, from the first one on."""
-    e, c = experiment, experiment.config.data
-    return data.train_iterator(
-        e.corpus,
-        length=e.config.length,
-        batch_size=e.rows,
-        seed=e.config.seed,
-        workers=e.workers,
-        own=e.own_workers,
-        steps=e.tx.steps_per_call,
-        microbatches=e.capacity,
-        counts=() if e.varying else tuple(e.config.counts) or None,
-        skew=c.skew,
-        lengths=c.lengths,
-        document_mask=c.document_mask,
-    )
-
-
-def held_out_batches(
-    experiment: Experiment, limit: int | None
-) -> Iterator[dict[str, np.ndarray]]:
-    """Return this process's part of `limit` validation batches, or of all."""
-    e, c = experiment, experiment.config.data
-    return data.validation_batches(
-        e.corpus,
-        length=e.config.length,
-        batch_size=e.workers * e.config.microbatch_size,
-        workers=e.workers,
-        own=e.own_workers,
-        limit=limit,  # of the batches when the run began
-        block=e.identity["workers"] * e.config.microbatch_size,
-        lengths=c.lengths,
-        document_mask=c.document_mask,
-    )
-
-
-def counts_of(experiment: Experiment) -> jax.Array | None:
-    """Return how many microbatches each worker computes; None: all."""
-    if not experiment.config.counts:
-        return None
-    counts = np.asarray(experiment.config.counts, np.int32)
-    return to_devices(counts[list(experiment.own_workers)], experiment.mesh)
-
-
-def to_devices(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Return global arrays, split over the data axes, from this process's rows."""
-    sharding = NamedSharding(mesh, P(data_axes(mesh)))
-    with jax.transfer_guard_host_to_device("allow"):  # intended here
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
-        )
-
-
-def initial(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Return parameters as the train step takes them, and sharded optimizer state."""
-    return acco_jax.start(experiment.tx, experiment.start())
-
-
-def abstract_params(experiment: Experiment) -> PyTree:
-    """Return shapes, dtypes and shardings of the trained parameters."""
-    shardings = trained_runs.shardings(experiment.specs, experiment.mesh)
-    return jax.tree.map(
-        lambda x, sharding: x.update(sharding=sharding),
-        jax.eval_shape(experiment.init),
-        shardings,
-    )
-
-
-def abstract(experiment: Experiment) -> tuple[PyTree, Any]:
-    """Return shapes, dtypes and shardings of the result of `initial`."""
-    params, tx = abstract_params(experiment), experiment.tx
-    return jax.tree.map(
-        lambda x, sharding: x.update(sharding=sharding),
-        jax.eval_shape(functools.partial(acco_jax.start, tx), params),
-        acco_jax.start_shardings(tx, params),
-    )
-
-
-def as_saved(experiment: Experiment, half_round: int) -> tuple[PyTree, Any]:
-    """Return `as_stored` for a checkpoint."""
-    return as_stored(experiment, experiment.checkpoints.host(half_round)["axes"])
-
-
-def as_stored(experiment: Experiment, axes: dict[str, int]) -> tuple[PyTree, Any]:
-    """Return the result of `abstract`, for a state of a mesh of these axes.
-
-    For another mesh than today's, arrays have the shapes that they had then, and lie on
-    the devices that there are now.
-    """
-    e = experiment
-    if axes == dict(e.mesh.shape):
-        return abstract(e)
-    was = meshes.described(axes)
-    return trained_runs.as_stored(
-        e.config, e.model, jax.eval_shape(e.init), was, e.mesh
-    )
-
-
-def here(experiment: Experiment, arrays: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
-    """Return what was restored `as_stored` as today's workers hold it."""
-    like = abstract(experiment)
-    same: bool = jax.tree.structure(arrays) == jax.tree.structure(like)  # type: ignore[operator]
-    if same:
-        return arrays
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    tx = experiment.tx
-    weighted = getattr(tx.round(tx.phase(0)), "weighted", True)
-    move = functools.partial(moved, new=like, weighted=weighted)
-    return jax.jit(move, out_shardings=shardings)(arrays)
-
-
-def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
-    """Raise a ValueError if the checkpoints are missing, or rows are damaged."""
-    goodput.read(workdir)
-    metrics.read(workdir)
-    worlds.recorded(workdir)
-    check_present(workdir, checkpoints)
-
-
-def check_present(workdir: Path, checkpoints: Path | epath.Path) -> None:
-    """Raise a ValueError for a workdir with metrics but without its checkpoints."""
-    if not (workdir / metrics.FILE).exists():
-        return
-    if not checkpoints.exists():
-        raise ValueError(
-            f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "
-            "restore it, or use another workdir."
-        )
-    if not (workdir / "config.json").exists():
-        return
-    said = read_object(workdir / "config.json").get("checkpoints")
-    said = said if isinstance(said, str) else None
-    before = checkpoint_folder(ConfigDict({"checkpoints": said}), workdir)
-    if before == checkpoints or _saved_calls(checkpoints):
-        return
-    if _saved_calls(before) or not before.exists():
-        raise ValueError(
-            f"{checkpoints} has no checkpoint, but the run in {workdir} saves to "
-            f"{before}: move that folder's content there, or use another workdir."
-        )

@@ -10,7 +10,7 @@ from jax.tree_util import Partial
 from acco_jax.models import lora
 from acco_jax.models.sampling import Sampling
 from acco_jax.run.build import models
-from acco_jax.run.preparation import Experiment
+from acco_jax.run.prepared import Experiment
 from acco_jax.run.trained.language import Language, ends_of, keys_of, prefix_of
 
 PyTree = Any

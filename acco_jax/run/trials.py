@@ -20,14 +20,8 @@ from acco_jax.methods import METHODS, gaps
 from acco_jax.run import measures, preparation
 from acco_jax.run.build import optimizers
 from acco_jax.run.config import fields as configs
-from acco_jax.run.preparation import (
-    Experiment,
-    batches,
-    counts_of,
-    initial,
-    to_devices,
-    with_first_half,
-)
+from acco_jax.run.preparation import with_first_half
+from acco_jax.run.prepared import Experiment, batches, counts_of, initial, to_devices
 from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.step.first_half import LONGER, first_halves, smallest, step_seconds
 from acco_jax.step.halves import Halves

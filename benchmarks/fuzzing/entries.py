@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 import acco_jax
 from acco_jax import data
 from acco_jax.data import cache, stored
-from acco_jax.run import preparation
+from acco_jax.run import continuing, preparation, prepared
 from acco_jax.run.build.validation import validate
 from acco_jax.run.compare import comparison, results
 from acco_jax.run.config import fields as configs
@@ -167,7 +167,7 @@ def config(case: Case) -> None:
 def metrics(case: Case) -> None:
     """Reads, continues and draws metrics.jsonl."""
     workdir = Path()
-    preparation.check_whole(workdir, Path("checkpoints"))
+    continuing.check_whole(workdir, Path("checkpoints"))
     found = rows.read(workdir)
     rows.Recorder(workdir, done=2, tokens=16, seconds=1.0).close()
     _results(workdir)
@@ -178,7 +178,7 @@ def metrics(case: Case) -> None:
 def goodput(case: Case) -> None:
     """Reads and continues goodput.jsonl."""
     record.spent(record.read(Path()))
-    preparation.check_whole(Path(), Path("checkpoints"))
+    continuing.check_whole(Path(), Path("checkpoints"))
     made = record.Record(Path(), time.time(), over=False)
     made.mark("start_up", 2)
     made.trained(3)
@@ -213,7 +213,7 @@ def workdir(case: Case) -> None:
     """Takes a workdir with its lock and config, and reads its results."""
     with workdirs.claimed(Path()):
         workdirs.check_held(Path())
-        preparation._check_workdir(Path(), _experiment().identity)
+        continuing.check_workdir(Path(), _experiment().identity)
     comparison._check_folder(Path(), _experiment().config)
     _results(Path())
 
@@ -226,7 +226,7 @@ def _results(folder: Path) -> None:
 
 
 @functools.cache
-def _experiment() -> preparation.Experiment:
+def _experiment() -> prepared.Experiment:
     """Prepares the run whose checkpoints are mutated, once."""
     folder = _scratch("prepared")
     with contextlib.chdir(folder):
@@ -269,8 +269,8 @@ def checkpoints(case: Case) -> None:
     folder = Path("checkpoints/4")
     if case["sums"] != "kept" and folder.is_dir():
         _sum_files(folder)
-    preparation.check_whole(made.workdir, made.checkpoint_folder)
-    preparation._check_checkpoint(made, preparation.batches(made), ())
+    continuing.check_whole(made.workdir, made.checkpoint_folder)
+    continuing.check_checkpoint(made, prepared.batches(made), ())
     try:
         _restored(made)
     except saves.Damaged:
@@ -281,13 +281,13 @@ def checkpoints(case: Case) -> None:
         made.checkpoints.close()
 
 
-def _restored(made: preparation.Experiment) -> None:
+def _restored(made: prepared.Experiment) -> None:
     """Restores the newest checkpoint, as the loop does."""
-    found = made.checkpoints.restore_newest(preparation.abstract(made))
+    found = made.checkpoints.restore_newest(made.abstract)
     if found is None:
         return
     step, _, host = found
-    batches = preparation.batches(made)
+    batches = prepared.batches(made)
     batches.set_state(host["batches"])
     next(batches)
     time.perf_counter() - host["seconds"]

@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from acco_jax import data
 from acco_jax.data import corpora
-from acco_jax.run import preparation
+from acco_jax.run import preparation, prepared
 from acco_jax.run.config import fields as configs
 from acco_jax.run.config import parsing
 from acco_jax.run.observe import goodput
@@ -145,7 +145,7 @@ def run():
     config = parsing.config_of(["--config=config.py"])
     experiment = preparation.prepare(config, workdir, jax.devices()[:1])
     host = {
-        "batches": preparation.batches(experiment).get_state(),
+        "batches": prepared.batches(experiment).get_state(),
         "seconds": 1.5,
         "identity": experiment.identity,
         "axes": dict(experiment.mesh.shape),
@@ -153,7 +153,7 @@ def run():
         "dropped": {"in_a_row": [0], "nobody": 0, "since": 0},
     }
     for half_round in (2, 4):
-        experiment.checkpoints.save(half_round, preparation.initial(experiment), host)
+        experiment.checkpoints.save(half_round, prepared.initial(experiment), host)
     experiment.checkpoints.close()
     for half_round in (2, 4):
         nameless(workdir / "checkpoints", str(half_round))

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from acco_jax.run import loop, preparation
+from acco_jax.run import continuing, loop, preparation
 from acco_jax.run.observe import metrics
 from acco_jax.run.state.counts import FILE
 from acco_jax.step import balance
@@ -47,7 +47,7 @@ def run(tiny):
         found = preparation.prepare(
             tiny(**BALANCED | changes), workdir, jax.devices()[:devices]
         )
-        again = None if replay is None else preparation.repeating(found, replay)
+        again = None if replay is None else continuing.repeating(found, replay)
         return found, loop.run(found, stop_after=stop_after, replay=again)
 
     return go

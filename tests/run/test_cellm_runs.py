@@ -4,7 +4,6 @@ import jax
 import pytest
 
 import acco_jax
-from acco_jax.run import preparation
 from acco_jax.run.observe import metrics
 
 CHANGES = {
@@ -40,9 +39,7 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
 def test_adapters_have_the_ranks_of_their_patterns(whole):
     experiment, summary, _ = whole
     checkpoints = experiment.checkpoints
-    (params, state), _ = checkpoints.restore(
-        checkpoints.latest(), preparation.abstract(experiment)
-    )
+    (params, state), _ = checkpoints.restore(checkpoints.latest(), experiment.abstract)
     adapters = acco_jax.committed_params(state, params)
     ranks = {name: ab["a"].shape[-1] for name, ab in adapters.items()}
     assert {3 if "q_proj" in name else 1 for name in ranks} == set(ranks.values())

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.run import load_run, loop, preparation
+from acco_jax.run import load_run, loop, preparation, prepared
 from acco_jax.run.compare import results
 from acco_jax.run.config import identity
 from acco_jax.run.observe import metrics
@@ -49,7 +49,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     # a program for each length that occurs, and no more
     assert 1 < names.count("jit(run_call)") <= 3
     rows = [r for r in metrics.read(tmp_path / "whole") if r["kind"] == "train"]
-    batches = preparation.batches(whole)
+    batches = prepared.batches(whole)
     targets = [next(batches)["mask"].sum() for _ in range(whole.total_calls)]
     assert summary["tokens"] == sum(targets)
     assert rows[-1]["tokens"] == np.cumsum(targets)[rows[-1]["half_round"] - 1]
@@ -136,7 +136,7 @@ def test_conversations_are_learnt_resumed_and_scored(train, tmp_path):
         "steps": 4, "eval_every": 100, "checkpoint_every": 100, "method": "zero1",
     }  # fmt: skip
     whole, summary = train(tmp_path / "whole", **changes)
-    batches = preparation.batches(whole)
+    batches = prepared.batches(whole)
     targets = [next(batches)["mask"].sum() for _ in range(whole.total_calls)]
     assert summary["tokens"] == sum(targets)
     train(tmp_path / "parts", stop_after=3, **changes)
@@ -153,7 +153,7 @@ def test_documents_are_masked_in_training_and_evaluation(train, tmp_path):
     masked, summary = train(
         tmp_path / "a", stop_after=1, **{"data.document_mask": True}
     )
-    assert summary is None and set(next(preparation.batches(masked))) == {
+    assert summary is None and set(next(prepared.batches(masked))) == {
         "tokens", "segments"}  # fmt: skip
     plain = preparation.prepare(
         masked.config.copy_and_resolve_references(), tmp_path / "b", jax.devices()[:2]
@@ -192,7 +192,7 @@ def test_adaptive_runs_compute_every_row_once(train, tmp_path, monkeypatch):
     assert len(np.unique(done)) == len(done)
     assert summary["tokens"] == len(done) * experiment.config.length
     latest = experiment.checkpoints.latest()
-    _, host = experiment.checkpoints.restore(latest, preparation.abstract(experiment))
+    _, host = experiment.checkpoints.restore(latest, experiment.abstract)
     state = host["batches"]
     everything = sorted([*done.tolist(), *state["left"]])
     assert everything == list(range(state["row"]))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.run import loop, preparation, trials
+from acco_jax.run import continuing, loop, preparation, trials
 from acco_jax.run.state import worlds
 from acco_jax.run.state.counts import FILE
 from tests.run.test_balanced_runs import counts_of
@@ -30,7 +30,7 @@ def run(tiny, monkeypatch):
         found = preparation.build(
             config, workdir, jax.devices()[:devices], replay=replay
         )
-        again = None if replay is None else preparation.repeating(found, replay)
+        again = None if replay is None else continuing.repeating(found, replay)
         preparation.record(found)
         loop.run(found, stop_after=stop_after, replay=again)
         return found, asked

@@ -29,7 +29,7 @@ MANY = r"""
 import contextlib, json, os, runpy, sys, tempfile
 import jax
 from acco_jax import data
-from acco_jax.run import loop, preparation
+from acco_jax.run import loop
 from acco_jax.run.observe import hooks
 cases, folder = json.load(sys.stdin)
 with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as workdir:

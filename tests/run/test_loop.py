@@ -56,7 +56,7 @@ def rows_of(workdir):
 def arrays_of(experiment):
     """The newest checkpoint's parameters and state, as bytes."""
     checkpoints = experiment.checkpoints
-    like = preparation.abstract(experiment)
+    like = experiment.abstract
     tree, _ = checkpoints.restore(checkpoints.latest(), like)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
@@ -244,9 +244,7 @@ def manual_loss(experiment, params):
 def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
     with optimized():  # else theta's last bit is not that of its gather
         experiment, _ = train(tmp_path, stop_after=stop)
-    (params, state), _ = experiment.checkpoints.restore(
-        stop, preparation.abstract(experiment)
-    )
+    (params, state), _ = experiment.checkpoints.restore(stop, experiment.abstract)
     committed = acco_jax.committed_params(state, params)
     loss, bits = loop.Evaluator(experiment)(committed, None)
     corpus = experiment.corpus
@@ -268,7 +266,7 @@ def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
 def test_what_the_loop_reports_is_that_evaluation(acco_run):
     experiment, summary, _, _ = acco_run
     checkpoints = experiment.checkpoints
-    (params, _), _ = checkpoints.restore(13, preparation.abstract(experiment))
+    (params, _), _ = checkpoints.restore(13, experiment.abstract)
     here = jax.device_put(params, jax.devices()[0])
     assert summary["loss"] == pytest.approx(manual_loss(experiment, here), rel=1e-6)
 

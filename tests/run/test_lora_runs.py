@@ -42,7 +42,7 @@ def test_evaluates_the_merged_model(whole):
     experiment, summary, _ = whole
     e = experiment
     last = e.checkpoints.latest()
-    (params, state), _ = e.checkpoints.restore(last, preparation.abstract(e))
+    (params, state), _ = e.checkpoints.restore(last, e.abstract)
     adapters = acco_jax.committed_params(state, params)
     assert any(ab["b"].any() for ab in adapters.values())
     base = e.model.init(jax.random.key(e.config.seed))
@@ -76,7 +76,7 @@ def dense_run(train, tmp_path_factory):
 def test_adapts_the_model_of_another_run(dense_run, train, tmp_path):
     dense, summary, workdir = dense_run
     (params, state), _ = dense.checkpoints.restore(
-        dense.checkpoints.latest(), preparation.abstract(dense)
+        dense.checkpoints.latest(), dense.abstract
     )
     trained = acco_jax.committed_params(state, params)
     experiment, _ = train(tmp_path, **CHANGES, stop_after=1, base=str(workdir))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.run import loop, preparation
+from acco_jax.run import loop, preparation, prepared
 from acco_jax.run.build import meshes
 from tests.run.test_loop import arrays_of, rows_of
 
@@ -57,27 +57,27 @@ def test_which_workers_are_of_a_process(processes, group, own):
         axis_names=("data", "fsdp"),
     )
     if isinstance(own, dict):
-        assert preparation.own_workers(mesh) == own
+        assert prepared.own_workers(mesh) == own
         return
     with pytest.raises(ValueError, match=own):
-        preparation.own_workers(mesh)
+        prepared.own_workers(mesh)
 
 
 def test_a_process_reads_the_rows_of_its_workers(tiny, tmp_path, monkeypatch):
     """Also where they are not neighbours: else rows are skipped and repeated."""
     e = preparation.prepare(tiny(counts=(2, 1, 2, 1)), tmp_path, jax.devices()[:4])
-    rows = next(preparation.batches(e))["tokens"].reshape(4, -1, 33)
-    held_out = [x["tokens"] for x in preparation.held_out_batches(e, 1)]
-    assert preparation.counts_of(e).tolist() == [2, 1, 2, 1]
-    monkeypatch.setattr(preparation, "own_workers", lambda _: {0: (0, 3)})
-    own = next(preparation.batches(e))["tokens"].reshape(2, -1, 33)
+    rows = next(prepared.batches(e))["tokens"].reshape(4, -1, 33)
+    held_out = [x["tokens"] for x in prepared.held_out_batches(e, 1)]
+    assert prepared.counts_of(e).tolist() == [2, 1, 2, 1]
+    monkeypatch.setattr(prepared, "own_workers", lambda _: {0: (0, 3)})
+    own = next(prepared.batches(e))["tokens"].reshape(2, -1, 33)
     np.testing.assert_array_equal(own, rows[[0, 3]])
-    (part,) = [x["tokens"] for x in preparation.held_out_batches(e, 1)]
+    (part,) = [x["tokens"] for x in prepared.held_out_batches(e, 1)]
     np.testing.assert_array_equal(
         part.reshape(2, -1), held_out[0].reshape(4, -1)[[0, 3]]
     )
-    monkeypatch.setattr(preparation, "to_devices", lambda counts, mesh: counts)
-    assert preparation.counts_of(e).tolist() == [2, 1]
+    monkeypatch.setattr(prepared, "to_devices", lambda counts, mesh: counts)
+    assert prepared.counts_of(e).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import jax
 import pytest
 
 from acco_jax.command.files import read_object, read_text, write_whole
-from acco_jax.run import preparation
+from acco_jax.run import continuing, preparation
+from acco_jax.run.continuing import check_whole
 from acco_jax.run.observe import metrics
-from acco_jax.run.preparation import check_whole
 from acco_jax.run.state import workdir, worlds
 from acco_jax.run.state.workdir import LOCK, check_held, claimed, own
 
@@ -42,7 +42,7 @@ def test_two_runs_in_one_workdir_are_refused(tmp_path):
 
 KILLED = """
 import os, pathlib, sys
-from acco_jax.run.preparation import check_whole
+from acco_jax.run.continuing import check_whole
 from acco_jax.run.state.workdir import claimed
 with claimed(pathlib.Path(sys.argv[1])):
     os._exit(9)
@@ -234,7 +234,7 @@ def test_a_refusal_after_the_preparation_leaves_no_config(tiny, tmp_path):
     """As of --replay=/nowhere: the workdir stays free for another seed."""
     experiment = preparation.build(tiny(), tmp_path, jax.devices()[:2])
     with pytest.raises(ValueError, match=r"nowhere/config\.json cannot be read"):
-        preparation.repeating(experiment, tmp_path / "nowhere")
+        continuing.repeating(experiment, tmp_path / "nowhere")
     assert not (tmp_path / "config.json").exists()
     preparation.prepare(tiny(seed=5), tmp_path, jax.devices()[:2])
 

@@ -10,7 +10,7 @@ import pytest
 import acco_jax
 from acco_jax.command import heartbeat
 from acco_jax.command.files import sealed
-from acco_jax.run import loop, preparation
+from acco_jax.run import continuing, loop, preparation, prepared
 from acco_jax.run.observe import metrics
 from acco_jax.run.state import worlds
 
@@ -28,7 +28,7 @@ def world(tiny):
         config = tiny(**changes)
         found = preparation.prepare(config, workdir, jax.devices()[:devices])
         if replay is not None:
-            replay = preparation.repeating(found, replay)
+            replay = continuing.repeating(found, replay)
         return found, loop.run(found, stop_after=stop_after, replay=replay)
 
     return run
@@ -105,9 +105,9 @@ def test_a_replay_is_the_run_to_the_bit(world, changed, tmp_path):
 
 def theta(experiment):
     latest = experiment.checkpoints.latest()
-    like = preparation.as_saved(experiment, latest)
+    like = prepared.as_saved(experiment, latest)
     arrays, _ = experiment.checkpoints.restore(latest, like)
-    params, state = preparation.here(experiment, arrays)
+    params, state = prepared.here(experiment, arrays)
     return jax.device_get(acco_jax.committed_params(state, params))
 
 
@@ -242,9 +242,9 @@ def test_what_is_yet_to_send_is_averaged_where_it_has_no_weights(tiny, tmp_path)
     two = preparation.build(config, tmp_path, jax.devices()[:2])
     old = jax.tree.map(
         lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding),
-        preparation.as_stored(two, {"data": 4}),
+        prepared.as_stored(two, {"data": 4}),
     )
-    _, found = preparation.here(two, old)
+    _, found = prepared.here(two, old)
     for x in jax.tree.leaves(found.error):
         assert len(x) == 2
         np.testing.assert_array_equal(x, np.ones_like(x))

@@ -439,11 +439,7 @@ def test_a_model_state_leaves_both_collectives_hidden():
     state = {k: abstract((2, width), jnp.float32) for k in "abcd"}
     tx = METHODS["acco"](optax.adamw(1e-3), mesh=mesh)
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=4, form="fused")
-    args = jax.tree.map(
-        lambda x, home: abstract(x.shape, x.dtype, sharding=home),
-        jax.eval_shape(tx.start, params, state),
-        tx.start_shardings(params, state),
-    )
+    args = acco_jax.abstract_start(tx, params, state)
     batch = abstract(
         (mesh.size * 4 * rows, width),
         jnp.bfloat16,

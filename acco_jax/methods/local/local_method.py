@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from acco_jax.core.gradients import Accumulator, Sums
 from acco_jax.core.half_round import Inputs, Round
 from acco_jax.core.layout import Layout
-from acco_jax.core.leaves import PyTree, Rng, wide
+from acco_jax.core.leaves import PyTree, Rng, wide, with_shardings
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import State, StateT
 from acco_jax.core.workers import from_row, over_data, place, to_row
@@ -315,12 +315,12 @@ class LocalMethod:
         )
         return make(params), state
 
-    def start_shardings(
+    def abstract_start(
         self, params: PyTree, model_state: PyTree = None
     ) -> tuple[PyTree, State]:
-        _refuse(model_state)
-        state = jax.eval_shape(self.make_state, params)
-        return state.layout.grads_shardings, state.shardings()
+        params, state = jax.eval_shape(self.start, params, model_state)
+        homes = state.layout.grads_shardings, state.shardings()
+        return with_shardings((params, state), homes)
 
     @property
     def changes(self) -> str:

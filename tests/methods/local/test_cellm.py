@@ -336,11 +336,12 @@ def test_a_sharded_model_chooses_alike_what_it_replicates(wide):
         before = now
 
 
-def test_start_shardings_are_where_things_are(wide):
+def test_abstract_start_says_where_things_are(wide):
     tx = method(4)
     theta, batches, counts = problem.draw(4, STEPS, HELD, 1)
     params, state = acco_jax.start(tx, problem.device(theta))
-    homes = acco_jax.start_shardings(tx, problem.device(theta))
+    abstract = acco_jax.abstract_start(tx, problem.device(theta))
+    homes = jax.tree.map(lambda x: x.sharding, abstract)
     step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     before = acco_jax.committed_params(state, params)
     for found in ((params, state), step(params, state, batches[0], counts[0])[:2]):

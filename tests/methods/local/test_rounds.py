@@ -234,11 +234,12 @@ def test_what_cannot_be_local_is_refused():
         step(params, state, tuple(x[:12] for x in batch), count)
 
 
-def test_start_shardings_are_where_things_are():
+def test_abstract_start_says_where_things_are():
     tx = acco_jax.diloco(problem.adamw(), mesh=make_mesh(4), local_steps=2)
     theta, batches, counts = problem.draw(4, 2, HELD, 1)
     params, state = acco_jax.start(tx, problem.device(theta))
-    homes = acco_jax.start_shardings(tx, problem.device(theta))
+    abstract = acco_jax.abstract_start(tx, problem.device(theta))
+    homes = jax.tree.map(lambda x: x.sharding, abstract)
     step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
     step.compile(params, state, batches[0], counts[0])
     for found in ((params, state), step(params, state, batches[0], counts[0])[:2]):
@@ -266,7 +267,7 @@ def test_a_split_model_s_optimizer_state_is_split_too():
     ):
         tx = make(problem.adamw(), mesh=mesh, local_steps=2, param_specs=MODEL)
         _, state = acco_jax.start(tx, params)
-        _, homes = acco_jax.start_shardings(tx, params)
+        homes = acco_jax.state_shardings(tx, params)
         jax.tree.map(
             lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(str(s)),
             state,

@@ -164,11 +164,7 @@ def sent_by(make, workers, **options):
         lambda p, x, rng: jnp.mean((x @ p["w"]) ** 2), tx, microbatches=1
     )
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
-    state = jax.tree.map(
-        lambda x, to: x.update(sharding=to),
-        jax.eval_shape(lambda p: acco_jax.start(tx, p), params),
-        acco_jax.start_shardings(tx, params),
-    )
+    state = acco_jax.abstract_start(tx, params)
     batch = jax.ShapeDtypeStruct((2 * workers, 1024), jnp.bfloat16)
     return bytes_sent(*step.lowered(*state, batch))
 
