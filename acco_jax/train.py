@@ -242,8 +242,10 @@ def _train(claim: contextlib.ExitStack) -> None:
             raise
         # a collective whose peer is gone may raise one: the input was not rejected
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    if summary is None:
-        sys.exit(exits.STOPPED)
+    code = exits.STOPPED if summary is None else exits.FINISHED
+    heartbeat.ends_with(code, "")  # an interpreter that ends gives no signs of life
+    if code:
+        sys.exit(code)
 
 
 GROUPS = {

@@ -128,7 +128,7 @@ def reached(half_round: int) -> None:
 
 
 def ends_with(code: int, line: str) -> None:
-    """Send the exit code to come to the command, and the line of its reason."""
+    """Send the exit code to come to the command, and the line of its reason, if any."""
     _tell(code=code, error=line[:LONGEST])
 
 

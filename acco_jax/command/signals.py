@@ -51,7 +51,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
     must call stopped() equally often, and the other signals are sent on as SIGTERM.
     """
     received: list[tuple[int, float]] = []
-    several, calls = jax.process_count() > 1, 0
+    several, calls, told = jax.process_count() > 1, 0, False
 
     def handle(number: int, frame: types.FrameType | None) -> None:
         now = time.monotonic()
@@ -67,11 +67,11 @@ def stopping() -> Iterator[Callable[[], bool]]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def stopped() -> bool:
-        nonlocal calls
+        nonlocal calls, told
         calls += 1
-        if several:
-            return bool(multihost_utils.reached_preemption_sync_point(calls))
-        return bool(received)
+        if several and not told:  # JAX says so once
+            told = bool(multihost_utils.reached_preemption_sync_point(calls))
+        return told or (not several and bool(received))
 
     ours = tuple(n for n in STOPPING if not several or n != signal.SIGTERM)
     with handler(handle, ours):

@@ -161,13 +161,13 @@ class Batches:
         return self._position
 
     def first_row(self, position: Position, worker: int) -> int:
-        """Return the number, in its stream, of a worker's first row from a position."""
+        """Return the row of the data that a worker reads first from a position."""
         stream = worker if self._order.streams > 1 else 0
         places, left = self._places[self._chosen[stream]], position.left[stream]
         first = int(np.argmax(self._slots.worker(places) == worker))
-        if first < len(left):
-            return left[first]
-        return position.rows[stream] + first - len(left)
+        number = position.rows[stream] + first - len(left)
+        number = left[first] if first < len(left) else number
+        return int(self._order.rows(stream, np.array([number]))[0])
 
     @property
     def targets(self) -> int:

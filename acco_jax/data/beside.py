@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,6 @@ def as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[str
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

@@ -449,8 +449,9 @@ def _tokenizer(
     Raises:
       ValueError: the workdir has another tokenizer.
     """
-    kept = copied(workdir)
     old = workdir / "tokenizer.json"
+    trained = old.exists()  # before `copied` looks: another host may write meanwhile
+    kept = copied(workdir)
     if config.tokenizer in ("bytes", "bpe") and kept is not None:
         raise ValueError(
             f"data.tokenizer {config.tokenizer!r} is not the one that {workdir} keeps "
@@ -458,7 +459,7 @@ def _tokenizer(
         )
     if config.tokenizer == "bpe":
         return _trained(config, source, data_dir, old, base)
-    if old.exists() and kept is None:
+    if trained and kept is None:
         raise ValueError(
             f"data.tokenizer {config.tokenizer!r} is not the 'bpe' of {old}: set it to "
             "'bpe', or use another workdir"

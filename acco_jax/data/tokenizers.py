@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -352,7 +353,7 @@ class SentencePieceTokenizer(Tokenizer):
         said = beside.kept(self._path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"tokenizer.model.{os.getpid()}"
+        partial = folder / f"tokenizer.model.{secrets.token_hex(8)}"
         shutil.copyfile(self._path, partial)
         os.replace(partial, folder / "tokenizer.model")
 

@@ -108,7 +108,8 @@ class _Run:
         stages.ended("state")
         if jax.process_count() > 1 or memory.enabled:
             shapes = self._batches.shapes()
-            trials.compile_together(e, self.params, self.state, shapes, memory)
+            with self._recorder.pause(self.tokens, "compiling"):
+                trials.compile_together(e, self.params, self.state, shapes, memory)
             self._goodput.mark("compiling", self.done)
             stages.ended("programs")
         enabled, late = e.config.compare_replicas_every > 0, e.step.form != "split"
@@ -471,13 +472,16 @@ def run(
         jax.transfer_guard("disallow"),
     ):
         rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
+        ends = False
         while True:
             try:
-                row = _train(runner, experiment, last)
+                if ends:
+                    runner.save(last=True)
+                else:
+                    row = _train(runner, experiment, last)
                 break
             except exits.Stopped:  # in an evaluation, which the continued run owes
-                runner.save(last=True)
-                break
+                ends = True
             except spikes.LossSpike as spike:
                 runner.wait_for_save()
                 if not rollbacks or checkpoints.latest() is None:

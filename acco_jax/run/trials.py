@@ -47,11 +47,13 @@ def with_method(
     """
     if config.method != "auto":
         return config
+    hosts = jax.process_count() if jax.local_device_count() > 1 else 1
     if (path := workdir / "config.json").exists():
         old = read_object(path)
         method, options = old.get("method"), old.get("method_options")
         if isinstance(method, str) and method in METHODS and isinstance(options, dict):
-            config = _of_method(config, method, options, old.get("domains"))
+            divides = "reduce_bits" in options  # among the hosts that are there now
+            config = _of_method(config, method, options, hosts if divides else None)
             return configs.with_first_half(config, old.get("first_half", "auto"))
         raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
     per_step = config.microbatches_per_step
@@ -67,7 +69,6 @@ def with_method(
         others = [f"acco: microbatches_per_step={per_step} is odd"]
     for why in others:
         logging.info("method auto, with %s: not %s", name, why)
-    hosts = jax.process_count() if jax.local_device_count() > 1 else 1
     found, built = list[ConfigDict](), list[Experiment]()
     seconds, computing = list[float](), 0.0
     for c in candidates:

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ def keep(name: str, entry: Mapping[str, Any]) -> None:
     if place is None:
         return
     file = place / f"{name}.json.gz"
-    part = file.with_suffix(f".{os.getpid()}")
+    part = file.with_suffix(f".{secrets.token_hex(8)}")
     try:
         place.mkdir(parents=True, exist_ok=True)
         part.write_bytes(gzip.compress(json.dumps(entry).encode(), 5))

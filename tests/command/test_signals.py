@@ -49,3 +49,12 @@ def test_one_signal_that_comes_twice(hangup, monkeypatch, number, supervised, tw
             clock[0] += signals.AGAIN
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
+
+
+def test_several_processes_stay_told(monkeypatch):
+    """JAX's service says it at one call only, after which a run may roll back."""
+    monkeypatch.setattr(signals.jax, "process_count", lambda: 2)
+    reached = signals.multihost_utils, "reached_preemption_sync_point"
+    monkeypatch.setattr(*reached, lambda call: call == 3)
+    with signals.stopping() as stopped:
+        assert [stopped() for _ in range(5)] == [False, False, True, True, True]

@@ -188,6 +188,16 @@ SIZES = [int(n) for n in np.random.default_rng(1).integers(1, 90, 40)]
 SKEWED = {"batch_size": 8, "workers": 4, "length": 8}
 
 
+def test_the_first_row_of_a_worker_is_a_row_of_the_data():
+    corpus = documents(SIZES)
+    iterator = iterate(corpus, **SKEWED)
+    for _ in range(3):
+        position = iterator.position
+        for worker, rows in enumerate(np.split(next(iterator)["tokens"], 4)):
+            at = 8 * iterator.first_row(position, worker)
+            assert rows[0].tolist() == corpus.train_tokens[at : at + 9].tolist()
+
+
 @pytest.mark.parametrize("length", [1, 8, 31])
 def test_skewed_workers_read_disjoint_documents(length):
     corpus = documents(SIZES)

@@ -42,6 +42,12 @@ for half_round in range(1, 6):
         if fault == "save":  # once it is told to
             while not told:
                 time.sleep(0.05)
+        if fault in ("frees", "breaks"):  # its interpreter ends, without its threads
+            heartbeat.ends_with(75, "")
+            heartbeat._tell = lambda **_: None
+            time.sleep(6)
+            os.kill(os.getpid(), signal.SIGSEGV if fault == "breaks" else 0)
+            os._exit(75)
         if fault == "slow":  # and alive
             time.sleep(6)
         if fault == "late":  # once there is a spare

@@ -146,6 +146,11 @@ def test_conversations_are_learnt_resumed_and_scored(train, tmp_path):
     assert figures["loss"] == pytest.approx(summary["loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"tokens is 9, but answers differ in length"):
         train(tmp_path / "other", **changes | {"tokens": 9})
+    other = template.replace("<|im_end|>", "<|im_stop|>")
+    assert other != template
+    (tokenizer.parent / "chat_template.jinja").write_text(other)
+    with pytest.raises(ValueError, match=r"restore them, or the chat template"):
+        splits.of_split(tmp_path / "whole", "validation")
 
 
 @pytest.mark.slow

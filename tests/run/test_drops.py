@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from acco_jax.models.model import Model
-from acco_jax.run import loop
+from acco_jax.run import loop, prepared
 from acco_jax.run.build import meshes, optimizers
 from acco_jax.run.observe import metrics
 from acco_jax.run.state.checkpoints import Checkpoints
@@ -72,14 +73,15 @@ def test_it_goes_on_and_says_so_and_resumes_to_the_bit(
     experiment, summary = train(whole, **MINE)
     assert summary is not None
     text = caplog.text
-    # of 4 rows a half-round and worker
-    for line in (
-        "worker 1 was dropped in half-round 3, which begins for it at row 20 of",
-        "worker 1 was dropped in half-round 4, which begins for it at row 28 of",
-        "worker 0 was dropped in half-round 6, which begins for it at row 40 of",
-        "worker 1 was dropped in half-round 6, which begins for it at row 44 of",
-        "worker 0 was dropped in half-round 9, which begins for it at row 64 of",
-    ):
+    order = prepared.batches(experiment)._order
+    for worker, half_round, number in (
+        (1, 3, 20), (1, 4, 28), (0, 6, 40), (1, 6, 44), (0, 9, 64),
+    ):  # of 4 rows a half-round and worker  # fmt: skip
+        (row,) = order.rows(0, np.array([number]))
+        line = (
+            f"worker {worker} was dropped in half-round {half_round}, which begins for "
+            f"it at row {row} of the data:"
+        )
         assert text.count(line) == 1
     assert text.count("was dropped") == 5
     found = {r["half_round"]: r["dropped"] for r in rows(whole)}

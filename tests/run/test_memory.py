@@ -173,6 +173,15 @@ def test_the_last_process_of_a_host_may_have_removed_all(place):
         shutil.rmtree(copies._folder.parent)
 
 
+def test_a_last_copy_that_cannot_be_written_ends_no_run(place, monkeypatch):
+    with kept(place, 4) as copies:
+        monkeypatch.setattr(
+            memory.shutil, "disk_usage", lambda _: SimpleNamespace(free=1)
+        )
+        copies.keep(6, state(6), dict)
+    assert files(place) == []
+
+
 def test_what_other_processes_have_left_is_removed(place):
     """Once this one has made its first copies, or ends; not what is as new as they."""
     run = kept(place, 4)._folder.parent

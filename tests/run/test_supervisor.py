@@ -105,6 +105,13 @@ def test_slow_is_not_lost(jobs):
     assert run(*jobs(("slow", 2), GOOD)) == [exits.FINISHED] * 2
 
 
+@pytest.mark.parametrize("fault", ["frees", "breaks"])
+def test_a_process_whose_work_is_done_is_not_lost(jobs, capfd, fault):
+    # while it frees its memory no thread of Python's runs
+    assert run(*jobs((fault, 5), (fault, 5))) == [exits.STOPPED] * 2
+    assert errors(capfd) == []
+
+
 def test_begins_again(jobs, capfd, caplog):
     todo = jobs(("wait", 4, 2), ("SIGKILL", 3, 2), ("SIGSTOP", 3, 1), restarts=2)
     assert run(*todo) == [exits.FINISHED] * 3

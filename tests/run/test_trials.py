@@ -109,6 +109,14 @@ def test_a_run_keeps_its_method(choose, tiny, tmp_path):
         choose({})
 
 
+def test_groups_of_a_kept_method_are_of_the_hosts_that_are_there(choose, tmp_path):
+    options = {"gather_bits": 8, "reduce_bits": 8}
+    old = {"method": "acco", "method_options": options, "domains": 4, "first_half": 1}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    config, *_ = choose({})
+    assert config.method_options.to_dict() == options and config.domains is None
+
+
 def test_options_are_of_a_method(tiny):
     with pytest.raises(ValueError, match="name the method that has them"):
         preparation.check(tiny(method="auto", **{"method_options.gather_bits": 8}))

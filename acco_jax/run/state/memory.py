@@ -404,13 +404,14 @@ class MemoryCopies:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove all copies if the run has ended well, or they may be wrong."""
         wrong = FloatingPointError, ReplicasDiffer
-        if self._folder is not None and (kind is None or issubclass(kind, wrong)):
+        folder = self._folder  # a copy that cannot be written leaves none
+        if folder is not None and (kind is None or issubclass(kind, wrong)):
             if self._writing is not None:
                 concurrent.futures.wait([self._writing])
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._remove_left(self._folder.parent)
+            shutil.rmtree(folder, ignore_errors=True)
+            self._remove_left(folder.parent)
             with contextlib.suppress(OSError):  # another process's are there
-                self._folder.parent.rmdir()
+                folder.parent.rmdir()
 
     def _say(self, own: shards.Shards, held: shards.Shards | None) -> None:
         if not self._copies:

@@ -135,8 +135,11 @@ class _Child:
                 for line in lines:
                     with contextlib.suppress(ValueError):  # cut: the pipe was full
                         self._hear(json.loads(line))
-        if self.code is not None and time.monotonic() - self._last_word > END_SECONDS:
-            code = self.code  # it waits for the others, which may be gone
+        if self.code is not None and (
+            time.monotonic() - self._last_word > END_SECONDS  # it waits for the others
+            or (code is not None and self.code in (exits.FINISHED, exits.STOPPED))
+        ):
+            code = self.code  # whatever became of the interpreter
         if code is None:
             return None
         error, exception = map(messages.printable, (self.error, self.exception))
@@ -155,6 +158,8 @@ class _Child:
 
     def beat(self) -> Beat:
         silent = time.monotonic() - (self._heard or self._start)
+        if self.code is not None:  # it ends, or `end` takes it for ended
+            silent = 0.0
         return Beat(self.half_round, self._heard is not None, silent)
 
     def signal(self, number: int) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,7 +155,7 @@ def _check_empty(out: Path) -> None:
 @contextlib.contextmanager
 def _whole(out: Path) -> Iterator[Path]:
     """Yield a folder beside `out` to write into; rename it to `out` at the end."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(8)}.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()
     try:

@@ -60,10 +60,12 @@ def _corpus(run: TrainedRun) -> data.Corpus:
     fields = pretrained.data_fields(run.config)
     corpus = data.load_corpus(fields, workdir=run.workdir)
     then = read_object(run.workdir / "config.json").get("corpus", {})
-    if then.get("documents") != corpus.documents:
+    now = {"documents": corpus.documents, "tokens": corpus.checksum}
+    if now != {name: then.get(name) for name in now}:
         raise ValueError(
             f"{run.workdir} was trained on other data than data.name="
-            f"{run.config.data.name!r} gives now: restore them, or give --file."
+            f"{run.config.data.name!r} gives now: restore them, or the chat template, "
+            "or give --file."
         )
     return corpus
 
