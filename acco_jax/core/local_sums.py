@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from acco_jax.core.collectives import Alone
 from acco_jax.core.gradients import Accumulator
-from acco_jax.core.leaves import PyTree, Rng
-from acco_jax.core.loss import counted
+from acco_jax.core.leaves import PyTree, Rng, check_floating
+from acco_jax.core.loss import counted, untraced
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.workers import axis_names, check_compiled, from_row, to_row
 
@@ -56,8 +56,9 @@ def local_gradients(
     """
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
+    check_floating("accumulate_dtype", accumulate_dtype)
     acc = Accumulator(
-        loss_fn,
+        untraced(loss_fn),
         mesh,
         axis_names(mesh, axis_name),
         microbatches,

@@ -19,7 +19,7 @@ from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
 from acco_jax.core.workers import check_compiled, check_same, place
-from acco_jax.methods.method import Method
+from acco_jax.methods.method import Method, is_state
 from acco_jax.step import kept
 
 
@@ -251,9 +251,11 @@ class TrainStep:
         if len(ids) == len(given) and fresh:
             return args
         _check_kept(params=args.params, state=args.state)
-        holds = getattr(args.state, "master", None) is not None
-        rest = set(map(id, jax.tree.leaves(args.state)))
-        if holds and rest <= ours.keys() and not ids <= ours.keys():
+        held, own = (
+            set(map(id, jax.tree.leaves(x)))
+            for x in (_parameters_of(args.state), args.params)
+        )
+        if held and held <= ours.keys() and not own <= ours.keys():
             raise ValueError(
                 "the last call returned this state, but not these parameters, and the "
                 "state holds them, too: give both as they were returned, put "
@@ -337,6 +339,12 @@ class TrainStep:
 
 def model_state(state: State) -> PyTree:
     return getattr(state, "model_state", None)
+
+
+def _parameters_of(state: State) -> PyTree:
+    """Return the parameters that a state has, from which the next ones follow."""
+    outer = getattr(state, "outer", None)  # of a round, which steps from its own
+    return getattr(outer if is_state(outer) else state, "master", None)
 
 
 def _check_kept(**trees: PyTree) -> None:

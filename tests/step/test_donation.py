@@ -238,10 +238,12 @@ def test_parameters_are_read_before_they_are_overwritten(method, microbatches):
         np.testing.assert_allclose(losses("fused"), losses("split"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["fused", "split"])
-def test_edited_parameters(form):
+@pytest.mark.parametrize(
+    ("name", "form"), [("acco", "fused"), ("acco", "split"), ("diloco", "fused")]
+)
+def test_edited_parameters(name, form):
     """The state has a copy, to which an edit would not arrive."""
-    tx = method("acco")
+    tx = method(name)
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
     batch = batch_for(tx)
     params, state, _ = step(*acco_jax.start(tx, separate()), batch)
@@ -256,7 +258,19 @@ def test_edited_parameters(form):
     run(step, *copies, batch)
 
 
-@pytest.mark.parametrize("name", ["gossip", "diloco"])
+def test_parameters_that_are_edited_with_the_rate():
+    tx = acco_jax.zero1(optax.inject_hyperparams(optax.sgd)(0.1), mesh=make_mesh(4))
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    batch = batch_for(tx)
+    params, state, _ = step(*acco_jax.start(tx, separate()), batch)
+    rate = {"learning_rate": jnp.float32(0.2)}
+    state = state._replace(inner=state.inner._replace(hyperparams=rate))
+    with pytest.raises(ValueError, match="begin from other parameters"):
+        step(jax.tree.map(jax.nn.relu, params), state, batch)
+    step(params, state, batch)
+
+
+@pytest.mark.parametrize("name", ["gossip", "streaming_diloco"])
 def test_edited_parameters_of_which_the_state_has_no_copy(name):
     tx = method(name)
     step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)

@@ -454,6 +454,13 @@ def test_a_new_step_reads_what_the_loss_reads_by_then(microbatches):
         params, state = acco_jax.start(tx, jnp.ones(3))
         return float(step(params, state, np.ones((4, 3), np.float32))[2]["loss"])
 
-    assert loss() == 3.0
+    def gradients():
+        run = acco_jax.local_gradients(
+            loss_fn, mesh=make_mesh(2), microbatches=microbatches
+        )
+        return float(run(jnp.ones(3), np.ones((4, 3), np.float32))[0].sum())
+
+    found = [loss(), gradients()]
     scale[0] = 2.0
-    assert loss() == 6.0
+    assert [loss(), gradients()] == [2 * x for x in found]
+    assert found[0] == 3.0

@@ -210,7 +210,8 @@ def local_rounds(
         return placed_state(make, params, layout)._replace(outer=state)
 
     exchange = outer.exchange(outer.codecs.all[0])
-    options = CommonOptions(axis_name=outer.axis, accumulate_dtype=accumulate_dtype)
+    dtype = accumulate_dtype or outer.accumulate_dtype
+    options = CommonOptions(axis_name=outer.axis, accumulate_dtype=dtype)
     return local_method.local_method(
         inner,
         common_attributes(outer.mesh, options, CommonOptions),

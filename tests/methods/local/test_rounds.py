@@ -326,6 +326,13 @@ def test_what_does_not_fit_the_outer_method_is_refused():
         acco_jax.start(half, params)
     with pytest.raises(ValueError, match="accumulate_dtype"):
         acco_jax.diloco(optax.sgd(1.0), mesh=mesh, accumulate_dtype=jnp.int8)
+    with pytest.raises(ValueError, match="accumulate_dtype"):
+        acco_jax.local_gradients(
+            problem.loss_fn, mesh=mesh, microbatches=1, accumulate_dtype=jnp.int8
+        )
+    outer = acco_jax.zero1(optax.sgd(1.0), mesh=mesh, accumulate_dtype=jnp.float32)
+    rounds = acco_jax.local_rounds(optax.sgd(1.0), outer, local_steps=2)
+    assert rounds.accumulate_dtype == jnp.float32
 
 
 def test_another_method_s_state_is_refused():
