@@ -10,7 +10,8 @@ step takes 0.1 to 4 times the computation of the step. At each rate the processe
 by the runner's own trials, each time as for a new run; then all methods that 'auto' may
 take are timed in turn, a second of steps each. A ratio is the median over repetitions
 of the ratio within one, and its spread the middle half: other load on a machine comes
-and goes. That of a choice is the tokens/s of the method chosen over those of the best.
+and goes. Those of a choice are the tokens/s of the method chosen over those of the best
+and of the worst.
 """
 
 import argparse
@@ -147,7 +148,10 @@ def timed(workers: common.Workers, name: str, steps: int) -> float:
 
 def at(workers: common.Workers, choices: int, repetitions: int) -> dict[str, Any]:
     """Returns what is chosen at the rate that is set, and what steps take."""
-    chosen = [workers.ask(json.dumps({"choose": True}))[0] for _ in range(choices)]
+    chosen = []
+    for _ in range(choices):
+        chosen.append(workers.ask(json.dumps({"choose": True}))[0])
+        print(f"chosen: {chosen[-1]}", file=sys.stderr, flush=True)
     halves = workers.ask(json.dumps({"settle": True}))[0]
     steps = {}
     for name in NAMES:
@@ -160,15 +164,14 @@ def at(workers: common.Workers, choices: int, repetitions: int) -> dict[str, Any
     return {"chosen": chosen, "first_halves": halves, "seconds": seconds}
 
 
-def fastest(row: dict[str, Any]) -> str:
-    return min(NAMES, key=lambda name: statistics.median(row["seconds"][name]))
+def by_speed(row: dict[str, Any]) -> list[str]:
+    """Returns the methods, the fastest first."""
+    return sorted(NAMES, key=lambda name: statistics.median(row["seconds"][name]))
 
 
-def of_best(row: dict[str, Any], name: str) -> dict[str, float]:
-    """Returns the tokens/s of a method over the best one's: median and quartiles."""
-    if name == fastest(row):
-        return {"median": 1.0, "low": 1.0, "high": 1.0}
-    return common.quotients(row["seconds"][fastest(row)], row["seconds"][name])
+def over(row: dict[str, Any], name: str, other: str) -> dict[str, float]:
+    """Returns a method's tokens/s over another's: median and quartiles."""
+    return common.quotients(row["seconds"][other], row["seconds"][name])
 
 
 def table(report: dict[str, Any]) -> str:
@@ -177,20 +180,24 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "| communication / computation | Mbit/s | "
         + " | ".join(f"{name}, tokens/s" for name in NAMES)
-        + " | taken | of the best |",
-        "|" + "---|" * (len(NAMES) + 4),
+        + " | taken | of the best | of the worst |",
+        "|" + "---|" * (len(NAMES) + 5),
     ]
     for row in report["rows"]:
         speeds = [tokens / statistics.median(row["seconds"][name]) for name in NAMES]
-        best = NAMES.index(fastest(row))
+        ranked = by_speed(row)
+        best = NAMES.index(ranked[0])
         shown = [f"{x:,.0f}" for x in speeds]
         shown[best] = f"**{shown[best]}**"
         chosen = {x: row["chosen"].count(x) for x in dict.fromkeys(row["chosen"])}
         taken = "; ".join(f"{name}, {n} of {sum(chosen.values())}" for name, n in
                           chosen.items())  # fmt: skip
-        found = [of_best(row, name) for name in chosen]
-        ratios = "; ".join(
-            f"{x['median']:.2f} ({x['low']:.2f} to {x['high']:.2f})" for x in found
+        ratios = " | ".join(
+            "; ".join(
+                "{median:.2f} ({low:.2f} to {high:.2f})".format(**over(row, x, other))
+                for x in chosen
+            )
+            for other in (ranked[0], ranked[-1])
         )
         lines.append(
             f"| {row['ratio']:g} | {row['mbit']:.0f} | {' | '.join(shown)} | {taken} | "
@@ -247,7 +254,8 @@ def main() -> int:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     print(table(report))
     chosen = [(row, name) for row in report["rows"] for name in row["chosen"]]
-    return 0 if all(of_best(*x)["median"] >= LEAST for x in chosen) else 1
+    found = [over(row, name, by_speed(row)[0]) for row, name in chosen]
+    return 0 if all(x["median"] >= LEAST for x in found) else 1
 
 
 if __name__ == "__main__":

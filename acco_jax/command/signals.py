@@ -69,9 +69,11 @@ def stopping() -> Iterator[Callable[[], bool]]:
     def stopped() -> bool:
         nonlocal calls, told
         calls += 1
-        if several and not told:  # JAX says so once
+        if not several:
+            return bool(received)
+        if not told:  # JAX says so once
             told = bool(multihost_utils.reached_preemption_sync_point(calls))
-        return told or (not several and bool(received))
+        return told
 
     ours = tuple(n for n in STOPPING if not several or n != signal.SIGTERM)
     with handler(handle, ours):

@@ -165,8 +165,8 @@ class Batches:
         stream = worker if self._order.streams > 1 else 0
         places, left = self._places[self._chosen[stream]], position.left[stream]
         first = int(np.argmax(self._slots.worker(places) == worker))
-        number = position.rows[stream] + first - len(left)
-        number = left[first] if first < len(left) else number
+        new = position.rows[stream] + first - len(left)
+        number = left[first] if first < len(left) else new
         return int(self._order.rows(stream, np.array([number]))[0])
 
     @property

@@ -135,11 +135,11 @@ class _Child:
                 for line in lines:
                     with contextlib.suppress(ValueError):  # cut: the pipe was full
                         self._hear(json.loads(line))
-        if self.code is not None and (
-            time.monotonic() - self._last_word > END_SECONDS  # it waits for the others
-            or (code is not None and self.code in (exits.FINISHED, exits.STOPPED))
-        ):
-            code = self.code  # whatever became of the interpreter
+        if self.code is not None and time.monotonic() - self._last_word > END_SECONDS:
+            code = self.code  # it waits for the others, which may be gone
+        done = self.code in (exits.FINISHED, exits.STOPPED)
+        if done and code is not None and code < 0:
+            code = self.code  # a library in C++ crashed while the interpreter ended
         if code is None:
             return None
         error, exception = map(messages.printable, (self.error, self.exception))
