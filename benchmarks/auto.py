@@ -7,8 +7,8 @@ Needs Linux, root, and iproute2's `ip` and `tc`. Two CPU processes, each pinned 
 core in a network namespace of its own, prepare experiments/quickstart.py as
 `acco_jax.train` does. The rate of the link is set until the communication of zero1's
 step takes 0.1 to 4 times the computation of the step. At each rate the processes choose
-by the runner's own trials, each time as for a new run; then all methods that 'auto' may
-take are timed in turn, a second of steps each. A ratio is the median over repetitions
+by the runner's own trials, anew each time; then all methods that 'auto' may take are
+timed in turn, a second of steps each. A ratio is the median over repetitions
 of the ratio within one, and its spread the middle half: other load on a machine comes
 and goes. Those of a choice are the tokens/s of the method chosen over those of the best
 and of the worst.
@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from acco_jax.methods.gaps import CANDIDATES  # noqa: E402
+from acco_jax.methods import gaps  # noqa: E402
 from acco_jax.run.compare import network  # noqa: E402
 from benchmarks import common  # noqa: E402
 
@@ -34,7 +34,7 @@ RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # zero1's communication over computati
 FIELDS = {"devices": 1, "microbatch_size": 8, "log_every": 2}
 UNSHAPED = 1e4  # Mbit/s
 LEAST = 0.97  # of the best method's tokens/s
-NAMES = [c.name for c in CANDIDATES]
+NAMES = [c.name for c in gaps.CANDIDATES]
 
 
 # ---- the processes
@@ -72,57 +72,49 @@ class Process:
         devices.connect(spec["coordinator"], spec["processes"], spec["index"])
         import jax
 
-        from acco_jax.run import measures, preparation, prepared
+        from acco_jax.run import measures, preparation, prepared, trials
         from experiments import quickstart
 
-        self._place, self._chosen = place, 0
-        self._config = quickstart.get_config()
-        self._config.update(FIELDS)
-        self._built = {
-            c.name: preparation.build(self._of(c.method, c.options), place / c.name)
-            for c in CANDIDATES
+        config = quickstart.get_config()
+        config.update(FIELDS)
+        self._candidates = {
+            c.name: preparation.build(of(config, c), place / c.name)
+            for c in gaps.CANDIDATES
         }
-        zero1 = self._built["zero1"]
+        self._compiled = dict[tuple[str, int], Any]()
+        self._running = dict[str, Any]()
+        for name, candidate in self._candidates.items():
+            for number in range(len(candidate.halves) or 1):
+                e = candidate
+                if e.halves:
+                    e = preparation.with_first_half(e, number)
+                start = prepared.initial(e)
+                trials.compile_together(e, *start, prepared.batches(e).shapes())
+                self._compiled[name, first_half(e)] = e
+        zero1 = self._candidates["zero1"]
         params, _ = prepared.initial(zero1)
         self.bytes = 4 * sum(x.size for x in jax.tree.leaves(params))
         seconds = [
             measures.gradient_seconds(zero1, params, per_token=False) for _ in range(5)
         ]
         self.computing = statistics.median(seconds)
-        self._running: dict[str, Any] = {}
-
-    def _of(self, method: str, options: Any) -> Any:
-        config = self._config.copy_and_resolve_references()
-        config.update(method=method, method_options=dict(options))
-        return config
 
     def choose(self) -> str:
         """Returns the name of the method that a new run would take."""
         from acco_jax.run import trials
 
-        self._chosen += 1
-        workdir = self._place / f"chosen-{self._chosen}"
-        taken = trials.with_method(self._of("auto", {}), workdir)
-        options = dict(taken.method_options)
-        return next(
-            c.name
-            for c in CANDIDATES
-            if (c.method, c.options) == (taken.method, options)
-        )
+        return trials.fastest(self._candidates.items(), compiled=True)
 
     def settle(self) -> dict[str, int]:
         """Has each method take its first half; returns those, 0 where there is none."""
         from acco_jax.run import prepared, trials
 
         halves = {}
-        for name, built in self._built.items():
-            e = trials.settled(built)
-            params, state = prepared.initial(e)
-            rows = prepared.batches(e)
-            trials.compile_together(e, params, state, rows.shapes())
-            batch = prepared.to_devices(next(rows), e.mesh)
-            self._running[name] = [e, params, state, batch]
-            halves[name] = int(e.config.first_half) if e.halves else 0
+        for name, candidate in self._candidates.items():
+            halves[name] = first_half(trials.settled(candidate, compiled=True))
+            e = self._compiled[name, halves[name]]
+            batch = prepared.to_devices(next(prepared.batches(e)), e.mesh)
+            self._running[name] = [e, *prepared.initial(e), batch]
         return halves
 
     def seconds(self, name: str, steps: int) -> float:
@@ -136,6 +128,18 @@ class Process:
         jax.block_until_ready((params, state, metrics))
         self._running[name] = [e, params, state, batch]
         return (time.perf_counter() - start) / steps
+
+
+def of(config: Any, candidate: gaps.Candidate) -> Any:
+    """Returns a config with a method that 'auto' may take."""
+    config = config.copy_and_resolve_references()
+    config.update(method=candidate.method, method_options=dict(candidate.options))
+    return config
+
+
+def first_half(experiment: Any) -> int:
+    """Returns the microbatches of the first half; 0: the method has no halves."""
+    return int(experiment.config.first_half) if experiment.halves else 0
 
 
 # ---- the parent

@@ -69,40 +69,62 @@ def with_method(
         others = [f"acco: microbatches_per_step={per_step} is odd"]
     for why in others:
         logging.info("method auto, with %s: not %s", name, why)
-    found, built = list[ConfigDict](), list[Experiment]()
-    seconds, computing = list[float](), 0.0
-    for c in candidates:
-        found.append(
-            _of_method(config, c.method, c.options, hosts if c.divides else None)
-        )
-        e = preparation.build(found[-1], workdir, devices)
-        if not (config.base or config.lora.rank or config.lora.ranks):
-            built.append(e)  # of a frozen model the devices hold one at a time
-        if len(candidates) == 1 or e.workers == 1:
-            why = "one worker" if e.workers == 1 else "the only one"
-            logging.info("method auto: %s, %s", c.name, why)
-            return found[0]
-        if not computing:  # the first holds all of a step's microbatches in a call
+    found = {
+        c.name: _of_method(config, c.method, c.options, hosts if c.divides else None)
+        for c in candidates
+    }
+    if len(candidates) == 1:
+        logging.info("method auto: %s, the only one", candidates[0].name)
+        return found[candidates[0].name]
+    built = (
+        (name, preparation.build(each, workdir, devices))
+        for name, each in found.items()
+    )
+    return found[fastest(built)]
+
+
+def fastest(
+    candidates: Iterable[tuple[str, Experiment]], *, compiled: bool = False
+) -> str:
+    """Return the name of the experiment whose steps take least, by timing some of each.
+
+    Where several take as long it is the first, and the last that is asked for leaves no
+    communication to overlap.
+
+    Args:
+      candidates: with their names; the first computes a whole step in a call.
+      compiled: whether the steps are, for what they are given here.
+    """
+    built, seconds = dict[str, Experiment](), dict[str, float]()
+    computing = 0.0
+    for name, e in candidates:
+        if e.workers == 1:
+            logging.info("method auto: %s, one worker", name)
+            return name
+        if not (e.config.base or e.config.lora.rank or e.config.lora.ranks):
+            built[name] = e  # of a frozen model the devices hold one at a time
+        if not computing:
             computing = measures.gradient_seconds(e, initial(e)[0], per_token=False)
             logging.info("method auto: gradients take %.3g s a step", computing)
-        seconds.append(float(np.median(_timed(e, [None]))))
-        logging.info("method auto: %s takes %.3g s", c.name, seconds[-1])
-        if seconds[-1] <= LONGER * computing:
-            break  # no communication is left to overlap
-    near = [i for i, _ in enumerate(built) if seconds[i] <= NEAR * min(seconds)]
-    for i in near if len(near) > 1 else []:  # other load makes slower, never faster
-        again = float(np.median(_timed(built[i], [None], compiled=True)))
-        logging.info("method auto: %s takes %.3g s again", candidates[i].name, again)
-        seconds[i] = min(seconds[i], again)
-    chosen = next(i for i, s in enumerate(seconds) if s <= LONGER * min(seconds))
-    logging.info("method auto: %s", candidates[chosen].name)
+        seconds[name] = float(np.median(_timed(e, [None], compiled=compiled)))
+        logging.info("method auto: %s takes %.3g s", name, seconds[name])
+        if seconds[name] <= LONGER * computing:
+            break
+    near = [name for name in built if seconds[name] <= NEAR * min(seconds.values())]
+    for name in near if len(near) > 1 else []:  # other load makes slower, never faster
+        again = float(np.median(_timed(built[name], [None], compiled=True)))
+        logging.info("method auto: %s takes %.3g s again", name, again)
+        seconds[name] = min(seconds[name], again)
+    least = min(seconds.values())
+    chosen = next(name for name, s in seconds.items() if s <= LONGER * least)
+    logging.info("method auto: %s", chosen)
     if (exposed := 1 - computing / seconds[chosen]) > 1 / 3:
         logging.warning(
             "%.0f %% of a step is not its gradients: twice the microbatches_per_step "
             "halve the communication per token, diloco with local_steps=100 sends a "
             "hundredth of zero1's bytes", 100 * exposed,
         )  # fmt: skip
-    return found[chosen]
+    return chosen
 
 
 def _of_method(
@@ -132,12 +154,12 @@ def _timed(
     )  # fmt: skip
 
 
-def settled(experiment: Experiment) -> Experiment:
+def settled(experiment: Experiment, *, compiled: bool = False) -> Experiment:
     """Return the experiment with one first half, chosen by timing if it has several.
 
     The smallest is taken that takes no longer; where nothing is sent beside computation
     that is the smallest, untimed. Nothing of the run changes: parameters and state are
-    made for the trial, and its rows are read again.
+    made for the trial, and its rows are read again. `compiled`: as for `fastest`.
     """
     e = experiment
     if not e.halves:
@@ -147,7 +169,7 @@ def settled(experiment: Experiment) -> Experiment:
         said = ", as nothing is sent beside computation here"
     elif len(e.halves) > 1:
         logging.info("timing two sizes of the first half; each is compiled first")
-        found = _timed(e, e.halves)
+        found = _timed(e, e.halves, compiled=compiled)
         chosen = smallest(found)
         times = [f"{seconds:.3g} s" for seconds in np.median(found, axis=0)]
         if isinstance(e.step, LoggedStep):
