@@ -37,7 +37,7 @@ _TOP_P = flags.DEFINE_float(
     None,
     "Sample from the fewest most likely tokens with this total probability.",
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.")
+_SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**63 - 1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Number of texts.", 1)
 
 

@@ -280,7 +280,18 @@ class _Run:
         )
 
     def validate(self, limit: int | None) -> dict[str, Any]:
-        """Evaluate on `limit` batches of held-out documents, or all; return a row."""
+        """Evaluate on `limit` batches of held-out documents, or all; return a row.
+
+        Raises:
+          exits.Stopped: if the run is told to stop meanwhile.
+        """
+        try:
+            return self._validated(limit)
+        except exits.Stopped:
+            self._goodput.mark("evaluation", self.done)
+            raise
+
+    def _validated(self, limit: int | None) -> dict[str, Any]:
         e = self._experiment
         with self._settled("evaluating" if limit else "final evaluation"):
             self._replicas.judge()
@@ -382,7 +393,8 @@ class _Run:
 
     def wait(self) -> None:
         """Wait until the devices have done all half-rounds so far."""
-        jax.block_until_ready((self.params, self.state, self._metrics))
+        with self._goodput.fetching():
+            jax.block_until_ready((self.params, self.state, self._metrics))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -476,6 +488,7 @@ def run(
         while True:
             try:
                 if ends:
+                    runner.profile.close()
                     runner.save(last=True)
                 else:
                     row = _train(runner, experiment, last)

@@ -344,12 +344,19 @@ def _check_same_text(checksum: int) -> None:
 
 def _check_same_weights(identity: dict[str, Any]) -> None:
     """Raise a ValueError, on every process, if init_from's models differ."""
-    said = json.dumps(identity.get("pretrained"), sort_keys=True)
-    if len(set(processes.gathered(np.uint32(zlib.crc32(said.encode()))).tolist())) > 1:
-        raise ValueError(
-            f"init_from={identity['init_from']!r} is not the same model for all "
-            "processes: give all of them the same files."
-        )
+    named = {
+        "pretrained": ("init_from", identity["init_from"], "model"),
+        "frozen": ("base", identity["base"], "model"),
+        "adapters": ("lora.init_from", identity["lora"]["init_from"], "adapters"),
+    }
+    for key, (field, value, kind) in named.items():
+        said = json.dumps(identity.get(key), sort_keys=True)
+        sums = processes.gathered(np.uint32(zlib.crc32(said.encode())))
+        if len(set(sums.tolist())) > 1:
+            raise ValueError(
+                f"{field}={value!r} is not the same {kind} for all processes: give all "
+                "of them the same files."
+            )
 
 
 def _with_steps(

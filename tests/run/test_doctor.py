@@ -76,8 +76,22 @@ def test_every_pair_is_measured():
     assert all(1e6 < rate < 1e13 for rate in rates.values())
 
 
+def test_a_pair_is_as_fast_as_the_process_that_waits_longest(monkeypatch):
+    """One that holds neither device returns at once."""
+    monkeypatch.setattr(
+        diagnosis.processes, "gathered", lambda x: np.stack([x, x + 1, 0 * x])
+    )
+    mesh = Mesh(np.array(jax.devices()[:2]), ("device",), (AxisType.Auto,))
+    (rate,) = diagnosis.bandwidths(mesh).values()
+    assert 1e6 < rate < diagnosis.MEBIBYTES * 2**20
+
+
 def test_folders(tmp_path, monkeypatch):
     assert not problems(diagnosis.folder(tmp_path / "new" / "er"))
+    (tmp_path / "file").touch()
+    for place in ("file", "file/in/it"):
+        (found,) = problems(diagnosis.folder(tmp_path / place))
+        assert "file" in found.seen and found.remedy
     (found,) = problems(diagnosis.folder(Path("gs://bucket/run")))
     assert "is remote" in found.seen
     usage = types.SimpleNamespace(free=2**30)

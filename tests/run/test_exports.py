@@ -143,6 +143,12 @@ def test_what_cannot_be_exported_is_refused(adapted, saved, tmp_path):
         assert "\n" not in str(error.value)
 
     refused("--out is .*, which is there already", adapted, adapted)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    refused("--out is .*, a link: name a new folder in it", adapted, tmp_path / "link")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting.Path, "is_mount", lambda path: path.name == "empty")
+        refused("a mounted file system", adapted, tmp_path / "empty")
     refused("--dtype is 'int8': choose one of", adapted, tmp_path / "out", "int8")
     refused(r"config\.json cannot be read", tmp_path / "no", tmp_path / "out")
     factory = "tests.run.own_models:linen_model"

@@ -111,23 +111,25 @@ def test_the_record_measures_waiting_and_compiling(tmp_path, clock):
     for fetching in (0.0, 3.0, 9.0):
         with record.waiting():
             clock[0] += 5
-        record.trained(1 + len(goodput.read(tmp_path)), fetching)
-    record.trained(5, 0)  # no half-round more: no line
+        with record.fetching():
+            clock[0] += fetching
+        record.trained(1 + len(goodput.read(tmp_path)))
+    record.trained(5)  # no half-round more: no line
     clock[0] += 10
-    for begin, end in ((1014, 1016), (1018, 1022), (1019, 1021), (1021.5, 1024)):
+    for begin, end in ((1026, 1028), (1030, 1034), (1031, 1033), (1033.5, 1036)):
         jax.monitoring.record_event_time_span(timing.COMPILER + "x", begin, end)
-    jax.monitoring.record_event_time_span("/other", 1000, 1024)
+    jax.monitoring.record_event_time_span("/other", 1000, 1036)
     record.mark("evaluation", 5)
     record.close()
-    jax.monitoring.record_event_time_span(timing.COMPILER + "x", 1000, 1024)
+    jax.monitoring.record_event_time_span(timing.COMPILER + "x", 1000, 1036)
     found = goodput.spent(goodput.read(tmp_path))
     assert found == record.summary()["seconds_by_cause"]
     assert {k: v for k, v in found.items() if v} == {
-        "start_up": 10, "waiting": 5 + 2, "training": 3 + 5, "compiling": 1 + 6,
+        "start_up": 10, "waiting": 5 + 2, "training": 6 + 14, "compiling": 1 + 6,
         "evaluation": 3,
     }  # fmt: skip
-    assert record.summary()["wall_seconds"] == 35
-    assert record.summary()["goodput"] == 8 / 35
+    assert record.summary()["wall_seconds"] == 47
+    assert record.summary()["goodput"] == 20 / 47
 
 
 def test_a_line_that_a_kill_cut_is_replaced(tmp_path, clock):

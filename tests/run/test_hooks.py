@@ -113,6 +113,15 @@ def test_a_hook_that_blocks_misses_rows_and_nobody_waits(caplog, monkeypatch):
     never.set()
 
 
+def test_a_hook_changes_no_other_s_row():
+    """Nor what a run goes on with: microbatches are the next call's, too."""
+    found, seen = hooks.Hooks(strict=True), []
+    found.add("one", lambda: lambda row: row["microbatches"].clear())
+    found.add("other", lambda: lambda row: seen.append(row["microbatches"]))
+    found.row(row := {"kind": "train", "half_round": 1, "microbatches": [2, 3]})
+    assert seen == [[2, 3]] and row["microbatches"] == [2, 3]
+
+
 def test_strict_hooks_end_the_run():
     found = hooks.Hooks(strict=True)
     hook, _ = breaks(at=2)

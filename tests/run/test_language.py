@@ -41,6 +41,13 @@ def _random(scale=0.5):
     return jax.tree.map(lambda x: scale * draw(size=x.shape).astype(x.dtype), shapes)
 
 
+class Dropping(data.ByteTokenizer):
+    """Bytes, but nothing for a space without width, as some normalizers have it."""
+
+    def encode_batch(self, texts):
+        return super().encode_batch([text.replace("\u200b", "") for text in texts])
+
+
 @pytest.fixture(scope="module")
 def model():
     return Language(CONFIG, _random(), data.ByteTokenizer())
@@ -196,6 +203,9 @@ def test_a_text_without_a_prefix(model):
     assert model.pair("a ", "b").tokens.tolist() == [97, 32, 98]
     assert model.pair("a ", "b").targets == 2  # the space is encoded with the word
     assert len(model.pair("a" * 50, " b").tokens) == 33
+    # a context that the tokenizer drops is none
+    drops = Language(CONFIG, model.params, Dropping())
+    assert drops.pair("\u200b", "ab").tokens.tolist() == [256, 97, 98]
     with pytest.raises(ValueError, match=r"33 tokens, but .* the model's 32 positions"):
         model.pair("a", "b" * 33)
     with pytest.raises(ValueError, match="has 0 tokens"):

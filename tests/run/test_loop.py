@@ -20,7 +20,7 @@ from acco_jax.command import exits
 from acco_jax.models import transformer
 from acco_jax.run import loop, preparation
 from acco_jax.run.build import models
-from acco_jax.run.observe import metrics
+from acco_jax.run.observe import goodput, metrics, profiling
 from acco_jax.run.state.checkpoints import Checkpoints
 from tests.compiling import optimized
 
@@ -353,6 +353,21 @@ def test_a_last_evaluation_that_was_stopped_is_made_up_for(
         "train", "validation", "final",
     ]  # fmt: skip
     assert summary is not None
+
+
+def test_a_stop_in_an_evaluation_keeps_its_time_and_the_trace(
+    train_quickly, tmp_path, monkeypatch
+):
+    def stopped(evaluator, params, limit):
+        raise exits.Stopped
+
+    monkeypatch.setattr(loop.Evaluator, "__call__", stopped)
+    _, summary = train_quickly(tmp_path, profile="3:8")
+    assert summary is None
+    ((_, trace),) = profiling.summaries(tmp_path)
+    assert [row["half_round"] for row in trace["calls"]] == [3, 4, 5]
+    causes = [row["cause"] for row in goodput.read(tmp_path)]
+    assert causes[-4:-1] == ["evaluation", "profiling", "checkpoints"]
 
 
 def test_runs_outside_the_main_thread(train_quickly, tmp_path):

@@ -1,6 +1,7 @@
 """Metrics: written late and once, readable, and stopped by what is not finite."""
 
 import json
+import math
 import struct
 import threading
 
@@ -191,6 +192,21 @@ def test_continues_without_duplicates(tmp_path):
     recorder.close()
     assert written(tmp_path) == expected
     assert metrics.read(tmp_path)[-1]["loss"] == 3
+
+
+def test_a_number_that_json_lacks_is_null(tmp_path):
+    recorder = metrics.Recorder(tmp_path, done=0, tokens=0, seconds=0.0)
+    recorder.evaluation(evaluation(1) | {"ema_loss": math.nan})
+    recorder.train(
+        {"kind": "train", "half_round": 2, "tokens": 20},
+        {"loss": jnp.float32(1), "grad_norm": jnp.float32(np.inf)},
+    )
+    recorder.flush()
+    recorder.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    rows = metrics.read(tmp_path)
+    assert [rows[0]["ema_loss"], rows[1]["grad_norm"]] == [None, None]
 
 
 def test_an_evaluation_at_the_checkpoint_stays(tmp_path):

@@ -277,9 +277,17 @@ def test_a_stopped_run_keeps_its_trace(train_quickly, tmp_path):
 def test_a_damaged_summary_is_named(tmp_path):
     folder = tmp_path / "profile"
     folder.mkdir()
-    for text in ("{}", '{"unknown": "", "devices": [], "calls": [{}]}'):
+    row = {"half_round": 1, "seconds": 1, "computation": 1, "communication": 0}
+    whole = {"unknown": "", "devices": [], "calls": [row | {"hidden": 0}]}
+    for text in ("{}", '{"unknown": "", "devices": [], "calls": [{}]}',
+                 json.dumps(whole)):  # fmt: skip
         (folder / "process-0.json").write_text(text)
         with pytest.raises(ValueError, match=r"process-0\.json is damaged") as error:
             profiling.summaries(tmp_path)
         assert "\n" not in str(error.value)
+    whole["calls"][0]["waited_for"] = {}
+    for number in (0, 2, 10):
+        (folder / f"process-{number}.json").write_text(json.dumps(whole))
+    names = [name for name, _ in profiling.summaries(tmp_path)]
+    assert names == ["process 0", "process 2", "process 10"]
     assert jax.device_count() > 1

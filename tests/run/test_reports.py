@@ -67,3 +67,6 @@ def test_summarizes_in_a_file_and_for_people(tmp_path):
         "87.5% of 8 s on half-rounds; start-up 1 s\n",
     ]:
         assert part in text
+    summary["seconds_by_cause"] = {"training": 8.0, "start_up": 0.2}
+    text = run_summary.summarize(summary, tmp_path)
+    assert "of 8 s on half-rounds\n" in text

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from acco_jax.command import devices as here
+from acco_jax.run.state import processes
 from acco_jax.run.state import workdir as workdirs
 from acco_jax.schedule import chips
 
@@ -145,7 +146,9 @@ def bandwidths(mesh: Mesh) -> dict[tuple[int, int], float]:
             start = time.perf_counter()
             jax.block_until_ready(swap(x))
             seconds.append(time.perf_counter() - start)
-        found[i, j] = length * 4 / min(seconds)  # the slower ones met other work
+        # a process that holds neither device has nothing to wait for
+        slowest = processes.gathered(np.asarray(seconds)).max(axis=0)
+        found[i, j] = length * 4 / slowest.min()  # the slower ones met other work
     return found
 
 
@@ -187,6 +190,8 @@ def folder(workdir: Path) -> Iterator[Finding]:
     try:
         workdirs.check_shared(workdir)
         there = next(p for p in (workdir, *workdir.parents) if p.exists())
+        if not there.is_dir():
+            raise ValueError(f"{there} is a file")
         if not os.access(there, os.W_OK):
             raise ValueError(f"{there} is not to be written by this user")
     except (ValueError, OSError) as error:

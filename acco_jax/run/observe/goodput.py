@@ -100,14 +100,9 @@ class Record:
                 "stopped": stopped}  # fmt: skip
         self._add(row | {name: value for name, value in more.items() if value})
 
-    def trained(self, half_round: int, fetching: float = 0.0) -> None:
-        """Record the half-rounds done so far as training.
-
-        Args:
-          half_round: the last one done.
-          fetching: seconds that the host then waited for the devices.
-        """
-        waiting, self._waited = max(0.0, self._waited - fetching), 0.0
+    def trained(self, half_round: int) -> None:
+        """Record the half-rounds done so far, `half_round` the last, as training."""
+        waiting, self._waited = self._waited, 0.0
         if self._rows and self._rows[-1].get("half_round") != half_round:
             self.mark("training", half_round, waiting=waiting)
 
@@ -117,6 +112,13 @@ class Record:
         begin = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Measure how long the host waits for the devices, which is not for a batch."""
+        begin = time.perf_counter()
+        yield
+        self._waited = max(0.0, self._waited - (time.perf_counter() - begin))
 
     def summary(self) -> dict[str, Any]:
         """Return goodput, wall time and the seconds of each cause, as in summary.json.

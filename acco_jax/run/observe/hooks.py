@@ -5,6 +5,7 @@ raises is named in a warning and not called again. One that is slow misses rows.
 """
 
 import contextlib
+import copy
 import importlib
 import inspect
 import json
@@ -66,7 +67,7 @@ class Hooks:
           exits.Failed: if hooks are strict, and one of them raised.
         """
         for receiver in self._receivers.values():
-            receiver.row(dict(row))
+            receiver.row(copy.deepcopy(row))
 
     def close(self) -> None:
         """Wait a while until the hooks have taken all rows."""

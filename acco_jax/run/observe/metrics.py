@@ -66,11 +66,11 @@ class Recorder:
         self._start = time.perf_counter() - seconds
         self._mark = (time.perf_counter(), tokens)
         self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
         path, rows = workdir / FILE, read(workdir)
         # evaluations come before a checkpoint, except the final one
         rows = [r for r in rows if r["kind"] != "final" and r["half_round"] <= done]
-        if not self._writes:
-            return
         workdir.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows)
         self._file = path.open("a")
@@ -122,10 +122,11 @@ class Recorder:
         if self._pending is None:
             return
         (host, device, ended), self._pending = self._pending, None
-        begin = time.perf_counter()
-        values = {k: v.item() for k, v in jax.device_get(device).items()}
-        if self._record is not None:
-            self._record.trained(host["half_round"], time.perf_counter() - begin)
+        record = self._record
+        with record.fetching() if record else contextlib.nullcontext():
+            values = {k: v.item() for k, v in jax.device_get(device).items()}
+        if record:
+            record.trained(host["half_round"])
         dropped = {}
         if self._drops is not None:
             self._drops.read(host["half_round"])
@@ -211,9 +212,16 @@ class Recorder:
             self._file.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps(dict(map(_known, row.items()))) + "\n")
         self._file.flush()
         self._hooks.row(row)
+
+
+def _known(item: tuple[str, Any]) -> tuple[str, Any]:
+    """Return a row's name and value, None in place of a number that JSON lacks."""
+    name, value = item
+    lacks = isinstance(value, float) and not math.isfinite(value)
+    return name, None if lacks else value
 
 
 def check(loss: float, what: str, half_round: int) -> None:

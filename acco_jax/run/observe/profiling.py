@@ -209,7 +209,9 @@ def _is_summary(summary: dict[str, Any]) -> bool:
         return False
     names = ("computation", "communication", "hidden") if not unknown else ()
     for row in rows:
-        waited = row.get("waited_for", {}) if isinstance(row, dict) else None
+        if not isinstance(row, dict):
+            return False
+        waited = row.get("waited_for", {} if unknown else None)
         if not isinstance(waited, dict):
             return False
         numbers = [row.get(name) for name in ("half_round", "seconds", *names)]
@@ -225,7 +227,8 @@ def summaries(workdir: Path) -> list[tuple[str, dict[str, Any]]]:
       ValueError: with the damaged file.
     """
     found = []
-    for path in sorted((workdir / FOLDER).glob("process-*.json")):
+    paths = (workdir / FOLDER).glob("process-*.json")
+    for path in sorted(paths, key=lambda p: (len(p.name), p.name)):
         summary = read_object(path)
         if not _is_summary(summary):
             raise ValueError(f"{path} is damaged: remove it, or trace again.")

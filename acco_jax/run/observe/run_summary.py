@@ -58,7 +58,7 @@ def summarize(summary: dict[str, Any], workdir: Path) -> str:
         f"(this run: {ratio:.2f} of it)\n"
         f"each worker sent {sent} bytes; a device holds "
         "{state_bytes_per_device:,} of parameters and state\n"
-        "goodput        {goodput:.1%} of {wall_seconds:.0f} s on half-rounds; "
-        f"{causes}\n"
+        "goodput        {goodput:.1%} of {wall_seconds:.0f} s on half-rounds"
+        f"{causes and '; ' + causes}\n"
         "picture        {picture}"
     ).format(**summary, picture=workdir / "loss.png")

@@ -50,7 +50,7 @@ def rates(run: RunRecords) -> list[Row]:
     Parts lie between two evaluations, and are at least `ROWS` rows long if there are
     so many.
     """
-    rows = [row for row in run.train if row["tokens_per_second"] is not None]
+    rows = [row for row in run.train if row["tokens_per_second"]]  # or unknown
     ends = {row["half_round"] for row in run.evaluations}
     pairs = itertools.pairwise([{"tokens": 0}, *run.train])
     own = {row["half_round"]: row["tokens"] - last["tokens"] for last, row in pairs}

@@ -20,10 +20,10 @@ Row = dict[str, Any]
 # Positive numbers of summary.json that the page shows; later versions may have more.
 NEEDED = ("loss", "tokens", "steps", "seconds", "state_bytes_per_device")
 OPTIONAL = ("bytes_sent_per_worker", "gradient_seconds_per_token", "bits_per_byte",
-            "bigram_bits_per_byte", "devices", "lost_tokens", "workers",
-            "parameters")  # fmt: skip
+            "bigram_bits_per_byte", "lost_tokens", "parameters")  # fmt: skip
 # Keys of config.json that are not fields.
-FOUND = ("corpus", "generation", "parameters", "pretrained", "total_steps", "workers")
+FOUND = ("adapters", "corpus", "frozen", "generation", "parameters", "pretrained",
+         "total_steps", "workers")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,7 +163,7 @@ class Watch:
         It waits for the devices only where the host does not have them.
         """
         if isinstance(self._step, BalancedStep):
-            return self._step.counts
+            return list(self._step.counts)
         return [int(c) for c in jax.device_get(metrics["counts"])]
 
     def row(self, half_round: int) -> dict[str, Any]:

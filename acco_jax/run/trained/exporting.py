@@ -150,6 +150,9 @@ def _cast(
 def _check_empty(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out is {out}, which is there already: name a new folder.")
+    if out.is_symlink() or out.is_mount():  # no folder can be renamed to it
+        kind = "a link" if out.is_symlink() else "a mounted file system"
+        raise ValueError(f"--out is {out}, {kind}: name a new folder in it.")
 
 
 @contextlib.contextmanager

@@ -136,8 +136,9 @@ class Language:
         """
         context, spaces = (kept := context.rstrip()), context[len(kept) :]
         encoded = self.encode(context + spaces + continuation)
-        targets = len(encoded) - len(self.encode(context))
-        first = self.prefix if context else self.before
+        before = len(self.encode(context))
+        targets = len(encoded) - before
+        first = self.prefix if before else self.before
         tokens = np.concatenate([np.asarray(first, np.int32), encoded])
         most = self.config.max_length
         if not 1 <= targets <= most:

@@ -57,7 +57,9 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
 
 def _corpus(run: TrainedRun) -> data.Corpus:
     """Return the data of a run, if they have not changed."""
-    fields = pretrained.data_fields(run.config)
+    fields = run.config.data.copy_and_resolve_references()
+    if fields.tokenizer == pretrained.TOKENIZER:  # its folder may be gone
+        fields.tokenizer = str(run.workdir / "tokenizer.json")
     corpus = data.load_corpus(fields, workdir=run.workdir)
     then = read_object(run.workdir / "config.json").get("corpus", {})
     now = {"documents": corpus.documents, "tokens": corpus.checksum}
