@@ -108,8 +108,10 @@ def text(audit: Audit) -> str:
         f"{audit.topology}: {audit.topology.devices} x {audit.topology.chip.title}"
         f"{f', mesh {mesh}' if mesh else ''}",
         f"one execution {seconds(p.total)} = computation {seconds(p.computation)} + "
-        f"exposed communication {seconds(p.exposed)}, PREDICTED, "
-        f"{audit.machine.network}",
+        f"exposed communication {seconds(p.exposed)}"
+        + (f" + slowed by communication {seconds(p.slowing)}" if p.slowing else "")
+        + (f" + the call itself {seconds(p.call)}" if p.call else "")
+        + f", PREDICTED, {audit.machine.network}",
         f"overlapped: {audit.verdict().shares()}",
         paragraph(PROOF, 0),
     ]
@@ -141,6 +143,8 @@ def as_dict(audit: Audit) -> dict[str, Any]:
         "computation_seconds": p.computation,
         "communication_seconds": p.communication,
         "exposed_seconds": p.exposed,
+        "slowing_seconds": p.slowing,
+        "call_seconds": p.call,
         "unknown": list(audit.schedule.unknown),
         "axes": {name: _axis_dict(v) for name, v in audit.axes.items()},
     }

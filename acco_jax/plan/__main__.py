@@ -127,12 +127,20 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     if _CALIBRATE.value:
         if gate:
             raise ValueError("--require-hidden judges a plan: leave out --calibrate.")
+        of_plans = (_TOPOLOGY, _METHODS, _DEVICES, _SET, _NETWORK, _TOKENS, _PRICE,
+                    _FAILURE, _RECOMMEND, _SWEEP, _CALIBRATION, _OUT,
+                    _DUMP_HLO)  # fmt: skip
+        if given := next((f.name for f in of_plans if f.value), None):
+            raise ValueError(
+                f"--{given} is of a plan, --calibrate measures this machine: leave out "
+                "one of them."
+            )
         _calibrate(json_file)
         return _nothing
     if not _TOPOLOGY.value:
         raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
     places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
-    by_hand = dict(map(arguments.number, _SET.value))
+    by_hand = dict(arguments.number("--set", x) for x in _SET.value)
     changes = {**_measured(places), **by_hand}
     if "network_efficiency" in by_hand:  # instead of a measured one, too
         for name in {"fast_efficiency", "slow_efficiency"} - by_hand.keys():
@@ -248,7 +256,7 @@ def _terms(
     places: Sequence[Topology], networks: Sequence[float], several: bool
 ) -> dict[str, Any] | None:
     """Return the terms of a decision, None where one plan is asked for."""
-    prices = dict(map(arguments.number, _PRICE.value))
+    prices = dict(arguments.number("--price", x) for x in _PRICE.value)
     known = {place.chip.name for place in places}
     for name, price in prices.items():
         if name not in known or isinstance(price, tuple) or not 0 <= price < 1e9:

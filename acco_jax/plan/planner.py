@@ -162,7 +162,7 @@ def prepare(config: ConfigDict, topology: Topology, request: PlanRequest) -> Pre
     machine = machine_of(topology, request)
     numbers = tuple(sorted({topology.devices, *request.devices}))
     for n in numbers:
-        _check_devices(n, machine)
+        _check_devices(n, machine, config.mesh.fsdp * config.mesh.tensor)
     model = models.model(config, programs.vocab_size(config))
     mesh = programs.data_mesh(topology, config.domains, config.mesh)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
@@ -229,7 +229,11 @@ def with_domains(config: ConfigDict, topology: Topology) -> ConfigDict:
     return config
 
 
-def _check_devices(n: int, machine: Machine) -> None:
+def _check_devices(n: int, machine: Machine, group: int) -> None:
+    if n % group:
+        raise ValueError(
+            f"devices is {n}, but a worker is a group of {group}: give a multiple."
+        )
     domain = machine.domain(max(n, 1))
     if n < 1 or n % domain:
         raise ValueError(

@@ -291,7 +291,7 @@ class _Timeline:
 
     def _compute(self, o: Operation) -> None:
         """Add an operation, unless it is part of a collective."""
-        if o.kind.endswith(PARTS) and o.kind not in LAUNCHED:
+        if o.kind.endswith(PARTS) and o.kind not in LAUNCHED and not o.flops:
             return
         matmul, memory = _parts(o, self._machine)
         self.matmul, self.memory = self.matmul + matmul, self.memory + memory

@@ -130,8 +130,17 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             current = None
         elif current is not None:
             _add_instruction(current, line)
+    if current is not None:
+        raise ValueError(
+            f"the module's text ends inside {current.name}: give the whole of "
+            "compiled.as_text()"
+        )
     if not entry:
         raise ValueError("the module's text has no ENTRY computation")
+    if "%" not in text:
+        raise ValueError(
+            "the module's text has names without %: give that of compiled.as_text()"
+        )
     return computations, entry
 
 
@@ -221,10 +230,10 @@ def device_groups(x: Instruction, devices: int) -> Groups:
         The devices that take part together; () if the text lacks them.
     """
     text = x.attributes
-    if match := re.search(r"replica_groups=\{\{([\d,{} ]*)\}\}", text):
+    if match := re.search(r"replica_groups=\{\{([\d,{} ]+)\}\}", text):
         groups = re.split(r"\}, ?\{", match[1])
         return tuple(tuple(map(int, group.split(","))) for group in groups)
-    if "replica_groups={}" in text:
+    if re.search(r"replica_groups=\{(\{\})?\}", text):
         return (tuple(range(devices)),)
     pattern = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
     if match := re.search(pattern, text):
@@ -309,18 +318,21 @@ def _integers(text: str | None) -> list[int]:
 
 def product_flops(x: Instruction) -> int:
     """Count the FLOPs of a matmul, attention included, else 0."""
-    if x.opcode == "dot":
+    opcode = x.opcode.removesuffix("-start")
+    if opcode == "dot":
         contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
-    elif x.opcode == "convolution":
+    elif opcode == "convolution":
         return _convolution_flops(x, x.operands[0].dims, x.operands[1].dims, x.dims)
-    elif x.opcode == "custom-call" and "__cublas$" in x.attributes:
+    elif opcode == "custom-call" and "__cublas$" in x.attributes:
         pattern = r'lhs_contracting_dimensions\\?":\[([^\]]*)\]'
         contracted = _integers(x.attribute(pattern))
-    elif x.opcode == "custom-call" and "__cudnn$fmha" in x.attributes:
+    elif opcode == "custom-call" and "__cudnn$fmha" in x.attributes:
         return _attention_flops(x)
-    elif x.opcode == "custom-call" and "__cudnn$conv" in x.attributes:
+    elif opcode == "custom-call" and "__cudnn$conv" in x.attributes:
         return _cudnn_flops(x)
-    elif x.opcode == "custom-call":
+    elif opcode == "custom-call" and re.match(r"ragged-dot(?!-metadata)", x.name):
+        return _ragged_flops(x)
+    elif opcode == "custom-call":
         return _kernel_flops(x)
     else:
         return 0
@@ -349,8 +361,22 @@ def _kernel_flops(x: Instruction) -> int:
     length, window = int(scope[1]), int(scope[2])
     seen = _seen(length, window)
     arrays = (array for operand in x.operands for array in operand.arrays)
-    queries = next(dims for kind, dims in arrays if "f" in kind and len(dims) > 2)
+    found = (dims for kind, dims in arrays if "f" in kind and len(dims) > 2)
+    if (queries := next(found, None)) is None:
+        return 0
     return 2 * count * seen * math.prod(queries) // length
+
+
+def _ragged_flops(x: Instruction) -> int:
+    """Count the FLOPs of a TPU's kernel for `lax.ragged_dot`: each row has one group.
+
+    Its first matrix is (rows, contracted), its result (rows, columns).
+    """
+    arrays = (array for operand in x.operands for array in operand.arrays)
+    found = (dims for kind, dims in arrays if "f" in kind and len(dims) == 2)
+    if len(x.dims) != 2 or (rows := next(found, None)) is None:
+        return 0
+    return 2 * math.prod(x.dims) * rows[1]
 
 
 def _attention_flops(x: Instruction) -> int:

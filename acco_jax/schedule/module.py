@@ -171,6 +171,8 @@ class Module:
         """
         if x.opcode in FREE or x.opcode.endswith("-done"):
             return 0
+        if x.opcode != "fusion" and self.communicates(x):
+            return 0  # its time is the network's
         if x.opcode in ("while", "call", "conditional"):
             inside = [self.bytes_in(c) for c in self.called(x)]
             if x.opcode == "conditional":
@@ -263,8 +265,8 @@ class Module:
     # ---- collectives inside of instructions
 
     def _collectives_in(self, c: Computation) -> tuple[Instruction, ...]:
-        direct = [x for x in c.instructions if x.opcode in KINDS]
-        callers = (x for x in c.instructions if x.opcode in ("fusion", "call"))
+        direct = [x for x in c.instructions if _kind(x) in KINDS]
+        callers = (x for x in c.instructions if _kind(x) not in KINDS)
         return (*direct, *itertools.chain(*map(self.collectives_of, callers)))
 
     def collectives_of(self, x: Instruction) -> list[Instruction]:
@@ -273,7 +275,7 @@ class Module:
 
     def communicates(self, x: Instruction) -> bool:
         """Return whether an instruction is a collective or starts one inside it."""
-        kind = x.opcode.removesuffix("-start")
+        kind = _kind(x)
         holds = kind != x.opcode or kind == "fusion"
         return kind in KINDS or (holds and bool(self.collectives_of(x)))
 
@@ -313,9 +315,14 @@ def _results(c: Computation) -> list[Instruction]:
     return c.root.operands if c.root.opcode == "tuple" else [c.root]
 
 
+def _kind(x: Instruction) -> str:
+    """Return the opcode of what an instruction does or starts."""
+    return x.opcode.removesuffix("-start")
+
+
 def _is_carried(x: Instruction) -> bool:
     """Return whether an instruction in a fusion is part of a collective."""
-    return x.opcode.removesuffix("-start") in KINDS or (
+    return _kind(x) in KINDS or (
         x.opcode == "custom-call" and 'target="AsyncCollective' in x.attributes
     )
 

@@ -7,6 +7,7 @@ compiled for.
 $ACCO_PLAN_CACHE names the folder; 'off' keeps nothing.
 """
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -76,9 +77,10 @@ def load(name: str) -> dict[str, Any] | None:
     file = place / f"{name}.json.gz"
     try:
         found = json.loads(gzip.decompress(file.read_bytes()))
-        file.touch()
     except (OSError, EOFError, ValueError, zlib.error):
         return None
+    with contextlib.suppress(OSError):  # a folder that others fill
+        file.touch()
     return found if isinstance(found, dict) else None
 
 
@@ -97,4 +99,5 @@ def keep(name: str, entry: Mapping[str, Any]) -> None:
         for old in entries[:-ENTRIES]:
             old.unlink(missing_ok=True)
     except OSError:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()

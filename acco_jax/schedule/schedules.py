@@ -201,6 +201,9 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
     module = Module(text, trip_counts)
     runs = list(module.runs())
     loops = [x for c, _ in runs for x in c.instructions if x.opcode == "while"]
+    given = trip_counts.values() if isinstance(trip_counts, Mapping) else [trip_counts]
+    if any(n is not None and n < 0 for n in given):
+        raise ValueError(f"trip_counts is {trip_counts}, but is a number of iterations")
     if isinstance(trip_counts, Mapping):
         unknown = [x.name for x in loops if module.stated_trips(x) is None]
         if wrong := set(trip_counts) - set(unknown):

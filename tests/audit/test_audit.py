@@ -101,6 +101,12 @@ def test_table_json_and_picture(tmp_path):
     assert (first["name"], first["status"]) == ("all-gather-start.5", "overlapped")
     assert first["beside"][0]["seconds"] > 0
     assert data["exposed_seconds"] == pytest.approx(found.prediction.exposed)
+    assert data["slowing_seconds"] == found.prediction.slowing > 0
+    assert "+ slowed by communication" in table
+    parts = ("computation", "exposed", "slowing", "call")
+    assert sum(data[f"{part}_seconds"] for part in parts) == pytest.approx(
+        data["seconds"]
+    )
     found.picture(tmp_path / "audit.png")
     assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
 

@@ -190,6 +190,21 @@ def test_compilers_flags_have_entries_of_their_own(monkeypatch):
     assert key("--xla_jf_spmd_threshold=1", "LIBTPU_INIT_ARGS") != plain
 
 
+def test_a_cache_that_cannot_be_written_costs_nothing(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCO_PLAN_CACHE", str(tmp_path / "file"))
+    program_cache.keep("x", {"text": ""})
+    assert program_cache.load("x") is None
+    monkeypatch.setenv("ACCO_PLAN_CACHE", str(tmp_path))
+    program_cache.keep("x", {"text": "y"})
+
+    def forbidden(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(program_cache.Path, "touch", forbidden)  # others fill it
+    assert program_cache.load("x") == {"text": "y"}
+
+
 def test_what_was_compiled_before_is_not_said_to_be_compiled(
     monkeypatch, tmp_path, caplog
 ):

@@ -95,6 +95,11 @@ def between(lines: str, computations: str = "") -> schedules.Collective:
             'metadata={op_name="jit(f)/another_kernel/pallas_call"}',
             0,
         ),
+        (
+            '%x = f32[8]{0} custom-call(%q), custom_call_target="AllocateBuffer", '
+            'metadata={op_name="attention_64x64/attention_forward/x"}',
+            0,
+        ),
         # an image convolution with padding: a 3x3 window over 8x8, 1 pixel around
         (
             "%x = f32[1,8,8,4]{3,2,1,0} convolution(%i, %k), "
@@ -233,6 +238,110 @@ def test_collective_inside_an_asynchronous_computation():
     (found,) = schedules.read(text).select()
     assert (found.kind, found.bytes, found.dtype) == ("all-gather", 4 * MIB, "f32")
     assert (found.start, found.done, found.flops_between) == (2, 4, ONE)
+
+
+NESTED = """
+    %reduce (a: f32[1024,1024]) -> f32[1024,1024] {
+      %a = f32[1024,1024]{1,0} parameter(0)
+      ROOT %r = f32[1024,1024]{1,0} all-reduce(%a), replica_groups=[1,8]<=[8], to_apply=%sum
+    }
+
+    %started (a: f32[1024,1024]) -> f32[1024,1024] {
+      %a = f32[1024,1024]{1,0} parameter(0)
+      %s = f32[1024,1024]{1,0} all-reduce-start(%a), replica_groups=[1,8]<=[8], to_apply=%sum
+      ROOT %d = f32[1024,1024]{1,0} all-reduce-done(%s)
+    }
+
+    %none (a: f32[1024,1024]) -> f32[1024,1024] {
+      ROOT %a = f32[1024,1024]{1,0} parameter(0)
+    }
+
+    %outer (a: f32[1024,1024], b: pred[]) -> f32[1024,1024] {
+      %a = f32[1024,1024]{1,0} parameter(0)
+      %b = pred[] parameter(1)
+      LINES
+    }
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "ROOT %x = f32[1024,1024]{1,0} call(%a), to_apply=%reduce",
+        "ROOT %x = f32[1024,1024]{1,0} call(%a), to_apply=%started",
+        "ROOT %x = f32[1024,1024]{1,0} conditional(%b, %a, %a), "
+        "true_computation=%reduce, false_computation=%none",
+        "%s1 = ((f32[1024,1024]), f32[1024,1024]) async-start(%a), calls=%reduce\n"
+        "ROOT %d1 = f32[1024,1024]{1,0} async-done(%s1)",
+    ],
+)
+def test_a_collective_deeper_inside_an_asynchronous_computation(lines):
+    """As a second GPU stream has it."""
+    text = module(
+        """
+        %p = f32[1024,1024]{1,0} parameter(0)
+        %b = pred[] parameter(1)
+        %s = ((f32[1024,1024], pred[]), f32[1024,1024]) async-start(%p, %b), calls=%outer
+        %d = f32[1024,1024]{1,0} async-done(%s)
+        """,  # noqa: E501
+        NESTED.replace("LINES", lines),
+    )
+    (found,) = schedules.read(text).collectives
+    assert (found.kind, found.bytes) == ("all-reduce", 4 * MIB)
+
+
+def test_a_collective_in_a_loop_takes_no_time_of_the_memory():
+    loop = """
+        %test (t: (s32[], f32[1024,1024])) -> pred[] {
+          %t = (s32[], f32[1024,1024]{1,0}) parameter(0)
+          %c = s32[] constant(3)
+          %i = s32[] get-tuple-element(%t), index=0
+          ROOT %lt = pred[] compare(%i, %c), direction=LT
+        }
+
+        %body (t: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
+          %t = (s32[], f32[1024,1024]{1,0}) parameter(0)
+          %i = s32[] get-tuple-element(%t), index=0
+          %b = f32[1024,1024]{1,0} get-tuple-element(%t), index=1
+          %one = s32[] constant(1)
+          %j = s32[] add(%i, %one)
+          %r = f32[1024,1024]{1,0} all-reduce(%b), replica_groups=[1,8]<=[8], to_apply=%sum
+          ROOT %n = (s32[], f32[1024,1024]{1,0}) tuple(%j, %r)
+        }
+    """  # noqa: E501
+    text = module(
+        """
+        %z = s32[] constant(0)
+        %p = f32[1024,1024]{1,0} parameter(0)
+        %t = (s32[], f32[1024,1024]{1,0}) tuple(%z, %p)
+        %w = (s32[], f32[1024,1024]{1,0}) while(%t), condition=%test, body=%body
+        """,
+        loop,
+    )
+    schedule = schedules.read(text)
+    (found,) = schedule.collectives
+    assert (found.times, found.bytes) == (3, 4 * MIB)
+    (size,) = (x.bytes for x in schedule.operations if x.name == "w")
+    assert size <= 3 * 16  # the counter's
+
+
+RAGGED = """
+    %r = bf16[64,32]{1,0} parameter(2)
+    %e = bf16[8,32,16]{2,1,0} parameter(3)
+    %g = s32[8]{0} parameter(4)
+    %m = s32[8]{0} custom-call(%g), custom_call_target="tpu_custom_call"
+    %NAME = bf16[64,16]{1,0} custom-call(%g, %r, %e), \
+      custom_call_target="tpu_custom_call"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [("ragged-dot-none.1", 2 * 64 * 32 * 16), ("ragged-dot-metadata.2", 0), ("x", 0)],
+)
+def test_a_tpu_s_kernel_for_ragged_products(name, flops):
+    """Each row is multiplied by the matrix of its group alone."""
+    assert between(RAGGED.replace("NAME", name)).flops_between == flops
 
 
 SLICES = """
@@ -459,6 +568,7 @@ def test_end_inside_a_loop_counts_what_runs_before_it():
     [
         ("replica_groups={{0,1},{2,3}}", ((0, 1), (2, 3))),
         ("replica_groups={}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+        ("replica_groups={{}}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
         ("replica_groups=[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("replica_groups=[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
         ("replica_groups=mesh['data'=2,'m.1'=4] {'m.1'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
@@ -502,5 +612,14 @@ def test_text_that_is_no_schedule_is_refused():
     ):
         with pytest.raises(ValueError, match="not the text of a compiled"):
             schedules.read(text)
+    whole = module("%p = f32[8]{0} parameter(0)\n%q = f32[8]{0} negate(%p)")
+    for cut in (whole.rstrip().rstrip("}"), whole[: whole.index("negate")]):
+        with pytest.raises(ValueError, match="ends inside main: give the whole"):
+            schedules.read(cut)
+    with pytest.raises(ValueError, match="names without %"):
+        schedules.read(whole.replace("%", ""))
+    for wrong in (-3, {"w": -1}):
+        with pytest.raises(ValueError, match=r"trip_counts is .* a number of iter"):
+            schedules.read(whole, trip_counts=wrong)
     with pytest.raises(ValueError, match="no ENTRY"):
         schedules.read("HloModule m, is_scheduled=true\n")
