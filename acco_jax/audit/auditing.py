@@ -1,10 +1,12 @@
 """Audit of a program: compiled if needed, its schedule read, each axis judged."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from acco_jax.audit import axes
@@ -76,7 +78,10 @@ def audit(
     _check_devices(schedule, place)
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
     check_mesh(sizes, place)
-    prediction = costs.predict(schedule, machine, place.devices)
+    placed = schedule
+    if isinstance(mesh, Mesh) and place.platform == "gpu":
+        placed = _placed(schedule, mesh)
+    prediction = costs.predict(placed, machine, place.devices)
     return Audit(
         schedule,
         machine,
@@ -164,6 +169,22 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
             f"the mesh {shape} has {total} devices, {topology} has "
             f"{topology.devices}: give the mesh that the program was compiled for."
         )
+
+
+def _placed(schedule: schedules.Schedule, mesh: Mesh) -> schedules.Schedule:
+    """Return the schedule with its devices numbered as hosts hold them.
+
+    A program numbers them in the mesh's order.
+    """
+    found = [(d.process_index, d.id) for d in mesh.devices.flat]
+    places = np.array([sorted(found).index(x) for x in found])
+
+    def moved(c: schedules.Collective) -> schedules.Collective:
+        groups = tuple(tuple(sorted(places[list(g)].tolist())) for g in c.groups)
+        return dataclasses.replace(c, groups=groups)
+
+    collectives = tuple(map(moved, schedule.collectives))
+    return dataclasses.replace(schedule, collectives=collectives)
 
 
 def _axes(

@@ -122,6 +122,39 @@ def test_a_compiled_program_and_its_text_say_the_same():
     )
 
 
+REDUCED = """HloModule m, is_scheduled=true, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  ROOT %r = f32[1024,1024]{1,0} all-reduce(%p), replica_groups=GROUPS, to_apply=%sum
+}
+"""
+
+
+def test_a_group_is_in_one_host_or_several_by_its_mesh():
+    """A program numbers devices as its mesh has them, not as hosts hold them."""
+
+    def found(groups, *order):
+        mesh = Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), ("a", "b"))
+        text = REDUCED.replace("GROUPS", groups)
+        return audit(text, topology="gpu:h100:2x4", mesh=mesh)
+
+    inside = found("{{0,1,2,3},{4,5,6,7}}", *range(8))
+    across = found("{{0,2,4,6},{1,3,5,7}}", *range(8))
+    assert across.prediction.exposed > 1.5 * inside.prediction.exposed
+    turned = found("{{0,1,2,3},{4,5,6,7}}", 0, 2, 4, 6, 1, 3, 5, 7)
+    assert turned.prediction.exposed == across.prediction.exposed
+    assert list(turned.axes) == list(inside.axes) == ["b"]
+    again = found("{{0,2,4,6},{1,3,5,7}}", 0, 4, 1, 5, 2, 6, 3, 7)
+    assert again.prediction.exposed == inside.prediction.exposed
+
+
 def test_other_figures():
     slow, fast = (
         audit(text_of("foreign/fsdp"), topology=PLACE, mesh=MESH, figures=figures)
