@@ -12,6 +12,7 @@ measures the devices that are here, and the step on them, beside what plan predi
 
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,7 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     if not _TOPOLOGY.value:
         raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
     places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
-    by_hand = dict(arguments.number("--set", x) for x in _SET.value)
+    by_hand = dict(map(arguments.number, _SET.value))
     changes = {**_measured(places), **by_hand}
     if "network_efficiency" in by_hand:  # instead of a measured one, too
         for name in {"fast_efficiency", "slow_efficiency"} - by_hand.keys():
@@ -256,12 +257,17 @@ def _terms(
     places: Sequence[Topology], networks: Sequence[float], several: bool
 ) -> dict[str, Any] | None:
     """Return the terms of a decision, None where one plan is asked for."""
-    prices = dict(arguments.number("--price", x) for x in _PRICE.value)
+    prices = dict[str, float]()
     known = {place.chip.name for place in places}
-    for name, price in prices.items():
-        if name not in known or isinstance(price, tuple) or not 0 <= price < 1e9:
+    for text in _PRICE.value:
+        name, _, price = text.partition("=")
+        try:
+            prices[name] = float(price)
+        except ValueError:
+            prices[name] = math.nan
+        if name not in known or not 0 <= prices[name] < 1e9:
             raise ValueError(
-                f"--price={name}: give CHIP=PRICE of an hour, for a chip of --topology "
+                f"--price={text}: give CHIP=PRICE of an hour, for a chip of --topology "
                 f"({', '.join(sorted(known))})."
             )
     numbers = {

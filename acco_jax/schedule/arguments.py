@@ -57,7 +57,7 @@ def path(flag: flags.FlagHolder) -> Path | None:
     return None if flag.value is None else expanded(flag.value)
 
 
-def number(flag: str, text: str) -> tuple[str, Change]:
+def number(text: str) -> tuple[str, Change]:
     """Read a figure, NAME=NUMBER, or its range, NAME=LEAST:MOST.
 
     Raises:
@@ -70,7 +70,7 @@ def number(flag: str, text: str) -> tuple[str, Change]:
         ends = []
     if len(ends) not in (1, 2):
         raise ValueError(
-            f"{flag}={text}: give NAME=NUMBER or NAME=LEAST:MOST, for example "
+            f"--set={text}: give NAME=NUMBER or NAME=LEAST:MOST, for example "
             "slow_bandwidth=50e9 or compute_efficiency=0.4:0.6."
         )
     return name, ends[0] if len(ends) == 1 else (ends[0], ends[1])

@@ -171,7 +171,7 @@ class Module:
         """
         if x.opcode in FREE or x.opcode.endswith("-done"):
             return 0
-        if x.opcode != "fusion" and self.communicates(x):
+        if _kind(x) != "fusion" and self.communicates(x):
             return 0  # its time is the network's
         if x.opcode in ("while", "call", "conditional"):
             inside = [self.bytes_in(c) for c in self.called(x)]
