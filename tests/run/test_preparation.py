@@ -81,3 +81,21 @@ def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
     config = tiny(method="diloco", method_options={"local_steps": 4})
     with pytest.raises(ValueError, match="steps is 6, no multiple of the 4 inner"):
         preparation.prepare(config, tmp_path, jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(0, "init_from='a'"), (1, "base='b'"), (2, r"lora\.init_from='c'")],
+)
+def test_processes_with_other_weights_are_refused(monkeypatch, number, message):
+    identity = {"init_from": "a", "base": "b", "lora": {"init_from": "c"}}
+    asked = []
+
+    def gathered(x):
+        asked.append(x)
+        return np.stack([x, x + np.uint32(len(asked) == number + 1)])
+
+    monkeypatch.setattr(preparation.processes, "gathered", gathered)
+    with pytest.raises(ValueError, match=f"{message} is not the same .* same files"):
+        preparation._check_same_weights(identity)
+    assert len(asked) == number + 1
