@@ -81,6 +81,8 @@ def main(argv: list[str]) -> None:
         raise ValueError("--at_once is for runs that share no --network: drop one.")
     if not _TUNE.value and (_BUDGET.value or flags.FLAGS["tune_seeds"].present):
         raise ValueError("--budget and --tune_seeds are for --tune: give it, too.")
+    if not _WORKDIR.value:
+        raise ValueError("--workdir is empty: name a folder.")
     request = comparison.ComparisonRequest(
         config=tuple(parsing.config_arguments()),
         entries=comparison.parse(str(_METHODS.value)),

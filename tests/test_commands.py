@@ -125,6 +125,7 @@ CONFIG = f"--config={ROOT / 'experiments' / 'quickstart.py'}"
 SPELLINGS = {  # command lines, and what each is refused for once its flags are read
     ("compare", CONFIG, "--methods=acco", "--workdir=w", "--network=1mbit",
      "--at-once=2"): "--at_once is for runs",
+    ("compare", CONFIG, "--methods=acco", "--workdir="): "--workdir is empty",
     ("train", CONFIG, "--workdir", "w", "--min-processes", "2"): "--min_processes=2",
     ("plan", CONFIG, "--failure_hours=-1", "--nofit", "--topology=gpu:h100:1x8"):
         "--failure-hours",

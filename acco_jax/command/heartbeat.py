@@ -88,8 +88,9 @@ def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
     source, pipe, place = json.loads(text)
     folder = Path(place)
     # Python still writes to the terminal, C++ does not.
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    # A path may be no Unicode.
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     with open(folder / "messages.txt", "w") as messages:
         os.dup2(messages.fileno(), 1)
         os.dup2(messages.fileno(), 2)
@@ -158,7 +159,7 @@ def _beat() -> None:
 def _unexpected(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    with open(2, "w", closefd=False) as messages:
+    with open(2, "w", closefd=False, errors="backslashreplace") as messages:
         traceback.print_exception(kind, error, trace, file=messages)
     last = "".join(traceback.format_exception_only(error)).strip()
     _tell(code=1, exception=last.partition("\n")[0][:300])

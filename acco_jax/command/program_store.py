@@ -46,13 +46,13 @@ def keep_programs() -> None:
 
     A folder that cannot be written costs a warning.
     """
-    place = folder()
-    if place is None:
-        return
     try:
+        place = folder()
+        if place is None:
+            return
         place.mkdir(parents=True, exist_ok=True)
         _shrink(place, BYTES)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         logging.warning("compiled programs are not kept: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(place))

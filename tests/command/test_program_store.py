@@ -47,6 +47,12 @@ def test_a_folder_that_cannot_be_written_is_a_warning(unset, caplog):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_no_home_is_a_warning(unset, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    program_store.keep_programs()
+    assert "not kept: Could not determine home" in caplog.text
+
+
 def test_what_was_not_used_for_longest_goes(tmp_path):
     for age, name in enumerate(("new", "used", "old")):
         (tmp_path / name).write_bytes(bytes(10))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -334,6 +335,19 @@ def test_a_pool_fills_its_slots_and_reports_every_code(tmp_path):
     assert [codes[t] for t in tasks] == [0, 4, 75]
     assert [name for name, _ in started] == ["a", "b", "c"]
     assert started[0][1] != started[1][1]
+
+
+def test_a_signal_while_a_run_starts_reaches_it(tmp_path):
+    def start(task, slot):
+        running.signal(signal.SIGTERM, None)
+        started.append(subprocess.Popen(["sleep", "60"]))
+        return started
+
+    started = []
+    running = pool.Pool(start, [pool.Slot()])
+    with pytest.raises(exits.Stopped):
+        running.run([pool.Task("a", tmp_path, ())])
+    assert started[0].wait() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

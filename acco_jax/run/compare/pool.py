@@ -111,7 +111,10 @@ class Pool:
             for k, slot in enumerate(self._slots):
                 if queue and not self._received and k not in self._running:
                     task = queue.pop(0)
-                    self._running[k] = task, self._start(task, slot)
+                    processes = self._start(task, slot)
+                    self._running[k] = task, processes
+                    if self._received:  # while it started
+                        _send(processes, signal.SIGTERM)
             for k, (task, processes) in list(self._running.items()):
                 if (code := _ended(processes)) is not None:
                     codes[task] = code
@@ -124,11 +127,15 @@ class Pool:
     def signal(self, number: int, frame: types.FrameType | None) -> None:
         """Pass on a signal: the first as SIGTERM, later ones unchanged."""
         self._received.append(number)
+        first = len(self._received) == 1
         for _, processes in self._running.values():
-            for process in processes:
-                if process.poll() is None:
-                    first = len(self._received) == 1
-                    process.send_signal(signal.SIGTERM if first else number)
+            _send(processes, signal.SIGTERM if first else number)
+
+
+def _send(processes: list[subprocess.Popen], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
 
 
 def _ended(processes: list[subprocess.Popen]) -> int | None:
