@@ -343,16 +343,17 @@ def _check_same_text(checksum: int) -> None:
 
 
 def _check_same_weights(identity: dict[str, Any]) -> None:
-    """Raise a ValueError, on every process, if init_from's models differ."""
+    """Raise a ValueError, on every process, if they start from other weights."""
     named = {
         "pretrained": ("init_from", identity["init_from"], "model"),
         "frozen": ("base", identity["base"], "model"),
         "adapters": ("lora.init_from", identity["lora"]["init_from"], "adapters"),
     }
-    for key, (field, value, kind) in named.items():
-        said = json.dumps(identity.get(key), sort_keys=True)
-        sums = processes.gathered(np.uint32(zlib.crc32(said.encode())))
-        if len(set(sums.tolist())) > 1:
+    said = [json.dumps(identity.get(key), sort_keys=True) for key in named]
+    sums = np.array([zlib.crc32(text.encode()) for text in said], np.uint32)
+    each = processes.gathered(sums).T
+    for own, (field, value, kind) in zip(each, named.values(), strict=True):
+        if len(set(own.tolist())) > 1:
             raise ValueError(
                 f"{field}={value!r} is not the same {kind} for all processes: give all "
                 "of them the same files."
