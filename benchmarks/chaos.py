@@ -112,12 +112,15 @@ class Run:
         return command.pid
 
     def child(self, process: int) -> int:
-        """Returns the number of the process that trains."""
-        while True:
-            path = f"/proc/{self.pid(process)}/task/{self.pid(process)}/children"
-            if numbers := pathlib.Path(path).read_text().split():
-                return int(numbers[0])
-            time.sleep(0.1)
+        """Returns the number of the process that trains: a fork of the command's."""
+        pid, depth = self.pid(process), 0
+        while depth < 2:
+            numbers = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            if numbers:
+                pid, depth = int(numbers.split()[0]), depth + 1
+            else:
+                time.sleep(0.1)
+        return pid
 
     def rows(self) -> list[dict]:
         return common.rows(self.workdir)

@@ -26,19 +26,23 @@ def is_remote(path: Path | epath.Path | str) -> bool:
     return re.match(r"\w+:/", os.fspath(path)) is not None
 
 
-def write_whole(path: Path | epath.Path, text: str) -> None:
+def write_whole(path: Path | epath.Path, content: str | bytes) -> None:
     """Write a file under a fresh name first, then rename it.
 
-    The name is unpredictable, and no symbolic link is followed.
+    The name is unpredictable, and no symbolic link is followed. The content is on disk
+    before the file has its name.
     """
+    content = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         if is_remote(path):
-            partial.write_text(text)
+            partial.write_bytes(content)
         else:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with open(os.open(partial, flags, 0o666), "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(os.open(partial, flags, 0o666), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -3,6 +3,9 @@
 They are signs of life, the half-rounds done, and the one line it ends with. Output of
 C++ libraries goes to a file, and so do the stacks of its threads when the command
 asks for them. Without such a command all of this does nothing.
+
+What the command starts imports all that training needs, and stays: for each attempt it
+forks a process that trains, so that a restart imports nothing.
 """
 
 import contextlib
@@ -11,7 +14,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -25,8 +27,9 @@ from absl import logging
 
 VARIABLE = "ACCO_JAX_ORDERS"
 SECONDS = 1.0  # between signs of life
-LONGEST = 600  # characters of a line: a pipe takes 4096 bytes whole or not at all
+LONGEST = 600  # characters of at most 6 bytes: a pipe takes 4096 whole or not at all
 STACKS = signal.SIGUSR2  # asks for the stacks of all threads
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 _pipe: int | None = None
 _stacks: TextIO | None = None
@@ -34,13 +37,11 @@ _stacks: TextIO | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """Orders of a command to the process it starts: JSON, a line in a pipe.
-
-    They may come long after the start, to a process that is a spare until then.
-    """
+    """Orders of a command for the process of an attempt: JSON, a line in a pipe."""
 
     attempt: int  # from 1; later ones are restarts
     given: float  # when, in seconds since 1970
+    folder: str  # for messages.txt and stacks.txt
     coordinator: (
         str | None
     )  # host:port of JAX's coordination service; None: one process
@@ -59,7 +60,7 @@ def environment(orders: int, pipe: int, folder: str) -> dict[str, str]:
     Args:
       orders: file descriptor to read the orders from.
       pipe: file descriptor to write to.
-      folder: for messages.txt and stacks.txt.
+      folder: for messages.txt, until there are orders.
     """
     return {VARIABLE: json.dumps([orders, pipe, folder])}
 
@@ -75,41 +76,79 @@ def die_with_parent(number: int) -> None:
 
 
 def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
-    """Wait for orders, and give signs of life; return None if no command started this.
+    """Return orders to a process forked for them; None if no command started this.
 
     Args:
-      prepare: what a spare does before it waits.
+      prepare: imports what training needs, before the first fork.
     """
-    global _pipe, _stacks
+    global _pipe
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
     die_with_parent(signal.SIGKILL)
-    source, pipe, place = json.loads(text)
-    folder = Path(place)
+    source, _pipe, folder = json.loads(text)
+    os.set_blocking(_pipe, False)
+    sys.excepthook = _unexpected
     # Python still writes to the terminal, C++ does not.
     # A path may be no Unicode.
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
-    with open(folder / "messages.txt", "w") as messages:
-        os.dup2(messages.fileno(), 1)
-        os.dup2(messages.fileno(), 2)
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
-    _stacks = open(folder / "stacks.txt", "w")  # noqa: SIM115
-    faulthandler.register(STACKS, _stacks)
-    keep_stacks()
-    if not select.select([source], [], [], 0)[0]:
-        prepare()
+    _write_messages(folder)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # to end by it, as by the others
+    prepare()
     with os.fdopen(source) as lines:
-        line = lines.readline()
-    if not line:  # the command has ended
-        os._exit(0)
-    orders = Orders(**json.loads(line))
-    sys.excepthook = _unexpected
-    _pipe = pipe
-    os.set_blocking(_pipe, False)
+        while line := lines.readline():
+            orders = Orders(**json.loads(line))
+            if _forked():
+                break
+        else:  # the command has ended
+            os._exit(0)
+    _write_messages(orders.folder)
+    _keep_stacks(orders.folder)
     threading.Thread(target=_beat, daemon=True).start()
     return orders
+
+
+def _forked() -> bool:
+    """Fork; return True in the new process, and in this one False once that has ended.
+
+    Until then the signals that ask to stop are the new one's: a service manager sends
+    them to all.
+    """
+    above = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    if not (child := os.fork()):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        os.setsid()
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != above:  # it died before
+            os._exit(0)
+        return True
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    _tell(pid=child)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    _tell(ended=ended)
+    return False
+
+
+def _write_messages(folder: str) -> None:
+    """Send what C++ libraries write, and Python's tracebacks, to a file."""
+    with open(Path(folder, "messages.txt"), "w") as messages:
+        os.dup2(messages.fileno(), 1)
+        os.dup2(messages.fileno(), 2)
+
+
+def _keep_stacks(folder: str) -> None:
+    """Have the stacks of all threads written to a file after a crash or when asked."""
+    global _stacks
+    _stacks = open(Path(folder, "stacks.txt"), "w")  # noqa: SIM115
+    faulthandler.register(STACKS, _stacks)
+    keep_stacks()
 
 
 def supervised() -> bool:
@@ -145,7 +184,8 @@ def _tell(**values: int | str) -> None:
         return
     try:
         with contextlib.suppress(BlockingIOError):  # the command is busy: one is lost
-            os.write(_pipe, (json.dumps(values) + "\n").encode())
+            line = json.dumps(values, ensure_ascii=False) + "\n"
+            os.write(_pipe, line.encode(errors="backslashreplace"))
     except BrokenPipeError:  # the command is gone, and another one may have begun
         os._exit(1)
 

@@ -1,23 +1,24 @@
 """Folders of a command: named, made and, after an error, removed again."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 
-def expanded(path: Path | str) -> Path:
+def expanded(path: str | os.PathLike[str]) -> Path:
     """Return a path with ~ or ~user replaced by a home folder.
 
     Raises:
-      ValueError: if there is no such user.
+      ValueError: if there is no such user, or no home folder.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ValueError(
-            f"{path} begins with the home folder of a user who does not exist: write "
-            f"./{path} for a folder of that name."
+            f"{path} begins with a home folder that is not known: give a path without "
+            f"~, or ./{path} for a folder of that name."
         ) from error
 
 

@@ -95,6 +95,8 @@ def _shrink(place: Path, limit: int) -> None:
     """Delete the files not used for longest until at most `limit` bytes are left."""
     found = []
     for path in place.iterdir():
+        if path.is_dir():  # not JAX's
+            continue
         try:
             stat = path.stat()
         except FileNotFoundError:  # another process deletes, too

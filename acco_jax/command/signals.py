@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: a person's, a scheduler's, a terminal's end."""
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -12,9 +13,34 @@ import jax
 from jax.experimental import multihost_utils
 
 from acco_jax.command import heartbeat
+from acco_jax.command.heartbeat import STOPPING
 
-AGAIN = 1.0  # seconds within which a command may pass on what its process has had
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+AGAIN = 1.0  # seconds within which the same signal may come by two ways
+
+
+class Received:
+    """The signals that a process has had, each way of the same one counted once.
+
+    A terminal that closes sends SIGHUP by its shell and by the kernel; a service
+    manager sends SIGTERM to a process and to its parent, which passes it on. SIGINT is
+    a person's, who means each, unless a supervising parent is there to pass it on.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.numbers: list[int] = []
+        self._times: dict[int, float] = {}  # of the last of each, repetitions too
+
+    def add(self, number: int) -> bool:
+        """Return whether a signal that has come now is another one."""
+        now = time.monotonic()
+        before = self._times.get(number, -math.inf)
+        self._times[number] = now
+        meant = number == signal.SIGINT and not heartbeat.supervised()
+        if now - before < AGAIN and not meant:
+            return False
+        self.numbers.append(number)
+        return True
 
 
 def heeded(numbers: tuple[int, ...] = STOPPING) -> list[int]:
@@ -50,19 +76,14 @@ def stopping() -> Iterator[Callable[[], bool]]:
     Several processes agree through JAX's preemption service, which sees SIGTERM: they
     must call stopped() equally often, and the other signals are sent on as SIGTERM.
     """
-    received: list[tuple[int, float]] = []
+    received = Received()
     several, calls, told = jax.process_count() > 1, 0, False
 
     def handle(number: int, frame: types.FrameType | None) -> None:
-        now = time.monotonic()
-        if received:
-            first, at = received[0]
-            # a service manager sends it to the command, too; a shell as the kernel does
-            twice = heartbeat.supervised() or number == signal.SIGHUP
-            if twice and number == first and now - at < AGAIN:
-                return
+        if not received.add(number):
+            return
+        if len(received.numbers) > 1:
             raise KeyboardInterrupt
-        received.append((number, now))
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -70,7 +91,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
         nonlocal calls, told
         calls += 1
         if not several:
-            return bool(received)
+            return bool(received.numbers)
         if not told:  # JAX says so once
             told = bool(multihost_utils.reached_preemption_sync_point(calls))
         return told

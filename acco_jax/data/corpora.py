@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
+from acco_jax.command.paths import expanded
 from acco_jax.core import small_files
 from acco_jax.data import listing, prepared, records, tasks
 from acco_jax.data.tasks import Document
@@ -135,7 +136,7 @@ def folder_config(config: ml_collections.ConfigDict) -> FolderConfig:
     """
     if not config.path:
         raise ValueError("data.name='text_folder' needs data.path: a folder of text")
-    root = Path(config.path).expanduser().absolute()
+    root = expanded(config.path).absolute()
     if not root.is_dir():
         raise ValueError(f"no folder {root}: set data.path to a folder of text files")
     files = [root / path for path in listing.walk(root, _EXCLUDED)]

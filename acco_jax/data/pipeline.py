@@ -11,6 +11,7 @@ import ml_collections
 import numpy as np
 from absl import logging
 
+from acco_jax.command.paths import expanded
 from acco_jax.data import cache, corpora, records, tasks
 from acco_jax.data.batches import Batches, Slots
 from acco_jax.data.chat import ChatTemplate
@@ -86,14 +87,14 @@ def load_corpus(
     """
     _check(config)
     data_dir = config.data_dir or os.environ.get("ACCO_DATA_DIR")
-    data_dir = Path(data_dir or "~/.cache/acco_jax").expanduser().absolute()
-    workdir = Path(workdir).expanduser()
+    data_dir = expanded(data_dir or "~/.cache/acco_jax").absolute()
+    workdir = expanded(workdir)
     if config.name in corpora.BUILT_IN and config.path:
         records.outside(Path(config.path), data_dir, workdir)
     data_dir.mkdir(parents=True, exist_ok=True)
     with cache.lock(data_dir / "lock"):
         source = corpora.open_source(config, data_dir)
-        base = None if base is None else Path(base).expanduser()
+        base = None if base is None else expanded(base)
         tokenizer = _tokenizer(config, source, data_dir, workdir, base)
         chat = ChatTemplate(tokenizer) if config.task == "chat" else None
         parts = [source.fingerprint, tokenizer.fingerprint, str(cache.FORMAT)]
@@ -466,7 +467,7 @@ def _tokenizer(
         )
     if config.tokenizer == "bytes":
         return ByteTokenizer()
-    if kept is not None and not Path(config.tokenizer).expanduser().exists():
+    if kept is not None and not expanded(config.tokenizer).exists():
         return kept
     given = read_tokenizer(config.tokenizer, config.end_of_text)
     if kept is None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from acco_jax.command.paths import expanded
 from acco_jax.core import small_files
 from acco_jax.data import cards, listing, tasks
 
@@ -89,7 +90,7 @@ def find(kind: str, path: str | None, train_split: str, validation_split: str) -
         raise ValueError(
             f"data.name={kind!r} needs a path: set data.path to where it is"
         )
-    root = Path(path).expanduser().absolute()
+    root = expanded(path).absolute()
     if kind == "huggingface":
         return _saved(root, train_split, validation_split)
     card = None if train_split == listing.ALL else cards.default(root)
@@ -429,13 +430,13 @@ def outside(path: Path, *ours: str | os.PathLike) -> None:
     Raises:
       ValueError: one of `ours` is in the folder.
     """
-    path = path.expanduser().absolute()
+    path = expanded(path).absolute()
     if not path.is_dir() and "**" not in path.parts:
         return
     root = listing.base(path)
     below = {os.path.realpath(folder) for folder, _ in listing.folders(root)}
     for own in map(Path, ours):
-        real = own.expanduser().resolve()
+        real = expanded(own).resolve()
         if below & {str(real), *map(str, real.parents)}:
             raise ValueError(
                 f"folder {root} holds {own}, which training writes to: its files would "

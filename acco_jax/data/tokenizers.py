@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from acco_jax.command.paths import expanded
 from acco_jax.core import small_files
 from acco_jax.data import beside
 
@@ -391,7 +392,7 @@ def read_tokenizer(
     Raises:
       ValueError: if there is no such file, or it has no end of text.
     """
-    path = Path(path).expanduser().absolute()
+    path = expanded(path).absolute()
     if not path.is_file():
         raise ValueError(
             f"no tokenizer {path}: set data.tokenizer to 'bytes', 'bpe', or the path "

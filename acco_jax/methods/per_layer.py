@@ -73,8 +73,19 @@ def per_layer(
         does with extra arguments only): an update would depend on another leaf or
         layer, or a leaf that is marked as stacked has no axis.
     """
-    inner = _Inner(optax.with_extra_args_support(inner))
+    return _per_layer(_Inner(inner), stacked)
 
+
+def checked_before(
+    inner: optax.GradientTransformation, stacked: Stacked
+) -> optax.GradientTransformationExtraArgs:
+    """Return `per_layer` of what it has accepted before, whose check takes long."""
+    return _per_layer(_Inner(inner, checks=False), stacked)
+
+
+def _per_layer(
+    inner: "_Inner", stacked: Stacked
+) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(
         functools.partial(_init, inner, stacked),
         functools.partial(_update, inner, stacked),
@@ -84,14 +95,19 @@ def per_layer(
 class _Inner:
     """The inner transformation, and cached results of tracing it for a tree."""
 
-    def __init__(self, inner: optax.GradientTransformationExtraArgs) -> None:
-        self.init, self.update = inner.init, inner.update
+    def __init__(
+        self, inner: optax.GradientTransformation, checks: bool = True
+    ) -> None:
+        wide = optax.with_extra_args_support(inner)
+        self.init, self.update = wide.init, wide.update
         # a method's `start` traces `init` several times, of one tree
-        self.parts = functools.cache(functools.partial(_parts, inner))
-        self._checked = set[Any]()
+        self.parts = functools.cache(functools.partial(_parts, wide))
+        self._checks, self._checked = checks, set[Any]()
 
     def check(self, tree: "_Tree", extra: dict[str, Any]) -> None:
         """Raise as `_refuse_across`; a tree with traced arguments is read once."""
+        if not self._checks:
+            return
         leaves, treedef = jax.tree.flatten(extra)
         traced = all(isinstance(x, jax.core.Tracer) for x in leaves)
         key = (tree, treedef, *((x.shape, x.dtype) for x in leaves)) if traced else None

@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from acco_jax.command import palette
-from acco_jax.command.charts import legend_below, subplots
+from acco_jax.command.charts import legend_below, save, subplots
 from acco_jax.plan import planner
 from acco_jax.plan.decision import WINS
 from acco_jax.plan.outcomes import Outcome
@@ -198,7 +198,7 @@ def picture(sweep: Sweep, path: Path) -> None:
     legend_below(figure)
     figure.suptitle(f"{sweep.topology}: shaded in the colour of the fastest")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def as_dict(sweep: Sweep) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def build(
         )
         identity["extended"] = [list(pair) for pair in config.extended]
     trainable = _trainable(config, mesh, corpus, begun=bool(old))
-    tx, step = _step(config, mesh, trainable, amounts)
+    tx, step = _step(config, mesh, trainable, amounts, checked=again)
     experiment = Experiment(
         config=config, workdir=workdir, mesh=mesh, corpus=corpus, tx=tx, step=step,
         schedule=optimizers.checked_rate(config), microbatches=amounts.microbatches,
@@ -164,12 +164,17 @@ def build(
 
 
 def _step(
-    config: ConfigDict, mesh: Mesh, trainable: Trainable, amounts: Amounts
+    config: ConfigDict,
+    mesh: Mesh,
+    trainable: Trainable,
+    amounts: Amounts,
+    *,
+    checked: bool = False,
 ) -> tuple[Method, acco_jax.TrainStep]:
     """Return the method for a model, and its train step."""
     tx = optimizers.method(
         config, config.method, mesh, data_axes(mesh), trainable.model.stacked,
-        trainable.specs,
+        trainable.specs, checked,
     )  # fmt: skip
     return tx, acco_jax.make_train_step(
         trainable.loss_fn, tx, microbatches=amounts.varying or amounts.microbatches,

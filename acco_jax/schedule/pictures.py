@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from acco_jax.command import palette
-from acco_jax.command.charts import subplots
+from acco_jax.command.charts import save, subplots
 from acco_jax.schedule.costs import OTHER, PRODUCTS, Prediction
 
 _COLORS = {
@@ -72,7 +72,7 @@ def timeline(
         loc="outside lower center", ncols=len(order), frameon=False,
     )  # fmt: skip
     figure.suptitle(title)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _execution(
@@ -156,4 +156,4 @@ def scaling(
     left.legend(frameon=False)
     right.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{title} (compiled for {compiled} devices, others by formula)")
-    figure.savefig(path)
+    save(figure, path)

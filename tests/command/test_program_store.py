@@ -58,8 +58,10 @@ def test_what_was_not_used_for_longest_goes(tmp_path):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (1e9 - age, 1e9 - 10 * age))
     os.utime(tmp_path / "used", (1e9 + 1, 1e9 - 50))
+    (tmp_path / "folder").mkdir()
+    os.utime(tmp_path / "folder", (1e9 - 9, 1e9 - 99))
     program_store._shrink(tmp_path, 20)
-    assert {path.name for path in tmp_path.iterdir()} == {"new", "used"}
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "used", "folder"}
 
 
 def test_programs_depend_on_code_flags_and_settings(tmp_path, monkeypatch):

@@ -30,12 +30,17 @@ def test_an_ignored_signal_stays_ignored(hangup):
     ("number", "supervised", "twice"),
     [
         (signal.SIGUSR1, True, True),
-        (signal.SIGUSR1, False, False),
+        (signal.SIGTERM, False, True),
         (signal.SIGHUP, False, True),
+        (signal.SIGINT, True, True),
+        (signal.SIGINT, False, False),
     ],
 )
 def test_one_signal_that_comes_twice(hangup, monkeypatch, number, supervised, twice):
-    """Of a service manager the command has it, too, and of a terminal the shell."""
+    """A service manager's comes to the parent, too, and a terminal's to its shell.
+
+    Who presses Ctrl-C twice means it.
+    """
     signal.signal(hangup, signal.SIG_DFL)
     clock = [100.0]
     monkeypatch.setattr(signals.heartbeat, "supervised", lambda: supervised)

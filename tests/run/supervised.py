@@ -14,8 +14,14 @@ import importlib.util, os, signal, sys, time
 spec = importlib.util.spec_from_file_location("heartbeat", {heartbeat.__file__!r})
 heartbeat = sys.modules["heartbeat"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(heartbeat)
-orders = heartbeat.follow(lambda: print("spare", os.getpid(), flush=True))
 fault, at, faulty_attempts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def imported():
+    print("imported", os.getpid(), flush=True)
+    if fault == "slow import":
+        time.sleep(60)
+    if fault == "no import":
+        import nothing_of_this_name
+orders = heartbeat.follow(imported)
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 place = "/".join(map(str, (orders.process, orders.processes)))
@@ -50,9 +56,11 @@ for half_round in range(1, 6):
             os._exit(75)
         if fault == "slow":  # and alive
             time.sleep(6)
-        if fault == "late":  # once there is a spare
-            time.sleep(1.5)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "above":  # what has forked it goes
+            os.kill(os.getppid(), signal.SIGKILL)
+        if fault == "manager":  # a service manager's word to all
+            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         if fault == "stay":
             while True:
                 time.sleep(1)
@@ -63,6 +71,16 @@ for half_round in range(1, 6):
     if told:
         sys.exit(75)
 """
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 LIMITS = Limits(lost_after=4.0, start_within=30.0)
 
 

@@ -310,7 +310,7 @@ def test_differing_field_names_what_matters():
     assert identity.differing_field(old, old | {"log_every": 7}) == ""
     new = old | {"model": {"width": 16}}
     assert identity.differing_field(old, new) == "model.width=8, not 16"
-    assert identity.differing_field(old, {**old, "seed": 1}) == "seed=None, not 1"
+    assert identity.differing_field(old, {**old, "seed": 1}) == "seed=0, not 1"
 
 
 def test_dtype_names_the_field():

@@ -176,7 +176,7 @@ WRONG = {
         ["--config.optimizer.options.weight_decay=-0.1"],
         "weight_decay is -0.1: it must be at least 0",
     ),
-    "b1": (["--config.optimizer.options.b1=x"], "adamw with the options given does"),
+    "b1": (["--config.optimizer.options.b1=x"], "options.b1 is 'x': give a number"),
     "eps of a group": (
         ["--config.optimizer.groups=(('wte',{'eps':-1}),)"], "'wte' .*eps is -1: it m"
     ),
@@ -184,6 +184,24 @@ WRONG = {
         ["--config.optimizer.groups=(('wte',{'learning_rate':-1}),)"],
         "learning_rate is -1: it must be at least 0",
     ),
+    "word as the rate of a group": (
+        ["--config.optimizer.groups=(('wte',{'learning_rate':'1e-3'}),)"],
+        "'wte' of optimizer.groups.learning_rate is '1e-3': give a number",
+    ),
+    "options of our schedule": (
+        ["--config.optimizer.schedule_options.decay_steps=3"],
+        "schedule_options is {'decay_steps': 3}, but cosine has fields of its own",
+    ),
+    "end of a constant": (
+        ["--config.optimizer.schedule=constant", "--config.optimizer.final_fraction=.1"],
+        "final_fraction is 0.1, but .* not of optimizer.schedule='constant'",
+    ),
+    "warm-up beyond epochs": (
+        ["--config.epochs=0.01", "--config.optimizer.warmup_steps=99999"],
+        r"warmup_steps is 99999, more than the \d+ steps",
+    ),
+    "many epochs": (["--config.epochs=1e308"], r"epochs is 1e\+308, which takes .*lower"),
+    "many tokens of a run": ([f"--config.tokens={10**400}"], "tokens is 10+, which takes .*lower"),
     "schedule": (
         ["--config.optimizer.schedule=join_schedules"],
         r"schedule is 'join_schedules': (?!did you mean 'join_)",
@@ -239,10 +257,10 @@ WRONG = {
     "another section": (
         ["--config.model.weight=3"], r"no field model.weight: did you mean 'model.wid"
     ),
-    "home": (["--workdir=~tilde/x"], "~tilde/x begins with the home .* write ./~tilde"),
-    "home of data": (["--config.data.path=~tilde"], "data.path is ~tilde, but .*user"),
+    "home": (["--workdir=~tilde/x"], "~tilde/x begins with a home .* or ./~tilde/x "),
+    "home of data": (["--config.data.path=~tilde"], "data.path is ~tilde, but .*home"),
     "replay": (["--replay=/nowhere"], "/nowhere"),
-    "home of replay": (["--replay=~tilde"], "write ./~tilde"),
+    "home of replay": (["--replay=~tilde"], "or ./~tilde for"),
     "base": (["--config.base=/nowhere"], "/nowhere"),
     "init_from": (["--config.init_from=/nowhere"], "/nowhere"),
     # programs of the user's

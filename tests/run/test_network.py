@@ -40,10 +40,10 @@ def test_says_that_root_is_needed(monkeypatch):
 @pytest.mark.parametrize(
     ("mbit", "shape"),
     [
-        (0.5, "rate 500kbit burst 16000 "),
-        (20, "rate 20000kbit burst 16000 "),
-        (200, "rate 200000kbit burst 25000 "),
-        (10_000, "rate 10000000kbit burst 1250000 "),
+        (0.0004, "rate 400bit burst 16000 "),
+        (20, "rate 20000000bit burst 16000 "),
+        (200, "rate 200000000bit burst 25000 "),
+        (10_000, "rate 10000000000bit burst 1250000 "),
     ],
 )
 def test_an_idle_link_sends_a_millisecond_at_once(monkeypatch, mbit, shape):

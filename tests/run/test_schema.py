@@ -1,6 +1,8 @@
 """A field of the config has one place: default, bounds, help, identity and page."""
 
 import importlib.util
+import operator
+import re
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,70 @@ def test_fields_are_written_down():
 def test_the_page_is_what_the_program_writes(page):
     written = (ROOT / "docs" / "site" / "config.md").read_text()
     assert written == page(), "run python benchmarks/config_page.py"
+
+
+def test_a_field_that_an_older_config_lacks_has_its_default():
+    assert identity.differing_field({}, {"tolerance": 1, "batch": "kept"}) == ""
+    found = identity.differing_field({}, {"batch": "per_worker"})
+    assert found == "batch='kept', not 'per_worker'"
+
+
+LOADING = pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collections
+
+
+@LOADING
+@pytest.mark.parametrize(
+    ("field", "given", "value"),
+    [
+        ("optimizer.options", "{'b2': 0.9}", {"b2": 0.9}),
+        ("optimizer.options.b2", "1e-3", 1e-3),
+        ("optimizer.groups", "(('w', {'b1': 0.5}),)", (("w", {"b1": 0.5}),)),
+        ("model.options.name", "'1e3'", "1e3"),
+        ("model.options.name", '"it\'s"', "it's"),
+        ("model.options.name", "plain", "plain"),
+        ("sample_prompt", "'5'", "'5'"),  # of a text every letter counts
+        ("sample_prompt", "", ""),
+        ("data.end_of_text", "5", "5"),
+        ("first_half", "auto", "auto"),
+        ("first_half", "1", 1),
+        ("model.scan_layers", "false", False),
+        ("counts", "(1, 2)", (1, 2)),
+    ],
+)
+def test_another_process_gets_the_same_config(tmp_path, field, given, value):
+    """As the runs of a comparison, and plan's command."""
+    (tmp_path / "c.py").write_text(
+        "from acco_jax.run.config.fields import default_config as get_config"
+    )
+    defined = flags.FlagValues()
+    argv = ["", f"--config={tmp_path}/c.py", f"--config.{field}={given}"]
+    parsing.config_flag(defined, argv)
+    defined(argv)
+    arguments = parsing.config_arguments(defined)
+    for found in (defined["config"].value, parsing.config_of(arguments)):
+        found = operator.attrgetter(field)(found)
+        found = found.to_dict() if isinstance(value, dict) else found
+        assert found == value and type(found) is type(value)
+
+
+@LOADING
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import os\nos.environ['NOT_SET']", "KeyError: 'NOT_SET'"),
+        ("raise KeyError", "KeyError"),
+        ("raise ValueError('first\\nsecond')", "first second"),
+        ("raise ValueError('\\n')", "ValueError"),
+        ("def get_config():\n    return int('x')", "invalid literal .*: 'x'"),
+        (
+            "from ml_collections import ConfigDict\ndef get_config():\n"
+            "    return ConfigDict({'steps': 1}).step",
+            "no such field: .*Did you mean .steps.*",
+        ),
+    ],
+)
+def test_an_error_of_a_config_file_is_one_line(tmp_path, text, line):
+    (tmp_path / "c.py").write_text(text)
+    with pytest.raises(ValueError) as error:
+        parsing.config_of([f"--config={tmp_path}/c.py"])
+    assert re.fullmatch(line, str(error.value))

@@ -7,7 +7,6 @@ benchmarks/chaos.py have real ones.
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ import pytest
 from acco_jax.command import exits
 from acco_jax.run.supervise import meeting, messages, supervisor
 from acco_jax.run.supervise.messages import Challenge, End, Go, Judgment, Over, Welcome
-from tests.run.supervised import GOOD, WAIT
+from tests.run.supervised import GOOD, WAIT, alive
 
 
 def run(*jobs):
@@ -44,7 +43,7 @@ def test_all_good(jobs, capfd):
     assert run(*jobs(GOOD, GOOD, GOOD)) == [exits.FINISHED] * 3
     out, err = capfd.readouterr()
     attempts, coordinators, pids, places = zip(
-        *(x.split() for x in out.splitlines() if "spare" not in x), strict=True
+        *(x.split() for x in out.splitlines() if "imported" not in x), strict=True
     )
     assert sorted(places) == ["0/3", "1/3", "2/3"]
     assert attempts == ("1",) * 3 and len(set(pids)) == 3
@@ -115,7 +114,7 @@ def test_a_process_whose_work_is_done_is_not_lost(jobs, capfd, fault):
 def test_begins_again(jobs, capfd, caplog):
     todo = jobs(("wait", 4, 2), ("SIGKILL", 3, 2), ("SIGSTOP", 3, 1), restarts=2)
     assert run(*todo) == [exits.FINISHED] * 3
-    out = [x for x in capfd.readouterr().out.splitlines() if "spare" not in x]
+    out = [x for x in capfd.readouterr().out.splitlines() if "imported" not in x]
     assert sorted(x[0] for x in out) == ["1"] * 3 + ["2"] * 3 + ["3"] * 3
     assert len({x.split()[1] for x in out}) == 3  # each attempt has its own port
     assert "attempt 2 of 3 begins" in caplog.text
@@ -134,33 +133,48 @@ def test_one_process_begins_again(jobs, fault):
     assert run(*jobs((fault, 3), restarts=1)) == [exits.FINISHED]
 
 
-def test_a_spare_waits_for_the_next_attempt(jobs, capfd, monkeypatch):
-    """Only where another attempt may follow; it ends with its command."""
-    monkeypatch.setattr(supervisor, "SPARE_SECONDS", 0.1)
-    assert run(*jobs(("late", 3, 2), restarts=2)) == [exits.FINISHED]
+def started(capfd):
+    """The processes that have imported all, and those forked from them."""
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
-    spares = [pid for word, pid, *_ in lines if word == "spare"]
-    pids = [line[2] for line in lines if line[0] != "spare"]
-    assert len(pids) == 3 and pids[1:] == spares[:2]
+    imported = [pid for word, pid, *_ in lines if word == "imported"]
+    return imported, [line[2] for line in lines if line[0] != "imported"]
+
+
+@pytest.mark.parametrize(("fault", "imports"), [("SIGKILL", 1), ("above", 3)])
+def test_all_attempts_are_forks_of_one_process(jobs, capfd, fault, imports):
+    """If it dies there is another one; all end with their command."""
+    assert run(*jobs((fault, 3, 2), restarts=2)) == [exits.FINISHED]
+    imported, pids = started(capfd)
+    assert len(imported) == imports and len(set(imported + pids)) == imports + 3
     time.sleep(0.1)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in (*pids, *spares))
+    assert not any(map(alive, imported + pids))
 
 
-def test_a_run_trains_on_without_a_spare(jobs, monkeypatch, caplog):
-    """As on a full disk; the next attempt begins in a process of its own."""
-    real, tried = supervisor._Child, []
+def test_a_service_manager_s_signal_to_all_leaves_time_to_save(jobs, capfd):
+    assert run(*jobs(("manager", 3, 9))) == [exits.STOPPED]
+    assert errors(capfd) == []
 
-    def child(job):
-        tried.append(job)
-        if len(tried) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(job)
 
-    monkeypatch.setattr(supervisor, "SPARE_SECONDS", 0.1)
-    monkeypatch.setattr(supervisor, "_Child", child)
-    assert run(*jobs(("late", 3, 1), restarts=1)) == [exits.FINISHED]
-    assert len(tried) == 3
-    assert caplog.text.count("the next attempt has no spare process: [Errno 28]") == 1
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_while_it_imports(jobs, capfd, number):
+    (job,) = jobs(("slow import", 3))
+
+    async def both():
+        (task,) = begun([job])
+        await said(capfd, "imported", [""])
+        await asyncio.sleep(0.3)  # until it has its orders
+        os.kill(os.getpid(), number)
+        return await task
+
+    assert asyncio.run(asyncio.wait_for(both(), 30)) == exits.STOPPED
+
+
+def test_what_cannot_be_imported_is_said(jobs, capfd, tmp_path):
+    assert run(*jobs(("no import", 3))) == [exits.LOST]
+    (line,) = errors(capfd)
+    assert "ModuleNotFoundError: No module named 'nothing_of_this_name'" in line
+    (kept,) = tmp_path.rglob("messages.txt")
+    assert "Traceback" in kept.read_text()
 
 
 def test_a_process_that_cannot_start_is_a_failure(jobs, capfd):
@@ -171,7 +185,7 @@ def test_a_process_that_cannot_start_is_a_failure(jobs, capfd):
     assert line.startswith("error: its process cannot start ([Errno 2]")
     open_files = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        supervisor._Child(job)
+        supervisor._Imported(job)
     assert os.listdir("/proc/self/fd") == open_files
 
 
@@ -239,10 +253,11 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch):
     """The kernel may hold it; its command goes on and says so."""
     monkeypatch.setattr(supervisor, "END_SECONDS", 0.1)
     held = object.__new__(supervisor._Child)
-    held._process, held._heard = mock.Mock(), None
-    held._process.poll.return_value = None
+    held._imported, held._heard = mock.Mock(), None
+    held._pid = held._ended = None
+    held._imported.poll.return_value, held._imported.messages.return_value = None, []
     assert asyncio.run(held.kill()) is False
-    held._process.poll.return_value = -9
+    held._imported.messages.return_value = [{"ended": -9}]
     assert asyncio.run(held.kill()) is True
 
 
@@ -471,7 +486,7 @@ def test_an_address_of_the_other_family(jobs, capfd):
     todo = [dataclasses.replace(job, coordinator=f"[::1]:{port}") for job in todo]
     assert run(*todo) == [exits.FINISHED] * 2
     lines = [x.split() for x in capfd.readouterr().out.splitlines()]
-    coordinators = {x[1] for x in lines if x[0] != "spare"}
+    coordinators = {x[1] for x in lines if x[0] != "imported"}
     assert [x.rpartition(":")[0] for x in coordinators] == ["[::1]"]
 
 

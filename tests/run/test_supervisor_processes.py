@@ -17,8 +17,8 @@ import time
 
 import pytest
 
-from acco_jax.command import exits
-from tests.run.supervised import GOOD
+from acco_jax.command import exits, signals
+from tests.run.supervised import GOOD, alive
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def start():
 
 def begun(started):
     """The words of the process that a command has started: the attempt comes first."""
-    said = ["spare"]
-    while said[0] == "spare":  # or what a slow machine takes for one
+    said = ["imported"]
+    while said[0] == "imported":
         said = started.stdout.readline().split()
     return said
 
@@ -66,14 +66,6 @@ def place_of(started):
     """(attempt, "number/how many") of the process that a command has started."""
     attempt, _, _, place = begun(started)
     return int(attempt), place
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.fast("0")
@@ -186,7 +178,7 @@ def test_signals_are_passed_on_and_a_second_one_is_obeyed_at_once(jobs, start, w
     time.sleep(0.5)
     started.send_signal(signal.SIGTERM)
     if waits == "stay":
-        time.sleep(0.5)
+        time.sleep(signals.AGAIN + 0.2)
         assert started.poll() is None
         started.send_signal(signal.SIGTERM)
     _, err = started.communicate(timeout=20)

@@ -4,13 +4,15 @@ import dataclasses
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acco_jax.command import exits
+from acco_jax.command import exits, signals
 from acco_jax.run.compare import comparison, pool, tuning
 from tests.examples import examples
 
@@ -348,6 +350,72 @@ def test_a_signal_while_a_run_starts_reaches_it(tmp_path):
     with pytest.raises(exits.Stopped):
         running.run([pool.Task("a", tmp_path, ())])
     assert started[0].wait() == -signal.SIGTERM
+
+
+def test_a_pool_passes_on_a_signal_once(monkeypatch):
+    """A terminal that closes sends SIGHUP by its shell and by the kernel."""
+    clock = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    process, running = mock.Mock(), pool.Pool(mock.Mock(), [pool.Slot()])
+    process.poll.return_value = None
+    running._running[0] = mock.Mock(), [process]
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGINT):
+        running.signal(number, None)
+    assert [call.args[0] for call in process.send_signal.call_args_list] == [
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGINT,
+    ]
+
+
+def test_a_stopped_pool_names_the_runs_that_saved_nothing(tmp_path):
+    def start(task, slot):
+        if task.name == "b":
+            running.signal(signal.SIGTERM, None)
+        trap = f"trap 'exit {task.flags[0]}' TERM; while :; do sleep 0.1; done"
+        found = [subprocess.Popen(["sh", "-c", trap])]
+        time.sleep(0.3)  # until it has its trap
+        return found
+
+    running = pool.Pool(start, [pool.Slot(), pool.Slot()])
+    tasks = [pool.Task("a", tmp_path, ("75",)), pool.Task("b", tmp_path, ("1",))]
+    with pytest.raises(exits.Stopped) as error:
+        running.run(tasks)
+    said = "stopped: the same command continues, b from an earlier checkpoint."
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["0", "1"]),  # whatever their files are called
+        ("3,1", ["3", "1"]),
+        ("GPU-8f, MIG-1", ["GPU-8f", "MIG-1"]),
+        ("1,-1,0", ["1"]),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_gpus_have_the_names_that_cuda_gives_them(monkeypatch, visible, names):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    files = [pool.Path("/dev/nvidia2"), pool.Path("/dev/nvidia7")]
+    monkeypatch.setattr(pool.Path, "glob", lambda *_: iter(files))
+    assert pool._gpus() == names
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", 8), ("6", 3), ("60", 8)])
+def test_a_container_s_memory_is_what_is_free(monkeypatch, tmp_path, limit, free):
+    limit = limit if limit == "max" else str(int(limit) << 30)
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(str(4 << 30))
+    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {1 << 30}\n")
+    monkeypatch.setattr(pool, "_CGROUP", tmp_path)
+    line = mock.mock_open(read_data=f"MemTotal: 9 kB\nMemAvailable: {8 << 20} kB\n")
+    monkeypatch.setattr("builtins.open", line)
+    assert pool._free_bytes() == free << 30
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from acco_jax.core.names import check_name, suggestion
 from acco_jax.core.state import ShardedState
 from acco_jax.methods import METHODS
 from acco_jax.methods.method import Method
-from acco_jax.methods.per_layer import per_layer
+from acco_jax.methods.per_layer import checked_before, per_layer
 from acco_jax.models.model import Stacked
 from acco_jax.run.config.fields import dtype, first_halves
+from acco_jax.run.config.schema import SCHEDULES
 
 PyTree = Any
 
@@ -42,7 +43,6 @@ DECAY_MASKS = ("mask", "weight_decay_mask")
 NOT_DECAYED = ("bias", "scale")  # last names of paths; and all of one dimension
 
 SAMPLES = 65  # steps at which an optax schedule is checked
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 # Optimizers that train at one point and are evaluated at another.
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_sgd")
@@ -169,7 +169,7 @@ def checked_rate(config: ConfigDict) -> optax.Schedule:
 
 
 def optimizer(
-    config: ConfigDict, stacked: Stacked | None = None
+    config: ConfigDict, stacked: Stacked | None = None, checked: bool = False
 ) -> optax.GradientTransformation:
     """Return the inner optimizer: clipping, an optax optimizer by name, averages.
 
@@ -180,6 +180,7 @@ def optimizer(
       config: of the experiment.
       stacked: from parameters to their leaves that stack layers on axis 0; None:
         no leaf does.
+      checked: whether `per_layer` has accepted it before, in another process.
 
     Raises:
       ValueError: if optax has no such optimizer, or it does not take the options.
@@ -191,7 +192,7 @@ def optimizer(
         labels = functools.partial(_labels, [pattern for pattern, _ in c.groups])
         inner = optax.partition(dict(enumerate([*rules, inner])), labels)
     if stacked is not None and c.name not in ACROSS_LEAVES:
-        inner = per_layer(inner, stacked)
+        inner = (checked_before if checked else per_layer)(inner, stacked)
     clip = [optax.clip_by_global_norm(c.clip)] if c.clip else []
     average = [average_parameters(c.ema)] if c.ema else []
     chain = [*clip, inner, *average]
@@ -353,6 +354,7 @@ def method(
     axis_name: str | tuple[str, ...],
     stacked: Stacked | None = None,
     specs: PyTree | None = None,
+    checked: bool = False,
 ) -> Method:
     """Build a method around the config's optimizer.
 
@@ -366,6 +368,7 @@ def method(
       axis_name: the mesh's data axis or axes.
       stacked: as for `optimizer`.
       specs: `param_specs` of the method; needed where the mesh has other axes.
+      checked: as for `optimizer`.
 
     Raises:
       ValueError: if the method rejects its options, or they conflict with averages.
@@ -381,7 +384,7 @@ def method(
         "accumulate_dtype": dtype("accumulate_dtype", config.accumulate_dtype),
     }
     places = {"mesh": mesh, "axis_name": axis_name, "param_specs": specs}
-    inner = optimizer(config, stacked)
+    inner = optimizer(config, stacked, checked)
     try:
         tx = make(inner, **places, **fields, **options)
     except TypeError as error:

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from typing import Any
 from absl import logging
 from ml_collections import ConfigDict
 
-from acco_jax.command import devices, exits, program_store
+from acco_jax.command import devices, exits, heartbeat, program_store
 from acco_jax.command.files import read_object, write_whole
 from acco_jax.run.compare import network, pool, results, tuning
 from acco_jax.run.compare.tuning import Candidate
@@ -294,13 +296,20 @@ def _check_elsewhere(
     command = [sys.executable, "-m", "acco_jax.compare", *arguments]
     inherited = network.environment() if on_cpu else os.environ
     environment = {**inherited, **slot.environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=functools.partial(heartbeat.die_with_parent, signal.SIGTERM),
+    )
     if done.returncode:
         lines = done.stderr.splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
-        if errors:  # other libraries may have a last word after it
+        if errors and done.returncode == exits.REFUSED:
+            # other libraries may have a last word after it
             raise ValueError(errors[-1].removeprefix("error: "))
-        raise ValueError(f"the check of the methods failed: {done.stderr}")
+        raise exits.Failed(f"the check of the methods failed: {done.stderr.strip()}")
     lengths: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return lengths
 

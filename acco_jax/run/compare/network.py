@@ -86,7 +86,7 @@ class Network:
     def set_rate(self, mbit: float) -> None:
         burst = max(mbit * 1e6 / 8 * BURST_SECONDS, LEAST_BURST)
         limits = f"burst {burst:.0f} latency 400ms"
-        shape = f"tbf rate {mbit * 1000:.0f}kbit {limits}"
+        shape = f"tbf rate {mbit * 1e6:.0f}bit {limits}"
         for i in range(self._processes):
             _run(f"tc -n {_name(i)} qdisc replace dev eth0 root {shape}")
 

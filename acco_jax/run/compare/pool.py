@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from acco_jax.run.compare import network
 
 RUN_BYTES = 2 << 30  # host memory per run when several run at once
 POLL_SECONDS = 0.05
+_CGROUP = Path("/sys/fs/cgroup")  # a container's own
 
 
 class RunFailed(exits.Failed):
@@ -73,19 +75,35 @@ def slots(at_once: int) -> list[Slot]:
 
 
 def _gpus() -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES' names of this process's NVIDIA GPUs."""
-    there = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
+    """Return CUDA_VISIBLE_DEVICES' names of this process's NVIDIA GPUs.
+
+    CUDA counts from 0 whatever the devices' files are called, and takes the names
+    before the first that it does not know, as -1.
+    """
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not there or os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
-    return there if visible is None else [x for x in visible.split(",") if x]
+    if visible is None:
+        return list(map(str, range(there)))
+    names = (name.strip() for name in visible.split(","))
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def _free_bytes() -> int:
-    """Return the memory that can be taken without swapping, in bytes."""
+    """Return the memory that can be taken without swapping, in bytes.
+
+    A container's limit counts, too: its files in memory can go.
+    """
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":") for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no container, or its limit is max
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        rows = map(str.split, (_CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(dict(rows).get("inactive_file", 0)))
+    return free
 
 
 class Pool:
@@ -94,7 +112,7 @@ class Pool:
     def __init__(self, start: Start, slots: Sequence[Slot]) -> None:
         self._start, self._slots = start, slots
         self._running: dict[int, tuple[Task, list[subprocess.Popen]]] = {}
-        self._received: list[int] = []
+        self._received = signals.Received()
 
     def run(self, tasks: Sequence[Task]) -> dict[Task, int]:
         """Run all tasks, in this order.
@@ -104,30 +122,34 @@ class Pool:
           failed by itself, else the first that is not 0.
 
         Raises:
-          Stopped: if a signal came; the runs under way have saved their state.
+          Stopped: if a signal came, with the runs that could not save their state.
         """
         queue, codes = list(tasks), dict[Task, int]()
-        while (queue and not self._received) or self._running:
+        told = self._received.numbers
+        while (queue and not told) or self._running:
             for k, slot in enumerate(self._slots):
-                if queue and not self._received and k not in self._running:
+                if queue and not told and k not in self._running:
                     task = queue.pop(0)
                     processes = self._start(task, slot)
                     self._running[k] = task, processes
-                    if self._received:  # while it started
+                    if told:  # while it started
                         _send(processes, signal.SIGTERM)
             for k, (task, processes) in list(self._running.items()):
                 if (code := _ended(processes)) is not None:
                     codes[task] = code
                     del self._running[k]
             time.sleep(POLL_SECONDS)
-        if self._received:
-            raise exits.Stopped("stopped: the same command continues.")
+        if told:
+            late = "; ".join(_without_result(codes))
+            from_ = f", {late} from an earlier checkpoint" if late else ""
+            raise exits.Stopped(f"stopped: the same command continues{from_}.")
         return codes
 
     def signal(self, number: int, frame: types.FrameType | None) -> None:
         """Pass on a signal: the first as SIGTERM, later ones unchanged."""
-        self._received.append(number)
-        first = len(self._received) == 1
+        if not self._received.add(number):
+            return
+        first = len(self._received.numbers) == 1
         for _, processes in self._running.values():
             _send(processes, signal.SIGTERM if first else number)
 
@@ -158,12 +180,17 @@ def _ended(processes: list[subprocess.Popen]) -> int | None:
 
 def raise_failed(codes: Mapping[Task, int]) -> None:
     """Raise a RunFailed that names the tasks that neither ended nor diverged."""
-    good = exits.FINISHED, exits.STOPPED, exits.DIVERGED
-    if failed := [task.name for task, code in codes.items() if code not in good]:
+    if failed := _without_result(codes):
         raise RunFailed(
             f"no result of {'; '.join(failed)} (see the errors above): repeat the "
             "command to try again."
         )
+
+
+def _without_result(codes: Mapping[Task, int]) -> list[str]:
+    """Return the names of tasks that neither ended, nor stopped, nor diverged."""
+    good = exits.FINISHED, exits.STOPPED, exits.DIVERGED
+    return [task.name for task, code in codes.items() if code not in good]
 
 
 @contextlib.contextmanager

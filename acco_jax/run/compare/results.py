@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import math
 import statistics
 import textwrap
@@ -12,8 +13,8 @@ from typing import Any
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from acco_jax.command import palette
-from acco_jax.command.charts import legend_below, subplots
-from acco_jax.command.files import is_number, read_object
+from acco_jax.command.charts import legend_below, save, subplots
+from acco_jax.command.files import is_number, read_object, write_whole
 from acco_jax.run.observe import metrics
 
 SUMMARY = "summary.json"
@@ -156,12 +157,13 @@ def numbers(
 def write(runs: list[Result], folder: Path, diverged: Sequence[str] = ()) -> str:
     """Write table.md, results.csv and loss.png into a folder; return the table."""
     text = table(runs, diverged)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / "table.md", text + "\n")
     names = [f.name for f in dataclasses.fields(Result) if f.name != "evaluations"]
-    with (folder / "results.csv").open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(names)
-        writer.writerows([getattr(r, name) for name in names] for r in runs)
+    lines = io.StringIO(newline="")
+    writer = csv.writer(lines)
+    writer.writerow(names)
+    writer.writerows([getattr(r, name) for name in names] for r in runs)
+    write_whole(folder / "results.csv", lines.getvalue())
     draw(runs, folder / "loss.png")
     return text
 
@@ -391,7 +393,7 @@ def draw(runs: list[Result], path: Path) -> None:
     axes[0].set_ylim(*_loss_limits(curves.values()))
     axes[0].set_ylabel("held-out loss (nats per token)")
     legend_below(figure)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _loss_limits(curves: Iterable[Curve]) -> tuple[float, float]:

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 
 from acco_jax import methods
 from acco_jax.command import exits, palette
-from acco_jax.command.charts import legend_below, subplots
-from acco_jax.command.files import read_text
+from acco_jax.command.charts import legend_below, save, subplots
+from acco_jax.command.files import read_text, write_whole
 from acco_jax.run.compare import results
 from acco_jax.run.compare.pool import Pool, RunFailed, Task, raise_failed
 from acco_jax.run.observe import metrics
@@ -243,7 +243,10 @@ def tune(
             )
             if None in losses:
                 lacks = folders[losses.index(None)]
-                raise RunFailed(f"{lacks} has no evaluation of step {step}: remove it.")
+                raise RunFailed(
+                    f"{lacks} has no evaluation of step {step}: repeat the command, "
+                    "and remove that folder if it stays so."
+                )
         for m in alive:
             if plan[m]:
                 ranked = sorted(alive[m], key=lambda c: scores[c].mean)
@@ -253,7 +256,7 @@ def tune(
     chosen = {m: c for m, c in best.items() if math.isfinite(scores[c].mean)}
     folder = workdir / FOLDER
     text = table(groups, scores, chosen)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / "table.md", text + "\n")
     for m, group in groups.items():
         if m in chosen:
             continue
@@ -298,7 +301,7 @@ def _run(
     codes = pool.run(list(tasks))
     for task, code in codes.items():
         if code == exits.DIVERGED:
-            (task.folder / DIVERGED).write_text(tasks[task])
+            write_whole(task.folder / DIVERGED, tasks[task])
     raise_failed(codes)
 
 
@@ -381,7 +384,7 @@ def draw(
         _draw_field(ax, field, groups, scores, chosen)
     axes[0].set_ylabel("held-out loss (nats per token)")
     legend_below(figure)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_field(

@@ -13,7 +13,7 @@ from acco_jax import methods
 from acco_jax.command.paths import expanded
 from acco_jax.core.names import check_name, named, suggestion
 from acco_jax.run.config.fields import dtype, profiled, replayed
-from acco_jax.run.config.schema import FIELDS, INTEGERS, STEPS, Field
+from acco_jax.run.config.schema import FIELDS, INTEGERS, SCHEDULES, STEPS, Field
 
 # Arguments of a method that are not method_options: the config has fields for them.
 ARGUMENTS = ("mesh", "axis_name", "comm_dtype", "accumulate_dtype", "param_specs")
@@ -132,6 +132,17 @@ def _check_length(config: ConfigDict) -> None:
 def _check_optimizer(c: ConfigDict) -> None:
     """Raise a ValueError for options, patterns or groups out of range."""
     _check_options("optimizer.options", c.options.to_dict())
+    if c.schedule in SCHEDULES and (options := c.schedule_options.to_dict()):
+        raise ValueError(
+            f"optimizer.schedule_options is {options}, but {c.schedule} has fields of "
+            "its own (final_fraction, decay_fraction): use these."
+        )
+    if c.schedule not in SCHEDULES[:3] and c.final_fraction:
+        raise ValueError(
+            f"optimizer.final_fraction is {c.final_fraction}, but it is of "
+            f"{', '.join(SCHEDULES[:3])}, not of optimizer.schedule={c.schedule!r}: "
+            "leave one out."
+        )
     for group in c.groups:
         such = "fields, such as (('wte', {'learning_rate': 1e-4}),)."
         _check_pair("optimizer.groups", group, dict, such)
@@ -149,8 +160,11 @@ def _check_optimizer(c: ConfigDict) -> None:
 def _check_options(where: str, options: Mapping[str, Any]) -> None:
     """Raise a ValueError for options of an optimizer that are out of range."""
     for name, value in options.items():
-        if name in OPTIONS and type(value) in (int, float):
-            _check_value(f"{where}.{name}", OPTIONS[name], value)
+        if name not in OPTIONS or (value is None and name != "learning_rate"):
+            continue
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}.{name} is {value!r}: give a number.")
+        _check_value(f"{where}.{name}", OPTIONS[name], value)
 
 
 def _check_microbatches(config: ConfigDict) -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -141,16 +142,21 @@ def with_steps(
     if config.tokens is None and config.epochs is None:
         return config
     if config.epochs is None:
-        rows = config.tokens / config.length
+        rows = Fraction(config.tokens, config.length)
     else:
-        rows = config.epochs * rows_per_epoch
-    calls = math.ceil(rows / rows_per_step / steps_per_call)
+        rows = Fraction(str(config.epochs)) * rows_per_epoch
+    calls = math.ceil(rows / (rows_per_step * steps_per_call))
     steps = max(calls, 1) * steps_per_call
     if steps > STEPS:
         field = "tokens" if config.epochs is None else "epochs"
         raise ValueError(
-            f"{field} is {config[field]}, which takes {steps:.3g} steps, more than "
-            f"{STEPS}: lower it, or give steps."
+            f"{field} is {config[field]}, which takes more than {STEPS} steps: lower "
+            "it, or give steps."
+        )
+    if (warmup := config.optimizer.warmup_steps) > steps:
+        raise ValueError(
+            f"optimizer.warmup_steps is {warmup}, more than the {steps} steps of the "
+            "run: lower it."
         )
     config = config.copy_and_resolve_references()
     config.steps = steps

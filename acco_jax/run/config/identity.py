@@ -11,7 +11,9 @@ HARMLESS = ("workers", "generation", "parameters", "total_steps")
 def differing_field(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
     """Return the first field in which two configs differ; '' if none matters."""
     for key in sorted(old.keys() | new.keys()):
-        a, b, field = old.get(key), new.get(key), FIELDS.get(prefix + key)
+        field = FIELDS.get(prefix + key)
+        default = field.default if field else None  # a config of before the field
+        a, b = old.get(key, default), new.get(key, default)
         if prefix + key in HARMLESS or (field and not field.identity):
             continue
         if isinstance(a, dict) and isinstance(b, dict):

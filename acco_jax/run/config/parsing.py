@@ -2,6 +2,7 @@
 
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ try:
 
     from acco_jax.run.config import fields as configs
     from acco_jax.run.config import usage
+    from acco_jax.run.config.schema import FIELDS
 except ModuleNotFoundError as error:
     exits.end(exits.REFUSED, f"{error}: pip install 'acco-jax[train]' for commands.")
 
@@ -140,14 +142,22 @@ def _check_numbers() -> None:
             raise flags.Error(f"--{name} is {flag.value}: it must be finite.")
 
 
-def config_arguments(config: str = "config") -> list[str]:
-    """Return the flags that give another process this process's config."""
-    flag = flags.FLAGS[config]
+def config_arguments(values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Return the flags that give another process the config of these."""
+    flag = values["config"]
     fields = config_flags.get_override_values(flag)
     return [
-        f"--{config}={config_flags.get_config_filename(flag)}",
-        *(f"--{config}.{field}={value}" for field, value in fields.items()),
+        f"--config={config_flags.get_config_filename(flag)}",
+        *(f"--config.{f}={_written(f, value)}" for f, value in fields.items()),
     ]
+
+
+def _written(name: str, value: object) -> object:
+    """Return a field's value as a flag has it: of most fields a Python literal."""
+    field = FIELDS.get(name)
+    if field and field.kind is str:
+        return value
+    return repr(value.to_dict() if isinstance(value, ConfigDict) else value)
 
 
 def config_of(arguments: list[str]) -> ConfigDict:
@@ -182,6 +192,13 @@ def _line(error: BaseException) -> str:
     """Return an error as one line, without ml_collections' traceback before it."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
-    if isinstance(error, KeyError):  # of ml_collections: 'field'\nDid you mean ...?
-        return f"no such field: {' '.join(str(error.args[0]).split())}"
-    return (str(error) or type(error).__name__).strip().splitlines()[-1].strip()
+    while "Traceback (most recent call last)" in str(error) and error.__context__:
+        error = error.__context__
+    text = " ".join(str(error).split())
+    if not isinstance(error, KeyError):
+        return text or type(error).__name__
+    raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    if any(f.f_globals["__name__"].startswith("ml_collections") for f in raised):
+        said = str(error.args[0])  # 'field'\nDid you mean ...?
+        return f"no such field: {' '.join(said.split())}"
+    return f"KeyError: {text}".rstrip(": ")

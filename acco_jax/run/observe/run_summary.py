@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from acco_jax.command.charts import subplots
+from acco_jax.command.charts import save, subplots
 from acco_jax.command.files import write_whole
 
 
@@ -35,7 +35,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
     axes[0].set_ylabel("loss (bits per byte)")
     axes[0].legend(frameon=False)
     figure.suptitle(title)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def summarize(summary: dict[str, Any], workdir: Path) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import secrets
 import shutil
@@ -20,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ STACK_SECONDS = 0.5  # for a process to write its stacks, at most
 CONNECT_SECONDS = 3.0  # to connect and be admitted, until it is tried again
 LENIENT = 2.0  # seconds that process 0 may be silent beyond --lost_after: it judges
 END_SECONDS = 10.0  # for a process to end that has given its reason
-SPARE_SECONDS = 10.0  # of training, before a spare for the next attempt is started
 POLL_SECONDS = 0.25  # between looks at the training process
 
 
@@ -70,8 +69,8 @@ class _Ends(Exception):
     """The command ends; its argument is the exit code."""
 
 
-class _Child:
-    """A training process, or a spare that waits for its orders."""
+class _Imported:
+    """A process that has imported all that training needs, and forks what trains."""
 
     def __init__(self, job: Job) -> None:
         """Start the process.
@@ -79,19 +78,10 @@ class _Child:
         Raises:
           OSError: if it cannot be started.
         """
-        self._job = job
-        self.attempt = 0
-        self.half_round: int | None = None
-        self.trains: float | None = None  # since when
-        self.error = self.exception = ""
-        self.code: int | None = None  # that it has announced
-        self._last_word = 0.0  # time of the announcement
-        self._start = time.monotonic()
-        self._heard: float | None = None
         self._rest = b""
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as given:
             folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
-            self._folder = ours.enter_context(folder)
+            self.folder = ours.enter_context(folder)
             self._pipe, write = os.pipe()
             ours.callback(os.close, self._pipe)
             given.callback(os.close, write)
@@ -99,7 +89,7 @@ class _Child:
             ours.callback(os.close, self._orders)
             given.callback(os.close, orders)
             os.set_blocking(self._pipe, False)
-            place = heartbeat.environment(orders, write, self._folder)
+            place = heartbeat.environment(orders, write, self.folder)
             environment = os.environ | place
             environment.pop(messages.TOKEN, None)
             self._process = subprocess.Popen(
@@ -110,31 +100,66 @@ class _Child:
             )
             self._ours = ours.pop_all()
 
-    @property
-    def lives(self) -> bool:
-        return self._process.poll() is None
+    def poll(self) -> int | None:
+        """Return its exit code, None while it lives."""
+        return self._process.poll()
 
-    def begin(self, begin: Go) -> None:
-        """Give the process its place in an attempt."""
-        job, self.attempt, self._start = self._job, begin.attempt, time.monotonic()
-        orders = heartbeat.Orders(
-            self.attempt, time.time(),
-            begin.coordinator if begin.processes > 1 else None,
-            job.limits.lost_after, job.limits.start_within,
-            begin.process, begin.processes,
-        )  # fmt: skip
-        with contextlib.suppress(BrokenPipeError):  # `end` returns why
+    def fork(self, orders: heartbeat.Orders) -> None:
+        """Have it fork a process for these orders."""
+        with contextlib.suppress(BrokenPipeError):  # `poll` returns why
             os.write(self._orders, orders.line())
 
-    def end(self) -> End | None:
-        """Read the process's messages; return how it has ended, None if not."""
-        code = self._process.poll()  # first: messages precede the end
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages of this process and of the forked one, so far."""
         with contextlib.suppress(BlockingIOError):
             while said := os.read(self._pipe, 1 << 16):
                 *lines, self._rest = (self._rest + said).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError):  # cut: the pipe was full
-                        self._hear(json.loads(line))
+                        yield json.loads(line)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """End it; a process that it has forked ends with it."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._ours.close()
+
+
+class _Child:
+    """The training process of an attempt."""
+
+    def __init__(self, imported: _Imported, job: Job, begin: Go) -> None:
+        """Have it forked, for its place in an attempt.
+
+        Raises:
+          OSError: if there is no room for its files.
+        """
+        self._imported, self.attempt = imported, begin.attempt
+        self._pid: int | None = None
+        self._ended: int | None = None  # its exit code
+        self.half_round: int | None = None
+        self.error = self.exception = ""
+        self.code: int | None = None  # that it has announced
+        self._last_word = 0.0  # time of the announcement
+        self._start = time.monotonic()
+        self._heard: float | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
+        imported.fork(
+            heartbeat.Orders(
+                self.attempt, time.time(), self._folder.name,
+                begin.coordinator if begin.processes > 1 else None,
+                job.limits.lost_after, job.limits.start_within,
+                begin.process, begin.processes,
+            )
+        )  # fmt: skip
+
+    def end(self) -> End | None:
+        """Read the process's messages; return how it has ended, None if not."""
+        code = self._poll()
         if self.code is not None and time.monotonic() - self._last_word > END_SECONDS:
             code = self.code  # it waits for the others, which may be gone
         done = self.code in (exits.FINISHED, exits.STOPPED)
@@ -145,12 +170,22 @@ class _Child:
         error, exception = map(messages.printable, (self.error, self.exception))
         return End(code, error, exception)
 
+    def _poll(self) -> int | None:
+        """Read the messages; return the process's exit code, None while it lives."""
+        gone = self._imported.poll()  # first: messages precede the end
+        for message in self._imported.messages():
+            self._hear(message)
+        return gone if self._ended is None else self._ended
+
     def _hear(self, message: dict[str, Any]) -> None:
+        if "pid" in message:
+            self._pid = message["pid"]
+            return
+        if "ended" in message:
+            self._ended = message["ended"]
+            return
         self._heard = time.monotonic()
-        if "half_round" in message:
-            if self.half_round is not None:  # the first is where it continues
-                self.trains = self.trains or self._heard
-            self.half_round = message["half_round"]
+        self.half_round = message.get("half_round", self.half_round)
         self.error = message.get("error", self.error)
         self.exception = message.get("exception", self.exception)
         if "code" in message:
@@ -163,42 +198,48 @@ class _Child:
         return Beat(self.half_round, self._heard is not None, silent)
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        """Send a signal, to the one that imports while there is no other."""
+        if self._poll() is not None:
+            return
+        if self._pid is None:
+            self._imported.signal(number)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     async def kill(self) -> bool:
         """Make the process write its stacks, then kill it; return whether it ended.
 
         It cannot while the kernel holds a thread of it, as in a device's driver.
         """
-        if self._process.poll() is None and self._heard:
+        if self._poll() is None and self._heard:
             before = last = size = self._stacks()
             self.signal(heartbeat.STACKS)
             deadline = time.monotonic() + STACK_SECONDS
             while time.monotonic() < deadline and not before < last == size:
                 await asyncio.sleep(0.05)
                 last, size = size, self._stacks()
-        self._process.kill()
+        self.signal(signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        return self._process.poll() is not None
+        while self._poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return self._poll() is not None
 
     def _stacks(self) -> int:
         """Return the bytes of stacks that the process has written."""
         with contextlib.suppress(OSError):
-            return os.path.getsize(os.path.join(self._folder, "stacks.txt"))
+            return os.path.getsize(os.path.join(self._folder.name, "stacks.txt"))
         return 0
 
     def keep(self, folder: Path) -> None:
         """Copy the files that the process has left, for later diagnosis."""
+        own = self._imported.folder if self._pid is None else self._folder.name
         with contextlib.suppress(OSError):
-            shutil.copytree(self._folder, folder, dirs_exist_ok=True)
+            shutil.copytree(own, folder, dirs_exist_ok=True)
 
     def close(self) -> None:
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        self._ours.close()
+        """Remove its files."""
+        self._folder.cleanup()
 
 
 class _Link:
@@ -260,11 +301,9 @@ class _Command:
     def __init__(self, job: Job, host: str, port: int) -> None:
         self._job, self._host, self._port = job, host, port
         self._attempt = 0
+        self._imported: _Imported | None = None
         self._child: _Child | None = None
-        self._spare: _Child | None = None
-        self._spared = 0  # the last attempt in which a spare was to start
-        self._told = 0  # signals received
-        self._hung_up = -math.inf  # time of the last SIGHUP
+        self._received = signals.Received()
         self._name = secrets.token_hex(8)
 
     async def run(self) -> int:
@@ -274,6 +313,8 @@ class _Command:
         for number in signals.heeded():
             loop.add_signal_handler(number, stop, number)
         try:
+            await asyncio.sleep(0)  # the meeting, if it is here, has begun
+            self._import()
             while True:  # once, except when process 0's command has gone and come again
                 link = await self._connect()
                 with contextlib.closing(link):
@@ -282,26 +323,36 @@ class _Command:
         except _Ends as end:
             return int(end.args[0])
         except asyncio.CancelledError:
-            if self._told == 1:
+            if len(self._received.numbers) == 1:
                 return _say(exits.STOPPED, "stopped while waiting for other processes.")
             line = "interrupted: the same command continues from its checkpoint."
             return _say(exits.FAILED, line)
         finally:
-            for child in (self._child, self._spare):
-                if child:
-                    child.close()
+            for open_one in (self._imported, self._child):
+                if open_one:
+                    open_one.close()
+
+    def _import(self) -> _Imported:
+        """Return the process that has imported all, another one if it has died.
+
+        Raises:
+          _Ends: if it cannot be started.
+        """
+        if self._imported and self._imported.poll() is not None:
+            self._imported.close()
+            self._imported = None
+        if self._imported is None:
+            try:
+                self._imported = _Imported(self._job)
+            except OSError as error:
+                raise _cannot_start(error) from error
+        return self._imported
 
     def _stop(self, task: asyncio.Task, number: int) -> None:
-        """Pass the first signal on; a second one, or one without a child, ends.
-
-        A terminal that closes sends SIGHUP twice: its shell does, then the kernel.
-        """
-        if number == signal.SIGHUP:
-            before, self._hung_up = self._hung_up, time.monotonic()
-            if self._hung_up - before < signals.AGAIN:
-                return
-        self._told += 1
-        if self._told == 1 and self._child is not None:
+        """Pass the first signal on; a second one, or one without a child, ends."""
+        if not self._received.add(number):
+            return
+        if len(self._received.numbers) == 1 and self._child is not None:
             self._child.signal(number)
         else:
             task.cancel()
@@ -378,16 +429,10 @@ class _Command:
         if begin is None:
             return False
         self._attempt = begin.attempt
-        if self._spare and not self._spare.lives:
-            self._spare.close()
-            self._spare = None
         try:
-            self._child = child = self._spare or _Child(self._job)
+            self._child = child = _Child(self._import(), self._job, begin)
         except OSError as error:
-            line = f"its process cannot start ({error}): the same command continues."
-            raise _Ends(_say(exits.FAILED, line)) from error
-        self._spare = None
-        child.begin(begin)
+            raise _cannot_start(error) from error
         try:
             verdict = await self._watch(link, child)
             await self._carry_out(verdict, child)
@@ -428,14 +473,13 @@ class _Command:
         while True:
             if end is None and (end := child.end()):
                 # before it could look for signals, or no longer
-                if self._told and -end.code in signals.STOPPING:
+                if self._received.numbers and -end.code in signals.STOPPING:
                     end = End(exits.STOPPED)
                 link.say(child.beat())
                 link.say(end)
             if time.monotonic() - said > heartbeat.SECONDS:
                 link.say(child.beat())
                 said = time.monotonic()
-            self._keep_spare(child)
             message = await link.next(POLL_SECONDS)
             match message:
                 case Judgment() as verdict:
@@ -448,18 +492,6 @@ class _Command:
                 if end and (end.good or end.error):
                     raise _Ends(end.code)
                 return self._lost_meeting(link)
-
-    def _keep_spare(self, child: _Child) -> None:
-        """Start a spare for the next attempt, some time after this one trains."""
-        restarts, attempt = self._job.limits.restarts, child.attempt
-        if self._spared == attempt or attempt > restarts or not child.trains:
-            return
-        if time.monotonic() - child.trains > SPARE_SECONDS:
-            self._spared = attempt
-            try:
-                self._spare = _Child(self._job)
-            except OSError as error:
-                logging.warning("the next attempt has no spare process: %s", error)
 
     def _unheard(self, link: _Link) -> bool:
         """Return whether process 0's command has been silent too long.
@@ -493,7 +525,7 @@ class _Command:
             line += f": messages and stacks are in {folder}"
         if not ended:
             raise _Ends(_say(exits.LOST, f"{line}; its process cannot be killed."))
-        if verdict.again and not self._told:
+        if verdict.again and not self._received.numbers:
             logging.warning(
                 "%s; attempt %d of %d begins",
                 line, child.attempt + 1, job.limits.restarts + 1,
@@ -525,6 +557,11 @@ class _Announcement:
             "waiting for process %s of %d since %.0f s",
             absent, self._processes, self.seconds,
         )  # fmt: skip
+
+
+def _cannot_start(error: OSError) -> _Ends:
+    line = f"its process cannot start ({error}): the same command continues."
+    return _Ends(_say(exits.FAILED, line))
 
 
 def _say(code: int, line: str) -> int:

@@ -134,7 +134,7 @@ def kept_generation(config: ConfigDict) -> dict[str, Any]:
     if config.base is None:
         return {}
     try:
-        described = read_object(Path(config.base).expanduser() / "config.json")
+        described = read_object(expanded(config.base) / "config.json")
     except ValueError:  # raised when the base is opened
         return {}
     said = described.get("generation")
