@@ -5,8 +5,10 @@ import functools
 import glob
 import importlib.util
 import os
+import socket
 import sys
 import threading
+import time
 import urllib.request
 
 import jax
@@ -233,6 +235,8 @@ def connect(
     try:
         if not supervised:
             late.start()
+        elif process and coordinator:
+            _until_it_listens(coordinator, patience)
         jax.distributed.initialize(
             coordinator,
             processes,
@@ -253,6 +257,18 @@ def connect(
         late.cancel()
     if jax.process_index():
         logging.set_verbosity(logging.WARNING)  # only process 0 logs
+
+
+def _until_it_listens(address: str, seconds: float) -> None:
+    """Wait until a port is open: JAX tries one that is not but once a second."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
+            return
+        except OSError:
+            time.sleep(0.02)
 
 
 def _end_alone(seconds: float, processes: int | None) -> None:

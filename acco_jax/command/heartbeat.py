@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -97,6 +98,7 @@ def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
     _write_messages(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # to end by it, as by the others
     prepare()
+    gc.freeze()  # what is imported is no garbage: forks need not look through it
     with os.fdopen(source) as lines:
         while line := lines.readline():
             orders = Orders(**json.loads(line))

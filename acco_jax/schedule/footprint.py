@@ -31,6 +31,7 @@ RING: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
     "collective_permute": lambda n: float(n > 1),
+    "collective_broadcast": lambda n: float(n > 1),  # what passes it on, in a ring
 }
 NEGLIGIBLE = 1000  # bytes of an all-reduce that are not counted: losses, norms, weights
 
@@ -83,7 +84,8 @@ def bytes_sent(*lowered: Any, mesh: Mesh | None = None) -> int:
         sends to other groups; None: every device is a worker.
 
     Raises:
-      ValueError: if a collective runs in a loop whose length the program lacks.
+      ValueError: if a collective runs in a loop whose length the program lacks, or is
+        a ragged all-to-all.
     """
     every = (c for program in lowered for c in collectives(program, mesh))
     large = (c for c in every if c.kind != "all_reduce" or c.whole >= NEGLIGIBLE)
@@ -127,6 +129,13 @@ def _of(
     dialect, _, kind = op.name.partition(".")
     if kind in RING and dialect == "stablehlo":
         return [] if _within(op, kind, size) else _collective(op, kind)
+    if op.name == "stablehlo.custom_call" and "ragged_all_to_all" in str(
+        op.attributes["call_target_name"]
+    ):
+        raise ValueError(
+            "the bytes of a ragged all-to-all are in its data, so that the bytes sent "
+            "cannot be counted: use jax.lax.all_to_all."
+        )
     if op.name == "func.call":
         return called(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
     inside = [
@@ -212,7 +221,8 @@ def _trip_count(loop: ir.Operation) -> int:
             update = _last(body).operands[k].owner
             bounds = [_constant(loop.operands[k]), _constant(stop)]
             if not isinstance(update, ir.Block) and update.name == "stablehlo.add":
-                bounds += [_constant(x) for x in update.operands if x.owner != body]
+                counter = body.arguments[k]
+                bounds += [_constant(x) for x in update.operands if x != counter]
             if len(bounds) == 3 and None not in bounds:
                 return len(range(*bounds))  # type: ignore[arg-type]
     raise ValueError(

@@ -219,6 +219,7 @@ def test_copies_take_their_share_of_the_time(place, monkeypatch):
     made = []
     clock = [0.0]
     monkeypatch.setattr(memory.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(memory.time, "thread_time", lambda: 0.0)
     for half_round in range(1, 61):
         clock[0] += 0.5
         if copies.due(half_round):
@@ -226,6 +227,18 @@ def test_copies_take_their_share_of_the_time(place, monkeypatch):
             made.append(half_round)
     # the first ones are early; then 0.0499 s are 1 % of ten half-rounds
     assert made == [5, 9, 13, 17, 27, 37, 47, 57]
+
+
+def test_the_next_process_copies_as_often(place):
+    copies = opened(place)
+    copies._copying.every, copies._sending.every = 3, 50
+    copies.keep(4, state(4), lambda: host(4))
+    copies._writing.result()
+    again = opened(place)
+    assert again.restore_newest(like, 0)[0] == 4
+    assert not again.due(4)
+    assert [n for n in range(5, 9) if again.due(n)] == [7, 8]
+    assert again._sending.every == 50
 
 
 def test_old_copies_of_runs_that_are_gone_are_removed(place, monkeypatch):

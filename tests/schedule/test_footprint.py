@@ -127,6 +127,7 @@ FOUR = 64 * 32 * 4  # bytes
         (lambda x, k: lax.ppermute(x, "data", RING), FOUR),
         (lambda x, k: lax.ppermute(x, "data", [(i, i) for i in range(4)]), 0),
         (lambda x, k: lax.all_to_all(x, "data", 0, 0, tiled=True), 3 / 4 * FOUR),
+        (lambda x, k: lax.pbroadcast(x, ("data",), 0), FOUR),
         (lambda x, k: lax.all_gather(x.astype(jnp.int8), "data"), 3 / 4 * FOUR),
         (lambda x, k: lax.all_gather(x.astype(jnp.int4), "data"), 3 / 8 * FOUR),
         (
@@ -151,6 +152,31 @@ FOUR = 64 * 32 * 4  # bytes
 )
 def test_ring_costs(local, expected):
     assert bytes_sent(lowered(local)) == expected
+
+
+def test_a_loop_whose_step_is_not_its_own_is_refused():
+    def local(x, k):
+        def body(c):
+            return c[1] + 2, c[1], lax.ppermute(c[2], "data", RING)
+
+        return lax.while_loop(lambda c: c[0] < 7, body, (0, k[0], x))
+
+    with pytest.raises(ValueError, match="loop whose length"):
+        bytes_sent(lowered(local))
+
+
+def test_a_ragged_all_to_all_cannot_be_counted():
+    def local(x, k):
+        return lax.ragged_all_to_all(x, x, k, k, k, k, axis_name="data")
+
+    mesh = make_mesh(4)
+    fn = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
+    rows = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    program = jax.jit(fn).lower(rows, jax.ShapeDtypeStruct((4,), jnp.int32))
+    with pytest.raises(ValueError, match="ragged all-to-all .* use jax.lax.all_to_all"):
+        bytes_sent(program)
 
 
 def test_groups_are_those_of_the_axis():

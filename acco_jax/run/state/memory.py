@@ -52,7 +52,7 @@ class _Pace:
     """How rarely something is done, so that it takes a share of the time."""
 
     def __init__(self, share: float) -> None:
-        self._share, self._every, self._due = share, FIRST, 0
+        self._share, self.every, self._due = share, FIRST, 0
         self._costs = collections.deque[float](maxlen=8)  # seconds of each time
 
     def due(self, half_round: int) -> bool:
@@ -63,7 +63,7 @@ class _Pace:
 
     def put_off(self, half_round: int) -> None:
         """Let it be due again some time after a half-round."""
-        self._due = half_round + self._every
+        self._due = half_round + self.every
 
     @property
     def cost(self) -> float:
@@ -72,7 +72,7 @@ class _Pace:
 
     def set(self, cost: float, each: float) -> None:
         """Take what one time costs, and a half-round, of the slowest process."""
-        self._every = max(2, math.ceil(cost / (self._share * each)))
+        self.every = max(2, math.ceil(cost / (self._share * each)))
 
 
 class MemoryCopies:
@@ -139,7 +139,10 @@ class MemoryCopies:
         """
         if not self._enabled:
             return
-        begin = time.perf_counter()
+        # on CPU time in which other processes have the cores is not the copy's
+        cpu = jax.default_backend() == "cpu"
+        clock = time.thread_time if cpu else time.perf_counter
+        begin, began = clock(), time.perf_counter()
         written = 0.0
         if self._writing is not None:
             written, self._writing = self._writing.result(), None
@@ -152,25 +155,25 @@ class MemoryCopies:
             own = shards.on_host(named, saved=False) if self._folder else {}
         sending, earlier = 0.0, self._sent
         if self._holder and self._sending.due(half_round):
-            begun = time.perf_counter()
+            before, begun = clock(), time.perf_counter()
             with jax.transfer_guard("allow"):
                 held = neighbours.sent(named, self._holder)
-            sending = time.perf_counter() - begun
-            self._sending.took(sending)
+            sending = clock() - before
+            self._sending.took(time.perf_counter() - begun)
             self._sent = half_round
         self._say(own, held)
         if self._history is None:
             with jax.transfer_guard("allow"):
                 self._history = self._history_of(half_round)
         if self._folder is not None:
-            about = {"history": self._history, "host": host()}
+            pace = self._copying.every, self._sending.every
+            about = {"history": self._history, "host": host(), "pace": pace}
             write = functools.partial(self._write, half_round, own, held, about)
             self._writing = self._thread.submit(write, earlier)
-        before, when = self._last
-        each = (begin - when) / max(half_round - before, 1)
+        last, when = self._last
+        each = (began - when) / max(half_round - last, 1)
         self._copies = count = self._copies + 1
-        seconds = time.perf_counter() - begin
-        self._copying.took(seconds - sending + written)
+        self._copying.took(clock() - begin - sending + written)
         if count >= FIRST and count & (count - 1) == 0:  # all agree now and then
             costs = self._copying.cost, self._sending.cost
             mine = [*costs, each, self._folder is not None]
@@ -242,8 +245,9 @@ class MemoryCopies:
         some = processes.gathered(np.bool_(bool(here)))
         if not some.any():
             return None
-        host = json.dumps(here[0][1]["host"] if here else {}).encode()
-        host = json.loads(processes.bytes_from(int(some.argmax()), host))
+        said = json.dumps(here[0][1] if here else {}).encode()
+        said = json.loads(processes.bytes_from(int(some.argmax()), said))
+        host, (self._copying.every, self._sending.every) = said["host"], said["pace"]
         tree, same = like(host["axes"]), host["axes"] == self._world["axes"]
         wanted = leaf_names.named(tree)
         dtypes = {name: np.dtype(x.dtype) for name, x in wanted.items()}

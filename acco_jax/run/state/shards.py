@@ -29,23 +29,35 @@ def on_host(arrays: dict[str, jax.Array], *, saved: bool = True) -> Shards:
       arrays: by name.
       saved: leave out shards that another process saves.
     """
-    copied = {
-        name: [s for s in _single(x) if s.replica_id == 0 or not saved]
+    own = {
+        name: {
+            place: x.addressable_data(i)
+            for place, i, replica in _single(x)
+            if replica == 0 or not saved
+        }
         for name, x in arrays.items()
     }
-    for shards in copied.values():
-        for shard in shards:  # start all copies before waiting for the first
-            shard.data.copy_to_host_async()
-    return {
-        name: {where(s.index, arrays[name].shape): jax.device_get(s.data) for s in own}
-        for name, own in copied.items()
-    }
+    copies: Shards = jax.device_get(own)  # starts all before it waits for the first
+    return copies
 
 
-def _single(x: jax.Array) -> list[jax.Shard]:
-    """Return one shard of an array for each place, the saved replica if it is here."""
-    found = sorted(x.addressable_shards, key=lambda s: -s.replica_id)
-    return list({where(s.index, x.shape): s for s in found}.values())
+_known: dict[Any, list[tuple[str, int, int]]] = {}
+
+
+def _single(x: jax.Array) -> list[tuple[str, int, int]]:
+    """Return a shard for each place of an array, the saved replica if it is here.
+
+    Each is the place, its index among the addressable ones, and its replica.
+    """
+    key = x.sharding, x.shape  # a copy asks for hundreds, and again and again
+    if key not in _known:
+        found = [
+            (where(s.index, x.shape), i, s.replica_id)
+            for i, s in enumerate(x.addressable_shards)
+        ]
+        found.sort(key=lambda shard: -shard[2])
+        _known[key] = list({shard[0]: shard for shard in found}.values())
+    return _known[key]
 
 
 def written(file: BinaryIO, shards: Shards) -> Sums:
