@@ -193,15 +193,16 @@ WRONG = {
         "schedule_options is {'decay_steps': 3}, but cosine has fields of its own",
     ),
     "end of a constant": (
-        ["--config.optimizer.schedule=constant", "--config.optimizer.final_fraction=.1"],
+        ["--config.optimizer.schedule=constant",
+         "--config.optimizer.final_fraction=.1"],
         "final_fraction is 0.1, but .* not of optimizer.schedule='constant'",
     ),
     "warm-up beyond epochs": (
         ["--config.epochs=0.01", "--config.optimizer.warmup_steps=99999"],
         r"warmup_steps is 99999, more than the \d+ steps",
     ),
-    "many epochs": (["--config.epochs=1e308"], r"epochs is 1e\+308, which takes .*lower"),
-    "many tokens of a run": ([f"--config.tokens={10**400}"], "tokens is 10+, which takes .*lower"),
+    "many epochs": (["--config.epochs=1e308"], r"epochs is 1e\+308, which takes .*lo"),
+    "more tokens": ([f"--config.tokens={10**400}"], "tokens is 10+, which takes .*lo"),
     "schedule": (
         ["--config.optimizer.schedule=join_schedules"],
         r"schedule is 'join_schedules': (?!did you mean 'join_)",
