@@ -52,6 +52,7 @@ from benchmarks import common  # noqa: E402
 
 KINDS = ("kill", "stop", "cut off", "coordinator")
 DETECTION, RESTART, POINTS = 15.0, 40.0, 5.0  # seconds, seconds, per cent: at most
+FINISH = 1800  # seconds that the undisturbed run may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Run:
         """Waits for commands that have been told to stop."""
         for process, command in enumerate(self.commands):
             assert command is not None
-            if (code := command.wait(300)) != exits.STOPPED:
+            if (code := command.wait(FINISH)) != exits.STOPPED:
                 tail = self.logs[process].read_text()[-2000:]
                 raise RuntimeError(f"process {process} ended with {code}: {tail}")
 
