@@ -490,6 +490,23 @@ def test_runs_that_fail_or_diverge_do_not_lose_the_others(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "error", "message"),
+    [
+        (exits.REFUSED, "error: no such field\nand a last word", ValueError, "no such"),
+        (1, "Traceback\n  here\nerror: KeyError: 'x'", exits.Failed, "Traceback\n  he"),
+        (-9, "", exits.Failed, "the check of the methods failed"),
+    ],
+)
+def test_a_check_that_fails_is_told_from_a_refusal(
+    monkeypatch, code, said, error, message
+):
+    done = subprocess.CompletedProcess([], code, "", said)
+    monkeypatch.setattr(comparison.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(error, match=message):
+        comparison._check_elsewhere([], pool.Slot(), on_cpu=False)
+
+
 @pytest.mark.long
 def test_a_sweep_is_stopped_and_goes_on(start, place):
     """Two values of two methods, two runs at once, killed in the middle."""

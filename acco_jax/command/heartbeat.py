@@ -8,13 +8,13 @@ What the command starts imports all that training needs, and stays: for each att
 forks a process that trains, so that a restart imports nothing.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import faulthandler
 import gc
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -130,11 +130,11 @@ def _forked() -> bool:
         return True
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    _tell(pid=child)
+    _tell_for_sure(pid=child)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     for number, handler in before.items():
         signal.signal(number, handler)
-    _tell(ended=ended)
+    _tell_for_sure(ended=ended)
     return False
 
 
@@ -181,15 +181,23 @@ def stuck(why: str) -> None:
     _tell(code=1, exception=why[:LONGEST])
 
 
-def _tell(**values: int | str) -> None:
+def _tell(**values: int | str) -> bool:
+    """Send a message; return whether the pipe has room for it."""
     if _pipe is None:
-        return
+        return True
     try:
-        with contextlib.suppress(BlockingIOError):  # the command is busy: one is lost
-            line = json.dumps(values, ensure_ascii=False) + "\n"
-            os.write(_pipe, line.encode(errors="backslashreplace"))
+        line = json.dumps(values, ensure_ascii=False) + "\n"
+        os.write(_pipe, line.encode(errors="backslashreplace"))
+    except BlockingIOError:  # the command is busy
+        return False
     except BrokenPipeError:  # the command is gone, and another one may have begun
         os._exit(1)
+    return True
+
+
+def _tell_for_sure(**values: int) -> None:
+    while not _tell(**values):
+        select.select([], [_pipe], [])
 
 
 def _beat() -> None:

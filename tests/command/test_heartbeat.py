@@ -2,10 +2,29 @@
 
 import json
 import os
+import threading
 
 import pytest
 
 from acco_jax.command import heartbeat
+
+
+def test_how_a_process_ended_is_not_lost_in_a_full_pipe(monkeypatch):
+    """As of a command that was stopped for a while; a sign of life may be lost."""
+    source, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    monkeypatch.setattr(heartbeat, "_pipe", pipe)
+    while heartbeat._tell():
+        pass
+    told = threading.Thread(target=heartbeat._tell_for_sure, kwargs={"ended": -9})
+    told.start()
+    told.join(0.1)
+    assert told.is_alive()
+    said = b""
+    while b"ended" not in said:
+        said += os.read(source, 1 << 16)
+    told.join()
+    assert json.loads(said.splitlines()[-1]) == {"ended": -9}
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "𝄞", "\udce9", "\x01", '"', "\n"])
