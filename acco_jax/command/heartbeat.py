@@ -197,6 +197,7 @@ def _tell(**values: int | str) -> bool:
 
 def _tell_for_sure(**values: int) -> None:
     while not _tell(**values):
+        assert _pipe is not None  # it is full
         select.select([], [_pipe], [])
 
 
