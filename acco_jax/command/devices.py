@@ -236,12 +236,12 @@ def connect(
         if not supervised:
             late.start()
         elif process and coordinator:
-            _until_it_listens(coordinator, patience)
+            patience -= _until_it_listens(coordinator, patience)
         jax.distributed.initialize(
             coordinator,
             processes,
             process,
-            initialization_timeout=int(patience),
+            initialization_timeout=max(int(patience), 1),
             # on the named address only, not on every interface
             coordinator_bind_address=coordinator,
             # The command must report it first: JAX aborts without a line of its own.
@@ -259,16 +259,17 @@ def connect(
         logging.set_verbosity(logging.WARNING)  # only process 0 logs
 
 
-def _until_it_listens(address: str, seconds: float) -> None:
-    """Wait until a port is open: JAX tries one that is not but once a second."""
+def _until_it_listens(address: str, seconds: float) -> float:
+    """Wait until a port is open, which JAX tries but once a second; return how long."""
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds:
         try:
             socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
-            return
+            break
         except OSError:
             time.sleep(0.02)
+    return time.monotonic() - begin
 
 
 def _end_alone(seconds: float, processes: int | None) -> None:

@@ -28,6 +28,7 @@ from absl import logging
 
 VARIABLE = "ACCO_JAX_ORDERS"
 SECONDS = 1.0  # between signs of life
+PATIENCE = 5.0  # seconds to wait for room in the pipe for the reason of an end
 LONGEST = 600  # characters of at most 6 bytes: a pipe takes 4096 whole or not at all
 STACKS = signal.SIGUSR2  # asks for the stacks of all threads
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -96,13 +97,16 @@ def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
     _write_messages(folder)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # to end by it, as by the others
+    _keep_stacks(folder)
+    if interrupts := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # to end by it, as by the others
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     prepare()
     gc.freeze()  # what is imported is no garbage: forks need not look through it
     with os.fdopen(source) as lines:
         while line := lines.readline():
             orders = Orders(**json.loads(line))
-            if _forked():
+            if _forked(interrupts):
                 break
         else:  # the command has ended
             os._exit(0)
@@ -112,16 +116,17 @@ def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
     return orders
 
 
-def _forked() -> bool:
+def _forked(interrupts: bool) -> bool:
     """Fork; return True in the new process, and in this one False once that has ended.
 
     Until then the signals that ask to stop are the new one's: a service manager sends
-    them to all.
+    them to all. In the new one SIGINT `interrupts`, unless it is ignored.
     """
     above = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     if not (child := os.fork()):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         os.setsid()
         die_with_parent(signal.SIGKILL)
@@ -171,7 +176,7 @@ def reached(half_round: int) -> None:
 
 def ends_with(code: int, line: str) -> None:
     """Send the exit code to come to the command, and the line of its reason, if any."""
-    _tell(code=code, error=line[:LONGEST])
+    _tell_for_sure(PATIENCE, code=code, error=line[:LONGEST])
 
 
 def stuck(why: str) -> None:
@@ -195,10 +200,12 @@ def _tell(**values: int | str) -> bool:
     return True
 
 
-def _tell_for_sure(**values: int) -> None:
+def _tell_for_sure(seconds: float | None = None, **values: int | str) -> None:
+    """Send a message; wait for room, for ever or some seconds."""
     while not _tell(**values):
         assert _pipe is not None  # it is full
-        select.select([], [_pipe], [])
+        if not select.select([], [_pipe], [], seconds)[1]:
+            return
 
 
 def _beat() -> None:
@@ -213,4 +220,4 @@ def _unexpected(
     with open(2, "w", closefd=False, errors="backslashreplace") as messages:
         traceback.print_exception(kind, error, trace, file=messages)
     last = "".join(traceback.format_exception_only(error)).strip()
-    _tell(code=1, exception=last.partition("\n")[0][:300])
+    _tell_for_sure(PATIENCE, code=1, exception=last.partition("\n")[0][:300])

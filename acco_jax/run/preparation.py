@@ -150,14 +150,15 @@ def build(
         )
         identity["extended"] = [list(pair) for pair in config.extended]
     trainable = _trainable(config, mesh, corpus, begun=bool(old))
-    tx, step = _step(config, mesh, trainable, amounts, checked=again)
+    checked = again and bool(old)  # by the attempt that recorded this run
+    tx, step = _step(config, mesh, trainable, amounts, checked=checked)
     experiment = Experiment(
         config=config, workdir=workdir, mesh=mesh, corpus=corpus, tx=tx, step=step,
         schedule=optimizers.checked_rate(config), microbatches=amounts.microbatches,
         varying=amounts.varying, halves=amounts.halves, capacity=amounts.capacity,
         identity=identity, began=began, **trainable._asdict(),
     )  # fmt: skip
-    if not again:
+    if not checked:
         _check_optimizer(experiment)
     _check_experiment(experiment, lengths.FIELDS if old else ())
     return experiment

@@ -192,11 +192,6 @@ WRONG = {
         ["--config.optimizer.schedule_options.decay_steps=3"],
         "schedule_options is {'decay_steps': 3}, but cosine has fields of its own",
     ),
-    "end of a constant": (
-        ["--config.optimizer.schedule=constant",
-         "--config.optimizer.final_fraction=.1"],
-        "final_fraction is 0.1, but .* not of optimizer.schedule='constant'",
-    ),
     "warm-up beyond epochs": (
         ["--config.epochs=0.01", "--config.optimizer.warmup_steps=99999"],
         r"warmup_steps is 99999, more than the \d+ steps",

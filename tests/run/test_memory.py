@@ -48,8 +48,10 @@ def like(axes):
 
 
 @pytest.fixture
-def place(tmp_path):
+def place(tmp_path, monkeypatch):
     """A folder in the place of /dev/shm, and a workdir."""
+    # a config file that another test has written is newer than this process
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)
     found = SimpleNamespace(folder=tmp_path / "shm", workdir=tmp_path / "work")
     found.folder.mkdir()
     found.workdir.mkdir()

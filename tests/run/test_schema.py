@@ -96,6 +96,9 @@ def test_the_page_is_what_the_program_writes(page):
 
 def test_a_field_that_an_older_config_lacks_has_its_default():
     assert identity.differing_field({}, {"tolerance": 1, "batch": "kept"}) == ""
+    assert identity.differing_field({}, {"counts": [], "lora": {"rank": 0}}) == ""
+    found = identity.differing_field({}, {"lora": {"rank": 8}})
+    assert found == "lora.rank=0, not 8"
     found = identity.differing_field({}, {"batch": "per_worker"})
     assert found == "batch='kept', not 'per_worker'"
 
@@ -113,6 +116,8 @@ LOADING = pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collecti
         ("model.options.name", "'1e3'", "1e3"),
         ("model.options.name", '"it\'s"', "it's"),
         ("model.options.name", "plain", "plain"),
+        ("model.options.text", "other", "other"),  # a text in the file
+        ("model.options.text", "'5'", "'5'"),
         ("sample_prompt", "'5'", "'5'"),  # of a text every letter counts
         ("sample_prompt", "", ""),
         ("data.end_of_text", "5", "5"),
@@ -125,7 +130,8 @@ LOADING = pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collecti
 def test_another_process_gets_the_same_config(tmp_path, field, given, value):
     """As the runs of a comparison, and plan's command."""
     (tmp_path / "c.py").write_text(
-        "from acco_jax.run.config.fields import default_config as get_config"
+        "from acco_jax.run.config import fields\ndef get_config():\n"
+        "    c = fields.default_config()\n    c.model.options.text = 'a'\n    return c"
     )
     defined = flags.FlagValues()
     argv = ["", f"--config={tmp_path}/c.py", f"--config.{field}={given}"]

@@ -169,6 +169,21 @@ def test_told_to_stop_while_it_imports(jobs, capfd, number):
     assert asyncio.run(asyncio.wait_for(both(), 30)) == exits.STOPPED
 
 
+def test_a_signal_before_the_pid_is_known_is_sent_then(monkeypatch):
+    """What is to fork drops one that comes while it does."""
+    sent = []
+    monkeypatch.setattr(supervisor.os, "kill", lambda *what: sent.append(what))
+    child = object.__new__(supervisor._Child)
+    child._imported, child._pid, child._ended = mock.Mock(), None, None
+    child.signal(signal.SIGTERM)
+    child._imported.signal.assert_called_once_with(signal.SIGTERM)
+    child._hear({"pid": 7})
+    assert sent == [(7, signal.SIGTERM)]
+    child._hear({"ended": 0})
+    child.signal(signal.SIGKILL)  # the number may be another's by now
+    assert len(sent) == 1
+
+
 def test_what_cannot_be_imported_is_said(jobs, capfd, tmp_path):
     assert run(*jobs(("no import", 3))) == [exits.LOST]
     (line,) = errors(capfd)

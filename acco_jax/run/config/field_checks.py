@@ -1,6 +1,7 @@
 """Checks of the fields and values of an experiment's config."""
 
 import math
+import numbers
 import operator
 import re
 import types
@@ -137,12 +138,6 @@ def _check_optimizer(c: ConfigDict) -> None:
             f"optimizer.schedule_options is {options}, but {c.schedule} has fields of "
             "its own (final_fraction, decay_fraction): use these."
         )
-    if c.schedule not in SCHEDULES[:3] and c.final_fraction:
-        raise ValueError(
-            f"optimizer.final_fraction is {c.final_fraction}, but it is of "
-            f"{', '.join(SCHEDULES[:3])}, not of optimizer.schedule={c.schedule!r}: "
-            "leave one out."
-        )
     for group in c.groups:
         such = "fields, such as (('wte', {'learning_rate': 1e-4}),)."
         _check_pair("optimizer.groups", group, dict, such)
@@ -162,9 +157,10 @@ def _check_options(where: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in OPTIONS or (value is None and name != "learning_rate"):
             continue
-        if type(value) not in (int, float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{where}.{name} is {value!r}: give a number.")
-        _check_value(f"{where}.{name}", OPTIONS[name], value)
+        plain: float = value if type(value) is int else float(value)
+        _check_value(f"{where}.{name}", OPTIONS[name], plain)
 
 
 def _check_microbatches(config: ConfigDict) -> None:

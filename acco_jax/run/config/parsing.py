@@ -15,7 +15,6 @@ try:
 
     from acco_jax.run.config import fields as configs
     from acco_jax.run.config import usage
-    from acco_jax.run.config.schema import FIELDS
 except ModuleNotFoundError as error:
     exits.end(exits.REFUSED, f"{error}: pip install 'acco-jax[train]' for commands.")
 
@@ -148,14 +147,16 @@ def config_arguments(values: flags.FlagValues = flags.FLAGS) -> list[str]:
     fields = config_flags.get_override_values(flag)
     return [
         f"--config={config_flags.get_config_filename(flag)}",
-        *(f"--config.{f}={_written(f, value)}" for f, value in fields.items()),
+        *(
+            f"--config.{name}={_written(values[f'config.{name}'], value)}"
+            for name, value in fields.items()
+        ),
     ]
 
 
-def _written(name: str, value: object) -> object:
-    """Return a field's value as a flag has it: of most fields a Python literal."""
-    field = FIELDS.get(name)
-    if field and field.kind is str:
+def _written(flag: flags.Flag, value: object) -> object:
+    """Return a field's value as its flag takes it: most take a Python literal."""
+    if type(flag.parser) is flags.ArgumentParser:  # of what is a text in the file
         return value
     return repr(value.to_dict() if isinstance(value, ConfigDict) else value)
 

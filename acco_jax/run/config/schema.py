@@ -15,7 +15,7 @@ from acco_jax.methods import METHODS
 from acco_jax.methods.gaps import TOLERANCE
 
 STEPS = 2**30  # most steps of a run: counters are 32 bits wide
-SCHEDULES = ("cosine", "linear", "wsd", "constant")  # the first three decay
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
 INTEGERS = 2**31 - 1  # the largest integer where a field sets no bound of its own
 LIMITS = {
     "least": ("at least", operator.ge), "above": ("more than", operator.gt),

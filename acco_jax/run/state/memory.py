@@ -142,10 +142,13 @@ class MemoryCopies:
         # on CPU time in which other processes have the cores is not the copy's
         cpu = jax.default_backend() == "cpu"
         clock = time.thread_time if cpu else time.perf_counter
-        begin, began = clock(), time.perf_counter()
+        began = time.perf_counter()
         written = 0.0
         if self._writing is not None:
             written, self._writing = self._writing.result(), None
+        described = host() if self._folder is not None else {}
+        waited = time.perf_counter() - began  # for disks, too
+        begin = clock()
         if self._folder is not None:
             with contextlib.suppress(OSError):  # they have run
                 path = self._folder / PROGRAMS
@@ -167,13 +170,13 @@ class MemoryCopies:
                 self._history = self._history_of(half_round)
         if self._folder is not None:
             pace = self._copying.every, self._sending.every
-            about = {"history": self._history, "host": host(), "pace": pace}
+            about = {"history": self._history, "host": described, "pace": pace}
             write = functools.partial(self._write, half_round, own, held, about)
             self._writing = self._thread.submit(write, earlier)
         last, when = self._last
         each = (began - when) / max(half_round - last, 1)
         self._copies = count = self._copies + 1
-        self._copying.took(clock() - begin - sending + written)
+        self._copying.took(waited + clock() - begin - sending + written)
         if count >= FIRST and count & (count - 1) == 0:  # all agree now and then
             costs = self._copying.cost, self._sending.cost
             mine = [*costs, each, self._folder is not None]
@@ -182,7 +185,8 @@ class MemoryCopies:
             copied, sent, each, some = everyones.max(0).tolist()
             self._enabled = bool(some)
             self._copying.set(copied, each)
-            self._sending.set(sent, each)
+            if self._holder:
+                self._sending.set(sent, each)
         self._copying.put_off(half_round)
         if held is not None:
             self._sending.put_off(half_round)
@@ -247,7 +251,8 @@ class MemoryCopies:
             return None
         said = json.dumps(here[0][1] if here else {}).encode()
         said = json.loads(processes.bytes_from(int(some.argmax()), said))
-        host, (self._copying.every, self._sending.every) = said["host"], said["pace"]
+        host, pace = said["host"], said.get("pace", (FIRST, FIRST))
+        self._copying.every, self._sending.every = pace
         tree, same = like(host["axes"]), host["axes"] == self._world["axes"]
         wanted = leaf_names.named(tree)
         dtypes = {name: np.dtype(x.dtype) for name, x in wanted.items()}

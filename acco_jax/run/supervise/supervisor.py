@@ -140,6 +140,7 @@ class _Child:
         """
         self._imported, self.attempt = imported, begin.attempt
         self._pid: int | None = None
+        self._told: int | None = None  # a signal before it was known
         self._ended: int | None = None  # its exit code
         self.half_round: int | None = None
         self.error = self.exception = ""
@@ -147,7 +148,9 @@ class _Child:
         self._last_word = 0.0  # time of the announcement
         self._start = time.monotonic()
         self._heard: float | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="acco_jax-")
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="acco_jax-", ignore_cleanup_errors=True
+        )
         imported.fork(
             heartbeat.Orders(
                 self.attempt, time.time(), self._folder.name,
@@ -175,11 +178,15 @@ class _Child:
         gone = self._imported.poll()  # first: messages precede the end
         for message in self._imported.messages():
             self._hear(message)
-        return gone if self._ended is None else self._ended
+        if self._ended is not None:
+            return self._ended
+        return None if self._pid and _lives(self._pid) else gone
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "pid" in message:
             self._pid = message["pid"]
+            if self._told is not None:
+                self.signal(self._told)
             return
         if "ended" in message:
             self._ended = message["ended"]
@@ -199,11 +206,10 @@ class _Child:
 
     def signal(self, number: int) -> None:
         """Send a signal, to the one that imports while there is no other."""
-        if self._poll() is not None:
-            return
         if self._pid is None:
+            self._told = number  # which is lost if it forks just now
             self._imported.signal(number)
-        else:
+        elif self._ended is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
@@ -223,6 +229,9 @@ class _Child:
         deadline = time.monotonic() + END_SECONDS
         while self._poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self._poll() is None and self._pid and not _lives(self._pid):
+            self._imported.signal(signal.SIGKILL)  # it should have said so
+            return True
         return self._poll() is not None
 
     def _stacks(self) -> int:
@@ -238,8 +247,21 @@ class _Child:
             shutil.copytree(own, folder, dirs_exist_ok=True)
 
     def close(self) -> None:
-        """Remove its files."""
+        """End the process, and remove its files."""
+        deadline = time.monotonic() + END_SECONDS
+        self.signal(signal.SIGKILL)
+        while self._poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         self._folder.cleanup()
+
+
+def _lives(pid: int) -> bool:
+    """Return whether there is such a process, which has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 class _Link:
@@ -328,7 +350,7 @@ class _Command:
             line = "interrupted: the same command continues from its checkpoint."
             return _say(exits.FAILED, line)
         finally:
-            for open_one in (self._imported, self._child):
+            for open_one in (self._child, self._imported):
                 if open_one:
                     open_one.close()
 
@@ -575,6 +597,7 @@ def supervise(job: Job) -> int:
     Raises:
       OSError: if process 0's command cannot listen at the coordinator's address.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how one ends
     return asyncio.run(_supervise(job))
 
 
