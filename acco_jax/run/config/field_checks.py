@@ -1,13 +1,13 @@
 """Checks of the fields and values of an experiment's config."""
 
 import math
-import numbers
 import operator
 import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Union, get_args, get_origin
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from acco_jax import methods
@@ -157,10 +157,10 @@ def _check_options(where: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in OPTIONS or (value is None and name != "learning_rate"):
             continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        number = value.item() if isinstance(value, np.generic) else value
+        if type(number) not in (int, float):
             raise ValueError(f"{where}.{name} is {value!r}: give a number.")
-        plain: float = value if type(value) is int else float(value)
-        _check_value(f"{where}.{name}", OPTIONS[name], plain)
+        _check_value(f"{where}.{name}", OPTIONS[name], number)
 
 
 def _check_microbatches(config: ConfigDict) -> None:
