@@ -102,7 +102,7 @@ def follow(prepare: Callable[[], object] = lambda: None) -> Orders | None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # to end by it, as by the others
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     prepare()
-    gc.freeze()  # what is imported is no garbage: forks need not look through it
+    gc.freeze()  # imported modules stay: forks need not search them for garbage
     with os.fdopen(source) as lines:
         while line := lines.readline():
             orders = Orders(**json.loads(line))

@@ -205,9 +205,9 @@ class _Child:
         return Beat(self.half_round, self._heard is not None, silent)
 
     def signal(self, number: int) -> None:
-        """Send a signal, to the one that imports while there is no other."""
+        """Send a signal: until there is a fork, to the process that imports."""
         if self._pid is None:
-            self._told = number  # which is lost if it forks just now
+            self._told = number  # for the fork, if it is just being made
             self._imported.signal(number)
         elif self._ended is None:
             with contextlib.suppress(ProcessLookupError):
