@@ -5,7 +5,8 @@
 
 `make durations` does both. Each test's seconds are split by what they pay for: tracing
 and compiling of this process, waiting for other processes, sleeping, and the rest,
-which is steps and Python. Under coverage each test is also a context, so that a line is
+which is steps and Python. `cpu` is the processor time of this process and its children,
+which depends less on what else the machine does. Under coverage each test is also a context, so that a line is
 known with the tests that run it.
 """
 
@@ -15,6 +16,7 @@ import functools
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +32,15 @@ EVENTS = {
 }
 _spent: collections.Counter[str] = collections.Counter()
 _inside: list[str] = []
+
+
+def _cpu() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+_begun = [_cpu()]
 
 
 def _measured(kind: str, fn: Callable) -> Callable:
@@ -82,7 +93,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: object) -> Iterator[obj
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[object]:
     report = yield
-    report.user_properties.append(("paid", {k: _spent[k] for k in PAID}))
+    before, _begun[0] = _begun[0], _cpu()
+    paid = {k: _spent[k] for k in PAID} | {"cpu": _begun[0] - before}
+    report.user_properties.append(("paid", paid))
     _spent.clear()
     return report
 
@@ -100,7 +113,7 @@ def table(rows: list[dict], slowest: int = 50) -> str:
     """Returns the seconds by file and of the slowest tests, as Markdown."""
     tests: dict[str, collections.Counter[str]] = {}
     for row in rows:
-        paid = {k: row.get(k, 0.0) for k in ("seconds", *PAID)}
+        paid = {k: row.get(k, 0.0) for k in ("seconds", "cpu", *PAID)}
         tests.setdefault(row["test"], collections.Counter()).update(paid)
     files: dict[str, collections.Counter[str]] = {}
     for name, paid in tests.items():
@@ -109,10 +122,10 @@ def table(rows: list[dict], slowest: int = 50) -> str:
 
     def line(name: str, paid: collections.Counter[str]) -> str:
         rest = paid["seconds"] - sum(paid[k] for k in PAID)
-        values = (paid["seconds"], *(paid[k] for k in PAID), max(rest, 0.0))
+        values = (paid["seconds"], paid["cpu"], *(paid[k] for k in PAID), max(rest, 0.0))
         return " | ".join([f"| {name}", *(f"{v:.1f}" for v in values)]) + " |"
 
-    head = "| | seconds | " + " | ".join(PAID) + " | rest |\n|---|" + "---:|" * 6
+    head = "| | seconds | cpu | " + " | ".join(PAID) + " | rest |\n|---|" + "---:|" * 7
     total = functools.reduce(lambda a, b: a + b, files.values(), collections.Counter())
     ordered = [
         sorted(found.items(), key=lambda item: -item[1]["seconds"])

@@ -66,6 +66,24 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 50)
 
 
+def options() -> dict[str, object]:
+    """What a module may change, if it changes it back."""
+    names = ("disable_most_optimizations", "enable_compilation_cache", "enable_x64")
+    return {name: jax.config.values[f"jax_{name}"] for name in names}
+
+
+OPTIONS = options()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """A module's options of JAX end with it: others would be compiled with them."""
+    found = yield
+    if nextitem is None or nextitem.path != item.path:
+        assert options() == OPTIONS, item.path
+    return found
+
+
 @pytest.fixture(scope="module")
 def x64():
     """Double precision for a module: `pytestmark = pytest.mark.usefixtures("x64")`.

@@ -27,7 +27,9 @@ from acco_jax.step.first_half import LONGER, first_halves, smallest, step_second
 from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 
-NEAR = 1.5  # times the fastest, at most: those that are timed twice
+NEAR = 1.5  # times the fastest, at most: those that are timed again,
+TURNS = 3  # times in turn; of those the first is taken that is
+AS_FAST = 1.01  # times as long as the fastest, at most
 COMPILE_SECONDS = 1800  # a process may compile this much longer than another
 
 
@@ -89,7 +91,7 @@ def fastest(
     """Return the name of the experiment whose steps take least, by timing some of each.
 
     Where several take as long it is the first, and the last that is asked for leaves no
-    communication to overlap.
+    communication to overlap. Those that are nearly as fast are compared in turns.
 
     Args:
       candidates: with their names; the first computes a whole step in a call.
@@ -111,12 +113,18 @@ def fastest(
         if seconds[name] <= LONGER * computing:
             break
     near = [name for name in built if seconds[name] <= NEAR * min(seconds.values())]
-    for name in near if len(near) > 1 else []:  # other load makes slower, never faster
-        again = float(np.median(_timed(built[name], [None], compiled=True)))
-        logging.info("method auto: %s takes %.3g s again", name, again)
-        seconds[name] = min(seconds[name], again)
-    least = min(seconds.values())
-    chosen = next(name for name, s in seconds.items() if s <= LONGER * least)
+    if len(near) > 1:
+        turns = np.array([
+            [np.median(_timed(built[name], [None], compiled=True)) for name in near]
+            for _ in range(TURNS)
+        ])  # fmt: skip
+        for name, typical in zip(near, np.median(turns, axis=0), strict=True):
+            logging.info("method auto: %s takes %.3g s again", name, typical)
+            seconds[name] = float(typical)
+        chosen = near[smallest(turns, AS_FAST)]
+    else:
+        least = AS_FAST * min(seconds.values())
+        chosen = next(name for name, s in seconds.items() if s <= least)
     logging.info("method auto: %s", chosen)
     if (exposed := 1 - computing / seconds[chosen]) > 1 / 3:
         logging.warning(

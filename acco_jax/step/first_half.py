@@ -39,16 +39,17 @@ def first_halves(microbatches: int) -> tuple[int, ...]:
     return tuple(sorted({quarter, max(microbatches // 2, 1)}))
 
 
-def smallest(seconds: np.ndarray) -> int:
+def smallest(seconds: np.ndarray, longer: float = LONGER) -> int:
     """Return the index of the first candidate that typically takes no longer.
 
     Candidates are compared within a turn: other load on a machine comes and goes.
 
     Args:
       seconds: (times, candidates).
+      longer: times as long that count as no longer.
     """
     ratios = np.median(seconds / seconds.min(axis=1, keepdims=True), axis=0)
-    return int(np.argmax(ratios <= LONGER * ratios.min()))
+    return int(np.argmax(ratios <= longer * ratios.min()))
 
 
 def step_seconds(

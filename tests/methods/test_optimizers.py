@@ -56,12 +56,7 @@ CALLS = {"acco": 9, "zero1": 5}  # 4 commits, each after an estimate; 5 steps
 TOGETHER = 12  # optimizers in a sum
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(x64):
-    """Programs that run for a millisecond need no optimization."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def make(method, inner, mesh, axis):
