@@ -6,8 +6,8 @@
 `make durations` does both. Each test's seconds are split by what they pay for: tracing
 and compiling of this process, waiting for other processes, sleeping, and the rest,
 which is steps and Python. `cpu` is the processor time of this process and its children,
-which depends less on what else the machine does. Under coverage each test is also a context, so that a line is
-known with the tests that run it.
+which depends less on what else the machine does. Under coverage each test is also a
+context, so that a line is known with the tests that run it.
 """
 
 import argparse
@@ -122,8 +122,8 @@ def table(rows: list[dict], slowest: int = 50) -> str:
 
     def line(name: str, paid: collections.Counter[str]) -> str:
         rest = paid["seconds"] - sum(paid[k] for k in PAID)
-        values = (paid["seconds"], paid["cpu"], *(paid[k] for k in PAID), max(rest, 0.0))
-        return " | ".join([f"| {name}", *(f"{v:.1f}" for v in values)]) + " |"
+        seconds = (*(paid[k] for k in ("seconds", "cpu", *PAID)), max(rest, 0.0))
+        return " | ".join([f"| {name}", *(f"{x:.1f}" for x in seconds)]) + " |"
 
     head = "| | seconds | cpu | " + " | ".join(PAID) + " | rest |\n|---|" + "---:|" * 7
     total = functools.reduce(lambda a, b: a + b, files.values(), collections.Counter())
