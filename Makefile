@@ -8,7 +8,7 @@ SHELL       := /bin/bash
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKDIR ?= runs/quickstart
-WORKERS ?= 2# pytest processes; each holds several JAX devices
+WORKERS ?= 3# pytest processes; some tests wait, so more than cores
 
 PY      := $(VENV)/bin/python
 # requirements.txt constrains: it says which version, pyproject.toml says what.

@@ -9,7 +9,7 @@ from unittest import mock
 index, processes, devices, port = map(int, sys.argv[1:5])
 folder = sys.argv[5]
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
 
 import jax
 import numpy as np

@@ -19,7 +19,7 @@ process, hosts, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 place, workdirs = map(Path, sys.argv[4:6])
 own = f"host{hosts[process]}"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 
 import jax
 import numpy as np

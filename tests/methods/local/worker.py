@@ -7,7 +7,7 @@ import sys
 
 index, processes, port = map(int, sys.argv[1:4])
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
 
 import jax
 
