@@ -10,6 +10,7 @@ It answers the three requests of `lm_eval.api.model.LM`, as "acco_jax" in its re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -92,6 +93,7 @@ class AccoLM(LM):
           ValueError: if max_gen_toks is not less than the model's positions.
         """
         found = [""] * len(requests)
+        keys = language.keys_of(0, len(requests))  # of each its own: some are repeated
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
@@ -100,11 +102,14 @@ class AccoLM(LM):
                 part = numbers[start : start + self.batch_size]
                 contexts = [requests[i].args[0] for i in part]
                 options = requests[part[0]].args[1]
-                for i, text in zip(part, self._until(contexts, options), strict=True):
+                texts = self._until(contexts, options, keys[np.asarray(part)])
+                for i, text in zip(part, texts, strict=True):
                     found[i] = text
         return found
 
-    def _until(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+    def _until(
+        self, contexts: list[str], options: dict[str, Any], keys: jax.Array
+    ) -> list[str]:
         """Return the texts that follow contexts, with equal options."""
         until = options.get("until") or []
         stops = [
@@ -120,7 +125,6 @@ class AccoLM(LM):
         kept = most - min(asked, most // 2)
         prompts = [self._language.tokens(context, kept) for context in contexts]
         tokens = np.array([min(asked, most - len(prompt)) for prompt in prompts])
-        keys = language.keys_of(0, len(prompts))
         texts = [""] * len(contexts)
         for texts in self._language.write(
             prompts, tokens, _sampling(options), keys, CHUNK

@@ -58,7 +58,7 @@ _RESTARTS = flags.DEFINE_integer(
 )
 _LOST_AFTER = flags.DEFINE_float(
     "lost_after",
-    60.0,
+    20.0,
     "Seconds without a heartbeat after which a process is lost.",
     5.0,
     parsing.DAY,

@@ -1,7 +1,7 @@
 """What `method='auto'` takes on links of several speeds, and what it should have taken.
 
     python benchmarks/auto.py [--choices=3] [--repetitions=15] [--json=FILE]
-    python benchmarks/auto.py --table=FILE
+    python benchmarks/auto.py --recommend=gpu:h100:2x1 --table=FILE
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Two CPU processes, each pinned to a
 core in a network namespace of its own, prepare experiments/quickstart.py as
@@ -12,9 +12,15 @@ timed in turn, a second of steps each. A ratio is the median over repetitions
 of the ratio within one, and its spread the middle half: other load on a machine comes
 and goes. Those of a choice are the tokens/s of the method chosen over those of the best
 and of the worst.
+
+With --table, the table of an earlier report; --recommend adds what `plan --recommend`
+says of the same experiment on two GPUs, whose network has the rate at which zero1's
+communication takes as long, of its computation there.
 """
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -22,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -33,6 +40,7 @@ from benchmarks import common  # noqa: E402
 RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # zero1's communication over computation
 FIELDS = {"devices": 1, "microbatch_size": 8, "log_every": 2}
 UNSHAPED = 1e4  # Mbit/s
+SLOW = 1e8  # bytes/s: where latency is nothing
 LEAST = 0.97  # of the best method's tokens/s
 NAMES = [c.name for c in gaps.CANDIDATES]
 
@@ -73,10 +81,8 @@ class Process:
         import jax
 
         from acco_jax.run import measures, preparation, prepared, trials
-        from experiments import quickstart
 
-        config = quickstart.get_config()
-        config.update(FIELDS)
+        config = trained()
         self._candidates = {
             c.name: preparation.build(of(config, c), place / c.name)
             for c in gaps.CANDIDATES
@@ -130,6 +136,15 @@ class Process:
         return (time.perf_counter() - start) / steps
 
 
+def trained() -> Any:
+    """Returns the config of the experiment."""
+    from experiments import quickstart
+
+    config = quickstart.get_config()
+    config.update(FIELDS)
+    return config
+
+
 def of(config: Any, candidate: gaps.Candidate) -> Any:
     """Returns a config with a method that 'auto' may take."""
     config = config.copy_and_resolve_references()
@@ -178,16 +193,17 @@ def over(row: dict[str, Any], name: str, other: str) -> dict[str, float]:
     return common.quotients(row["seconds"][other], row["seconds"][name])
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: dict[str, Any], recommended: Sequence[str] = ()) -> str:
     """Returns Markdown."""
-    tokens = report["tokens_per_step"]
+    tokens, last = report["tokens_per_step"], bool(recommended)
     lines = [
         "| communication / computation | Mbit/s | "
         + " | ".join(f"{name}, tokens/s" for name in NAMES)
-        + " | taken | of the best | of the worst |",
-        "|" + "---|" * (len(NAMES) + 5),
+        + " | taken | of the best | of the worst |"
+        + " `plan --recommend` |" * last,
+        "|" + "---|" * (len(NAMES) + 5 + last),
     ]
-    for row in report["rows"]:
+    for row, said in itertools.zip_longest(report["rows"], recommended, fillvalue=""):
         speeds = [tokens / statistics.median(row["seconds"][name]) for name in NAMES]
         ranked = by_speed(row)
         best = NAMES.index(ranked[0])
@@ -205,9 +221,30 @@ def table(report: dict[str, Any]) -> str:
         )
         lines.append(
             f"| {row['ratio']:g} | {row['mbit']:.0f} | {' | '.join(shown)} | {taken} | "
-            f"{ratios} |"
+            f"{ratios} |" + f" {said} |" * last
         )
     return "\n".join(lines)
+
+
+def recommend(ratios: Sequence[float], place: str) -> list[str]:
+    """Returns what `plan --recommend` says where communication takes so long."""
+    from acco_jax.plan import planner, recommendation
+    from acco_jax.schedule import topologies
+
+    config, topology = trained(), topologies.parse(place)
+    config.devices = None
+    request = planner.PlanRequest(changes={"slow_bandwidth": SLOW}, fit=False)
+    alone = dataclasses.replace(request, methods=("zero1",))
+    row = planner.make(config, topology, alone).row("zero1")
+    found = row["exposed"] / (row["step"] - row["exposed"])
+    said = []
+    for ratio in ratios:
+        rate = SLOW * found / ratio
+        asked = dataclasses.replace(request, changes={"slow_bandwidth": rate})
+        made = recommendation.make(config, topology, asked, ())
+        said.append(f"{made.chosen.candidate.name}, at {8e-9 * rate:.3g} Gbit/s")
+        print(f"{ratio:g}: {said[-1]}", file=sys.stderr, flush=True)
+    return said
 
 
 def experiment(args: argparse.Namespace, place: pathlib.Path) -> dict[str, Any]:
@@ -225,10 +262,7 @@ def experiment(args: argparse.Namespace, place: pathlib.Path) -> dict[str, Any]:
                 row |= at(workers, args.choices, args.repetitions)
                 rows.append(row)
                 print(f"{ratio:g}: {row}", file=sys.stderr, flush=True)
-    from experiments import quickstart
-
-    config = quickstart.get_config()
-    config.update(FIELDS)
+    config = trained()
     tokens = 2 * config.microbatch_size * config.microbatches_per_step * config.length
     return {"computing": computing, "tokens_per_step": tokens, "rows": rows}
 
@@ -245,9 +279,13 @@ def main() -> int:
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--table", type=pathlib.Path, help="print the table of this")
+    parser.add_argument("--recommend", help="two GPUs, for --table: gpu:h100:2x1")
     args = parser.parse_args()
     if args.table:
-        print(table(json.loads(args.table.read_text())))
+        report = json.loads(args.table.read_text())
+        ratios = [row["ratio"] for row in report["rows"]]
+        said = recommend(ratios, args.recommend) if args.recommend else []
+        print(table(report, said))
         return 0
     if reason := network.why_not():
         print(f"error: {reason}", file=sys.stderr)

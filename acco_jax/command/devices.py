@@ -206,7 +206,7 @@ def connect(
     processes: int | None,
     process: int | None,
     start_within: float = 300.0,
-    lost_after: float = 60.0,
+    lost_after: float = 20.0,
     *,
     supervised: bool = False,
 ) -> None:

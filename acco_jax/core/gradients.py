@@ -327,8 +327,8 @@ class Accumulator:
             ]
             (grads,) = jax.tree.unflatten(pullback.treedef, leaves)(jnp.ones_like(loss))
             # `pack` drops gradients without weight: here they would exist twice
-            loss = counted(Sums(None, loss, weight, None)).loss
-            sums = self._widened(Sums(grads, loss, weight, aux), params)
+            sums = counted(Sums(None, loss, weight, aux))._replace(grads=grads)
+            sums = self._widened(sums, params)
             sums = sums if counts is None else masked(counts[0] > 0, sums)
             sums = sums._replace(model_state=state)
             return to_row(keep(sums, from_row(before)))

@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.core.leaves import axes_in
+
 PyTree = Any
 
 # Axes of a mesh along which the devices of a group divide one worker's computation.
@@ -73,9 +75,14 @@ def fitted(
       sizes: of the mesh's axes.
       first: "fsdp" splits no dimension before this one.
     """
+
+    def divides(entry: str | tuple[str, ...] | None, length: int) -> bool:
+        pieces = [sizes.get(axis, 0) for axis in axes_in(entry)]
+        return all(pieces) and length % math.prod(pieces) == 0
+
     entries = [
-        axis if axis in sizes and length % sizes[axis] == 0 else None
-        for axis, length in itertools.zip_longest(spec, shape)
+        entry if divides(entry, length) else None
+        for entry, length in itertools.zip_longest(spec, shape)
     ]
     size = sizes.get(ROWS, 1)
     free = [

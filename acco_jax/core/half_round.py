@@ -210,8 +210,9 @@ def metrics(
 ) -> dict[str, Any]:
     """Return means over the call's microbatches; see `acco_jax.make_train_step`."""
     loss, weight, dropped = _totals(sums)
+    valid = weight != 0
     means = {
-        "loss": loss / jnp.where(weight != 0, weight, 1),
+        "loss": jnp.where(valid, loss / jnp.where(valid, weight, 1), jnp.nan),
         "weight": weight,
         "grad_norm": norm,
         "step": steps,

@@ -124,8 +124,9 @@ def evaluate(
 
 def counted(sums: Sums) -> Sums:
     """Return the sums; without weight they count for nothing, not even a NaN."""
-    grads, loss = masked(sums.weight != 0, (sums.grads, sums.loss))
-    return sums._replace(grads=grads, loss=loss)
+    found = sums.grads, sums.loss, sums.aux
+    grads, loss, aux = masked(sums.weight != 0, found)
+    return sums._replace(grads=grads, loss=loss, aux=aux)
 
 
 def keep(sums: Sums, before: PyTree) -> Sums:

@@ -1,12 +1,15 @@
 """A smoothed bigram over a corpus's tokens: the baseline of a trained model."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from acco_jax.data.pipeline import Corpus, bits_per_byte
 from acco_jax.data.stored import Tokens
 
 _DENSE_VOCABULARY = 4096
-_CHUNK = 2**22
+_CHUNK = 2**22  # tokens that are counted at once,
+_MOST = 2**27  # and of a large corpus in all: half a minute
 
 
 def bigram_bits_per_byte(corpus: Corpus) -> float:
@@ -20,7 +23,7 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
 
     The targets are those of `validation_batches`, ends of text included. For
     instructions they are answers, for conversations the assistant's turns, and the
-    bigram is counted on these too.
+    bigram is counted on these too. Of the training tokens the first 134 million count.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C,
     interpolated as in Chen and Goodman, "An empirical study of smoothing techniques
@@ -28,7 +31,11 @@ def bigram_bits_per_byte(corpus: Corpus) -> float:
     """
     vocab_size = corpus.tokenizer.vocab_size
     pairs, counts = _count_pairs(
-        corpus.train_tokens, corpus.train_spans, corpus.train_targets, vocab_size
+        corpus.train_tokens,
+        corpus.train_spans,
+        corpus.train_targets,
+        vocab_size,
+        _MOST,
     )
     contexts, targets = np.divmod(pairs, vocab_size)
     target_counts = np.bincount(targets, counts, vocab_size)  # c(y)
@@ -57,15 +64,16 @@ def _count_pairs(
     spans: np.ndarray | None,
     targets: np.ndarray | Tokens | None,
     vocab_size: int,
+    most: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count adjacent tokens x, y: the distinct x V + y, ascending, and their counts.
 
     With spans or targets only pairs are counted whose y is a target: see `Corpus`.
+    Given `most`, only as many of the first tokens are, in whole chunks.
     """
     dense = np.zeros(vocab_size**2 if vocab_size <= _DENSE_VOCABULARY else 0, np.int64)
-    pairs = np.zeros(0, np.int64)
-    counts = np.zeros(0, np.int64)
-    for start in range(0, len(tokens) - 1, _CHUNK):
+    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for start in range(0, len(tokens) - 1, _CHUNK)[: most and -(-most // _CHUNK)]:
         chunk = np.asarray(tokens[start : start + _CHUNK + 1], np.int64)
         codes = chunk[:-1] * vocab_size + chunk[1:]
         if targets is not None:
@@ -79,12 +87,20 @@ def _count_pairs(
         if dense.size:
             dense += np.bincount(codes, minlength=dense.size)
         else:
-            new_pairs, new_counts = np.unique(codes, return_counts=True)
-            both = np.concatenate([pairs, new_pairs])
-            pairs, place = np.unique(both, return_inverse=True)
-            counts = np.concatenate([counts, new_counts])
-            counts = np.bincount(place, counts).astype(np.int64)
+            found.append(np.unique(codes, return_counts=True))
+            # as in a binary counter: each pair is merged so often as the count doubles
+            while len(found) > 1 and len(found[-1][0]) >= len(found[-2][0]):
+                found[-2:] = [_merged(found[-2:])]
     if dense.size:
         pairs = np.flatnonzero(dense)
-        counts = dense[pairs]
-    return pairs, counts
+        return pairs, dense[pairs]
+    return _merged(found)
+
+
+def _merged(
+    parts: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add counts of the same pairs."""
+    pairs, counts = map(np.concatenate, zip(*parts, strict=True))
+    pairs, place = np.unique(pairs, return_inverse=True)
+    return pairs, np.bincount(place, counts, len(pairs)).astype(np.int64)

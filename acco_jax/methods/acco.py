@@ -116,16 +116,19 @@ def acco(
         it.
       mesh: the devices.
       extrapolation: how far an estimate goes, as a multiple of the optimizer's step;
-        above 1 it looks ahead. It costs nothing. For optimizers without Nesterov's
-        momentum; experiments/results/dynamics.md has what it gains.
+        above 1 it looks ahead, also past what a projection of `inner` allows. It costs
+        nothing. For optimizers without Nesterov's momentum;
+        experiments/results/dynamics.md has what it gains.
       **options: see `acco_jax.methods.sharded.ShardedOptions`.
 
     Returns:
       A method. update(grads, state, params, weight=None, **extra) takes grads leaves
       (n, *param.shape), row i the sum of worker i's microbatch gradients, and weight
       (n,), and returns updates in float32 (float64 for such parameters) relative to
-      the params passed in. A negative weight raises a ValueError. A jax.Array is not
-      read: there a negative weight counts as 0, and its row is ignored.
+      the params passed in: the next update undoes what else was done to those. `value`
+      reaches `inner` with these gradients. A negative weight raises a ValueError. A
+      jax.Array is not read: there a negative weight counts as 0, and its row is
+      ignored.
 
     Raises:
       ValueError: `extrapolation` is not positive and finite, `inner` is not an optax

@@ -152,8 +152,9 @@ def checked_update(
                 "optax.lbfgs(1e-2, linesearch=None)."
             ) from error
         raise ValueError(
-            f"inner needs {missing[1]}, which it was not given: use tx.update and pass "
-            "it by keyword."
+            f"inner needs {missing[1]}, which it was not given: pass it to tx.update "
+            "by keyword, or as step(..., extra={...}). Local methods give an optimizer "
+            "gradients alone: use another one there."
         ) from error
     _check_unchanged(state, new, in_loop)
     return updates, new

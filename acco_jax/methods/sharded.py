@@ -25,7 +25,7 @@ from acco_jax.core.half_round import Inputs, Round, run
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, wide, with_shardings
 from acco_jax.core.model_state import check_state
-from acco_jax.core.select import choose
+from acco_jax.core.select import choose, masked
 from acco_jax.core.state import ShardedState, is_delayed
 from acco_jax.core.workers import check_compiled, over_data, place, to_row
 from acco_jax.methods import checks, method, optimizer
@@ -407,7 +407,12 @@ def _plain_update(
 ) -> tuple[PyTree, ShardedState]:
     """Run a half-round on given gradients, with nothing beside the exchange."""
     layout, call = state.layout, state.calls_done
-    sent = computed = layout.pack(grads, weight, check=True)
+    loss, value = None, extra.get("value")
+    if tx.delayed and value is not None and jnp.ndim(value) == 0:
+        # the optimizer gets it with the gradients that it is of
+        loss = masked(weight != 0, jnp.asarray(value, layout.scalar) * weight)
+        extra = extra | {"value": optimizer.MEAN_LOSS}
+    sent = computed = layout.pack(grads, weight, loss, check=True)
     if tx.delayed:
         warming = call < tx.warmup
         assert is_delayed(state)

@@ -230,7 +230,7 @@ class _Run:
         self._spikes.add(self.done, self.tokens - before, self._metrics)
         host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
                 "microbatches": microbatches} | slow  # fmt: skip
-        device = {k: self._metrics[k] for k in ("loss", "grad_norm", "step")}
+        device = {k: self._metrics[k] for k in ("loss", "weight", "grad_norm", "step")}
         if not _crossed(e, self.done, e.config.log_every):
             self._recorder.between(host, device)
         else:

@@ -71,12 +71,13 @@ def make_train_step(
       arguments (arrays) for the optimizer; one that takes any is also given `value` [],
       the weighted mean loss of exactly the gradients that it is given.
       metrics, all of this half-round: "loss" [] (the mean of microbatch means, or of
-      targets where loss_fn gives a weight), "weight" [], "grad_norm" [] (of the mean
-      gradient that the optimizer was given; where each worker has its own, the mean
-      over workers and steps), "step" [] (steps of the inner optimizer so far; of local
-      methods all, computed or not), "aux" (sums over the microbatches), "counts" (n,)
-      if given or found, and with `drop_nonfinite` "dropped" (n,), 1 where a worker was
-      (of local methods: in how many inner steps). Called inside jax.jit or lax.scan it
+      targets where loss_fn gives a weight; NaN without weight), "weight" [],
+      "grad_norm" [] (of the mean gradient that the optimizer was given; where each
+      worker has its own, the mean over workers and steps), "step" [] (steps of the
+      inner optimizer so far; of local methods all, computed or not), "aux" (sums over
+      the microbatches with weight), "counts" (n,) if given or found, and with
+      `drop_nonfinite` "dropped" (n,), 1 where a worker was (of local methods: in how
+      many inner steps). Called inside jax.jit or lax.scan it
       becomes a part of that program: donation and compiler options are the caller's,
       and methods that choose between programs by a count raise a ValueError.
 
@@ -124,6 +125,8 @@ def find_halves(
     *,
     microbatches: int,
     rng: Rng = None,
+    extra: dict[str, Any] | None = None,
+    model_state: PyTree = None,
 ) -> Halves:
     """Return the smallest first half of acco's step that covers the communication.
 
@@ -140,6 +143,8 @@ def find_halves(
         of a step with `microbatches` would take them.
       microbatches: of each worker in a step, both halves together; at least 2.
       rng: a key, if the loss samples.
+      extra: arguments of the optimizer, as for a call of the step.
+      model_state: as for `acco_jax.start`.
 
     Returns:
       The halves: a quarter of the microbatches first, or half of them.
@@ -165,9 +170,10 @@ def find_halves(
         rows = x.reshape(workers, microbatches, -1, *x.shape[1:])[:, : found[0].most]
         return rows.reshape(-1, *x.shape[1:])
 
-    params, state = start(tx, jax.tree.map(jnp.copy, params))
+    copies = jax.tree.map(jnp.copy, (params, model_state))
     rows = jax.tree.map(part, batch)
-    return found[smallest(step_seconds(step, found, params, state, rows, None, rng))]
+    begun = start(tx, *copies)
+    return found[smallest(step_seconds(step, found, *begun, rows, None, rng, extra))]
 
 
 def _model_axes(tx: Method) -> list[str]:

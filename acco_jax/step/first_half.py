@@ -60,6 +60,7 @@ def step_seconds(
     batch: PyTree,
     counts: Any = None,
     rng: Rng = None,
+    extra: dict[str, Any] | None = None,
     *,
     calls: int = 2,
 ) -> np.ndarray:
@@ -68,7 +69,7 @@ def step_seconds(
     Args:
       step: of halves, if any are given.
       halves: to time one after the other; None: the step's own counts.
-      params, state, batch, counts, rng: of a call; params and state are donated.
+      params, state, batch, counts, rng, extra: of a call; params and state are donated.
       calls: of a step.
 
     Returns:
@@ -85,7 +86,7 @@ def step_seconds(
                 step.alternate(each)
             start = time.perf_counter()
             for _ in range(calls):
-                params, state, metrics = step(params, state, batch, counts, rng)
+                params, state, metrics = step(params, state, batch, counts, rng, extra)
             jax.block_until_ready((params, state, metrics))
             seconds.append(time.perf_counter() - start)
         return seconds

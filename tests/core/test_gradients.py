@@ -279,6 +279,19 @@ def test_aux_is_summed_in_32_bits(microbatches):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("N", [1, 3])
+def test_aux_of_microbatches_without_weight_counts_for_nothing(N):
+    def loss(params, batch, rng):
+        weight = batch.sum()
+        return (params * batch).sum(), weight, {"share": weight / batch.sum()}
+
+    made = acco_jax.local_gradients(loss, mesh=make_mesh(2), microbatches=N)
+    batch = np.ones(2 * N, np.float32)
+    batch[-1] = 0  # 0 / 0
+    _, weight, aux = made(jnp.float32(1), batch)
+    assert weight.tolist() == [N, N - 1] and float(aux["share"]) == 2 * N - 1
+
+
 def test_counts_on_the_devices_are_clipped_and_integers():
     mesh = make_mesh(2)
     made = acco_jax.local_gradients(loss_mean, mesh=mesh, microbatches=N)

@@ -27,6 +27,18 @@ MORE = {"zero1": {}, "dpu": {}, "wp": {}, "fused_zero1": {}, "gossip": LOCAL,
         "slowmo": LOCAL, "co2": LOCAL}  # fmt: skip
 
 
+def test_a_split_over_two_axes_is_kept_or_none():
+    sizes = {"data": 2, "a": 2, "b": 2, "fsdp": 2}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    shapes = {name: jax.ShapeDtypeStruct((n, 6), "f4") for name, n in
+              {"fits": 8, "odd": 6, "unknown": 8}.items()}  # fmt: skip
+    specs = {"fits": P(("a", "b")), "odd": P(("a", "b")), "unknown": P(("a", "c"))}
+    assert acco_jax.group_specs(shapes, mesh, specs=specs) == {
+        "fits": P(("a", "b"), "fsdp"), "odd": P("fsdp", None),
+        "unknown": P("fsdp", None),
+    }  # fmt: skip
+
+
 def started(sizes, method="acco", **options):
     """(tx, step, params, state) on a mesh of these axes."""
     n = int(np.prod(list(sizes.values())))

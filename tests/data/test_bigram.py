@@ -94,6 +94,17 @@ def test_the_definition_is_a_distribution(corpus):
         assert sum(probabilities) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("dense", [0, 4096])
+def test_pairs_of_a_large_corpus_are_of_its_first_tokens(dense, monkeypatch):
+    monkeypatch.setattr(bigram, "_DENSE_VOCABULARY", dense)
+    monkeypatch.setattr(bigram, "_CHUNK", 7)
+    tokens = np.random.default_rng(0).integers(0, 5, 500)
+    pairs, counts = bigram._count_pairs(tokens, None, None, 5, 140)
+    codes = 5 * tokens[:140] + tokens[1:141]
+    expected = np.unique(codes, return_counts=True)
+    np.testing.assert_array_equal((pairs, counts), expected)
+
+
 def test_a_large_vocabulary():
     random = np.random.default_rng(0)
     tokens = random.zipf(1.3, 2_000_000) % 50_000

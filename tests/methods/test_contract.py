@@ -489,7 +489,8 @@ def test_a_line_search_is_refused(inner, name):
 
 def test_what_an_optimizer_needs_is_named():
     tx = method("zero1", inner=optax.polyak_sgd())
-    with refused("inner needs 'value', which it was not given: use tx.update and pass"):
+    words = r"inner needs 'value', which it was not given: pass it to tx.update.*extra="
+    with refused(words):
         tx.update({"w": np.ones((2, 3, 2), np.float32)}, tx.init(theta()), theta())
 
 

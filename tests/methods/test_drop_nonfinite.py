@@ -88,7 +88,8 @@ def expected(method, held):
         gradients.append(gradient)
         at = follow(start, gradients, weights)[-1][0]
         weight = weights[-1].sum()
-        found.append((at, losses[~dropped_in(h)].sum() / max(weight, 1), weight))
+        total = losses[~dropped_in(h)].sum()
+        found.append((at, total / weight if weight else np.nan, weight))
     return found
 
 

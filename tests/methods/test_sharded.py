@@ -182,6 +182,33 @@ def test_extra_arguments_as_unsharded():
     )
 
 
+@pytest.mark.parametrize("method", ["acco", "dpu", "zero1"])
+def test_a_loss_stays_with_its_gradients(method):
+    """The optimizer's state keeps the losses that it was given, newest first."""
+
+    def update(g, state, params=None, *, value, **extra):
+        return g, jnp.roll(state, 1).at[0].set(value)
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: jnp.zeros(3), update)
+    theta = parameters({"w": (4, 6)})
+    tx = getattr(acco_jax, method)(inner, mesh=make_mesh(2))
+    state, step = tx.init(theta), jax.jit(tx.update)
+    weights = np.array([[1.0, 2.0], [0.0, 1.0], [3.0, 1.0], [1.0, 0.0], [2.0, 2.0]])
+    losses = np.array([4.0, 2.0, 1.0, 8.0, 5.0])
+    g = {"w": rows(0)["w"]}
+    for value, weight in zip(losses, weights, strict=True):
+        _, state = step(g, state, theta, value=value, weight=weight)
+    sums, totals = losses * weights.sum(1), weights.sum(1)
+    seen = {
+        "zero1": losses,
+        "dpu": losses[:-1],
+        "acco": [sum(sums[i : i + 2]) / sum(totals[i : i + 2]) for i in (0, 2)],
+    }[method]
+    kept = np.zeros(3)
+    kept[: len(seen)] = seen[::-1][:3]
+    np.testing.assert_allclose(state.inner, kept, rtol=1e-12)
+
+
 def test_an_extra_tree_of_parameters():
     def update(g, state, params=None, *, scales=None, **extra):
         if scales is not None:

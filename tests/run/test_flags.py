@@ -125,7 +125,27 @@ WRONG = {
         ["--config.init_from=base", "--config.model.width=64"],
         "model.width is 64, but the model of init_from 'base' has its own",
     ),
-    "scale": (["--config.lora.scale=nan"], "lora.scale is nan: it must be finite"),
+    "scale": (
+        ["--config.lora.scale=nan", "--config.lora.rank=2"],
+        "lora.scale is nan: it must be finite",
+    ),
+    "adapters": (
+        ["--config.lora.pattern=mlp/.*kernel"],
+        "lora.pattern is 'mlp/.*kernel', but no adapters are trained: give lora.rank",
+    ),
+    "steps and epochs": (
+        ["--config.steps=5", "--config.epochs=2"],
+        r"steps is 5, but epochs=2.0 determines them: add --config.epochs=None",
+    ),
+    "width of a factory": (
+        ["--config.model.factory=my:model", "--config.model.width=64"],
+        "model.width is 64, but the model of model.factory 'my:model' has its own",
+    ),
+    "decay without a mask": (
+        ["--config.optimizer.name=novograd", "--config.optimizer.no_decay=bias",
+         "--config.optimizer.options.weight_decay=0.1"],
+        "no_decay is 'bias', but novograd has no mask, so its weight_decay acts on all",
+    ),
     "port": (
         ["--processes=2", "--process=0", "--coordinator=localhost:99999"],
         "a port from 1 to 65535",

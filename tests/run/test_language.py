@@ -341,10 +341,32 @@ def test_the_harness_gets_its_answers(harness, folder):
     assert kept == " bca" * 5 and cut.startswith("éz" * 5)
     with pytest.raises(ValueError, match="max_gen_toks is 32, but the model has 32"):
         lm.generate_until([asked("ba", {"max_gen_toks": 32})])
+    drawn = {"do_sample": True, "temperature": 50.0, "max_gen_toks": 8, "until": []}
+    answers = lm.generate_until([asked("ba", drawn)] * 8)  # repeats of a request
+    assert len(set(answers)) > 2 and lm.generate_until([asked("ba", drawn)] * 8) == (
+        answers
+    )
     drawn = {"do_sample": True, "temperature": 0.1, "top_p": 0.9, "top_k": 0}
     assert harness._sampling(drawn) == Sampling(0.1, None, 0.9)
     with pytest.raises(ValueError, match="give one of them"):
         harness.AccoLM()
+
+
+def test_an_instruction_follows_an_end_of_text(successors):
+    """As in the rows that the run was trained on."""
+    config = default_config()
+    config.data.task = "instruct"
+    tokenizer = successors.tokenizer
+    prefix = language.prefix_of(config, tokenizer)
+    assert prefix == (tokenizer.end_of_text,)
+    model = Language(CONFIG, successors.params, tokenizer, prefix)
+    assert model.tokens("ab").tolist() == [*prefix, 97, 98]
+    assert model.pair("ab", "c").tokens.tolist() == [*prefix, 97, 98, 99]
+    (texts,) = model.write([model.tokens("ba")], 3, Sampling(), keys_of(0, 1), 3)
+    (without,) = successors.write(
+        [successors.tokens("ba")], 3, Sampling(), keys_of(0, 1), 3
+    )
+    assert texts == without == [" bc"]
 
 
 def _command(name, *flags):

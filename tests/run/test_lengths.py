@@ -68,6 +68,12 @@ def test_shorter_is_refused(tiny, steps):
         asked(tiny, steps, 0, extend=True)
 
 
+def test_the_field_that_determines_the_length_is_named():
+    assert lengths._asked({"epochs": 3.0, "tokens": 10}, 6) == "--config.epochs=3.0"
+    assert lengths._asked({"epochs": None, "tokens": 10}, 6) == "--config.tokens=10"
+    assert lengths._asked({}, 6) == "--config.steps=6"
+
+
 def test_a_step_that_has_begun_keeps_its_rate(tiny):
     assert [lengths._steps_begun(Two(), calls) for calls in range(6)] == [
         0,

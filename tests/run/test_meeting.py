@@ -65,7 +65,7 @@ def members(*changes):
     ],
 )
 def test_judge(changes, process):
-    verdict = meeting.judge(members(*changes), 100.0, Limits(), 1)
+    verdict = meeting.judge(members(*changes), 100.0, Limits(lost_after=60.0), 1)
     assert (verdict and verdict.process) == process
 
 

@@ -71,6 +71,25 @@ def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, f
         acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=1)
 
 
+def test_halves_of_a_model_with_a_state_whose_optimizer_takes_more(monkeypatch):
+    def update(g, state, params=None, *, scale, **extra):
+        return jax.tree.map(lambda x: -scale * x, g), state
+
+    def loss(params, x, rng, mean):
+        assert rng is None
+        return jnp.mean((x @ params["w"] - mean) ** 2), 1.0, None, mean * 0.9
+
+    monkeypatch.setattr(acco_jax.TrainStep, "overlaps", True)  # as on GPUs
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    tx = acco_jax.acco(inner, mesh=make_mesh(N))
+    batch, params = np.ones((4 * N, WIDTH)), {"w": jnp.ones((WIDTH, WIDTH))}
+    found = acco_jax.find_halves(
+        loss, tx, params, batch, microbatches=4, extra={"scale": jnp.float32(0.1)},
+        model_state=jnp.ones(WIDTH),
+    )  # fmt: skip
+    assert found.total == 4 and found.first in (1, 2)
+
+
 def test_nothing_is_timed_where_nothing_overlaps(monkeypatch):
     monkeypatch.setattr(acco_jax.step, "step_seconds", None)
     tx = acco_jax.acco(optax.sgd(0.1), mesh=make_mesh(N))
@@ -85,7 +104,7 @@ def test_devices_of_one_worker_are_not_workers(monkeypatch):
     )
     seen = []
 
-    def timed(step, halves, params, state, rows, counts, rng):
+    def timed(step, halves, params, state, rows, counts, rng, extra):
         seen.append(rows[:, 0].tolist())
         return np.ones((1, len(halves)))
 

@@ -169,17 +169,40 @@ def to_rows(layout: Layout, tree: PyTree) -> PyTree:
 def init_rows(
     layout: Layout, inner: optax.GradientTransformation, params: PyTree
 ) -> PyTree:
-    """The state of `inner` on every worker, rows."""
+    """The state of `inner` on every worker, rows; each one's keys are its own.
+
+    Raises:
+      ValueError: `inner` averages the parameters in its state, as the schedule-free
+        ones do, which a round would not move.
+    """
 
     def begin(params: PyTree) -> PyTree:
-        return jax.tree.map(jnp.asarray, inner.init(params))
+        state = inner.init(params)
+        kept = jax.tree.leaves(state, is_leaf=_averages)
+        if any(map(_averages, kept)):
+            raise ValueError(
+                "inner is schedule-free: its state has an average of the parameters, "
+                "which the workers of a local method do not exchange. Use another "
+                "inner, or a sharded method."
+            )
+        return jax.tree.map(jnp.asarray, state)
+
+    def own(x: jax.Array) -> jax.Array:
+        if x.ndim or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.random.fold_in(x, jax.lax.axis_index(layout.axis))
 
     def local(params: PyTree) -> PyTree:
         params = widened(layout, params)
         specs = layout.own_specs(jax.eval_shape(begin, params))
-        return to_row(in_worker(begin, layout, specs)(params))
+        state = in_worker(begin, layout, specs)(params)
+        return to_row(jax.tree.map(own, state))
 
     return over_data(local, layout.mesh, layout.axis, P(), P(layout.axis))(params)
+
+
+def _averages(state: object) -> bool:
+    return isinstance(state, optax.contrib.ScheduleFreeState)
 
 
 def master_rows(layout: Layout, params: PyTree) -> PyTree | None:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import KeyPath
 from ml_collections import ConfigDict
@@ -226,6 +228,8 @@ def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransform
     for field in fields:
         check_name("a field of optimizer.groups", field, ["learning_rate", *names])
     options = DEFAULT_OPTIONS.get(c.name, {}) | c.options.to_dict() | fields
+    if options.get("weight_decay") and "weight_decay" in names:
+        _check_masked(c, names)
     for name in DECAY_MASKS:
         if name in names and name not in options and c.no_decay != "":
             options[name] = functools.partial(_decayed, c.no_decay)
@@ -237,6 +241,19 @@ def _rule(config: ConfigDict, fields: dict[str, Any]) -> optax.GradientTransform
             f"optimizer.options {shown} do not suit {c.name}: {error}"
         ) from error
     return tx
+
+
+def _check_masked(config: ConfigDict, names: Collection[str]) -> None:
+    """Say, or raise a ValueError if it was asked for, that all weights decay."""
+    if config.no_decay == "" or set(DECAY_MASKS) & set(names):
+        return
+    what = f"{config.name} has no mask, so its weight_decay acts on all parameters"
+    if config.no_decay:
+        raise ValueError(
+            f"optimizer.no_decay is {config.no_decay!r}, but {what}: leave it out, or "
+            "use another optimizer."
+        )
+    logging.warning("%s, biases and norms included", what)
 
 
 def _decayed(no_decay: str | None, params: PyTree) -> PyTree:

@@ -15,6 +15,9 @@ from acco_jax.models.sizes import SIZES
 from acco_jax.run.config.schema import FIELDS, STEPS
 from acco_jax.step import first_half
 
+ADAPTERS = ("rank", "ranks", "init_from")  # fields of `lora` that ask for some
+FACTORY = ("factory", "options", "vocab_size")  # fields of a model of another kind
+
 
 def default_config() -> ConfigDict:
     """Return the config with all fields; an experiment starts from it and changes some.
@@ -74,12 +77,25 @@ def scaled(config: ConfigDict, kept: Collection[str] = ()) -> ConfigDict:
 
 
 def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
-    """Raise a ValueError for sizes given beside a model that has its own.
+    """Raise a ValueError for fields that are given beside one that decides instead.
 
     Args:
       config: of the experiment.
       given: dotted names of fields of the command line.
     """
+    for field in ("epochs", "tokens") if "steps" in given else ():
+        if (value := config.get(field)) is not None:
+            raise ValueError(
+                f"steps is {config.steps}, but {field}={value} determines them: add "
+                f"--config.{field}=None, or drop steps."
+            )
+    lora = config.get("lora", {})
+    for field in ("pattern", "scale"):
+        if f"lora.{field}" in given and not any(map(lora.get, ADAPTERS)):
+            raise ValueError(
+                f"lora.{field} is {lora[field]!r}, but no adapters are trained: give "
+                "lora.rank, too."
+            )
     if not isinstance(model := config.get("model"), ConfigDict):
         return  # `validate` reports the missing field
     own = ["family", "width", "layers", "heads"]
@@ -89,6 +105,10 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
     elif size := model.get("size"):
         whole = f"model.size {size!r}"
         own += [name for name in SIZES.get(size, ()) if name == "window"]
+    elif factory := model.get("factory"):
+        whole = f"the model of model.factory {factory!r}"
+        own = [x[6:] for x in given if x.startswith("model.")]
+        own = [x for x in own if x.partition(".")[0] not in FACTORY]
     else:
         return
     for name in own:

@@ -54,7 +54,7 @@ class Recorder:
         Steps that wait for the device are not written `late`. Process 0 calls the hooks
         with each row. With `flops`, the model's per token and the devices' peak per
         second, rows of training have the model FLOPs utilization; with `drops` how
-        often workers were dropped since the row before, and a half-round that nobody
+        often workers were dropped since the row before. A half-round that nobody
         counted in has no row. `spikes` judge the fetched half-rounds, and a `record`
         gets them. Process 0 has a `progress` that shows the rows.
         """
@@ -87,7 +87,8 @@ class Recorder:
 
         Args:
           host: values on the host: half_round, tokens, ...
-          device: scalars on the device, possibly not computed yet.
+          device: scalars on the device, possibly not computed yet; a weight of 0 says
+            that nobody counted.
 
         Raises:
           FloatingPointError: if the last interval's loss is not finite, or a worker was
@@ -113,6 +114,7 @@ class Recorder:
         if ended.done():
             self._between = None
             values = {k: v.item() for k, v in jax.device_get(device).items()}
+            values.pop("weight", None)
             times = self._times(ended.result(), host["tokens"])
             self._progress.show(host | values | times, between=True)
 
@@ -130,8 +132,9 @@ class Recorder:
         dropped = {}
         if self._drops is not None:
             self._drops.read(host["half_round"])
-            if self._drops.nobody:
-                return
+        if not values.pop("weight", 1):
+            return
+        if self._drops is not None:
             dropped["dropped"] = self._drops.since_last()
         check(values["loss"], "the loss", host["half_round"])
         if self._spikes is not None:

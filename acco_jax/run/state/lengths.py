@@ -82,7 +82,7 @@ def lengthened(
     if now < before:
         raise ValueError(
             f"the run in the workdir has {before} steps, and {now} are fewer: it can "
-            f"only become longer. Give --config.steps={before}, or another workdir."
+            f"only become longer. Give {_asked(old, before)}, or another workdir."
         )
     if now == before:
         return config
@@ -111,3 +111,11 @@ def _steps_begun(tx: Method, done: int) -> int:
     while (steps := tx.steps_done(done)) is None:
         done += 1
     return max(steps, 0)
+
+
+def _asked(old: dict[str, Any], steps: int) -> str:
+    """Return the flag that gives the run's length."""
+    for field in ("epochs", "tokens"):  # they decide, in this order
+        if (value := old.get(field)) is not None:
+            return f"--config.{field}={value}"
+    return f"--config.steps={steps}"

@@ -61,7 +61,7 @@ BACKLOG = 1 << 20  # bytes that a command may leave unread
 class Limits:
     """Waiting times, and the number of restarts."""
 
-    lost_after: float = 60.0  # seconds without a sign of life
+    lost_after: float = 20.0  # seconds without a sign of life
     start_within: float = 300.0  # seconds until all are there, or one has started
     restarts: int = 0  # of the whole run
     min_processes: int | None = None  # to begin again with; None: all

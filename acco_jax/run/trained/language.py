@@ -264,8 +264,11 @@ def from_folder(
 def prefix_of(config: ConfigDict, tokenizer: data.Tokenizer) -> tuple[int, ...]:
     """Return the tokens that a run's documents had before a text.
 
-    They are the tokenizer's if the chat template of the run writes them, else none.
+    They are the tokenizer's if the chat template of the run writes them. Before an
+    instruction it is the end of the text before.
     """
+    if config.data.task == "instruct":
+        return (tokenizer.end_of_text,)
     if config.data.task != "chat" or not tokenizer.prefix:
         return ()
     turns = Chat((("user", "a"), (ASSISTANT, "b")))

@@ -393,3 +393,31 @@ def test_a_round_sends_what_a_step_of_zero1_sends():
     assert sent[0] == sent[1]
     assert [c.kind for c in sent[0]] == ["all_gather", "reduce_scatter"]
     assert all(c.dtype == "bf16" for c in sent[0])
+
+
+def test_a_schedule_free_optimizer_is_rejected():
+    """Its state has an average of the parameters, which a round would not move."""
+    inner = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.contrib.schedule_free_sgd(0.1)
+    )
+    tx = acco_jax.diloco(inner, mesh=make_mesh(2), local_steps=2)
+    with pytest.raises(
+        ValueError, match=r"inner is schedule-free: .* a sharded method"
+    ):
+        acco_jax.start(tx, {"w": jnp.ones(2)})
+
+
+def test_workers_draw_noise_of_their_own():
+    """The mean of n workers' noise has 1 / n of its variance."""
+    workers, size = 4, 2**12
+    tx = acco_jax.diloco(
+        optax.noisy_sgd(1.0, eta=1.0, gamma=0.0, key=0),
+        mesh=make_mesh(workers), local_steps=1,
+        outer_learning_rate=1.0, outer_momentum=0.0,
+    )  # fmt: skip
+    params, state = acco_jax.start(tx, {"w": jnp.zeros(size)})
+    loss = lambda p, batch, rng: 0 * p["w"].sum() + 0 * batch.sum()  # noqa: E731
+    step = acco_jax.make_train_step(loss, tx, microbatches=1)
+    params, state, _ = step(params, state, np.ones((workers, 1)))
+    w = acco_jax.committed_params(state, params)["w"]
+    assert float(jnp.var(w)) == pytest.approx(1 / workers, rel=0.1)
