@@ -18,6 +18,7 @@ from acco_jax.run.build import models
 from acco_jax.run.prepared import Experiment, held_out_batches, to_devices
 
 PyTree = Any
+BATCHES = 64  # whose targets a float32 counts exactly; then float64 takes over
 
 
 class Evaluator:
@@ -51,14 +52,17 @@ class Evaluator:
         Raises:
           Stopped: if the run has been told to stop.
         """
-        e = self._experiment
+        e, total = self._experiment, np.zeros(2)
         zeros = np.zeros((len(e.own_workers), 2), np.float32)
         sums = to_devices(zeros, e.mesh)
-        for batch in held_out_batches(e, limit):
+        for number, batch in enumerate(held_out_batches(e, limit), 1):
             if self._stopped():
                 raise exits.Stopped
             rows = to_devices(batch, e.mesh)
             sums = self._add(self._loss_fn, params, rows, sums)
-        nats, targets = jax.device_get(self._total(sums)).astype(np.float64)
+            if number % BATCHES == 0:
+                total += jax.device_get(self._total(sums))
+                sums = to_devices(zeros, e.mesh)
+        nats, targets = total + jax.device_get(self._total(sums))
         bits = data.bits_per_byte(nats, e.corpus, targets=targets)
         return float(nats / targets), float(bits)

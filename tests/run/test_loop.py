@@ -18,7 +18,7 @@ import acco_jax
 from acco_jax import data
 from acco_jax.command import exits
 from acco_jax.models import transformer
-from acco_jax.run import loop, preparation
+from acco_jax.run import evaluation, loop, preparation
 from acco_jax.run.build import models
 from acco_jax.run.observe import goodput, metrics, profiling
 from acco_jax.run.state.checkpoints import Checkpoints
@@ -264,12 +264,16 @@ def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_the_loop_reports_is_that_evaluation(acco_run):
+def test_what_the_loop_reports_is_that_evaluation(acco_run, monkeypatch):
     experiment, summary, _, _ = acco_run
     checkpoints = experiment.checkpoints
-    (params, _), _ = checkpoints.restore(13, experiment.abstract)
+    (params, state), _ = checkpoints.restore(13, experiment.abstract)
     here = jax.device_put(params, jax.devices()[0])
     assert summary["loss"] == pytest.approx(manual_loss(experiment, here), rel=1e-6)
+    monkeypatch.setattr(evaluation, "BATCHES", 2)  # and part by part
+    committed = acco_jax.committed_params(state, params)
+    loss, _ = loop.Evaluator(experiment)(committed, None)
+    assert loss == pytest.approx(summary["loss"], rel=1e-6)
 
 
 def test_a_nan_stops_the_run_and_spares_the_checkpoints(train_quickly, tmp_path):

@@ -87,7 +87,7 @@ def test_halves_of_a_model_with_a_state_whose_optimizer_takes_more(monkeypatch):
         loss, tx, params, batch, microbatches=4, extra={"scale": jnp.float32(0.1)},
         model_state=jnp.ones(WIDTH),
     )  # fmt: skip
-    assert found.total == 4 and found.first in (1, 2)
+    assert (found.first, found.second) in [(1, 3), (2, 2)]
 
 
 def test_nothing_is_timed_where_nothing_overlaps(monkeypatch):
