@@ -228,9 +228,12 @@ def table(report: dict[str, Any], recommended: Sequence[str] = ()) -> str:
 
 def recommend(ratios: Sequence[float], place: str) -> list[str]:
     """Returns what `plan --recommend` says where communication takes so long."""
+    import jax
+
     from acco_jax.plan import planner, recommendation
     from acco_jax.schedule import topologies
 
+    jax.config.update("jax_platforms", "cpu")  # which compiles for GPUs, too
     config, topology = trained(), topologies.parse(place)
     config.devices = None
     request = planner.PlanRequest(changes={"slow_bandwidth": SLOW}, fit=False)

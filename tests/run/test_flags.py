@@ -117,6 +117,14 @@ WRONG = {
         ["--config.model.size=gemma-3-270m", "--config.model.window=64"],
         "model.window is 64, but model.size 'gemma-3-270m' has its own",
     ),
+    "window of a family": (
+        ["--config.model.family=llama", "--config.model.window=64"],
+        "model.window is 64, but the model has no local layers",
+    ),
+    "window of global layers": (
+        ["--config.model.size=llama-3-8b", "--config.model.window=64"],
+        "model.window is 64, but the model has no local layers",
+    ),
     "window of a folder": (
         ["--config.init_from=base", "--config.model.window=64"],
         "model.window is 64, but the model of init_from 'base' has its own",

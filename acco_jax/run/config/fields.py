@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict, config_dict
 
 from acco_jax.core.names import check_name
-from acco_jax.models.sizes import SIZES
+from acco_jax.models.sizes import FAMILIES, SIZES
 from acco_jax.run.config.schema import FIELDS, STEPS
 from acco_jax.step import first_half
 
@@ -110,11 +110,26 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
         own = [x[6:] for x in given if x.startswith("model.")]
         own = [x for x in own if x.partition(".")[0] not in FACTORY]
     else:
-        return
+        own = []
+    if "model.window" in given and not _has_windows(model):
+        raise ValueError(
+            f"model.window is {model.window}, but the model has no local layers, whose "
+            "it is: drop it, or use another family or size."
+        )
     for name in own:
         if (field := f"model.{name}") in given:
             value = model.get(name)
             raise ValueError(f"{field} is {value}, but {whole} has its own: drop one.")
+
+
+def _has_windows(model: ConfigDict) -> bool:
+    """Return whether some layers see a window; True if that is not known here."""
+    kinds = ("local",)
+    if model.get("size") in SIZES:
+        kinds = SIZES[model.size].get("pattern", kinds)
+    elif not model.get("size") and model.get("family") in FAMILIES:
+        kinds = FAMILIES[model.family].get("pattern", kinds)
+    return "local" in kinds
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
