@@ -77,11 +77,7 @@ class _Run:
             lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
             out_shardings=NamedSharding(e.mesh, P()),
         )
-        self._finite = jax.jit(
-            lambda tree: jax.tree.reduce(
-                jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
-            )
-        )
+        self._finite = jax.jit(_finite)
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
         self._held_out: float | None = None  # the last held-out loss
@@ -601,6 +597,16 @@ def _announce(experiment: Experiment) -> None:
     )  # fmt: skip
     for line in data.cuts(e.corpus, max(e.config.data.lengths or [e.config.length])):
         logging.info("%s", line)
+
+
+def _finite(now: tuple[PyTree, dict[str, Any]]) -> jax.Array:
+    """Return whether parameters and metrics are; nobody's loss is left out."""
+    params, last = now
+    loss = jnp.where(last["weight"] != 0, last["loss"], 0)
+    each = [
+        jnp.isfinite(x).all() for x in jax.tree.leaves((params, last | {"loss": loss}))
+    ]
+    return functools.reduce(jnp.logical_and, each)
 
 
 def _finish(
