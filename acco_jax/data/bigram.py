@@ -9,7 +9,7 @@ from acco_jax.data.stored import Tokens
 
 _DENSE_VOCABULARY = 4096
 _CHUNK = 2**22  # tokens that are counted at once,
-_MOST = 2**27  # and of a large corpus in all: half a minute
+_MOST = 2**27  # and of a large corpus in all
 
 
 def bigram_bits_per_byte(corpus: Corpus) -> float:
@@ -88,7 +88,7 @@ def _count_pairs(
             dense += np.bincount(codes, minlength=dense.size)
         else:
             found.append(np.unique(codes, return_counts=True))
-            # as in a binary counter: each pair is merged so often as the count doubles
+            # as in a binary counter: a pair is merged once for each doubling of the count
             while len(found) > 1 and len(found[-1][0]) >= len(found[-2][0]):
                 found[-2:] = [_merged(found[-2:])]
     if dense.size:
