@@ -88,7 +88,7 @@ def _count_pairs(
             dense += np.bincount(codes, minlength=dense.size)
         else:
             found.append(np.unique(codes, return_counts=True))
-            # as in a binary counter: a pair is merged once for each doubling of the count
+            # as in a binary counter: a pair is merged once for each doubling
             while len(found) > 1 and len(found[-1][0]) >= len(found[-2][0]):
                 found[-2:] = [_merged(found[-2:])]
     if dense.size:
