@@ -73,7 +73,13 @@ def pytest_collection_finish() -> None:
 
 def options() -> dict[str, object]:
     """What a module may change, if it changes it back."""
-    names = ("disable_most_optimizations", "enable_compilation_cache", "enable_x64")
+    names = (
+        "disable_most_optimizations",
+        "enable_compilation_cache",
+        "enable_x64",
+        "numpy_dtype_promotion",
+        "numpy_rank_promotion",
+    )
     return {name: jax.config.values[f"jax_{name}"] for name in names}
 
 

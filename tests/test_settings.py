@@ -46,8 +46,10 @@ VARIANTS = {  # each code path that computes with dtypes or shapes of its own, o
 def set_to(name, value):
     before = getattr(jax.config, name)
     jax.config.update(name, value)  # the split form's thread sees it, too
-    yield
-    jax.config.update(name, before)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def loss_in_sums(params, batch, rng):
@@ -116,7 +118,13 @@ def test_strict_promotion_of_optimizers(name):
                 jax.eval_shape(functools.partial(alone, case.inner))
                 ran.append(key)
         for key in ran:
-            method(name, OPTIMIZERS[key].inner).check(params)
+            refuses = name == "diloco" and key.startswith("schedule_free")
+            with (
+                refused("inner is schedule-free")
+                if refuses
+                else contextlib.nullcontext()
+            ):
+                method(name, OPTIMIZERS[key].inner).check(params)
     assert {"sgd", "lion", "adafactor", "lars", "rmsprop"} < set(ran)
 
 
