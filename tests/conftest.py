@@ -53,10 +53,17 @@ hypothesis.settings.load_profile("acco")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`@pytest.mark.fast("acco-*")`: with other parameters the test is a slow one."""
-    marker = item.get_closest_marker("fast")
-    if marker and not any(fnmatch.fnmatch(item.callspec.id, p) for p in marker.args):
+    """`@pytest.mark.fast("acco-*")`: with other parameters the test is a slow one.
+
+    With `slow=("zero1-*",)` only with these, and a long one with the rest.
+    """
+    if not (marker := item.get_closest_marker("fast")):
+        return
+    is_any = lambda some: any(fnmatch.fnmatch(item.callspec.id, p) for p in some)  # noqa: E731
+    if not is_any(marker.args):
         item.add_marker("slow")
+        if not is_any(marker.kwargs.get("slow", "*")):
+            item.add_marker("long")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

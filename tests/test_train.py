@@ -248,7 +248,14 @@ LONG = ("--config.steps=20000", "--config.log_every=10", "--config.eval_every=10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
+        signal.SIGUSR1,
+    ],
+)
 def test_a_signal_leaves_a_checkpoint_and_an_exit_code(start, tmp_path, number):
     process = start(tmp_path, *LONG)
     wait_for_rows(process, tmp_path, 3)

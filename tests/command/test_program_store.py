@@ -120,7 +120,7 @@ print(json.dumps({"bits": bits.ravel().tolist(), "misses": names.count("cache_mi
 """
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("acco",))
 @pytest.mark.parametrize("method", ["fused_zero1", "acco"])
 def test_programs_of_the_store_train_to_the_same_bits(method, tmp_path):
     """Loaded programs of fused_zero1 have once waited for each other for ever."""

@@ -230,7 +230,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("pair", "dpu"))
 @pytest.mark.parametrize("name", SETUPS)
 @optimized()  # the forms' float32 bits
 def test_all_forms_are_one_half_round(name):

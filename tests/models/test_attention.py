@@ -111,7 +111,7 @@ def test_splash_shares_keys_among_heads():
     _check("splash", (2, 160, 4, 2, 128), None, 0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("gpu:a100*",))
 @pytest.mark.parametrize("machine", ["gpu:a100:1x8", "gpu:h200:1x8"])
 def test_pallas_fits_the_shared_memory(machine):
     """Compiled for chips that are not here, forward and backward, of usual widths."""

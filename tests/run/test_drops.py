@@ -62,7 +62,7 @@ def rows(workdir):
     return [r for r in metrics.read(workdir) if r["kind"] == "train"]
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("twice",))
 @pytest.mark.parametrize("stops", [(6,), (4, 9)], ids=["once", "twice"])
 def test_it_goes_on_and_says_so_and_resumes_to_the_bit(
     train, tmp_path, marked, caplog, stops

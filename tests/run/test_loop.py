@@ -102,7 +102,7 @@ def acco_run(train, tmp_path_factory):
     return experiment, summary, workdir, names
 
 
-@pytest.mark.fast("acco")
+@pytest.mark.fast("acco", slow=("few bits", "diloco"))
 def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     changes, experiment, summary, workdir = whole
     delayed = experiment.tx.delayed
@@ -118,7 +118,7 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     assert len(losses) == len(set(losses)) == calls
 
 
-@pytest.mark.fast("acco")
+@pytest.mark.fast("acco", slow=("few bits", "diloco"))
 def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_path):
     """As after a SIGKILL: the newest checkpoint is older than the last row."""
     changes, experiment, _, workdir = whole

@@ -24,14 +24,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.long) if n == "adafactor" else n
-        for n in OTHERS
-    ],
-)
+@pytest.mark.fast(slow=("qwen3",))
+@pytest.mark.parametrize("name", OTHERS)
 def test_trains_and_continues_with(tiny, tmp_path, name):
     """What was not stopped and what was give the same last loss, below the first."""
     changes = dict(OTHERS[name])
@@ -81,14 +75,8 @@ LOCAL = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(m, marks=[pytest.mark.long] * (m in ("slowmo", "co2")))
-        for m in LOCAL  # those are diloco's rounds
-    ],
-)
+@pytest.mark.fast(slow=("streaming_diloco",))
+@pytest.mark.parametrize("method", LOCAL)
 def test_local_methods_train_and_continue_bit_for_bit(train, tmp_path, method):
     changes = {"method": method, "method_options": LOCAL[method], "steps": 8,
                "optimizer.learning_rate": 3e-3}  # fmt: skip

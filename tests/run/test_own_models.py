@@ -35,7 +35,7 @@ def test_trains(train, tmp_path, library):
     assert summary["parameters"] == experiment.model.parameters() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("acco",))
 @pytest.mark.parametrize("method", ["acco", "diloco"])
 def test_dropout_continues_bit_for_bit(train, tmp_path, method):
     changes = {"model.factory": f"{HERE}:nnx_model", "method": method,

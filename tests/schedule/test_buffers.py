@@ -37,7 +37,11 @@ def kinds(machine, rows, width):
     return set(re.findall(r"(reduce-scatter|all-reduce|all-to-all)(?=[-.( ])", text))
 
 
-@pytest.mark.fast("tpu:v6e:*-1024", "tpu:tpu7x:*-128")
+@pytest.mark.fast(
+    "tpu:v6e:*-1024",
+    "tpu:tpu7x:*-128",
+    slow=("tpu:v6e:*-768", "tpu:v5p:*-512", "tpu:tpu7x:*-256"),
+)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("machine", CHIPS)
 def test_blocks_are_scattered(machine, width):

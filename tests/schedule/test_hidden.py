@@ -4,8 +4,8 @@ The model has GPT-2-small's sizes (width 768, 12 heads, 12 layers, vocabulary 50
 sequences of 1024 tokens); its layers are a loop, so that their number costs no compile
 time, but in one case, as on GPUs by default. Every machine's program is compiled once
 and all that must hold of it is asserted together. A chip that the installed compiler
-does not know is skipped. The fast suite holds one GPU and one TPU machine, `make
-test-all` and `make test-long` the rest.
+does not know is skipped. `make test` holds one GPU machine, `make test-all` more and a
+TPU's with a smaller model, `make test-long` the rest.
 """
 
 import dataclasses
@@ -65,9 +65,9 @@ CASES = [
     case("acco", "gpu:h200:2x8", 2, marks=long),
     case("acco", "gpu:h200:2x8", 3, dynamic=True),
     case("acco", "gpu:h200:1x8", 4, marks=long),
-    case("acco", "gpu:h200:16x8", 4),
+    case("acco", "gpu:h200:16x8", 4, marks=long),
     case("acco", "gpu:h200:2x8", 4, model=2),
-    case("acco", "tpu:v6e:4x4", 4),
+    case("acco", "tpu:v6e:4x4", 4, marks=long),
     case("zero1", "tpu:v6e:4x4", 4, marks=long),
     case("acco", "tpu:v6e:4x4", 1, marks=long),
     case("acco", "tpu:v6e:4x4", 3, dynamic=True, marks=long),
@@ -135,11 +135,19 @@ def test_hidden(method, machine, microbatches, model, dynamic):
 
 
 @pytest.mark.slow
+def test_hidden_on_a_tpu(monkeypatch):
+    """A smaller model: for GPT-2's sizes a TPU's compiler takes minutes."""
+    small = {"vocab_size": 8192, "max_length": 256, "width": 256, "heads": 4}
+    monkeypatch.setitem(globals(), "MODEL", dataclasses.replace(MODEL, **small))
+    program = described("acco", "tpu:v6e:4x4", 4, 1, dynamic=False)
+    check(program, "acco", "tpu:v6e:4x4", 4, 1)
+
+
+@pytest.mark.slow
 def test_layers_with_code_of_their_own(monkeypatch):
     """As on GPUs by default: no loop over layers, the same bytes beside the same."""
-    monkeypatch.setitem(
-        globals(), "MODEL", dataclasses.replace(MODEL, scan_layers=None)
-    )
+    own = dataclasses.replace(MODEL, scan_layers=None, layers=5)
+    monkeypatch.setitem(globals(), "MODEL", own)
     program = described("acco", "gpu:h200:2x8", 4, 1, dynamic=False)
     loops = check(program, "acco", "gpu:h200:2x8", 4, 1).loops
     assert all(x.iterations != MODEL.layers for x in loops)
@@ -290,10 +298,7 @@ DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all byt
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=slow if n == "hosts in few bits" else long)
-        for n in DOMAINS
-    ],
+    [pytest.param(n, marks=slow if n == "hosts" else long) for n in DOMAINS],
 )
 def test_two_data_axes(name):
     """Each network has its own collectives, and each of the four its own products."""
@@ -324,7 +329,9 @@ def test_two_data_axes(name):
 
 
 @slow
-@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=long), 4])
+@pytest.mark.parametrize(
+    "microbatches", [*(pytest.param(k, marks=long) for k in (1, 2)), 4]
+)
 def test_memory(microbatches):
     """Beside activations: (10 + (K + 4) / n) bytes for each of Psi parameters.
 
@@ -359,7 +366,7 @@ def test_memory(microbatches):
     assert beside <= 10 + (12 + 4) / n
 
 
-@slow
+@long
 def test_fused_zero1_lies_in_between():
     """Most of its reduce-scatters hide, the embedding's and the all-gather do not."""
     program = described("fused_zero1", "gpu:h200:2x8", 2, 1, False)
@@ -381,10 +388,8 @@ LOCAL = {
 }
 
 
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(m, marks=slow if m == "streaming_diloco" else long) for m in LOCAL],
-)
+@long
+@pytest.mark.parametrize("method", LOCAL)
 def test_exchanges_hide_behind_inner_steps(method):
     (options, kinds), machine = LOCAL[method], topologies.parse("gpu:h200:2x8")
     params = jax.eval_shape(lambda: transformer.init_params(MODEL, jax.random.key(0)))

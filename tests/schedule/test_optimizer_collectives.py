@@ -144,10 +144,8 @@ def own_of(name, machine="gpu:h200:1x8", slices=1):
     return own, exports.own_dict(own)
 
 
-@slow
-@pytest.mark.parametrize(
-    "name", [pytest.param("adamw", marks=pytest.mark.long), "lamb"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_norms_are_a_few_bytes(name):
     own, kinds = own_of(name)
     assert kinds.keys() == {"all-reduce"}

@@ -46,7 +46,7 @@ def trajectory(sizes, names, *, form, microbatches=MICROBATCHES):
 
 
 @optimized()  # the forms' bits
-@pytest.mark.slow
+@pytest.mark.fast(slow=(str(MICROBATCHES),))
 @pytest.mark.parametrize("microbatches", [MICROBATCHES, 1])
 def test_two_axes_are_one_to_the_arithmetic(microbatches):
     options = {"microbatches": microbatches}

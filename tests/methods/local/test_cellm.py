@@ -268,7 +268,7 @@ def plain_bytes(n, size):
     return footprint.bytes_sent(jax.jit(run).lower(*arrays))
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("bfloat16",))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_sends_10_and_5_times_fewer_bytes(dtype):
     """Than dense averaging in the same dtype, and than plainly sparsified adapters."""
