@@ -18,14 +18,17 @@ PIP     := $(PY) -m pip install -qq --disable-pip-version-check
 define install
 @url=$${PIP_INDEX_URL:-$$($(PY) -m pip config get global.index-url 2>/dev/null || :)}; \
   extras='$(1)'; what=(-c requirements.txt -e ".[$${extras// /,}]" $(2)); \
-  $(VENV)/bin/uv pip install -q --python $(PY) $${url:+--default-index "$$url"} \
-    "$${what[@]}" || $(PIP) "$${what[@]}"
+  $(VENV)/bin/uv pip install -q --compile-bytecode --python $(PY) \
+    $${url:+--default-index "$$url"} "$${what[@]}" || $(PIP) "$${what[@]}"
 endef
 PYTEST  := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 \
            HYPOTHESIS_STORAGE_DIRECTORY=$(CURDIR)/.cache/hypothesis \
            $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+# Where it is set, each process compiles all of its modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-newest train durations coverage mutations test test-all test-long test-newest test-ray soak chaos browser worlds heterogeneous lint notebook docs package requirements clean
