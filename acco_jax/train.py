@@ -205,7 +205,9 @@ def _train(claim: contextlib.ExitStack) -> None:
         for folder in workdirs.own(workdir, checkpoint_folder):
             missing = paths.absent(folder)
             claim.enter_context(workdirs.claimed(folder, patience))
-            new += [missing] if process_index() == 0 else []
+            # while it waited, another run may have begun there
+            mine = process_index() == 0 and workdirs.is_new(folder)
+            new += [missing] if mine else []
         stages.ended("locks")
         repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
         config = trials.with_method(config, repeated or workdir)

@@ -1,5 +1,6 @@
 """Audit of a program: compiled if needed, its schedule read, each axis judged."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -79,8 +80,8 @@ def audit(
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
     check_mesh(sizes, place)
     placed = schedule
-    if isinstance(mesh, Mesh) and place.platform == "gpu":
-        placed = _placed(schedule, mesh)
+    if isinstance(mesh, Mesh) and place.slices == 1:
+        placed = _placed(schedule, mesh, place)
     prediction = costs.predict(placed, machine, place.devices)
     return Audit(
         schedule,
@@ -171,13 +172,23 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
         )
 
 
-def _placed(schedule: schedules.Schedule, mesh: Mesh) -> schedules.Schedule:
+def _placed(
+    schedule: schedules.Schedule, mesh: Mesh, place: Topology
+) -> schedules.Schedule:
     """Return the schedule with its devices numbered as hosts hold them.
 
-    A program numbers them in the mesh's order.
+    A program numbers them in the mesh's order, a TPU's coordinates are in the
+    description's.
     """
     found = [(d.process_index, d.id) for d in mesh.devices.flat]
-    places = np.array([sorted(found).index(x) for x in found])
+    order = sorted(found)
+    if place.platform == "tpu":
+        with contextlib.suppress(RuntimeError, ValueError):  # without the compiler
+            described: list[Any] = place.description().devices
+            order = [(d.process_index, d.id) for d in described]
+        if set(order) != set(found):  # others' devices
+            return schedule
+    places = np.array([order.index(x) for x in found])
 
     def moved(c: schedules.Collective) -> schedules.Collective:
         groups = tuple(tuple(sorted(places[list(g)].tolist())) for g in c.groups)

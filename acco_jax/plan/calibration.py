@@ -134,7 +134,8 @@ def calibrate(config: ConfigDict) -> Report:
 def _shapes(config: ConfigDict) -> list[tuple[str, int]]:
     """Return methods and microbatches: two to calibrate with, one held out."""
     own = config.microbatches_per_step
-    return [("zero1", own), ("zero1", 3 * own), (config.method, 2 * own)]
+    method = "acco" if config.method == "auto" else config.method
+    return [("zero1", own), ("zero1", 3 * own), (method, 2 * own)]
 
 
 class _Prepared:
@@ -144,6 +145,8 @@ class _Prepared:
         self, method: str, microbatches: int, config: ConfigDict, mesh: Mesh
     ) -> None:
         other = of_method(config, method)
+        with other.unlocked():
+            other.microbatches, other.counts = "fixed", ()
         other.microbatches_per_step = microbatches
         other = configs.with_first_half(other, microbatches // 2)  # equal ones suffice
         self.program: Program = programs.describe(other, mesh)

@@ -166,6 +166,16 @@ def prepare(config: ConfigDict, topology: Topology, request: PlanRequest) -> Pre
     model = models.model(config, programs.vocab_size(config))
     mesh = programs.data_mesh(topology, config.domains, config.mesh)
     described = [programs.describe(of_method(config, m), mesh) for m in methods]
+    if numbers[-1] > topology.devices and described[0].workers == 1:
+        raise ValueError(
+            f"devices is {numbers[-1]}, but {topology} is one worker, whose program "
+            "sends nothing: give a --topology of two workers or more."
+        )
+    if config.counts and len({p.tx.calls_per_step for p in described}) > 1:
+        raise ValueError(
+            f"counts is {config.counts}, of a call, and {' and '.join(methods)} have "
+            "different numbers of calls per step: give one of them in --methods."
+        )
     return Prepared(
         config, model, machine, numbers, tuple(described),
         request.methods or (config.method,), request.fit,
@@ -252,8 +262,8 @@ def _outcome(
         other = of_method(config, method)
         other.microbatch_size, other.microbatches_per_step = shape
         if program.halves:  # their ratio stays
-            times = shape.microbatches // program.per_step
-            other = configs.with_first_half(other, program.halves[0] * times)
+            first = program.halves[0] * shape.microbatches // program.per_step
+            other = configs.with_first_half(other, first)
         candidate = programs.describe(other, program.mesh)
         try:
             found = programs.compile_within(candidate, machine)
@@ -261,13 +271,18 @@ def _outcome(
             return Tried(shape, None, compiled=error.compiled)
         return _tried(shape, candidate, found, machine)
 
+    unit = program.tx.calls_per_step
+    if program.halves:
+        unit = program.per_step // math.gcd(*program.halves)
+    fit = fit and not config.counts  # which are of the microbatches asked for
+
     def search(first: Tried) -> Fit:
         return fitting.search(
             first,
             attempt,
             usable_memory=machine.usable_memory,
             held=program.held().total,
-            unit=program.per_step if program.halves else program.tx.calls_per_step,
+            unit=unit,
             divisor=config.mesh.fsdp,
             most=COMPILES,
         )
@@ -512,9 +527,11 @@ def _in_few_bits(
 ) -> Schedule:
     """Return a part's schedule with its collectives over data axes quantized."""
     several = len(part.program.tx.axis) > 1
+    found = optimizers_own(part.program, part.compiled, machine.topology) or ()
+    own = {c.name for c, size in found if size == c.bytes}  # they stay as they are
     return costs.in_few_bits(
         part.compiled.schedule,
-        [c.name for c in part.collectives],
+        [c.name for c in part.collectives if c.name not in own],
         gather_bits,
         reduce_bits,
         hide_reduction=machine.topology.platform == "gpu",

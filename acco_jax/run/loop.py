@@ -81,6 +81,7 @@ class _Run:
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
         self._held_out: float | None = None  # the last held-out loss
+        self.saved: int | None = None  # the half-round saved last, by this start
         self.lost_tokens = 0  # of `tokens`: trained on, and lost to a rollback
         self._dropped: dict[str, Any] | None = None  # drops up to a checkpoint
         self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
@@ -328,6 +329,7 @@ class _Run:
         with self._settled("saving"):
             e.checkpoints.wait()
             if e.checkpoints.latest() == self.done:
+                self.saved = self.done
                 return
             self._spikes.read(self.done)
             self._drops.read(self.done)
@@ -341,6 +343,7 @@ class _Run:
             self._replicas.check(self.done, self._arrays())
             self._sync()  # the records outlive the host with the checkpoint
             e.checkpoints.save(self.done, (self.params, self.state), self._host())
+            self.saved = self.done
             self._goodput.mark("checkpoints", self.done)
 
     def wait_for_save(self) -> None:
@@ -500,6 +503,8 @@ def run(
                     runner.roll_back()
                 logging.warning("%s", spike)
                 logging.warning("rolled back to half-round %d", runner.done)
+        if row is None and runner.saved != runner.done:
+            memory.remain()
     if row is not None:
         measured = runner.spent() | {"microbatches": runner.microbatches}
         measured |= {"lost_tokens": runner.lost_tokens}
@@ -513,7 +518,13 @@ def run(
         return _finish(experiment, row, measured)
     runner.mark_stopped()
     stopped_at = f"stopped after half-round {runner.done} of {total}"
-    logging.info("%s: the same command continues", stopped_at)
+    if runner.saved == runner.done:
+        logging.info("%s: the same command continues", stopped_at)
+    else:
+        logging.warning(
+            "%s, of which nothing was finite and saved: the same command continues "
+            "from before it", stopped_at,
+        )  # fmt: skip
     return None
 
 
@@ -602,10 +613,9 @@ def _announce(experiment: Experiment) -> None:
 def _finite(now: tuple[PyTree, dict[str, Any]]) -> jax.Array:
     """Return whether parameters and metrics are; nobody's loss is left out."""
     params, last = now
-    loss = jnp.where(last["weight"] != 0, last["loss"], 0)
-    each = [
-        jnp.isfinite(x).all() for x in jax.tree.leaves((params, last | {"loss": loss}))
-    ]
+    if last:  # none before a start's first half-round
+        last = last | {"loss": jnp.where(last["weight"] != 0, last["loss"], 0)}
+    each = [jnp.isfinite(x).all() for x in jax.tree.leaves((params, last))]
     return functools.reduce(jnp.logical_and, each)
 
 

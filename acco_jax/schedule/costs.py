@@ -366,8 +366,9 @@ def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:
     widest: Sequence[int] = max(c.groups, key=len)
     size, domains = len(widest), machine.domains(c)
     apart = any(len({i // len(g) for i in g}) > 1 for g in c.groups)
-    if apart and domains == topology.devices // topology.fast_domain:
-        # across groups of neighbours, and across all hosts, however many there are
+    hosts = topology.devices // topology.fast_domain
+    if apart and (domains > 1 or hosts == 1):
+        # across groups of neighbours, and across hosts, however many there are
         size = max(1, size * devices // topology.devices)
-        domains = -(-devices // machine.domain(devices))
+        domains = max(1, domains * -(-devices // machine.domain(devices)) // hosts)
     return machine.seconds(c.kind, c.bytes, size, max(1, size // domains), widest)

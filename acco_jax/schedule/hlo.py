@@ -402,6 +402,7 @@ def _attention_flops(x: Instruction) -> int:
 
 def _seen(length: int, window: int) -> int:
     """Count the pairs of a query and a key that it sees."""
+    window = min(window, length)
     return window * (window + 1) // 2 + (length - window) * window
 
 

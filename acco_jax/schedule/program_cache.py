@@ -25,6 +25,13 @@ from acco_jax.schedule.chips import of_kind
 
 # What also changes programs: options of XLA for any process, and of the TPU's compiler.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SETTINGS = (  # and of JAX
+    "disable_most_optimizations",
+    "optimization_level",
+    "memory_fitting_level",
+    "exec_time_optimization_effort",
+    "memory_fitting_effort",
+)
 _OF_THE_CPU = ("--xla_cpu_", "--xla_force_host_platform_device_count=")
 ENTRIES = 200  # the newest are kept
 _FORM = 1  # of an entry: raise it when the content changes
@@ -53,6 +60,7 @@ def key(
     """
     first = devices.flat[0]
     parts = (
+        *(jax.config.values.get(f"jax_{name}") for name in _SETTINGS),
         *(_FORM, jax.__version__, first.client.platform_version, first.device_kind),
         repr(of_kind(first.device_kind)),
         (devices.shape, [str(d) for d in devices.flat]),

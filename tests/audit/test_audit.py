@@ -155,6 +155,21 @@ def test_a_group_is_in_one_host_or_several_by_its_mesh():
     assert again.prediction.exposed == inside.prediction.exposed
 
 
+def test_on_a_tpu_a_group_is_a_line_or_a_block_by_its_mesh():
+    """`jax.make_mesh` lays an axis along the torus, not in the order of hosts."""
+    groups = "".join(f"{{{i},{i + 1},{i + 2},{i + 3}}}," for i in range(0, 16, 4))
+    text = REDUCED.replace("num_partitions=8", "num_partitions=16")
+    text = text.replace("GROUPS", f"{{{groups[:-1]}}}")
+    devices = package.devices("tpu:v5e:4x4")
+    line = jax.make_mesh((4, 4), ("a", "b"), devices=devices)
+    block = Mesh(np.array(devices).reshape(4, 4), ("a", "b"))
+    exposed = [
+        audit(text, topology="tpu:v5e:4x4", mesh=mesh).prediction.exposed
+        for mesh in (line, block)
+    ]
+    assert exposed[0] > 1.5 * exposed[1]
+
+
 def test_other_figures():
     slow, fast = (
         audit(text_of("foreign/fsdp"), topology=PLACE, mesh=MESH, figures=figures)

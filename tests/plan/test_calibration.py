@@ -3,6 +3,7 @@
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,6 +21,25 @@ def report():
     config.model.width, config.model.layers, config.model.heads = 128, 2, 4
     config.microbatch_size, config.microbatches_per_step, config.length = 4, 2, 128
     return calibration.calibrate(config)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"microbatches": "adaptive"}, {"counts": (1,) * 7 + (2,)}]
+)
+def test_a_step_computes_the_microbatches_asked_for(changes):
+    config = default_config()
+    config.model.width, config.model.layers, config.model.heads = 32, 2, 2
+    config.microbatches_per_step, config.length = 2, 16
+    config.update(changes)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    program = calibration._Prepared("zero1", 6, config, mesh).program
+    assert (program.microbatches, program.counts) == (6, ())
+
+
+def test_auto_is_held_out_as_acco():
+    config = default_config()
+    config.method = "auto"
+    assert calibration._shapes(config)[-1] == ("acco", 2 * config.microbatches_per_step)
 
 
 @long

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import types
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 
 from acco_jax.command import exits
 from acco_jax.plan import planner, programs
-from acco_jax.schedule import costs, footprint
+from acco_jax.schedule import costs, footprint, machines, topologies
 from tests.schedule.recordings import BUFFER, SCHEDULES, machine, recorded, run
 
 
@@ -214,12 +215,10 @@ def test_unequal_halves_are_two_readings(stand_in, monkeypatch, tmp_path, capsys
     assert plan["methods"]["zero1"]["halves"] == []
     assert {p.name for p in hlo.iterdir()} == {
         "acco-first.hlo.txt", "acco-second.hlo.txt", "zero1.hlo.txt"}  # fmt: skip
-    # larger and smaller microbatches are tried in the same ratio, with one program each
-    tried = [p for p in stand_in if p.method == "acco"]
-    assert len({p.rows for p in tried}) == len(tried) > 1
-    for program in tried:
-        assert program.counts == (program.halves[0],) * 8
-        assert program.halves[1] == 3 * program.halves[0]
+    # fewer and larger microbatches are tried in the same ratio
+    tried = {p.halves for p in stand_in if p.method == "acco"}
+    assert {(2, 6), (1, 3)} <= tried
+    assert all(second == 3 * first for first, second in tried)
 
     stand_in.clear()
     # one of eight: its program is another
@@ -262,3 +261,37 @@ def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_
     assert counts[10e9] == pytest.approx(2 * counts[20e9], rel=0.2)
     for _, row in found.values():
         assert row["exposed"] < 0.1 * row["step"]
+
+
+def test_one_worker_says_nothing_of_several(refusal):
+    line = refusal("--devices=1,64", topology="gpu:h200:1x1")
+    assert "devices is 64, but gpu:h200:1x1 is one worker, whose program" in line
+
+
+def test_counts_are_of_one_kind_of_call(stand_in, refusal):
+    counts = "--config.microbatches_per_step=4", "--config.counts=(2,2,2,2,2,2,2,1)"
+    line = refusal(*counts)
+    assert "acco and zero1 have different numbers of calls per step" in line
+    run("--methods=acco", *counts)
+    assert {p.counts for p in stand_in} == {(2, 2, 2, 2, 2, 2, 2, 1)}
+
+
+def test_few_bits_leave_the_optimizers_own_collectives(monkeypatch):
+    whole = recorded("gpu_hidden")
+    reduced, gathered = whole.select()
+    moved = dataclasses.replace(gathered, name="muon's", dtype="f32")
+    schedule = dataclasses.replace(whole, collectives=(reduced, moved, gathered))
+    monkeypatch.setattr(planner, "optimizers_own", lambda *_: [(moved, moved.bytes)])
+    tx = types.SimpleNamespace(axis=("data",))
+    part = types.SimpleNamespace(
+        program=types.SimpleNamespace(tx=tx),
+        compiled=types.SimpleNamespace(schedule=schedule),
+        collectives=schedule.collectives,
+    )
+    place = topologies.parse("gpu:h200:1x8")
+    machine = machines.Machine(place, machines.figures(place.chip))
+    found = planner._in_few_bits(part, machine, 8, 8).collectives
+    assert found[1] == moved
+    assert [c.bytes for c in found if c is not found[1]] == [
+        c.bytes // 2 for c in (reduced, gathered)
+    ]

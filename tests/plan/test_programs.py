@@ -190,6 +190,20 @@ def test_compilers_flags_have_entries_of_their_own(monkeypatch):
     assert key("--xla_jf_spmd_threshold=1", "LIBTPU_INIT_ARGS") != plain
 
 
+def test_settings_of_jax_have_entries_of_their_own():
+    lowered, devices = jax.jit(jnp.sin).lower(1.0), np.array(jax.devices()[:1])
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    found = []
+    try:
+        for value in (True, False):
+            jax.config.update(name, value)
+            found.append(program_cache.key(lowered, {}, devices))
+    finally:
+        jax.config.update(name, before)
+    assert found[0] != found[1]
+
+
 def test_a_cache_that_cannot_be_written_costs_nothing(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCO_PLAN_CACHE", str(tmp_path / "file"))

@@ -105,6 +105,17 @@ def test_a_half_round_of_nobody_has_no_row_and_no_checkpoint(train, tmp_path, ma
     assert Checkpoints(tmp_path / "checkpoints", 9).latest() == 6
 
 
+def test_a_run_that_stops_after_nobodys_half_rounds_says_what_it_has_saved(
+    train, tmp_path, marked, caplog
+):
+    marked(lambda half_round: [0, 1] if half_round > 3 else [])
+    changes = MINE | {"method": "zero1", "checkpoint_every": 2}
+    stopped, nothing = train(tmp_path, stop_after=5, **changes)
+    assert nothing is None and stopped.checkpoints.latest() == 2
+    line = "stopped after half-round 5 of 6, of which nothing was finite and saved: "
+    assert line + "the same command continues from before it" in caplog.text
+
+
 def test_too_many_in_a_row_stop_the_run(train, tmp_path, marked):
     marked(lambda half_round: [1] if half_round > 4 else [0] if half_round % 2 else [])
     changes = MINE | {"most_dropped_in_a_row": 3, "eval_every": 1}

@@ -131,6 +131,19 @@ def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_pa
     assert arrays_of(again) == arrays_of(experiment)
 
 
+def test_a_signal_before_the_first_half_round(train, tmp_path, monkeypatch):
+    begin = loop._Run.__init__
+
+    def told(*args):
+        begin(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "__init__", told)
+        stopped, summary = train(tmp_path)
+    assert summary is None and stopped.checkpoints.latest() == 0
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_only_reported_again(acco_run, train, tmp_path):
     _, summary, workdir, _ = acco_run

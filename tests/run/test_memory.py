@@ -343,3 +343,37 @@ def test_kills_at_random_times(tmp_path):
     assert found["kills"] == 25 and found["meanwhile"] > 0 and found["bits"]
     assert max(found["repeated"]) <= 8 and found["left"] == 0
     assert done.stderr.count("in memory is damaged") == 1
+
+
+def test_a_clock_set_back_removes_nobody_here(place):
+    copies = kept(place, 4)
+    copies._hosts = [5, 5, 7]
+    folders = [copies._folder.with_name(name) for name in ("1", "2")]
+    for folder in folders:
+        folder.mkdir()
+        os.utime(folder, (time.time() - 3600,) * 2)
+    copies._remove_left(copies._folder.parent)
+    assert [folder.exists() for folder in folders] == [True, False]
+
+
+def test_an_old_run_that_another_process_removes_meanwhile(place):
+    other = place.folder / f"acco_jax-{os.getuid()}-old"
+    other.mkdir()
+    (other / "0").symlink_to("gone")
+    assert opened(place)._folder is not None
+
+
+def test_records_are_written_by_a_process_without_copies(place):
+    copies, called = opened(place), []
+    copies._folder = None
+    copies.keep(4, state(4), lambda: called.append(4) or {})
+    assert called == [4]
+
+
+def test_copies_remain_of_a_run_that_has_saved_nothing_as_new(place):
+    with kept(place, 4) as copies:
+        copies.remain()
+    assert files(place)
+    with kept(place, 4):
+        pass
+    assert not files(place)

@@ -277,6 +277,19 @@ def test_a_process_that_wakes_up_late_writes_nothing(tmp_path):
     workdir.check_held(tmp_path / "nobody's")
 
 
+def test_a_host_that_is_renamed_holds_its_lock(tmp_path, monkeypatch):
+    with claimed(tmp_path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
+        check_held(tmp_path)
+
+
+def test_a_folder_is_new_until_a_run_has_written(tmp_path):
+    with claimed(tmp_path):
+        assert workdir.is_new(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        assert not workdir.is_new(tmp_path)
+
+
 def test_a_lock_shows_life(tmp_path, monkeypatch):
     monkeypatch.setattr(workdir, "BEAT_SECONDS", 0.05)
     with claimed(tmp_path):

@@ -171,6 +171,16 @@ def test_a_collective_between_hosts_grows_with_their_number():
         assert p.communication >= BUFFER * (1 - 1 / hosts) / m.value("slow_bandwidth")
 
 
+def test_a_group_over_some_of_the_hosts_grows_with_their_number():
+    """Workers are groups of two hosts: their axis crosses every second one."""
+    m, whole = machine("gpu:h100:4x8"), recorded("gpu_hidden")
+    groups = tuple((i, i + 16) for i in range(16))
+    c = dataclasses.replace(whole.select()[0], groups=groups)
+    for devices in (32, 64, 128):
+        want = m.seconds(c.kind, c.bytes, devices // 16, 1)
+        assert costs.collective_seconds(c, m, devices) == pytest.approx(want)
+
+
 def test_one_of_groups_of_devices_grows_with_them():
     """Those of neighbours do not: they are a model's own groups."""
     m, whole = machine("gpu:h100:1x8"), recorded("gpu_hidden")

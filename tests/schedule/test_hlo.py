@@ -623,3 +623,7 @@ def test_text_that_is_no_schedule_is_refused():
             schedules.read(whole, trip_counts=wrong)
     with pytest.raises(ValueError, match="no ENTRY"):
         schedules.read("HloModule m, is_scheduled=true\n")
+
+
+def test_a_window_longer_than_the_row_is_the_row():
+    assert hlo._seen(1024, 4096) == hlo._seen(1024, 1024) == 1024 * 1025 // 2

@@ -114,6 +114,7 @@ class MemoryCopies:
         self._copying, self._sending = _Pace(SHARE), _Pace(SENT_SHARE)
         self._last = (0, 0.0)  # half-round of the last one, and when it was made
         self._sent: int | None = None  # half-round of the last one that was sent
+        self._remain = False
 
     def due(self, half_round: int) -> bool:
         """Return whether to keep the state after a half-round."""
@@ -146,7 +147,7 @@ class MemoryCopies:
         written = 0.0
         if self._writing is not None:
             written, self._writing = self._writing.result(), None
-        described = host() if self._folder is not None else {}
+        described = host()  # process 0's records must be on disk, whoever has copies
         waited = time.perf_counter() - began  # for disks, too
         begin = clock()
         if self._folder is not None:
@@ -410,11 +411,16 @@ class MemoryCopies:
     def __enter__(self) -> Self:
         return self
 
+    def remain(self) -> None:
+        """Leave the copies when the run ends: it has saved nothing as new."""
+        self._remain = True
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove all copies if the run has ended well, or they may be wrong."""
         wrong = FloatingPointError, ReplicasDiffer
         folder = self._folder  # a copy that cannot be written leaves none
-        if folder is not None and (kind is None or issubclass(kind, wrong)):
+        well = kind is None and not self._remain
+        if folder is not None and (well or (kind and issubclass(kind, wrong))):
             if self._writing is not None:
                 concurrent.futures.wait([self._writing])
             shutil.rmtree(folder, ignore_errors=True)
@@ -473,10 +479,12 @@ class MemoryCopies:
 
     def _remove_left(self, run: Path) -> None:
         """Remove copies of processes that are not on this host any more."""
+        mine = self._hosts[jax.process_index()]
+        here = {str(i) for i, host in enumerate(self._hosts) if host == mine}
         with contextlib.suppress(OSError):  # another process removes them, too
             for other in run.iterdir():
                 newest = max(x.stat().st_mtime for x in (other, *other.glob(HELD)))
-                if newest < self._began and other != self._folder:
+                if newest < self._began and other.name not in here:
                     shutil.rmtree(other, ignore_errors=True)
 
 
@@ -495,9 +503,10 @@ def _opened(place: Path, workdir: Path) -> Path | None:
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 raise OSError(f"{path} is another user's")
         for other in place.glob(f"{prefix}*"):
-            newest = max(path.stat().st_mtime for path in (other, *other.glob("*")))
-            if other != run and time.time() - newest > LEFT_SECONDS:
-                shutil.rmtree(other, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process removes it
+                newest = max(x.stat().st_mtime for x in (other, *other.glob("*")))
+                if other != run and time.time() - newest > LEFT_SECONDS:
+                    shutil.rmtree(other, ignore_errors=True)
     except OSError as error:
         logging.warning("no copies in memory: %s", error)
         return None

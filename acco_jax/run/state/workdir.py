@@ -238,6 +238,11 @@ def _is_stale(path: Path, held: bytes) -> bool:
         probe.unlink(missing_ok=True)
 
 
+def is_new(folder: Path) -> bool:
+    """Return whether a folder has nothing but its lock."""
+    return all(path.name.startswith(LOCK) for path in folder.iterdir())
+
+
 def check_held(*folders: Path) -> None:
     """Raise an OSError if another process has taken over a folder.
 
@@ -252,7 +257,10 @@ def check_held(*folders: Path) -> None:
             holder = read_object(folder / LOCK)
         except ValueError:  # it is not held, or just being taken
             continue
-        if holder != _identity():
+        mine = _identity()
+        if mine["processes"] is not None:  # tells the machine, which may be renamed
+            mine["host"] = holder.get("host")
+        if holder != mine:
             raise OSError(f"another run has taken over {folder} ({json.dumps(holder)})")
 
 
