@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.audit.test_audit import PLACE, text_of
 
 SUITE = f"""
@@ -35,6 +37,7 @@ def test_the_option_is_as_before():
 """
 
 
+@pytest.mark.slow
 def test_a_suite_with_the_fixture(tmp_path):
     (tmp_path / "step.hlo").write_text(text_of("foreign/plain_dp"))
     (tmp_path / "test_step.py").write_text(SUITE)

@@ -4,9 +4,12 @@ import json
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests import programs
 
 
+@pytest.mark.slow
 def test_collectives_are_right_and_made_of_sums(tmp_path):
     """gloo's own reduce-scatter returns wrong ends of the first worker's part."""
     with socket.socket() as s:

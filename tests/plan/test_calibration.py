@@ -128,6 +128,7 @@ def test_another_chip_s_figures_are_refused(tmp_path, capsys):
     assert "is of h100, but --topology of h200" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_efficiency_given_by_hand_replaces_the_measured_one(tmp_path, capsys):
     file, out = tmp_path / "measured.json", tmp_path / "plan.json"
     figures = {"fast_bandwidth": 1e9, "fast_efficiency": 1.0}
