@@ -11,6 +11,7 @@ import fnmatch
 import gc
 import os
 import signal
+from collections.abc import Iterable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -59,10 +60,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """
     if not (marker := item.get_closest_marker("fast")):
         return
-    is_any = lambda some: any(fnmatch.fnmatch(item.callspec.id, p) for p in some)  # noqa: E731
-    if not is_any(marker.args):
+
+    def matches(patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatch(item.callspec.id, p) for p in patterns)
+
+    if not matches(marker.args):
         item.add_marker("slow")
-        if not is_any(marker.kwargs.get("slow", "*")):
+        if not matches(marker.kwargs.get("slow", ("*",))):
             item.add_marker("long")
 
 
