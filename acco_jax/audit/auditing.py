@@ -1,13 +1,10 @@
 """Audit of a program: compiled if needed, its schedule read, each axis judged."""
 
-import contextlib
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from acco_jax.audit import axes
@@ -81,7 +78,7 @@ def audit(
     check_mesh(sizes, place)
     placed = schedule
     if isinstance(mesh, Mesh) and place.slices == 1:
-        placed = _placed(schedule, mesh, place)
+        placed = schedule.placed(topologies.places(mesh))
     prediction = costs.predict(placed, machine, place.devices)
     return Audit(
         schedule,
@@ -170,32 +167,6 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
             f"the mesh {shape} has {total} devices, {topology} has "
             f"{topology.devices}: give the mesh that the program was compiled for."
         )
-
-
-def _placed(
-    schedule: schedules.Schedule, mesh: Mesh, place: Topology
-) -> schedules.Schedule:
-    """Return the schedule with its devices numbered as hosts hold them.
-
-    A program numbers them in the mesh's order, a TPU's coordinates are in the
-    description's.
-    """
-    found = [(d.process_index, d.id) for d in mesh.devices.flat]
-    order = sorted(found)
-    if place.platform == "tpu":
-        with contextlib.suppress(RuntimeError, ValueError):  # without the compiler
-            described: list[Any] = place.description().devices
-            order = [(d.process_index, d.id) for d in described]
-        if set(order) != set(found):  # others' devices
-            return schedule
-    places = np.array([order.index(x) for x in found])
-
-    def moved(c: schedules.Collective) -> schedules.Collective:
-        groups = tuple(tuple(sorted(places[list(g)].tolist())) for g in c.groups)
-        return dataclasses.replace(c, groups=groups)
-
-    collectives = tuple(map(moved, schedule.collectives))
-    return dataclasses.replace(schedule, collectives=collectives)
 
 
 def _axes(

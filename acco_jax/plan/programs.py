@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from acco_jax.core.groups import data_axes, members
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.loss import with_arrays
 from acco_jax.core.microbatches import piece
-from acco_jax.run.build import models, optimizers
+from acco_jax.run.build import meshes, models, optimizers
 from acco_jax.run.config import fields as configs
 from acco_jax.run.weights import adapters
 from acco_jax.schedule import footprint, hlo, program_cache, schedules, topologies
@@ -148,7 +148,8 @@ class Program:
         """Return whether a collective stays within a model-parallel group."""
         sizes = dict(self.mesh.shape)
         own = hlo.axis_groups(sizes, *(a for a in sizes if a not in self.tx.axis))
-        of = {device: k for k, group in enumerate(own) for device in group}
+        places = topologies.places(self.mesh)
+        of = {places[i]: k for k, group in enumerate(own) for i in group}
         within = (len({of[i] for i in group}) == 1 for group in c.groups)
         return len(own[0]) > 1 and bool(c.groups) and all(within)
 
@@ -192,8 +193,9 @@ class Program:
         )
 
     def read(self, text: str) -> schedules.Schedule:
-        """Read the program's compiled text."""
-        return schedules.read(text, trip_counts=self._trips(text))
+        """Read the program's compiled text; devices are numbered host after host."""
+        schedule = schedules.read(text, trip_counts=self._trips(text))
+        return schedule.placed(topologies.places(self.mesh))
 
     def _trips(self, text: str) -> dict[str, int]:
         """Return the iterations of the loops whose bounds the compiler cannot derive.
@@ -331,19 +333,8 @@ def data_mesh(
             f"domains is {domains}, but {topology} has {total} "
             f"{topology.domain_name}s: give that or 1."
         )
-    devices = topologies.mesh(topology).devices.reshape(domains, -1)
-    group = {axis: size for axis, size in group.items() if size > 1}
-    workers, rest = divmod(devices.shape[1], math.prod(group.values()))
-    if rest:
-        raise ValueError(
-            f"mesh.fsdp times mesh.tensor is {math.prod(group.values())}, which does "
-            f"not divide {devices.shape[1]} devices: use sizes whose product does."
-        )
-    names = ("data", *group)
-    if domains > 1 and workers > 1:
-        names = ("domain", *names)
-        return Mesh(devices.reshape(domains, workers, *group.values()), names)
-    return Mesh(devices.reshape(domains * workers, *group.values()), names)
+    devices: Sequence[Any] = topology.description().devices
+    return meshes.data_mesh(devices, domains, group)
 
 
 def vocab_size(config: ConfigDict) -> int:

@@ -306,7 +306,11 @@ class _Run:
             }
             if e.config.samples:
                 at = f"the {row['kind']} row of half-round {self.done}"
-                written = self._hooks.call("samples", at, samples.written, e, params)
+                call, written = self._hooks.call, None
+                # together: a process whose texts have failed takes part
+                whole = call("gathering the model", at, samples.gathered, e, params)
+                if whole is not None:
+                    written = call("samples", at, samples.written, e, whole)
                 row |= {} if written is None else {"samples": written}
             if decay := e.config.optimizer.ema:
                 average = optimizers.averaged(self.state, decay)

@@ -16,27 +16,38 @@ from acco_jax.run.trained.language import Language, ends_of, keys_of, prefix_of
 PyTree = Any
 
 
-def written(experiment: Experiment, params: PyTree) -> list[str]:
-    """Return `config.samples` texts: the prompt, and its continuation.
-
-    Every process writes them, on one of its devices, which holds the whole model.
+def gathered(experiment: Experiment, params: PyTree) -> PyTree:
+    """Gather the whole model, its adapters merged, on one device of each process.
 
     Args:
       experiment: of a transformer.
       params: committed, trained parameters.
     """
-    e, c = experiment, experiment.config
-    tokens, seed = c.sample_tokens, c.seed
+    e = experiment
     whole = jax.jit(_merged, static_argnums=0, out_shardings=NamedSharding(e.mesh, P()))
     with jax.transfer_guard("allow"):
         # a frozen model is an argument of its adapters' loss
         adapted = e.loss_fn.args[0] if isinstance(e.loss_fn, Partial) else None
-        params = whole(c.lora.scale, params, adapted)
-        here = jax.tree.map(lambda x: x.addressable_data(0), params)
+        params = whole(e.config.lora.scale, params, adapted)
+    return jax.tree.map(lambda x: x.addressable_data(0), params)
+
+
+def written(experiment: Experiment, params: PyTree) -> list[str]:
+    """Return `config.samples` texts: the prompt, and its continuation.
+
+    Every process writes them by itself.
+
+    Args:
+      experiment: of a transformer.
+      params: `gathered`.
+    """
+    e, c = experiment, experiment.config
+    tokens, seed = c.sample_tokens, c.seed
+    with jax.transfer_guard("allow"):
         config = models.transformer_config(c, e.corpus.tokenizer.vocab_size)
         ends = ends_of(e.identity.get("generation"), config)
         prefix = prefix_of(c, e.corpus.tokenizer)
-        model = Language(config, here, e.corpus.tokenizer, prefix, ends)
+        model = Language(config, params, e.corpus.tokenizer, prefix, ends)
         prompt = model.tokens(c.sample_prompt, config.max_length - tokens)
         prompts, how = [prompt] * c.samples, Sampling(temperature=1.0)
         (texts,) = model.write(prompts, tokens, how, keys_of(seed, c.samples), tokens)

@@ -132,6 +132,16 @@ class Schedule:
             )
         return hidden_share(collectives)
 
+    def placed(self, places: Sequence[int]) -> "Schedule":
+        """Return it with other numbers for the devices: `places[i]` for number i."""
+
+        def moved(c: Collective) -> Collective:
+            groups = tuple(tuple(sorted(places[i] for i in g)) for g in c.groups)
+            return dataclasses.replace(c, groups=groups)
+
+        collectives = tuple(moved(c) for c in self.collectives)
+        return dataclasses.replace(self, collectives=collectives)
+
     def summary(self, min_bytes: int = 1 << 20) -> str:
         """Describe collectives and loops in lines of text; small ones in one line."""
         large = self.select(min_bytes)

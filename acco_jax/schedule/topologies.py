@@ -77,7 +77,7 @@ class Topology:
 
     @functools.cached_property
     def coordinates(self) -> list[tuple[int, ...]]:
-        """Places in its slice of each TPU device, in the order of `mesh`.
+        """Places in its slice of each TPU device, host after host.
 
         Without the compiler, which knows it, rows one after the other.
         """
@@ -189,6 +189,17 @@ def mesh(topology: Topology, model: int = 1) -> jax.sharding.Mesh:
         return jax.sharding.Mesh(devices.reshape(-1, model), ("data", "model"))
     shape = (topology.slices, -1, model)
     return jax.sharding.Mesh(devices.reshape(shape), ("slice", "data", "model"))
+
+
+def places(mesh: jax.sharding.Mesh) -> list[int]:
+    """Number a mesh's devices host after host, and so slice after slice.
+
+    A program numbers them in its mesh's order, which `jax.make_mesh` takes from a TPU's
+    torus.
+    """
+    found = [(d.process_index, d.id) for d in mesh.devices.flat]
+    numbers = {device: i for i, device in enumerate(sorted(found))}
+    return [numbers[device] for device in found]
 
 
 def compiled(

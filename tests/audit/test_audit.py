@@ -21,6 +21,7 @@ from acco_jax.audit.axes import axes_of, label, parse_mesh
 from acco_jax.command.devices import has_accelerator
 from acco_jax.schedule import costs, hlo, machines, schedules, topologies, verdict
 from acco_jax.schedule.sources import Sources
+from tests.schedule.recordings import reduced
 
 DATA = pathlib.Path(__file__).parents[1] / "recorded"
 PLACE = "gpu:h100:4x8"
@@ -122,28 +123,12 @@ def test_a_compiled_program_and_its_text_say_the_same():
     )
 
 
-REDUCED = """HloModule m, is_scheduled=true, num_partitions=8
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-
-ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
-  %p = f32[1024,1024]{1,0} parameter(0)
-  ROOT %r = f32[1024,1024]{1,0} all-reduce(%p), replica_groups=GROUPS, to_apply=%sum
-}
-"""
-
-
 def test_a_group_is_in_one_host_or_several_by_its_mesh():
     """A program numbers devices as its mesh has them, not as hosts hold them."""
 
     def found(groups, *order):
         mesh = Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), ("a", "b"))
-        text = REDUCED.replace("GROUPS", groups)
-        return audit(text, topology="gpu:h100:2x4", mesh=mesh)
+        return audit(reduced(8, groups), topology="gpu:h100:2x4", mesh=mesh)
 
     inside = found("{{0,1,2,3},{4,5,6,7}}", *range(8))
     across = found("{{0,2,4,6},{1,3,5,7}}", *range(8))
@@ -157,9 +142,7 @@ def test_a_group_is_in_one_host_or_several_by_its_mesh():
 
 def test_on_a_tpu_a_group_is_a_line_or_a_block_by_its_mesh():
     """`jax.make_mesh` lays an axis along the torus, not in the order of hosts."""
-    groups = "".join(f"{{{i},{i + 1},{i + 2},{i + 3}}}," for i in range(0, 16, 4))
-    text = REDUCED.replace("num_partitions=8", "num_partitions=16")
-    text = text.replace("GROUPS", f"{{{groups[:-1]}}}")
+    text = reduced(16, 4)
     devices = package.devices("tpu:v5e:4x4")
     line = jax.make_mesh((4, 4), ("a", "b"), devices=devices)
     block = Mesh(np.array(devices).reshape(4, 4), ("a", "b"))

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from acco_jax.command import exits
 from acco_jax.plan import programs
+from acco_jax.schedule import topologies
 from tests.schedule.recordings import SCHEDULES, recorded, run, text_of
 
 _DESCRIBED = {}  # programs by config and mesh: tracing one takes seconds
@@ -45,6 +46,8 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(programs, "describe", described)
     monkeypatch.setattr(programs.Program, "compile", compile_)
     monkeypatch.setattr(programs, "data_mesh", mesh)
+    # the schedules are of more devices
+    monkeypatch.setattr(topologies, "places", lambda mesh: range(1024))
     return compiled
 
 

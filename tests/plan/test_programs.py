@@ -14,7 +14,7 @@ from acco_jax.plan import programs
 from acco_jax.run.build import models
 from acco_jax.run.config.fields import default_config
 from acco_jax.schedule import program_cache, topologies
-from tests.schedule.recordings import recorded, text_of
+from tests.schedule.recordings import recorded, reduced, text_of
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,26 @@ from tests.schedule.recordings import recorded, text_of
 def test_domains_are_hosts_or_slices(name, slices, domains, said):
     with pytest.raises(ValueError, match=said):
         programs.data_mesh(topologies.parse(name, slices), domains)
+
+
+def test_groups_lie_on_a_torus_as_training_lays_them():
+    """A row of four chips is one, where the hosts count a square."""
+    topology = topologies.parse("tpu:v5e:4x4")
+    config = default_config()
+    config.mesh.fsdp = 4
+    mesh = programs.data_mesh(topology, None, config.mesh)
+    program = programs.describe(config, mesh)
+    (own,) = program.read(reduced(16, 4)).collectives
+    assert program.in_group(own)
+    for group in own.groups:
+        assert len({topology.coordinates[i][1] for i in group}) == 1
+
+
+def test_one_data_axis_over_slices():
+    mesh = programs.data_mesh(topologies.parse("tpu:v5e:4x4", 2), 1)
+    assert dict(mesh.shape) == {"data": 32}
+    assert [d.slice_index for d in mesh.devices] == [0] * 16 + [1] * 16
+    assert sorted(topologies.places(mesh)[16:]) == list(range(16, 32))
 
 
 def test_what_more_devices_divide(stand_in):
@@ -223,10 +243,10 @@ def test_what_was_compiled_before_is_not_said_to_be_compiled(
     monkeypatch, tmp_path, caplog
 ):
     monkeypatch.setenv("ACCO_PLAN_CACHE", str(tmp_path))
-    entry = {"text": text_of("gpu_hidden"), "peak": 1, "bytes_accessed": None,
+    entry = {"text": reduced(8, 8), "peak": 1, "bytes_accessed": None,
              "source_collectives": None}  # fmt: skip
     monkeypatch.setattr(programs, "_compiled", lambda *_: dict(entry))
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     program = programs.describe(default_config(), mesh)
     with caplog.at_level(logging.INFO, "absl"):
         first = program.compile("a place")

@@ -186,12 +186,17 @@ def test_a_run_outlives_its_hooks(train, tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(hooks, "named", lambda *_: raises)
     monkeypatch.setattr(samples, "written", raises)
+    gathered, all_of = [], samples.gathered
+    monkeypatch.setattr(
+        samples, "gathered", lambda *x: gathered.append(all_of(*x)) or x
+    )
     changes = {"metrics_hook": f"{__name__}:collect", "samples": 1}
     changes |= {"sample_tokens": 4, "steps": 2}
     sys.modules.setdefault(__name__, sys.modules[collect.__module__])
     _, summary = train(tmp_path, **changes)
     rows = metrics.read(tmp_path)
     assert summary["loss"] == rows[-1]["loss"] and "samples" not in rows[-1]
+    assert len(gathered) == sum(row["kind"] != "train" for row in rows) == 2
     messages = [m for m in caplog.messages if "raised at" in m]
     assert len(messages) == 2
     assert "samples raised at the validation row of half-round 5: Run" in caplog.text

@@ -54,7 +54,7 @@ def test_adapters_are_merged_and_groups_gathered(tiny, tmp_path):
     config = tiny(**changes)
     experiment = preparation.prepare(config, tmp_path, jax.devices()[:4])
     adapters = jax.tree.map(np.zeros_like, experiment.start())
-    texts = samples.written(experiment, adapters)
+    texts = samples.written(experiment, samples.gathered(experiment, adapters))
     assert len(texts) == 2 and texts[0].startswith("x" * 99)
 
 

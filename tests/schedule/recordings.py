@@ -47,3 +47,22 @@ def run(*arguments, config=QUICKSTART, topology="gpu:h200:1x8"):
             warnings.filterwarnings("ignore", r"the load_module\(\) method")
             flags.FLAGS(line)
         command.main(["plan"])
+
+
+def reduced(devices, groups):
+    """Text of a program that is one all-reduce, over groups of a size or as written."""
+    if isinstance(groups, int):
+        groups = f"[{devices // groups},{groups}]<=[{devices}]"
+    return f"""HloModule m, is_scheduled=true, num_partitions={devices}
+
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+
+ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {{
+  %p = f32[1024,1024]{{1,0}} parameter(0)
+  ROOT %r = f32[1024,1024]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%sum
+}}
+"""

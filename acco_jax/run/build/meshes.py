@@ -34,34 +34,35 @@ def data_mesh(
     """
     group = {axis: size for axis, size in group.items() if size > 1}
     slices = [getattr(d, "slice_index", 0) for d in devices]
-    domains = len(set(slices)) if domains is None else domains
-    if domains < 1 or len(devices) % domains:
+    joined = len(set(slices))
+    domains = joined if domains is None else domains
+    parts = joined if domains == 1 else domains  # make_mesh lays out a slice at a time
+    if domains < 1 or len(devices) % parts:
         raise ValueError(
             f"domains is {domains}, but there are {len(devices)} devices: give a "
             "number that divides them."
         )
-    size = len(devices) // domains
+    size = len(devices) // parts
     workers, rest = divmod(size, math.prod(group.values()))
     if rest:
-        each = "" if domains == 1 else f" in each of {domains} domains"
+        each = "" if parts == 1 else f" in each of {parts} domains"
         raise ValueError(
             f"mesh.fsdp times mesh.tensor is {math.prod(group.values())}, but there "
             f"are {size} devices{each}: use sizes whose product divides that."
         )
     starts = range(0, len(devices), size)
-    if domains > 1 and any(len(set(slices[i : i + size])) > 1 for i in starts):
+    if any(len(set(slices[i : i + size])) > 1 for i in starts):
         raise ValueError(
-            f"domains is {domains}, but the devices are in {len(set(slices))} slices: "
+            f"domains is {domains}, but the devices are in {joined} slices: "
             "give that number, or a multiple."
         )
     names, shape = ("data", *group), (workers, *group.values())
     auto = (AxisType.Auto,) * len(names)
-    rows = [
+    laid = [
         jax.make_mesh(shape, names, auto, devices=devices[i : i + size]).devices
         for i in starts
     ]
-    if domains == 1:
-        return Mesh(rows[0], names, auto)
-    if workers == 1:  # of each domain: only the slow network is between workers
-        return Mesh(np.concatenate(rows), names, auto)
-    return Mesh(np.stack(rows), ("domain", *names), (*auto, AxisType.Auto))
+    # with one worker in each domain, only the slow network is between workers
+    if domains == 1 or workers == 1:
+        return Mesh(np.concatenate(laid), names, auto)
+    return Mesh(np.stack(laid), ("domain", *names), (*auto, AxisType.Auto))
