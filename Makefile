@@ -47,7 +47,8 @@ train: $(VENV)/.train ## train the quickstart on this machine's CPU, into $(WORK
 # step, README's snippets. The rest runs on one interpreter.
 TESTS   ?=
 LIBRARY := $(addprefix tests/core/test_, layout.py collectives.py compiler.py gradients.py) \
-           $(addprefix tests/methods/test_, acco.py zero1.py) tests/step \
+           $(addprefix tests/methods/test_, acco.py zero1.py) \
+           $(addprefix tests/step/test_, step.py compiled.py donation.py) \
            tests/schedule/test_footprint.py tests/project/test_readme.py tests/test_multiprocess.py
 
 test: $(VENV)/.test ## test every method and every command once, in eleven minutes

@@ -46,8 +46,8 @@ def main(argv: list[str]) -> None:
     problems = 0
     for finding in diagnosis.examined(workdir):
         problems += bool(finding.remedy)
-        if jax.process_index() == 0:
-            print(finding, flush=True)
+        if line := diagnosis.said(finding, jax.process_index()):
+            print(line, flush=True)
     if problems:
         number = f"{problems} problems" if problems > 1 else "a problem"
         exits.end(exits.FAILED, f"{number}: see above")

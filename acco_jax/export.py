@@ -37,7 +37,7 @@ _ADAPTERS = flags.DEFINE_bool(
 )
 
 
-@exits.lines()
+@exits.lines("set JAX_PLATFORMS=cpu, or use more devices.")
 def main(argv: list[str]) -> None:
     del argv
     devices.choose_platform(None, several_processes=False)

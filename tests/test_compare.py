@@ -327,10 +327,27 @@ def test_runs_of_other_workers_are_no_tuned_ones(request_of, on_two, monkeypatch
     finish(request.folder(request.entries[0], 1), workers=1)
     with pytest.raises(ValueError, match=r"seed-1 .* workers=1, not 2: use another"):
         comparison._tuned(request, lengths, None)
-    later = tuning.folder_of(request.workdir, request.candidates[0], 3)
-    finish(later, workers=1)
+    candidate = request.candidates[0]
+    later = tuning.folder_of(request.workdir, candidate, 3)
+    entry = comparison.Entry(candidate.method, candidate.flags)
+    own = parsing.config_of([*request.flags(entry), "--config.seed=3"])
+    finish(later, **json.loads(own.to_json_best_effort()), workers=1)
     message = r"zero1 at .*=1: .*seed-3 .* workers=1, not 2: use another"
     with pytest.raises(ValueError, match=message):
+        comparison.check(request)
+
+
+@LOADS
+def test_no_tuning_seed_is_of_another_config(request_of, on_two):
+    sweep = tuning.parse(["optimizer.learning_rate=1,2"])
+    request = request_of("zero1", sweep=sweep, tune_seeds=2)
+    (entry, _) = request.entries[0], comparison.check(request)
+    flags = [*request.flags(entry), "--config.optimizer.learning_rate=1"]
+    other = parsing.config_of([*flags, "--config.seed=3", "--config.steps=7"])
+    folder = tuning.folder_of(request.workdir, request.candidates[0], 3)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(other.to_json_best_effort())
+    with pytest.raises(ValueError, match=r"seed-3 .*steps=7, not"):
         comparison.check(request)
 
 

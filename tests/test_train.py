@@ -323,8 +323,8 @@ def once(row):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strict", [True, False])
 def test_a_main_thread_that_is_stuck(two, start_two, place, tmp_path, strict):
     """Strict hooks run in it: the run is begun again. Others do not stop the loop."""
     (place / "stuck_hook.py").write_text(STUCK)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from acco_jax.core import small_files
 
-LARGEST = 2**30  # bytes of a log
+LARGEST = 2**32  # bytes of a log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,8 @@ def read_counts(log: Path, first: int | None = None) -> list[list[int]]:
         lines = small_files.text(log, LARGEST).splitlines()[:first]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"no log of counts at {log}: give the file that the run wrote."
+            f"no log of counts at {log} ({small_files.reason(error)}): give the file "
+            "that the run wrote."
         ) from error
     rows = []
     for number, line in enumerate(lines, 1):

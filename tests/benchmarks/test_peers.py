@@ -158,15 +158,9 @@ def without_a_link(peers, done: subprocess.CompletedProcess) -> bool:
     return bool(reason)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["jax/shard_map"],
-        pytest.param(["jax/jit", "jax/fsdp"], marks=pytest.mark.long),
-    ],
-)
-def test_jax_methods_have_the_losses_of_zero1(peers, tmp_path, names):
+@pytest.mark.long
+def test_jax_methods_have_the_losses_of_zero1(peers, tmp_path):
+    names = ["jax/shard_map", "jax/jit", "jax/fsdp"]
     methods = f"--methods=torch/ddp,{','.join(names)}"
     done = run("--check", "--quick", methods, f"--out={tmp_path / 'losses.jsonl'}")
     if without_a_link(peers, done):

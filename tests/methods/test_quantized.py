@@ -357,6 +357,7 @@ def test_a_model_axis_shares_scales():
     assert 0 < norm(here - there) < 0.05 * norm(there - start)
 
 
+@pytest.mark.slow
 def test_few_bits_cross_the_slow_one_of_two_data_axes():
     mesh = make_mesh(2, 2, names=("host", "gpu"))
     axes = {"mesh": mesh, "axis_name": ("host", "gpu")}

@@ -71,7 +71,7 @@ def run(name, worlds, calls, **options):
     ("name", "worlds"),
     [
         ("acco", WORLDS),
-        ("zero1", FEW),
+        pytest.param("zero1", FEW, marks=pytest.mark.slow),
         ("dpu", FEW),
         pytest.param("wp", FEW, marks=pytest.mark.long),  # dpu's state
     ],

@@ -69,6 +69,7 @@ def test_the_largest_microbatch_is_bracketed(stand_in, monkeypatch, tmp_path, ca
     assert f"{len(tried)} programs compiled" in text
 
 
+@pytest.mark.slow
 def test_microbatches_are_of_rows_that_a_group_divides(
     stand_in, monkeypatch, tmp_path, refusal, capsys
 ):

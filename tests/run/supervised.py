@@ -45,6 +45,11 @@ for half_round in range(1, 6):
             while not told:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "unready":  # as what a signal interrupts before training begins
+            while not told:
+                time.sleep(0.05)
+            heartbeat.ends_with(1, "interrupted")
+            sys.exit(1)
         if fault == "save":  # once it is told to
             while not told:
                 time.sleep(0.05)

@@ -59,6 +59,7 @@ def test_instructions_are_learnt_and_resumed(instructions, train, tmp_path):
     assert arrays_of(again) == arrays_of(whole)
 
 
+@pytest.mark.slow
 def test_padded_examples_have_no_utilization_and_no_exposed_time(
     instructions, tiny, tmp_path, monkeypatch
 ):

@@ -103,6 +103,13 @@ def test_folders(tmp_path, monkeypatch):
     assert "is not to be written" in found.seen
 
 
+def test_every_process_says_its_problems():
+    good, bad = (diagnosis.Finding("cores", "1", x) for x in ("", "give it two"))
+    assert diagnosis.said(good, 0) == str(good) and not diagnosis.said(good, 1)
+    assert diagnosis.said(bad, 0) == str(bad)
+    assert diagnosis.said(bad, 1) == f"process 1: {bad}"
+
+
 def test_the_command(tmp_path):
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",

@@ -126,6 +126,7 @@ def test_bytes_in_another_dtype_from_which_a_run_starts(saved, tiny, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_folder_is_whole_or_not_there(adapted, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("No space left on device")

@@ -57,6 +57,7 @@ def test_the_choice_is_said_recorded_and_kept(run, tmp_path, monkeypatch):
     assert counts_of(tmp_path) == [[2, 2]] * 7
 
 
+@pytest.mark.slow
 def test_nothing_is_timed_where_no_first_half_takes_longer(run, tmp_path):
     """One program on a CPU computes and communicates in turns."""
     _, asked = run(tmp_path, EQUAL, form="auto")

@@ -37,6 +37,7 @@ def alone(run, tmp_path_factory):
     return losses(workdir), summary
 
 
+@pytest.mark.slow
 def test_a_group_is_a_worker(run, alone, tmp_path):
     expected, summary = alone
     group, grouped = run(tmp_path, 8, **GROUP)

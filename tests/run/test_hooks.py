@@ -1,5 +1,6 @@
 """Where else rows go, and what a known accelerator adds to them."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -30,7 +31,12 @@ def wandb(monkeypatch):
     def init(**settings):
         logged = runs.setdefault(settings["id"], [])
         runs[settings["id"], "settings"] = settings
-        return types.SimpleNamespace(log=lambda v, step: logged.append((step, v)))
+
+        def finish(exit_code):
+            runs.setdefault("ends", []).append(exit_code)
+
+        log = lambda v, step: logged.append((step, v))  # noqa: E731
+        return types.SimpleNamespace(log=log, finish=finish)
 
     made = types.ModuleType("wandb")
     made.init = init
@@ -56,6 +62,7 @@ def test_every_row_goes_to_the_hook_and_to_wandb(train_quickly, tmp_path, wandb)
     settings = wandb["an-id", "settings"]
     assert settings["project"] == "tests" and settings["resume"] == "allow"
     assert settings["config"]["method"] == "acco"
+    assert wandb["ends"] == [0, 0]  # all is sent before the process ends
 
 
 ROWS = [{"kind": "train", "half_round": h, "loss": 1.0 / h} for h in (1, 2, 3)]
@@ -137,8 +144,9 @@ def test_wandb_that_does_not_start_or_raises_is_left_out(
     config = tiny(wandb_project="tests")
     found = hooks.of(config, tmp_path)
     found.row(ROWS[0])
-    found.close()
-    assert len(wandb["an-id"]) == 1
+    with pytest.raises(KeyError), contextlib.closing(found):
+        raise KeyError  # as of training
+    assert len(wandb["an-id"]) == 1 and wandb["ends"] == [1]
 
     def gone(**settings):
         raise ConnectionError("no route")

@@ -38,6 +38,7 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     assert summary["loss"] == whole[1]["loss"]
 
 
+@pytest.mark.slow
 def test_evaluates_the_merged_model(whole):
     experiment, summary, _ = whole
     e = experiment

@@ -133,6 +133,22 @@ def quick(monkeypatch):
     monkeypatch.setattr(meeting, "SECONDS", 0.01)
 
 
+@pytest.mark.parametrize("host", ["worker-0", "localhost", "127.0.0.1"])
+def test_a_name_that_is_loopback_here_is_said(monkeypatch, caplog, host):
+    """As Debian's /etc/hosts has it: process 0 alone can reach it."""
+    found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_, **__: [found])
+
+    async def listen():
+        async with meeting.Meeting(2, Limits()).at(host, 0):
+            await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    said = ["worker-0 is 127.0.0.1 on this host, which no other host reaches"]
+    lines = [x.getMessage().partition(":")[0] for x in caplog.records]
+    assert lines == (said if host == "worker-0" else [])
+
+
 def test_a_command_comes_again_while_its_old_words_arrive():
     """When a cut link is whole, what was said before it was cut is heard at once."""
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import gcs_utils
 
+from acco_jax.run import continuing
 from acco_jax.run.build import validation
 from acco_jax.run.config import fields as configs
 from acco_jax.run.state import shards, workdir
@@ -243,7 +244,7 @@ def test_a_remote_folder(tmp_path, monkeypatch):
     validation.validate(config)
     saved("gs://bucket/run", 1, 2, 3)
     folder = tmp_path / "run"
-    assert names(folder) == {"2", "3", "2.checksums", "3.checksums"}
+    assert names(folder) == {"begun", "2", "3", "2.checksums", "3.checksums"}
     assert (folder / "3" / "commit_success.txt").exists()
     sums = json.loads((folder / "3.checksums").read_text())
     assert sums["host/metadata"] == 2  # its size
@@ -253,7 +254,33 @@ def test_a_remote_folder(tmp_path, monkeypatch):
     again = Checkpoints("gs://bucket/run", 2)
     assert again.restore_newest(filled(0))[1]["whole"][0, 0] == 2
     aside = {"3.damaged", "3.damaged.checksums"}
-    assert names(folder) == {"2", "2.checksums"} | aside
+    assert names(folder) == {"begun", "2", "2.checksums"} | aside
+
+
+class Store(Bucket):
+    """A bucket that has files only: a folder is there once a file in it is."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.mkdir = self.makedirs = lambda *_, **__: None
+
+    def open(self, path, mode):
+        file = Path(self.here(path))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file.open(mode)
+
+
+def test_a_bucket_s_folder_without_a_checkpoint_is_there(tmp_path, monkeypatch):
+    """A run that is killed before its first save can begin again."""
+    monkeypatch.setitem(epath.gpath._PREFIX_TO_BACKEND, "gs", Store(tmp_path))
+    monkeypatch.setattr(epath.gpath, "_is_tf_installed", lambda: False)
+    work, folder = tmp_path / "work", epath.Path("gs://bucket/run")
+    work.mkdir()
+    (work / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="its folder gs://bucket/run is gone"):
+        continuing.check_present(work, folder)
+    assert Checkpoints("gs://bucket/run", 2).latest() is None
+    continuing.check_present(work, folder)
 
 
 def test_remote_folders_that_are_refused():

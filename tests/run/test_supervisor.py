@@ -104,6 +104,7 @@ def test_slow_is_not_lost(jobs):
     assert run(*jobs(("slow", 2), GOOD)) == [exits.FINISHED] * 2
 
 
+@pytest.mark.fast("breaks")
 @pytest.mark.parametrize("fault", ["frees", "breaks"])
 def test_a_process_whose_work_is_done_is_not_lost(jobs, capfd, fault):
     # while it frees its memory no thread of Python's runs
@@ -167,6 +168,20 @@ def test_told_to_stop_while_it_imports(jobs, capfd, number):
         return await task
 
     assert asyncio.run(asyncio.wait_for(both(), 30)) == exits.STOPPED
+
+
+def test_told_to_stop_before_the_first_half_round(jobs, capfd):
+    """It is no fault, and the others do not begin again without this host."""
+    todo, seen = jobs(("unready", 1, 9), restarts=3), [""]
+
+    async def both():
+        (task,) = begun(todo)
+        await said(capfd, "0/1", seen)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await task
+
+    assert asyncio.run(asyncio.wait_for(both(), 30)) == exits.STOPPED
+    assert errors(capfd) == []
 
 
 def test_a_signal_before_the_pid_is_known_is_sent_then(monkeypatch):

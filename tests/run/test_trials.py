@@ -102,6 +102,7 @@ def test_exposed_communication_is_said(choose):
     assert said[-1].startswith("75 % of a step is not its gradients")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_method(choose, tiny, tmp_path):
     config, *_ = choose({("zero1", 0): 2.0, ("acco", 0): 1.0})
     e = preparation.prepare(config, tmp_path, jax.devices()[:2])

@@ -38,9 +38,8 @@ def kinds(machine, rows, width):
 
 
 @pytest.mark.fast(
-    "tpu:v6e:*-1024",
     "tpu:tpu7x:*-128",
-    slow=("tpu:v6e:*-768", "tpu:v5p:*-512", "tpu:tpu7x:*-256"),
+    slow=("tpu:v6e:*-1024", "tpu:v6e:*-768", "tpu:v5p:*-512", "tpu:tpu7x:*-256"),
 )
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("machine", CHIPS)

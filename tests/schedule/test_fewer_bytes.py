@@ -48,13 +48,25 @@ def compiled(gather_bits, reduce_bits):
     ],
 )
 def test_bytes_of_plain_bf16(gather_bits, reduce_bits, share):
-    plain, whole, before = compiled(None, None)
-    schedule, memory, after = compiled(gather_bits, reduce_bits)
+    schedule, memory, _ = compiled(gather_bits, reduce_bits)
     found = schedule.select()
     reduce = ("all-to-all", "u32") if reduce_bits else ("reduce-scatter", "bf16")
     assert [(c.kind, c.dtype) for c in found] == [reduce, ("all-gather", "u32")]
     assert all((c.where, c.times, c.asynchronous) == ("ENTRY", 1, True) for c in found)
-    assert sum(c.bytes for c in found) <= share * sum(c.bytes for c in plain.select())
+    plain = 1.01 * 2 * memory.parts["parameters"]  # both of their size, with padding
+    assert sum(c.bytes for c in found) <= share * plain
+    assert schedule.hidden_fraction() == 1
+
+
+@long
+@pytest.mark.parametrize(
+    ("gather_bits", "reduce_bits"), [(8, 8), (8, None), (4, None), (4, 8)]
+)
+def test_what_packing_costs(gather_bits, reduce_bits):
+    plain, whole, before = compiled(None, None)
+    _, memory, after = compiled(gather_bits, reduce_bits)
+    sent = 2 * memory.parts["parameters"]
+    assert sum(c.bytes for c in plain.select()) == pytest.approx(sent, rel=0.02)
     # What it waits for is what plain acco waits for: scalars. The quicker a collective,
     # the later XLA starts it, maybe beside operations that hold no matrix product.
     assert after.exposed <= before.exposed + 0.02 * after.communication
@@ -67,4 +79,3 @@ def test_bytes_of_plain_bf16(gather_bits, reduce_bits, share):
     assert 0 < moved <= 33
     # at most a byte per parameter more: what arrives in 8 bits, before it is added up
     assert memory.temporaries <= whole.temporaries + memory.parts["parameters"] / 2
-    assert schedule.hidden_fraction() == 1

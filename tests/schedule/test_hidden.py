@@ -61,7 +61,7 @@ def case(method, machine, microbatches, *, model=1, dynamic=False, marks=slow):
 CASES = [
     case("acco", "gpu:h200:2x8", 4, marks=()),
     case("zero1", "gpu:h200:2x8", 4),
-    case("acco", "gpu:h200:2x8", 1),
+    case("acco", "gpu:h200:2x8", 1, marks=long),
     case("acco", "gpu:h200:2x8", 2, marks=long),
     case("acco", "gpu:h200:2x8", 3, dynamic=True),
     case("acco", "gpu:h200:1x8", 4, marks=long),
@@ -146,7 +146,7 @@ def test_hidden_on_a_tpu(monkeypatch):
 @pytest.mark.slow
 def test_layers_with_code_of_their_own(monkeypatch):
     """As on GPUs by default: no loop over layers, the same bytes beside the same."""
-    own = dataclasses.replace(MODEL, scan_layers=None, layers=5)
+    own = dataclasses.replace(MODEL, scan_layers=None, layers=3)
     monkeypatch.setitem(globals(), "MODEL", own)
     program = described("acco", "gpu:h200:2x8", 4, 1, dynamic=False)
     loops = check(program, "acco", "gpu:h200:2x8", 4, 1).loops
@@ -328,10 +328,8 @@ def test_two_data_axes(name):
     assert all(c.flops_between >= 0.2 * schedule.flops for c in found)
 
 
-@slow
-@pytest.mark.parametrize(
-    "microbatches", [*(pytest.param(k, marks=long) for k in (1, 2)), 4]
-)
+@long
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_memory(microbatches):
     """Beside activations: (10 + (K + 4) / n) bytes for each of Psi parameters.
 

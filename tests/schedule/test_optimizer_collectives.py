@@ -162,7 +162,7 @@ def test_muon_gathers_matrices():
     assert {c.dtype for c, _ in own} == {"f32"}  # the exchange's are bfloat16
 
 
-@slow
+@pytest.mark.long
 def test_adafactor_reduces_rows_or_columns():
     own, kinds = own_of("adafactor")
     assert {c.kind for c, _ in own} <= {"all-reduce", "reduce-scatter", "all-gather"}

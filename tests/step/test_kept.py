@@ -83,6 +83,7 @@ CASES = [
 
 
 @pytest.mark.usefixtures("uncached")
+@pytest.mark.fast("*-plain")
 @pytest.mark.parametrize("scale", [None, 2.0], ids=["plain", "array"])
 @pytest.mark.parametrize(
     ("method", "form", "microbatches"),

@@ -175,7 +175,9 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
                     f"--budget={request.budget} ends runs early, at calls of a known "
                     "method: name methods instead of auto, or leave it out."
                 )
-            _check_folder(folder, config)
+            for other, number in zip(folders, seeds, strict=True):
+                again = [*request.flags(entry), f"--config.seed={number}"]
+                _check_folder(other, parsing.config_of(again))
             begun = (folder / "config.json").exists()
             if config.method == "auto" and not begun:
                 config.method = "zero1"  # each run chooses: this one is always allowed

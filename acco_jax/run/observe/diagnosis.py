@@ -49,6 +49,13 @@ class Finding:
         return f"{text}\n{'':21} -> {self.remedy}" if self.remedy else text
 
 
+def said(finding: Finding, process: int) -> str:
+    """Return what a process prints: process 0 all, others their problems."""
+    if process == 0:
+        return str(finding)
+    return f"process {process}: {finding}" if finding.remedy else ""
+
+
 def versions(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Check versions that must fit together.
 

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import queue
+import sys
 import threading
 import time
 import types
@@ -31,6 +32,7 @@ Hook = Callable[[Row], None]  # takes a row of metrics.jsonl
 BOARD = "TensorBoard's writer"
 WAITING = 1000  # rows that a hook may be behind
 CLOSE_SECONDS = 10.0  # that a hook has at the end for the rows that wait
+UPLOAD_SECONDS = 300.0  # that W&B has to send them
 
 
 class Hooks:
@@ -45,10 +47,15 @@ class Hooks:
         self._receivers: dict[str, _Receiver] = {}
         self._broken: set[str] = set()
 
-    def add(self, name: str, make: Callable[[], Hook]) -> None:
-        """Add the hook that `make` returns; `make` may fail as a hook may."""
+    def add(
+        self, name: str, make: Callable[[], Hook], seconds: float | None = None
+    ) -> None:
+        """Add the hook that `make` returns; `make` may fail as a hook may.
+
+        It has `seconds` at the end for the rows that wait; None: CLOSE_SECONDS.
+        """
         self._receivers[name] = _Receiver(
-            name, make, self.call, beside=not self._strict
+            name, make, self.call, seconds or CLOSE_SECONDS, beside=not self._strict
         )
 
     def open_board(self, workdir: Path, done: int) -> None:
@@ -111,11 +118,12 @@ class _Receiver:
     """A hook, and the rows that wait for it."""
 
     def __init__(
-        self, name: str, make: Callable[[], Hook], call: Callable[..., Any], *,
-        beside: bool,
+        self, name: str, make: Callable[[], Hook], call: Callable[..., Any],
+        seconds: float, *, beside: bool,
     ) -> None:  # fmt: skip
         """Make the hook, `beside` the loop in a thread of its own if so."""
         self._name, self._call, self._late = name, call, False
+        self._seconds, self._fails = seconds, False
         self._hook: Hook | None = None
         self._rows: queue.Queue[Row | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
@@ -142,16 +150,17 @@ class _Receiver:
             self._late = True
 
     def close(self) -> None:
+        self._fails = sys.exc_info()[0] is not None
         if self._thread is None:
             self._close()
             return
         with contextlib.suppress(queue.Full):
             self._rows.put_nowait(None)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(self._seconds)
         if self._thread.is_alive():
             logging.warning(
                 "%s has not taken all rows after %.0f s: the rest is left out",
-                self._name, CLOSE_SECONDS,
+                self._name, self._seconds,
             )  # fmt: skip
 
     def _work(self, make: Callable[[], Hook]) -> None:
@@ -166,9 +175,9 @@ class _Receiver:
             self._call(self._name, where, self._hook, row)
 
     def _close(self) -> None:
-        if isinstance(self._hook, Board):
+        if isinstance(self._hook, Board | _Wandb):
             with contextlib.suppress(Exception):  # it has raised before
-                self._hook.close()
+                self._hook.close(fails=self._fails)
 
 
 class Board:
@@ -190,7 +199,8 @@ class Board:
                 self._add(row["half_round"], summary=summary.scalar(tag, value))
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, *, fails: bool = False) -> None:
+        del fails
         self._file.close()
 
     def _add(self, step: int, **what: Any) -> None:
@@ -234,7 +244,7 @@ def of(config: ConfigDict, workdir: Path, *, strict: bool = False) -> Hooks:
     if config.wandb_project:
         wandb = _package(config)
         name = f"wandb (wandb_project={config.wandb_project})"
-        hooks.add(name, lambda: _wandb(wandb, config, workdir))
+        hooks.add(name, lambda: _Wandb(wandb, config, workdir), UPLOAD_SECONDS)
     return hooks
 
 
@@ -249,25 +259,31 @@ def _package(config: ConfigDict) -> types.ModuleType:
         ) from error
 
 
-def _wandb(wandb: types.ModuleType, config: ConfigDict, workdir: Path) -> Hook:
-    """Return a hook that logs rows to a run of Weights & Biases.
+class _Wandb:
+    """Writer of rows to a run of Weights & Biases.
 
     The run's id belongs to the workdir, so that a continued run goes on in it.
     """
-    path = workdir / "wandb_id.txt"
-    if not path.exists():
-        path.write_text(wandb.util.generate_id())
-    run = wandb.init(
-        project=config.wandb_project,
-        id=path.read_text(),
-        resume="allow",
-        dir=str(workdir),
-        config=json.loads(config.to_json_best_effort()),
-    )
 
-    def log(row: Row) -> None:
+    def __init__(
+        self, wandb: types.ModuleType, config: ConfigDict, workdir: Path
+    ) -> None:
+        path = workdir / "wandb_id.txt"
+        if not path.exists():
+            path.write_text(wandb.util.generate_id())
+        self._run = wandb.init(
+            project=config.wandb_project,
+            id=path.read_text(),
+            resume="allow",
+            dir=str(workdir),
+            config=json.loads(config.to_json_best_effort()),
+        )
+
+    def __call__(self, row: Row) -> None:
         kind = row["kind"]
         values = {f"{kind}/{k}": v for k, v in row.items() if k != "kind"}
-        run.log(values, step=row["half_round"])
+        self._run.log(values, step=row["half_round"])
 
-    return log
+    def close(self, *, fails: bool) -> None:
+        """Send what waits; at the process's end a supervisor would not let it."""
+        self._run.finish(exit_code=int(fails))

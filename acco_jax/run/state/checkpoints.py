@@ -82,6 +82,8 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         if repair and jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if self._remote:  # a bucket has no empty folders: not there is gone
+                (self._folder / "begun").touch()
             self._discard_unfinished()
         self._steps = self._sound()  # finished, oldest first
         self._checkpointer = _checkpointer(fence)

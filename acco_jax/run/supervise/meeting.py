@@ -207,9 +207,13 @@ class Meeting:
             self._address = listeners[0].getsockname()
             self.port = self._address[1]
             addresses = {x.getsockname()[0].partition("%")[0] for x in listeners}
-            if not self._token and not all(
-                ipaddress.ip_address(x).is_loopback for x in addresses
-            ):
+            here = all(ipaddress.ip_address(x).is_loopback for x in addresses)
+            if here and host != "localhost" and host not in addresses:
+                logging.warning(
+                    "%s is %s on this host, which no other host reaches: processes "
+                    "there need its address in the network", host, min(addresses),
+                )  # fmt: skip
+            if not self._token and not here:
                 logging.warning(
                     "whoever reaches %s port %d can take part in this run: set %s, the "
                     "same for all processes", host, self.port, messages.TOKEN,

@@ -495,7 +495,9 @@ class _Command:
         while True:
             if end is None and (end := child.end()):
                 # before it could look for signals, or no longer
-                if self._received.numbers and -end.code in signals.STOPPING:
+                early = child.half_round is None and end.code == exits.FAILED
+                told = early or -end.code in signals.STOPPING
+                if self._received.numbers and told:
                     end = End(exits.STOPPED)
                 link.say(child.beat())
                 link.say(end)
