@@ -248,12 +248,18 @@ class Codecs:
         """Return the `Residual` before the first half-round; None if none is needed."""
         if not (self.gather_quantized or self.feedback):
             return None
+        error = RoundingError(_crossing(layout)) if self.feedback else None
+        return self.follow(layout, Residual(None, error), params)
+
+    def follow(
+        self, layout: Layout, residual: Residual | None, params: PyTree
+    ) -> Residual | None:
+        """Return the residue with the replica that these parameters are."""
+        if not self.gather_quantized:
+            return residual
+        assert residual is not None
         cast = lambda leaf, x: x.astype(leaf.dtype)  # noqa: E731
-        replica = layout.map(cast, layout.shard(params))
-        return Residual(
-            replica if self.gather_quantized else None,
-            RoundingError(_crossing(layout)) if self.feedback else None,
-        )
+        return residual._replace(replica=layout.map(cast, layout.shard(params)))
 
     def check(self, residual: Residual | None) -> None:
         """Raise a ValueError unless a state's residue fits these codecs."""

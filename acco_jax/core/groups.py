@@ -74,7 +74,12 @@ def fitted(
       spec: an axis, or None, for each dimension, over other axes than "fsdp".
       sizes: of the mesh's axes.
       first: "fsdp" splits no dimension before this one.
+
+    Raises:
+      ValueError: the spec has more dimensions than the array.
     """
+    if len(spec) > len(shape):
+        raise ValueError(f"{spec} has more dimensions than an array of shape {shape}.")
 
     def divides(entry: str | tuple[str, ...] | None, length: int) -> bool:
         pieces = [sizes.get(axis, 0) for axis in axes_in(entry)]

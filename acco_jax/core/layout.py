@@ -1,7 +1,7 @@
 """The split of each parameter over the workers, and its packing for the network.
 
     params --(shard)--> shards    worker i's part of each leaf
-    grads  --(pack)---> Pending --(reduce_scatter)--> reduced --(split)--> shards
+    grads  --(pack)---> InFlight --(reduce_scatter)-> reduced --(split)--> shards
     shards --(join)---> outgoing --(all_gather)-----> gathered --(unpack)-> params
 
 The optimizer sees every leaf in its own global shape (`view`), split over the workers
@@ -238,9 +238,9 @@ class Layout:
     def state_shardings(self, state: PyTree) -> PyTree:
         """Return a NamedSharding for every array of a (possibly abstract) method state.
 
-        Its field `inner` is the optimizer's state; Pending and LeftOut lie on their
-        workers; trees of shards are known by their structure and shapes, at any depth;
-        everything else is replicated.
+        Its field `inner` is the optimizer's state; InFlight and RoundingError lie on
+        their workers; trees of shards are known by their structure and shapes, at any
+        depth; everything else is replicated.
         """
         own: Any = NamedSharding(self.mesh, self._own)
         rows: Any = self.sharding(self.axis)

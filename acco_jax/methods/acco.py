@@ -49,7 +49,7 @@ class AccoState(NamedTuple):
     in_flight: InFlight  # g, w of the last half-round: per worker, communication dtype
     carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
     carried: Totals  # W(t-1), and the sum of its losses
-    residual: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
+    residual: Any = None  # `core.codec.Residual`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 

@@ -41,7 +41,7 @@ class DelayedState(NamedTuple):
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     in_flight: InFlight  # g, w of the last update: per worker, communication dtype
-    residual: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
+    residual: Any = None  # `core.codec.Residual`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
     update: PyTree = None  # u(t-1): shards; None without `feedback`
 

@@ -156,9 +156,8 @@ def check_method(tx: object) -> None:
     """Raise a ValueError unless tx is a method of this library, as it was made."""
     if not isinstance(tx, Method):
         raise ValueError(
-            f"make_train_step needs a method's own stages, but tx is a "
-            f"{type(tx).__name__}: pass acco_jax.acco(inner, ...) itself and put "
-            "wrappers inside, around inner."
+            f"tx is a {type(tx).__name__}, not a method of this library: pass "
+            "acco_jax.acco(inner, ...) itself and put wrappers inside, around inner."
         )
 
 
@@ -272,6 +271,7 @@ def start(
     Raises:
       ValueError: the parameters cannot be trained, or the model state not carried.
     """
+    check_method(tx)
     return tx.start(params, model_state)
 
 
@@ -297,6 +297,7 @@ def abstract_start(
     Raises:
       ValueError: as `start` does.
     """
+    check_method(tx)
     return tx.abstract_start(abstract_params, model_state)
 
 

@@ -55,6 +55,7 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
     Raises:
       ValueError: the state is another method's, or of other parameters.
     """
+    method.check_method(tx)
     pair = type(old) is tuple
     state = old[1] if pair else old
     if not method.is_state(state):

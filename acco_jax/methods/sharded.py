@@ -407,6 +407,9 @@ def _plain_update(
 ) -> tuple[PyTree, ShardedState]:
     """Run a half-round on given gradients, with nothing beside the exchange."""
     layout, call = state.layout, state.calls_done
+    # an edit of the parameters is undone, in few bits, too
+    residual = tx.codecs.follow(layout, state.residual, params)
+    state = state._replace(residual=residual)
     loss, value = None, extra.get("value")
     if tx.delayed and value is not None and jnp.ndim(value) == 0:
         # the optimizer gets it with the gradients that it is of

@@ -32,7 +32,7 @@ class Zero1State(NamedTuple):
     steps: jax.Array  # int32 []: steps so far
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
-    residual: Any = None  # `acco_jax.core.codec.Residue`, if communication is quantized
+    residual: Any = None  # `core.codec.Residual`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
 
 

@@ -187,6 +187,8 @@ def _form(
 ) -> str:
     """Return 'fused' or 'split'; raise a ValueError if it does not fit the counts."""
     axes, devices = _model_axes(tx), tx.mesh.devices.flat
+    if isinstance(counted, Replay) and form == "auto" and (tx.local or not tx.delayed):
+        form = "fused"  # the log of balanced counts: they have no adaptive ones
     finds = isinstance(counted, Adaptive) or (
         isinstance(counted, Replay) and form != "fused"
     )

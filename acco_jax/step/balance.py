@@ -7,6 +7,7 @@ half-round ends with the last one, after max_i c_i s_i.
 import dataclasses
 import heapq
 import math
+import numbers
 import statistics
 from collections.abc import Sequence
 
@@ -49,6 +50,9 @@ class Balanced:
     gain: float = 0.1
 
     def __post_init__(self) -> None:
+        counts = self.total, self.most, self.floor
+        if not all(isinstance(x, numbers.Integral) for x in counts):
+            raise ValueError(f"{self}: give whole numbers as total, most and floor.")
         if not 0 <= self.floor <= self.most or self.most < 1:
             raise ValueError(f"{self}: give a floor from 0 to most, at least 1.")
         if not 0 < self.share < 1 or not 0 <= self.gain < math.inf:

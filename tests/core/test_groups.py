@@ -39,6 +39,13 @@ def test_a_split_over_two_axes_is_kept_or_none():
     }  # fmt: skip
 
 
+def test_a_spec_longer_than_its_array_is_refused():
+    mesh = AbstractMesh((2, 2), ("data", "tensor"))
+    shape = {"b": jax.ShapeDtypeStruct((4,), "f4")}
+    with pytest.raises(ValueError, match=r"has more dimensions than .* shape \(4,\)"):
+        acco_jax.group_specs(shape, mesh, specs={"b": P(None, "tensor")})
+
+
 def started(sizes, method="acco", **options):
     """(tx, step, params, state) on a mesh of these axes."""
     n = int(np.prod(list(sizes.values())))

@@ -202,6 +202,17 @@ def test_extra_arguments_through_a_chain():
     assert float(state[-1].inner[-1].scale) < 1
 
 
+def test_an_optax_transformation_is_no_method():
+    tx, params = optax.adamw(1e-3), {"w": jnp.ones(4)}
+    for use in (
+        lambda: acco_jax.start(tx, params),
+        lambda: acco_jax.abstract_start(tx, params),
+        lambda: acco_jax.reshard(tx.init(params), tx),
+    ):
+        with pytest.raises(ValueError, match="not a method of this library: pass acco"):
+            use()
+
+
 def test_a_step_on_a_wrapped_method_is_refused():
 
     def loss(p, batch, rng):

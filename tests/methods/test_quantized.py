@@ -249,6 +249,20 @@ def test_all_forms_are_one_half_round(name):
     chex.assert_trees_all_close(near(plain[0]), near(fused[0]), rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("name", ["acco", "zero1"])
+def test_the_next_update_undoes_an_edit(name):
+    """As without quantization: the owner encodes what the replicas lack."""
+    made = setup(name)
+    theta, state = made.run(["plain"] * 3)
+    edited = jax.tree.map(lambda x: x + 5, theta)
+    for h in 3, 4, 5:
+        edited, state = made.run_call("plain", edited, state, h)
+    far = lambda x, y: float(jnp.abs(x - y).max())  # noqa: E731
+    chex.assert_trees_all_equal(edited, jax.jit(owned)(state))
+    plain, _ = made.run(["plain"] * 3, at=made.run(["plain"] * 3), first=3)
+    assert max(jax.tree.leaves(jax.tree.map(far, edited, plain))) < 0.5
+
+
 def test_a_period_has_one_kind_of_half_round_several_times():
     def turns(**options):
         tx = acco_jax.acco(INNER, mesh=make_mesh(2), **options)

@@ -186,13 +186,15 @@ def batches(number, per_call=1):
     return [draw.normal(size=shape).astype(np.float32) for _ in range(number)]
 
 
-def make(microbatches, name="acco", fn=loss_fn, axes=("data",), **options):
+def make(
+    microbatches, name="acco", fn=loss_fn, axes=("data",), form="fused", **options
+):
     sizes = (N,) if len(axes) == 1 else (2, N // 2)
     mesh = make_mesh(*sizes, names=axes)
     tx = getattr(acco_jax, name)(
         optax.adamw(1e-2), mesh=mesh, axis_name=axes, **options
     )
-    step = acco_jax.make_train_step(fn, tx, microbatches=microbatches, form="fused")
+    step = acco_jax.make_train_step(fn, tx, microbatches=microbatches, form=form)
     params = {"w": jnp.ones((WIDTH, WIDTH), jnp.float32) / 8}
     return step, acco_jax.start(tx, params)
 
@@ -241,6 +243,19 @@ def test_the_step_follows_and_a_replay_is_the_run_to_the_bit(monkeypatch, tmp_pa
     np.testing.assert_array_equal(points["w"], repeated["w"])
     with pytest.raises(ValueError, match="7 half-rounds: it cannot be repeated"):
         train(again, make(1)[1], 1, rng)
+
+
+def test_a_log_of_a_synchronous_method_is_of_balanced_counts(tmp_path):
+    log = tmp_path / "counts.jsonl"
+    log.write_text(f"{[1] * N}\n" * 3)
+    again, held = make(acco_jax.Replay(log, HELD), "zero1", form="auto")
+    assert again.form == "fused"
+    assert train(again, held, 2, jax.random.key(1))[1] == [[1] * N] * 2
+
+
+def test_counts_are_whole_numbers():
+    with pytest.raises(ValueError, match=r"total=2\.0.*give whole numbers"):
+        acco_jax.Balanced(total=2.0, most=2)
 
 
 def test_a_key_may_lie_on_one_device():

@@ -113,16 +113,21 @@ Term = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def terms(
-    topology: str, axis: tuple[str, ...], n: int, phase: int, seed: int
+    topology: str, mesh: Mesh, axis: tuple[str, ...], phase: int, seed: int
 ) -> tuple[Term, ...]:
     """Return the terms of sum_j W_ij x_j, in float32 or wider; one collective each.
 
     Of one worker, W is 1.
     """
-    me = np.arange(n)
+    # a permutation numbers the workers in the mesh's order, rows are in that of `axis`
+    names = [a for a in mesh.axis_names if a in axis]
+    places = np.arange(math.prod(mesh.shape[a] for a in names))
+    places = places.reshape([mesh.shape[a] for a in names])
+    places = places.transpose([names.index(a) for a in axis]).ravel()
+    me = np.arange(n := len(places))
 
     def taken(peers: np.ndarray) -> Callable[[jax.Array], jax.Array]:  # peers[i]'s on i
-        pairs = [(int(p), i) for i, p in enumerate(peers)]
+        pairs = [(int(places[p]), int(places[i])) for i, p in enumerate(peers)]
         return lambda x: wide(lax.ppermute(x, axis, pairs))
 
     def with_partner(peers: np.ndarray) -> Callable[[jax.Array], jax.Array]:
@@ -274,7 +279,7 @@ def gossip(
         return placed_state(make, params, layout)
 
     def round_of(phase: int) -> GossipRound:
-        return GossipRound(steps, terms(topology, common["axis"], n, phase, seed))
+        return GossipRound(steps, terms(topology, mesh, common["axis"], phase, seed))
 
     return local_method.local_method(
         inner,

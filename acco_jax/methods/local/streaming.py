@@ -17,6 +17,7 @@ steps: it ends with fragment p sent, and the next call starts with its arrival.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, Unpack
@@ -127,7 +128,10 @@ def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], .
     made: list[list[int]] = [[] for _ in range(count)]
     for k, path in enumerate(sorted(blocks, key=lambda p: (p[:-1], number(p)))):
         made[k % count] += blocks[path]
-    size = lambda i: leaves[i].size * leaves[i].dtype.itemsize  # noqa: E731
+
+    def size(i: int) -> int:  # whole: a model axis changes no fragment
+        return math.prod(leaves[i].shape) * leaves[i].dtype.itemsize
+
     for i in sorted(loose, key=size, reverse=True):
         min(made, key=lambda part: (sum(map(size, part)), len(part))).append(i)
     return tuple(tuple(sorted(part)) for part in made)

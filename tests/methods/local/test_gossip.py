@@ -139,6 +139,20 @@ def test_the_complete_graph_is_averaging():
         np.testing.assert_allclose(points[1][0][k], expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("topology", ["ring", "exponential"])
+def test_neighbours_are_in_the_order_of_the_axes_given(topology):
+    """Whatever the order of the mesh's axes: workers are numbered by axis_name."""
+    drawn, ends = problem.draw(4, 1, HELD, 3), []
+    for names in ("host", "chip"), ("chip", "host"):
+        tx = acco_jax.gossip(
+            problem.adamw(), mesh=make_mesh(2, 2, names=names),
+            axis_name=("host", "chip"), topology=topology,
+        )  # fmt: skip
+        ends.append(run(tx, *drawn)[-1])
+    for one, other in zip(*(jax.tree.leaves(end) for end in ends), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
 def test_16_bits_keep_the_mean_and_what_is_too_small_for_them():
     """A drift of 2^-12 a step on one worker is in the mean, as float32 has it."""
     tx = acco_jax.gossip(optax.sgd(1.0), mesh=make_mesh(4), topology="ring")

@@ -1,5 +1,6 @@
 """streaming_diloco against NumPy loops written from its equations; what it sends."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -264,6 +265,12 @@ def test_leaves_without_numbers_are_balanced():
     assert sum(map(len, streaming.fragments_of(found, 3))) == 4
     with pytest.raises(ValueError, match="fragments is 5, but there are only 4"):
         streaming.fragments_of(found, 5)
+
+
+def test_a_model_axis_changes_no_fragment():
+    whole = leaves(("a/w", 64), ("b/w", 48), ("c/w", 40))
+    split = [dataclasses.replace(whole[0], local=(32,)), *whole[1:]]
+    assert streaming.fragments_of(split, 2) == streaming.fragments_of(whole, 2)
 
 
 REFUSED = [
