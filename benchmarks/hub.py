@@ -71,7 +71,7 @@ def begin_llama(folder):
     said = huggingface.config_json(config)
     (folder / "config.json").write_text(json.dumps(said))
     folders.write_weights(folder, huggingface.to_state(config, params))
-    data.ByteTokenizer().export(folder, config.max_length)
+    data.ByteTokenizer().export(folder, config.max_length, {})
 
 
 def make_run(folder, fields):
@@ -95,7 +95,8 @@ def make_run(folder, fields):
 
     arrays = jax.tree.map(noisy, loop.initial(experiment))
     with experiment.checkpoints as checkpoints:
-        checkpoints.save(1, arrays, {"identity": experiment.identity})
+        axes = dict(experiment.mesh.shape)
+        checkpoints.save(1, arrays, {"identity": experiment.identity, "axes": axes})
     exporting.export(folder / "run", folder / "out", limit=100_000)
     run = load_run(folder / "run")
     tokens = np.random.default_rng(2).integers(0, 256, (2, 48)).astype(np.int32)

@@ -301,6 +301,7 @@ def finish(folder, **config):
 
 
 @LOADS
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_of_other_workers_are_refused(request_of, on_two, seed):
     request = request_of("zero1")

@@ -363,6 +363,7 @@ def test_two_processes_train_as_one_with_two_devices(finished, two):
         )
 
 
+@pytest.mark.slow
 def test_only_the_first_process_speaks(two):
     (_, first), (_, second) = two[1]
     assert "acco on 2 cpu devices" in first and "finished" in first

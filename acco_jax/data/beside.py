@@ -2,11 +2,11 @@
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from acco_jax.command.files import write_whole
 from acco_jax.core import small_files
 
 CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
@@ -117,9 +117,7 @@ def as_it_is(max_length: int, kind: str = "PreTrainedTokenizerFast") -> dict[str
     }
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, and the folder that it is in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, content)

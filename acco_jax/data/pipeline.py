@@ -1,9 +1,10 @@
 """The pipeline from documents to tokens to batches."""
 
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from acco_jax.data.rows import (
     fitting,
 )
 from acco_jax.data.stored import Tokens
-from acco_jax.data.tasks import Document
 from acco_jax.data.tokenizers import (
     BpeTokenizer,
     ByteTokenizer,
@@ -498,7 +498,8 @@ def _trained(
     if base and (base / path.name).exists() and copied(base) is None:
         found = base / path.name
     if not found.exists():
-        trained = BpeTokenizer.train(_texts(source.train()), config.vocab_size)
+        texts = itertools.chain.from_iterable(map(tasks.texts, source.train()))
+        trained = BpeTokenizer.train(texts, config.vocab_size)
         trained.save(found)
     tokenizer = _loaded(found, config.vocab_size)
     if kept is None or kept.fingerprint != tokenizer.fingerprint:
@@ -521,8 +522,3 @@ def _loaded(path: Path, vocab_size: int) -> BpeTokenizer:
             f"{path}: set it to {tokenizer.vocab_size}, or use another workdir"
         )
     return tokenizer
-
-
-def _texts(documents: Iterable[Document]) -> Iterator[str]:
-    for document in documents:
-        yield from tasks.texts(document)

@@ -9,14 +9,13 @@ import itertools
 import json
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
+from absl import logging
 
 from acco_jax.command.paths import expanded
 from acco_jax.core import small_files
@@ -272,18 +271,17 @@ class FileTokenizer(Tokenizer):
           begin and end, int64 (n, 2).
         """
         self._model.encode_special_tokens = False
+        # without special tokens it only trims the places, of spaces
+        post, self._model.post_processor = self._model.post_processor, None
         try:
             with _no_panic(self.path):
                 found = self._model.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._model.encode_special_tokens = True
-        return [
-            (
-                np.asarray(e.ids, np.int32),
-                np.asarray(e.offsets, np.int64).reshape(-1, 2),
-            )
-            for e in found
-        ]
+            self._model.post_processor = post
+        ids = (np.asarray(e.ids, np.int32) for e in found)
+        places = (np.asarray(e.offsets, np.int64).reshape(-1, 2) for e in found)
+        return list(zip(ids, places, strict=True))
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _no_panic(self.path):
@@ -353,14 +351,17 @@ class SentencePieceTokenizer(Tokenizer):
         """Copy the file and its configuration into a folder, as `FileTokenizer`."""
         said = beside.kept(self._path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"tokenizer.model.{secrets.token_hex(8)}"
-        shutil.copyfile(self._path, partial)
-        os.replace(partial, folder / "tokenizer.model")
+        beside.write(folder / "tokenizer.model", self._path.read_bytes())
 
     def export(
         self, folder: Path, max_length: int, special: Mapping[str, int]
     ) -> dict[str, int]:
+        if self._model.normalize("a  \ufb01") != "\u2581a\u2581\u2581\ufb01":
+            logging.warning(
+                "%s changes characters or spaces before it looks for pieces, which "
+                "transformers' LlamaTokenizer does not: texts have other tokens there",
+                self._path,
+            )
         self.save(folder)
         said = beside.read(folder / beside.CONFIG) | beside.as_it_is(
             max_length, "LlamaTokenizer"

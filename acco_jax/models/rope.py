@@ -34,14 +34,10 @@ class LinearScaling:
     """
 
     factor: float
+    magnitude = 1.0  # factor of cosines and sines
 
     def __post_init__(self) -> None:
         _check_least(self, "factor")
-
-    @property
-    def magnitude(self) -> float:
-        """Return the factor of cosines and sines."""
-        return 1.0
 
     def scaled(self, radians: np.ndarray) -> np.ndarray:
         """Return the scaled angles per position."""
@@ -61,6 +57,7 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    magnitude = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -69,11 +66,6 @@ class Llama3Scaling:
                 f"high_freq_factor={self.high_freq_factor}: give 0 < low < high"
             )
         _check_least(self, "factor", "original_length")
-
-    @property
-    def magnitude(self) -> float:
-        """Return the factor of cosines and sines."""
-        return 1.0
 
     def scaled(self, radians: np.ndarray) -> np.ndarray:
         """Return the scaled angles per position."""

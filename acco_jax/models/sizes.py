@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,8 +82,11 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            whole = field.type in (int, int | None)
-            if whole and type(value) is int and value < 1:
+            if field.type not in (int, int | None) or value is None:
+                continue
+            if not isinstance(value, numbers.Integral):
+                raise ValueError(f"{field.name}={value!r} must be a whole number")
+            if value < 1:
                 raise ValueError(f"{field.name}={value} must be at least 1")
         self._check_names()
         self._check_heads()
@@ -286,10 +290,12 @@ def _sizes(family: str, **fields: Any) -> dict[str, Any]:
 # allenai/OLMo-2-0425-1B, google/gemma-2-2b and gemma-3-270m.
 SIZES: dict[str, dict[str, Any]] = {
     "gpt-neo-125m": _sizes(
-        "gpt-neo", vocab_size=50257, max_length=2048, width=768, layers=12, heads=12
+        "gpt-neo", vocab_size=50257, max_length=2048, width=768, layers=12, heads=12,
+        window=256,
     ),
     "gpt-neo-2.7b": _sizes(
-        "gpt-neo", vocab_size=50257, max_length=2048, width=2560, layers=32, heads=20
+        "gpt-neo", vocab_size=50257, max_length=2048, width=2560, layers=32, heads=20,
+        window=256,
     ),
     "gpt2": _sizes(
         "gpt2", vocab_size=50257, max_length=1024, width=768, layers=12, heads=12

@@ -628,17 +628,14 @@ def _finish(
 ) -> dict[str, Any]:
     """Return a run's summary; process 0 also writes, draws and logs it."""
     config, workdir = experiment.config, experiment.workdir
+    left_out = "kind", "half_round", "step", "samples"
     summary = {
         "method": config.method,
         "devices": experiment.mesh.size,
         "workers": experiment.workers,
         "parameters": experiment.model.parameters(),
         "steps": config.steps,
-        **{
-            k: v
-            for k, v in row.items()
-            if k not in ("kind", "half_round", "step", "samples")
-        },
+        **{k: v for k, v in row.items() if k not in left_out},
         **measured,
     }
     if jax.process_index() == 0:

@@ -376,12 +376,8 @@ def _with_steps(
     """
     row_lengths = tuple(config.data.lengths)
     rows_per_epoch = data.rows_per_epoch(corpus, config.length, row_lengths)
-    most = (
-        workers
-        * amounts.capacity
-        * amounts.method.steps_per_call
-        * config.microbatch_size
-    )
+    microbatches = workers * amounts.capacity * amounts.method.steps_per_call
+    most = microbatches * config.microbatch_size
     data.check_rows(corpus, rows_per_epoch, config.length, most, row_lengths)
     return configs.with_steps(
         config, amounts.rows_per_step, rows_per_epoch, amounts.method.steps_per_call

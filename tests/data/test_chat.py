@@ -62,6 +62,19 @@ def test_special_tokens_are_characters_for_other_tasks(tmp_path):
     assert tokenizer.encode("<|im_end|>").tolist() == ids.tolist()
 
 
+def test_places_have_the_spaces_that_a_file_would_trim(tmp_path):
+    """Of `"\\n   "` the assistant may have said the spaces."""
+    path = Path(tokenizer_of(tmp_path))
+    said = json.loads(path.read_text())
+    trims = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    path.write_text(json.dumps(said | {"post_processor": trims}))
+    tokenizer = data.FileTokenizer(str(path))
+    for text in ("a  b", "  "):
+        ((_, places),) = tokenizer.encode_rendered([text])
+        held = {i for a, b in places for i in range(a, b)}
+        assert held == set(range(len(text)))
+
+
 def test_the_templates_of_one_file_and_its_copy(tmp_path):
     named = [{"name": "tool", "template": "x"}, {"name": "default", "template": "y"}]
     path = tokenizer_of(tmp_path / "a", chat_template=named)

@@ -104,6 +104,21 @@ def test_pieces_begin_as_the_configuration_says(pieces, tmp_path, said, prefix):
     assert found.encode("the cat").tolist() == plain.encode("the cat").tolist()
 
 
+def test_pieces_of_changed_texts_are_exported_with_a_warning(pieces, tmp_path, caplog):
+    """Its trainer's default makes one space of several; LlamaTokenizer does not."""
+    read_tokenizer(pieces).export(tmp_path / "out", 64, {})
+    assert "which transformers' LlamaTokenizer does not" in caplog.text
+    caplog.clear()
+    with open(pieces, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS), model_writer=file, vocab_size=50,
+            minloglevel=2, normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+        )  # fmt: skip
+    read_tokenizer(pieces).export(tmp_path / "other", 64, {})
+    assert not caplog.text
+
+
 def test_ids_beyond_the_pieces_are_left_out(pieces):
     tokenizer = read_tokenizer(pieces)
     ids = tokenizer.encode("the cat sat").tolist()

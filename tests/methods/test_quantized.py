@@ -249,6 +249,7 @@ def test_all_forms_are_one_half_round(name):
     chex.assert_trees_all_close(near(plain[0]), near(fused[0]), rtol=0, atol=atol)
 
 
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("name", ["acco", "zero1"])
 def test_the_next_update_undoes_an_edit(name):
     """As without quantization: the owner encodes what the replicas lack."""

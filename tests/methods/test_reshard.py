@@ -83,6 +83,7 @@ def test_sums_are_what_counts(name, worlds):
     chex.assert_trees_all_close(found, alone, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_fed_back_update_moves_with_its_parameters():
     found, _ = run("dpu", [(4,), (2,)], 3, feedback=1.0)
     alone, _ = run("dpu", [(1,), (1,)], 3, feedback=1.0)
@@ -114,6 +115,7 @@ def sums(state):
     return total, state.in_flight.weight.sum(), replica
 
 
+@pytest.mark.fast("dpu")
 @pytest.mark.parametrize("name", ["acco", "dpu"])
 def test_error_feedback_of_leaves_that_become_whole_is_sent(name):
     """Three workers split d and round it. Two have it whole, as in-flight gradients."""
@@ -172,6 +174,7 @@ def test_workers_of_local_methods_are_averaged(name):
         mean = means(theta, state)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("weighted", [True, False])
 def test_what_sparse_methods_have_yet_to_send_is_kept(weighted):
     """Its sum over the workers; where they count equally the mean, as n divides it."""

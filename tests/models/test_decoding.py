@@ -181,6 +181,7 @@ def test_windows_have_every_target_once(tokens, length, stride):
     assert all(row.targets <= stride for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_few_tokens_are_scored_at_once(neo, monkeypatch):
     config, params = neo
     shapes, scores = [], scoring._scores

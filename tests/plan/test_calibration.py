@@ -23,6 +23,7 @@ def report():
     return calibration.calibrate(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"microbatches": "adaptive"}, {"counts": (1,) * 7 + (2,)}]
 )

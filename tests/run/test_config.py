@@ -12,6 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from acco_jax.methods import METHODS
+from acco_jax.models import transformer
 from acco_jax.run.build import models, optimizers
 from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
@@ -264,7 +265,9 @@ def test_model_sizes_and_vocabulary():
     config.model.scan_layers = False
     assert models.transformer_config(config, 257).scan_layers is False
     config.model.size = "gpt-neo-125m"
-    assert models.transformer_config(config, 257).width == 768
+    config.model.window = 64  # of a smaller model's experiment
+    found = models.transformer_config(config, 257)
+    assert (found.width, found.window) == (768, 256)
     config.model.size = "gpt-neo-1m"
     with pytest.raises(ValueError, match="'gpt-neo-1m' is unknown: use one of gpt-neo"):
         models.transformer_config(config, 257)
@@ -278,6 +281,8 @@ def test_model_sizes_and_vocabulary():
     config.model.heads = 3
     with pytest.raises(ValueError, match="not divisible by heads=3"):
         models.transformer_config(config, 257)
+    with pytest.raises(ValueError, match=r"layers=2\.0 must be a whole number"):
+        transformer.size("gpt2", layers=2.0)
 
 
 def test_families_of_models():

@@ -60,6 +60,7 @@ def test_evaluates_the_merged_model(whole):
     assert summary["loss"] == pytest.approx(mean, rel=1e-3)  # the last row apart
 
 
+@pytest.mark.slow
 def test_the_evaluators_program_holds_no_model(whole):
     evaluate = loop.Evaluator(whole[0])
     assert len(jax.tree.leaves(evaluate._loss_fn)) == len(
@@ -152,6 +153,7 @@ def test_a_pattern_that_matches_nothing_is_refused(tiny, tmp_path):
         preparation.prepare(config, tmp_path, jax.devices()[:2])
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_bpe_of_its_base(saved, tiny, tmp_path):
     base, texts = tmp_path / "base", tmp_path / "texts"
     changes = {"data.tokenizer": "bpe", "data.vocab_size": 290, "method": "zero1"}

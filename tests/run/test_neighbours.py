@@ -67,7 +67,7 @@ WANTED = {
 }
 
 
-@pytest.mark.fast("others0")
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [["02"], ["20", "201345", "0"]])
 def test_what_is_found_is_bitwise_what_was_kept(others, tmp_path):
     """The processes compare the bits of shards, replicas, -0.0 and keys themselves.

@@ -322,6 +322,26 @@ def test_averages_that_cannot_be_evaluated_are_refused(changes, message):
         optimizers.method(config_of(**changes), "diloco", mesh, "data")
 
 
+def test_schedule_free_optimizers_have_no_schedule():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    config = config_of(name="schedule_free_adamw", schedule="cosine")
+    with pytest.raises(
+        ValueError, match=r"'cosine', .* set optimizer\.schedule='const"
+    ):
+        optimizers.method(config, "zero1", mesh, "data")
+
+
+def test_the_weight_of_a_long_average_keeps_its_digits():
+    """1 - 0.99999**10 in float32 would be off by a thousandth."""
+    decay, params = 0.99999, {"w": jnp.ones(4)}
+    average = optimizers.average_parameters(decay)
+    state = average.init(params)
+    for _ in range(10):
+        _, state = average.update({"w": jnp.zeros(4)}, state, params)
+    found = optimizers._average(state, params, decay)
+    np.testing.assert_allclose(found["w"], 1, rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [

@@ -198,7 +198,7 @@ def test_only_conversations_may_not_have_tokens_beyond_the_model_s(
     assert "\n" not in str(error.value)
     tokenizer.add_tokens(["<tool>"])  # which texts have
     tokenizer.save(str(model / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"has 259 tokens, but .* knows 257: set data"):
+    with pytest.raises(ValueError, match=r"has 259 tokens, but .* knows 257: restore"):
         prepared(tmp_path / "tools", **changes)
 
 

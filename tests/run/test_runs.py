@@ -34,7 +34,7 @@ SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in ("fused_zero1", "diloco
 FAST = [method for method in METHODS if method not in ("fused_zero1", "diloco")]
 
 
-@pytest.mark.fast("acco", "streaming_diloco")
+@pytest.mark.fast("acco")
 @pytest.mark.parametrize("method", FAST + SLOW)
 def test_theta_is_what_was_committed(saved, tmp_path, method):
     _, theta = saved(tmp_path, 2, method=method, **METHODS[method])
@@ -107,6 +107,7 @@ def test_groups_are_left_and_formed(saved, tmp_path):
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(saved, tmp_path):
     changes = {"lora.rank": 2, "lora.scale": 2.0, "data.tokenizer": "bpe"}
     changes |= {"data.vocab_size": 300}
@@ -118,6 +119,7 @@ def test_adapters_are_merged(saved, tmp_path):
     chex.assert_trees_all_close(run.params, jax.device_get(merged), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_base_may_have_had_other_devices(saved, tiny, tmp_path):
     _, theta = saved(tmp_path / "base", 3)
     config = tiny(base=str(tmp_path / "base"))

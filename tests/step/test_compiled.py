@@ -79,7 +79,7 @@ def sizes(params):
     return out
 
 
-@pytest.mark.fast("4-False-*")
+@pytest.mark.fast("4-False-acco")
 @pytest.mark.parametrize(
     ("n", "mixed", "method"),
     [(4, False, "acco"), (8, False, "acco"), (4, True, "acco"), (4, False, "zero1")],

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -326,7 +327,8 @@ def averaged(state: ShardedState, decay: float) -> ShardedState:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _average(average: AverageState, theta: PyTree, decay: float) -> PyTree:
-    share = 1 - decay ** average.steps.astype(jnp.float32)
+    # 1 - decay**steps, of which float32 would lose the digits
+    share = -jnp.expm1(average.steps.astype(jnp.float32) * math.log(decay))
     return jax.tree.map(
         lambda total, now: jnp.where(share > 0, total / share, now), average.sum, theta
     )
@@ -421,6 +423,11 @@ def method(
         raise ValueError(
             f"{average}, but each worker of {name} has parameters of its own: leave it "
             "out, or use a sharded method."
+        )
+    if c.name in SCHEDULE_FREE and c.schedule != "constant":
+        raise ValueError(
+            f"optimizer.schedule is {c.schedule!r}, but {c.name} replaces a schedule: "
+            "set optimizer.schedule='constant'."
         )
     return tx
 

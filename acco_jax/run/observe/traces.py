@@ -146,13 +146,10 @@ def _activity(
     steps: dict[int, Span],
 ) -> Activity:
     spans: dict[str, list[Span]] = {}
-    computation = []
     for name, span in (*work, *transfers):
         if kind := kind_of(name):
             spans.setdefault(kind, []).append(span)
-    for name, span in work:
-        if not kind_of(name) and not _COPIES.match(name):
-            computation.append(span)
+    computation = [s for n, s in work if not (kind_of(n) or _COPIES.match(n))]
     communication = {k: intervals.union(s) for k, s in sorted(spans.items())}
     return Activity(device, communication, intervals.union(computation), steps)
 
@@ -164,11 +161,8 @@ def _leaves(line: Any) -> list[tuple[str, Span]]:
 
 def _leaves_of_devices(line: Any) -> Iterator[tuple[str, Span, int]]:
     """Yield a thread's operations with devices, without those around others."""
-    events = []
-    for event in line.events:
-        statistics = _statistics(event)
-        if "hlo_op" in statistics and "device_ordinal" in statistics:
-            events.append(event)
+    needed = {"hlo_op", "device_ordinal"}
+    events = [e for e in line.events if needed <= _statistics(e).keys()]
     for event in _innermost(events):
         statistics = _statistics(event)
         yield str(statistics["hlo_op"]), _span(event), int(statistics["device_ordinal"])

@@ -307,8 +307,12 @@ def check_tokens(config: ConfigDict, corpus: data.Corpus) -> None:
     model = f"the model of init_from={config.init_from!r} knows {known}"
     if tokenizer.text_vocab_size > known:
         raise ValueError(
-            f"the tokenizer has {tokenizer.text_vocab_size} tokens, but {model}: set "
-            "data.tokenizer='init_from'."
+            f"the tokenizer has {tokenizer.text_vocab_size} tokens, but {model}: "
+            + (
+                "restore that folder's files."
+                if config.data.tokenizer == "init_from"
+                else "set data.tokenizer='init_from'."
+            )
         )
     if corpus.train_targets is None or tokenizer.vocab_size <= known:
         return

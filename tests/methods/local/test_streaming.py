@@ -136,6 +136,7 @@ def test_of_three_fragments_each_arrives_a_call_after_its_turn():
     assert moved == [[], *sent[:4]]
 
 
+@pytest.mark.slow
 def test_another_process_continues_in_the_middle_of_a_turn():
     """A fresh step finds from the state whose turn it is."""
     tx = acco_jax.streaming_diloco(
