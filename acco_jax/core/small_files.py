@@ -28,8 +28,8 @@ def check(path: str | os.PathLike, limit: int = LARGEST) -> None:
 def content(path: str | os.PathLike, limit: int = LARGEST) -> bytes:
     """Return the content of a regular file within `limit` bytes; raise as `check`."""
     check(path, limit)
-    with open(path, "rb") as file:
-        return file.read(limit)
+    with open(path, "rb") as file:  # a read of `limit` would take so much memory
+        return file.read(min(limit, os.fstat(file.fileno()).st_size))
 
 
 def text(path: str | os.PathLike, limit: int = LARGEST) -> str:
