@@ -43,6 +43,17 @@ def test_groups_lie_on_a_torus_as_training_lays_them():
         assert len({topology.coordinates[i][1] for i in group}) == 1
 
 
+def test_a_group_may_be_a_part_of_an_axis_of_the_torus():
+    """Of a v6e's 4 x 4 chips `jax.make_mesh` has no pairs."""
+    topology = topologies.parse("tpu:v6e:4x4")
+    mesh = programs.data_mesh(topology, None, {"tensor": 2})
+    assert dict(mesh.shape) == {"data": 8, "tensor": 2}
+    places = np.array(topologies.places(mesh)).reshape(8, 2)
+    for one, other in places:  # of neighbours
+        at = np.array([topology.coordinates[one], topology.coordinates[other]])
+        assert np.abs(at[0] - at[1]).sum() == 1
+
+
 def test_one_data_axis_over_slices():
     mesh = programs.data_mesh(topologies.parse("tpu:v5e:4x4", 2), 1)
     assert dict(mesh.shape) == {"data": 32}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
@@ -58,11 +59,26 @@ def data_mesh(
         )
     names, shape = ("data", *group), (workers, *group.values())
     auto = (AxisType.Auto,) * len(names)
-    laid = [
-        jax.make_mesh(shape, names, auto, devices=devices[i : i + size]).devices
-        for i in starts
-    ]
+    laid = [_laid(shape, names, auto, devices[i : i + size]) for i in starts]
     # with one worker in each domain, only the slow network is between workers
     if domains == 1 or workers == 1:
         return Mesh(np.concatenate(laid), names, auto)
     return Mesh(np.stack(laid), ("domain", *names), (*auto, AxisType.Auto))
+
+
+def _laid(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    types: tuple[AxisType, ...],
+    devices: Sequence[jax.Device],
+) -> np.ndarray:
+    """Lay one slice's devices out along axes as `jax.make_mesh` does.
+
+    Where an axis is only a part of one of a TPU's torus, which that rejects, split it.
+    """
+    try:
+        return jax.make_mesh(shape, names, types, devices=devices).devices
+    except NotImplementedError:
+        return mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=True
+        )
