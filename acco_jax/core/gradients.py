@@ -440,7 +440,8 @@ class Accumulator:
         def body(i: jax.Array, sums: Sums) -> Sums:
             key = None if rng is None else jax.random.fold_in(rng, before + i)
             state = sums.model_state
-            return add(sums, self._gradient(params, batch, key, state, total, i))
+            gradient = self._gradient if self._in_tpu_groups() else self._gradient_once
+            return add(sums, gradient(params, batch, key, state, total, i))
 
         return self.loop(first, end, body, sums)
 
@@ -467,8 +468,12 @@ class Accumulator:
         check_constraints(jaxpr.jaxpr, self.axis)
         return out
 
-    # traced and lowered once, however many pieces of a half-round compute microbatches
-    @functools.partial(jax.jit, static_argnames="total")
+    def _in_tpu_groups(self) -> bool:
+        """Return whether workers are groups of chips: libtpu aborts on calls there."""
+        devices = getattr(self.mesh, "devices", None)  # an AbstractMesh has none
+        on_tpu = devices is not None and devices.flat[0].platform == "tpu"
+        return on_tpu and self.workers < self.mesh.size
+
     def _gradient(
         self,
         params: PyTree,
@@ -483,6 +488,9 @@ class Accumulator:
         (loss, rest), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         weight, aux, state = rest
         return Sums(grads, loss, weight, aux, model_state=state)
+
+    # traced and lowered once, however many pieces of a half-round compute microbatches
+    _gradient_once = jax.jit(_gradient, static_argnames="total")
 
     def _loss_of(
         self, batch: PyTree, key: Rng, state: PyTree, total: int, i: int | jax.Array

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from acco_jax.core.gradients import Accumulator
 from acco_jax.plan import programs
 from acco_jax.run.build import models
 from acco_jax.run.config.fields import default_config
@@ -52,6 +53,18 @@ def test_a_group_may_be_a_part_of_an_axis_of_the_torus():
     for one, other in places:  # of neighbours
         at = np.array([topology.coordinates[one], topology.coordinates[other]])
         assert np.abs(at[0] - at[1]).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "group", "aborts"),
+    [("tpu:v5e", 2, True), ("tpu:v5e", 1, False), ("gpu:h100", 2, False)],
+)
+def test_libtpu_aborts_on_calls_in_a_group_of_chips(machine, group, aborts):
+    """Elsewhere the pieces of a half-round share the code of a gradient."""
+    topology = topologies.parse(f"{machine}:2x4")
+    mesh = programs.data_mesh(topology, None, {"fsdp": group})
+    gradients = Accumulator(lambda *_: 0.0, mesh, ("data",), 2)
+    assert gradients._in_tpu_groups() == aborts
 
 
 def test_one_data_axis_over_slices():
