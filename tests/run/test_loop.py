@@ -22,6 +22,7 @@ from acco_jax.run import evaluation, loop, preparation
 from acco_jax.run.build import models
 from acco_jax.run.observe import goodput, metrics, profiling
 from acco_jax.run.state.checkpoints import Checkpoints
+from tests.compiling import optimized
 
 RUNS = {
     "acco": {},
@@ -251,10 +252,16 @@ def manual_loss(experiment, params):
     return float(np.asarray(nats, np.float64).reshape(-1)[real].mean())
 
 
-@pytest.mark.fast("estimate")
-@pytest.mark.parametrize("stop", [6, 9], ids=["estimate", "commit"])
-def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
-    experiment, _ = train(tmp_path, stop_after=stop)
+@pytest.mark.fast("estimate", slow=("commit",))
+@pytest.mark.parametrize(
+    ("stop", "exact"),
+    [(6, False), (9, False), (9, True)],
+    ids=["estimate", "commit", "commit as users compile it"],
+)
+def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop, exact):
+    # a commit's last bit is that of its gather if optimized
+    with optimized() if exact else contextlib.nullcontext():
+        experiment, _ = train(tmp_path, stop_after=stop)
     (params, state), _ = experiment.checkpoints.restore(stop, experiment.abstract)
     committed = acco_jax.committed_params(state, params)
     loss, bits = loop.Evaluator(experiment)(committed, None)
@@ -271,7 +278,8 @@ def test_evaluates_committed_parameters_on_every_target(train, tmp_path, stop):
         for a, b in zip(
             jax.tree.leaves(params), jax.tree.leaves(committed), strict=True
         ):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+            atol = 0 if exact else 1e-9
+            np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-5, atol=atol)
 
 
 def test_what_the_loop_reports_is_that_evaluation(acco_run, monkeypatch):

@@ -175,8 +175,10 @@ class _Receiver:
             self._call(self._name, where, self._hook, row)
 
     def _close(self) -> None:
-        if isinstance(self._hook, Board | _Wandb):
-            with contextlib.suppress(Exception):  # it has raised before
+        with contextlib.suppress(Exception):  # it has raised before
+            if isinstance(self._hook, Board):
+                self._hook.close()
+            elif isinstance(self._hook, _Wandb):
                 self._hook.close(fails=self._fails)
 
 
@@ -199,8 +201,7 @@ class Board:
                 self._add(row["half_round"], summary=summary.scalar(tag, value))
         self._file.flush()
 
-    def close(self, *, fails: bool = False) -> None:
-        del fails
+    def close(self) -> None:
         self._file.close()
 
     def _add(self, step: int, **what: Any) -> None:
