@@ -18,6 +18,8 @@ from acco_jax.core.gloo import reduce_scatter
 from acco_jax.core.groups import ROWS, TENSOR
 from acco_jax.models.placement import automatic_axes
 
+Part = int | jax.Array  # of a table: its number, int32
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -48,13 +50,21 @@ class Split:
         in_specs: tuple[P, ...],
         out_specs: P | tuple[P, ...],
     ) -> Callable:
-        """Run fn on each device's own part; compilers would split it otherwise."""
+        """Run fn on each device's own part; compilers would split it otherwise.
+
+        Its first argument is the number of the device's part of the table.
+        """
         if not self.axes:
-            return fn
-        return jax.shard_map(
-            fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes),
+            return functools.partial(fn, 0)
+        # of an array that is split: compilers for TPUs have no axis_index in a group
+        run = jax.shard_map(
+            lambda part, *args: fn(part[0], *args),
+            in_specs=(self.table_spec, *in_specs),
+            out_specs=out_specs,
+            axis_names=set(self.axes),
             check_vma=False,
-        )  # fmt: skip
+        )
+        return functools.partial(run, jnp.arange(self.parts))
 
     def over_rows(self, x: jax.Array) -> jax.Array:
         """Sum over the devices that have other rows."""
@@ -63,12 +73,6 @@ class Split:
     def over_vocabulary(self, x: jax.Array) -> jax.Array:
         """Sum over the devices that have other parts of the table."""
         return x if self.vocabulary is None else lax.psum(x, self.vocabulary)
-
-    def first(self, table: jax.Array) -> int | jax.Array:
-        """Return the number of the first row of this device's part of the table."""
-        if self.vocabulary is None:
-            return 0
-        return lax.axis_index(self.vocabulary) * table.shape[0]
 
     def reduced(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient of the table by all rows, as `gradient_spec` says."""
@@ -111,8 +115,8 @@ def lookup(table_VxD: jax.Array, numbers_BxT: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _lookup(table: jax.Array, numbers: jax.Array, split: Split) -> jax.Array:
-    def local(table: jax.Array, numbers: jax.Array) -> jax.Array:
-        own, here = _own(table, numbers, split)
+    def local(part: Part, table: jax.Array, numbers: jax.Array) -> jax.Array:
+        own, here = _own(part, table, numbers)
         x = jnp.take(table, own, axis=0)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         return split.over_vocabulary(jnp.where(here[..., None], x, 0))
@@ -122,10 +126,10 @@ def _lookup(table: jax.Array, numbers: jax.Array, split: Split) -> jax.Array:
 
 
 def _own(
-    table: jax.Array, numbers: jax.Array, split: Split
+    part: Part, table: jax.Array, numbers: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return numbers in this device's part of the table, and which are in it."""
-    own = numbers - split.first(table)
+    own = numbers - part * table.shape[0]
     return jnp.clip(own, 0, table.shape[0] - 1), (own >= 0) & (own < table.shape[0])
 
 
@@ -138,8 +142,10 @@ def _lookup_forward(
 def _lookup_backward(
     split: Split, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, np.ndarray]:
-    def local(table: jax.Array, numbers: jax.Array, g: jax.Array) -> jax.Array:
-        own, here = _own(table, numbers, split)
+    def local(
+        part: Part, table: jax.Array, numbers: jax.Array, g: jax.Array
+    ) -> jax.Array:
+        own, here = _own(part, table, numbers)
         gradient = jnp.zeros(table.shape, g.dtype)
         gradient = gradient.at[own].add(jnp.where(here[..., None], g, 0))
         return split.reduced(gradient).astype(table.dtype)

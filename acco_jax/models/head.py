@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.models.embedding import Split, split_of
+from acco_jax.models.embedding import Part, Split, split_of
 from acco_jax.models.placement import platform
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def each(
     def chunk(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         targets_BxC = _part(targets_BxT, i, size)
         losses_BxC, logits_BxCxV, *_ = _losses(
-            _part(x_BxTxD, i, size), w_VxD, targets_BxC, split, softcap
+            0, _part(x_BxTxD, i, size), w_VxD, targets_BxC, split, softcap
         )
         return losses_BxC, jnp.argmax(logits_BxCxV, axis=-1) == targets_BxC
 
@@ -132,11 +132,11 @@ def _sum(
     softcap: float | None,
 ) -> jax.Array:
     def local(
-        x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
+        part: Part, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> jax.Array:
         def chunk(i: int | jax.Array, total: jax.Array) -> jax.Array:
             losses, *_ = _losses(
-                _part(x, i, size), w, _part(targets, i, size), split, softcap
+                part, _part(x, i, size), w, _part(targets, i, size), split, softcap
             )
             return total + jnp.sum(losses * _part(weights, i, size))
 
@@ -190,6 +190,7 @@ def _log_sum_exp(x: jax.Array) -> jax.Array:
 
 
 def _losses(
+    part: Part,
     x_BxCxD: jax.Array,
     w_VxD: jax.Array,
     targets_BxC: jax.Array,
@@ -207,7 +208,7 @@ def _losses(
         "BCD,VD->BCV", x_BxCxD, w_VxD, preferred_element_type=wide
     )
     logits_BxCxV = capped(logits_BxCxV, softcap)
-    own_BxC = targets_BxC - split.first(w_VxD)
+    own_BxC = targets_BxC - part * w_VxD.shape[0]
     is_target_BxCxV = own_BxC[..., None] == jnp.arange(w_VxD.shape[0])
     total_BxC = _log_sum_exp(logits_BxCxV)
     if split.vocabulary is not None:
@@ -232,7 +233,7 @@ def _sum_forward(
     softcap: float | None,
 ) -> tuple[jax.Array, _Saved]:
     def local(
-        x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
+        part: Part, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         def chunk(
             i: int | jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -240,7 +241,7 @@ def _sum_forward(
             total, dx, dw = carry
             x_BxCxD, weights_BxC = _part(x, i, size), _part(weights, i, size)
             losses, logits_BxCxV, total_BxC, is_target_BxCxV = _losses(
-                x_BxCxD, w, _part(targets, i, size), split, softcap
+                part, x_BxCxD, w, _part(targets, i, size), split, softcap
             )
             p_BxCxV = jnp.exp(logits_BxCxV - total_BxC[..., None])
             dlogits_BxCxV = (p_BxCxV - is_target_BxCxV) * weights_BxC[..., None]
