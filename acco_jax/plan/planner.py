@@ -257,13 +257,16 @@ def _outcome(
 ) -> Outcome:
     program, config, compiled = _with_first_half(program, config, machine)
     method, shape = program.method, Shape(config.microbatch_size, program.per_step)
+    unit, first = program.tx.calls_per_step, config.first_half
+    if first != "auto":
+        unit = program.per_step // math.gcd(first, program.per_step)
 
     def attempt(shape: Shape) -> Tried:
         other = of_method(config, method)
         other.microbatch_size, other.microbatches_per_step = shape
-        if program.halves:  # their ratio stays
-            first = program.halves[0] * shape.microbatches // program.per_step
-            other = configs.with_first_half(other, first)
+        if first != "auto":  # its share stays
+            own = first * shape.microbatches // program.per_step
+            other = configs.with_first_half(other, own)
         candidate = programs.describe(other, program.mesh)
         try:
             found = programs.compile_within(candidate, machine)
@@ -271,9 +274,6 @@ def _outcome(
             return Tried(shape, None, compiled=error.compiled)
         return _tried(shape, candidate, found, machine)
 
-    unit = program.tx.calls_per_step
-    if program.halves:
-        unit = program.per_step // math.gcd(*program.halves)
     fit = fit and not config.counts  # which are of the microbatches asked for
 
     def search(first: Tried) -> Fit:
@@ -324,13 +324,15 @@ def _with_first_half(
 ) -> tuple[Program, ConfigDict, tuple[Compiled, ...]]:
     """Return the program with the smallest first half that makes no step longer.
 
-    The config returned is of the program's method, and has that first half. What was
-    compiled of the program is the last value, () if there was nothing to choose.
+    The config returned is of the program's method, and has that first half, 'auto' if
+    there is none. What was compiled of the program is the last value, () if there was
+    nothing to choose.
     """
     config = of_method(config, program.method)
     firsts = configs.first_halves(config, program.tx.calls_per_step)
     if len(firsts) < 2:
-        return program, config, ()
+        first = firsts[0] if firsts else "auto"
+        return program, configs.with_first_half(config, first), ()
     found = list[tuple[float, tuple[Program, ConfigDict, tuple[Compiled, ...]]]]()
     for first in firsts:
         other = configs.with_first_half(config, first)

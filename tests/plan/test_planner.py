@@ -243,6 +243,12 @@ def test_the_first_half_is_the_smallest_that_covers_the_communication(
     assert halves == []
 
 
+def test_equal_halves_stay_equal_whatever_is_tried(stand_in, monkeypatch):
+    monkeypatch.setattr(planner, "COMPILES", 2)
+    run("--methods=acco", "--config.microbatches_per_step=4", "--config.first_half=2")
+    assert {(p.per_step, p.halves) for p in stand_in} == {(4, ()), (2, ())}
+
+
 @pytest.mark.slow
 def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):
     def planned(bandwidth):
