@@ -17,6 +17,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from acco_jax.core.collectives import check_constraints, naming_constraints
+from acco_jax.core.groups import of_chips
 from acco_jax.core.leaves import PyTree, Rng, only
 from acco_jax.core.loss import (
     Evaluated,
@@ -440,7 +441,9 @@ class Accumulator:
         def body(i: jax.Array, sums: Sums) -> Sums:
             key = None if rng is None else jax.random.fold_in(rng, before + i)
             state = sums.model_state
-            gradient = self._gradient if self._in_tpu_groups() else self._gradient_once
+            # libtpu aborts on a call inside a group of chips
+            grouped = of_chips(self.mesh, self.axis)
+            gradient = self._gradient if grouped else self._gradient_once
             return add(sums, gradient(params, batch, key, state, total, i))
 
         return self.loop(first, end, body, sums)
@@ -467,12 +470,6 @@ class Accumulator:
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         check_constraints(jaxpr.jaxpr, self.axis)
         return out
-
-    def _in_tpu_groups(self) -> bool:
-        """Return whether workers are groups of chips: libtpu aborts on calls there."""
-        devices = getattr(self.mesh, "devices", None)  # an AbstractMesh has none
-        on_tpu = devices is not None and devices.flat[0].platform == "tpu"
-        return on_tpu and self.workers < self.mesh.size
 
     def _gradient(
         self,

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,14 @@ def members(mesh: Mesh) -> np.ndarray:
     """Return the devices as rows, one for each worker; a group's axes come last."""
     n = math.prod(mesh.shape[a] for a in data_axes(mesh))
     return mesh.devices.reshape(n, -1)
+
+
+def of_chips(mesh: Mesh | AbstractMesh, axis: Sequence[str]) -> bool:
+    """Return whether the workers along data axes are groups of TPU chips."""
+    devices = getattr(mesh, "devices", None)  # an AbstractMesh has none
+    if devices is None or devices.flat[0].platform != "tpu":
+        return False
+    return math.prod(mesh.shape[a] for a in axis) < mesh.size
 
 
 def group_specs(

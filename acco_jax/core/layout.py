@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import math
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -32,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from acco_jax.core import buffers, gloo
+from acco_jax.core import buffers, direct, gloo
 from acco_jax.core.buffers import (
     Arrays,
     Group,
@@ -41,6 +42,7 @@ from acco_jax.core.buffers import (
     RoundingError,
     Totals,
 )
+from acco_jax.core.groups import of_chips
 from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
@@ -61,6 +63,7 @@ class Layout:
     # for each array of the optimizer's state the number of the parameter that it is a
     # moment of, or None
     mirrors: tuple[int | None, ...] = ()
+    permutes: bool = False  # whether buffers are exchanged as `direct` does
 
     # up to this many elements of leaves that stay whole are summed with the weights
     together: ClassVar[int] = SMALL
@@ -463,9 +466,20 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers  # the collective of one worker would be a copy
-            return gloo.reduce_scatter(buffers, axis)
+            return self._collectives.reduce_scatter(buffers, axis)
 
         return self.on_buffers(local)(buffers)
+
+    def overlapping(self) -> Self:
+        """Return the layout with collectives that compilers overlap with a loop."""
+        if not of_chips(self.mesh, self.axis):
+            return self
+        slices = {getattr(d, "slice_index", 0) for d in self.mesh.devices.flat}
+        return dataclasses.replace(self, permutes=len(slices) == 1)
+
+    @property
+    def _collectives(self) -> types.ModuleType:
+        return direct if self.permutes else gloo
 
     def all_to_all(self, buffers: Arrays, axis: str) -> Arrays:
         """Send block i of every worker's buffers to worker i: [n * rows, ...]."""
@@ -501,7 +515,7 @@ class Layout:
         def local(buffers: Arrays) -> Arrays:
             if self.mesh.shape[axis] == 1:
                 return buffers
-            return gloo.all_gather(buffers, axis)
+            return self._collectives.all_gather(buffers, axis)
 
         left = self.reduce_order[: self.reduce_order.index(axis)]
         before, after = self._over((*left, axis)), self._over(left)

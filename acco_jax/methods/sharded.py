@@ -323,6 +323,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         checks.refuse_wrappers()
         params = checks.as_updated(params)
         whole = method.layout_of(params, vars(self), self.layout_type)
+        whole = whole.overlapping() if self.delayed else whole
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
         like = jax.eval_shape(self.inner.init, seen)
         layout = whole.mirroring(self.inner, like)

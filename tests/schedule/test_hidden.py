@@ -263,6 +263,29 @@ def test_groups(machine, group, kinds):
     assert all(split <= x.bytes <= 1.02 * split for x in data)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("machine", ["tpu:v5e:4x4", "tpu:v6e:4x4"])
+@pytest.mark.parametrize("group", [{"fsdp": 4}, {"tensor": 2}], ids=str)
+def test_groups_of_chips(machine, group):
+    """A chip sends what it has of the parameters, beside loops with collectives."""
+    c = default_config()
+    c.model.width, c.model.heads, c.model.vocab_size = 256, 4, 1024
+    c.microbatch_size, c.microbatches_per_step, c.length = 8, 4, 128
+    c.model.dtype = c.model.param_dtype = "bfloat16"
+    c.mesh.update(group)
+    mesh = programs.data_mesh(topologies.parse(machine), None, c.mesh)
+    program = programs.describe(c, mesh)
+    schedule = program.compile().schedule
+    assert any(program.in_group(x) and x.times > 1 for x in schedule.select(1))
+    data, n = program.of_data(schedule, 1 << 16), program.arguments[1].layout.workers
+    assert [x.kind for x in data] == ["collective-permute"] * 2 * (n - 1)
+    split = bytes_held(program.arguments[0])  # what a chip has of the parameters
+    assert all(split <= n * x.bytes <= 1.05 * split for x in data)
+    assert hidden_share(data) == 1.0
+    c.method = "zero1"  # which computes nothing beside them
+    assert not programs.describe(c, mesh).arguments[1].layout.permutes
+
+
 FEW = {"gather_bits": 8, "reduce_bits": 8}
 DOMAINS = {  # topology, slices, options: kinds and dtypes, and parts of all bytes
     "slices": (
