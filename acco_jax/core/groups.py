@@ -30,12 +30,16 @@ def members(mesh: Mesh) -> np.ndarray:
     return mesh.devices.reshape(n, -1)
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Return the platform of a mesh's devices, '' if it is abstract."""
+    abstract = isinstance(mesh, AbstractMesh)
+    return "" if abstract else mesh.devices.flat[0].platform
+
+
 def of_chips(mesh: Mesh | AbstractMesh, axis: Sequence[str]) -> bool:
     """Return whether the workers along data axes are groups of TPU chips."""
-    devices = getattr(mesh, "devices", None)  # an AbstractMesh has none
-    if devices is None or devices.flat[0].platform != "tpu":
-        return False
-    return math.prod(mesh.shape[a] for a in axis) < mesh.size
+    workers = math.prod(mesh.shape[a] for a in axis)
+    return platform_of(mesh) == "tpu" and workers < mesh.size
 
 
 def group_specs(

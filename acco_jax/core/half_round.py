@@ -21,6 +21,7 @@ from jax import lax
 
 from acco_jax.core.dtypes import promoted
 from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.groups import platform_of
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.state import StateT
 
@@ -188,9 +189,7 @@ def asynchronous(gradients: Accumulator) -> bool:
     XLA:CPU does one after the other, and one worker sends nothing. There a second piece
     of the computation would be a second copy of the model to compile, and nothing else.
     """
-    devices = getattr(gradients.mesh, "devices", None)  # an AbstractMesh has none
-    on_cpu = devices is not None and devices.flat[0].platform == "cpu"
-    return gradients.workers > 1 and not on_cpu
+    return gradients.workers > 1 and platform_of(gradients.mesh) != "cpu"
 
 
 def exchanged(

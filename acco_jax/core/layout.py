@@ -42,7 +42,7 @@ from acco_jax.core.buffers import (
     RoundingError,
     Totals,
 )
-from acco_jax.core.groups import of_chips
+from acco_jax.core.groups import of_chips, platform_of
 from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
@@ -368,8 +368,7 @@ class Layout:
         differ if each reads the buffer at a place of its own. A division by a one that
         the compiler cannot know is the cheapest operation that it does not duplicate.
         """
-        devices = getattr(self.mesh, "devices", None)  # an AbstractMesh has none
-        if devices is None or devices.flat[0].platform != "cpu":
+        if platform_of(self.mesh) != "cpu":
             return lambda x: x
         one = jnp.where(lax.axis_index(self.axis) >= 0, 1, 2)
         return lambda x: x / one.astype(x.dtype)
