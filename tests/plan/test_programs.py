@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from acco_jax.core.gradients import Accumulator
+from acco_jax.core.groups import of_chips
 from acco_jax.plan import programs
 from acco_jax.run.build import models
 from acco_jax.run.config.fields import default_config
@@ -56,15 +56,15 @@ def test_a_group_may_be_a_part_of_an_axis_of_the_torus():
 
 
 @pytest.mark.parametrize(
-    ("machine", "group", "aborts"),
+    ("machine", "group", "chips"),
     [("tpu:v5e", 2, True), ("tpu:v5e", 1, False), ("gpu:h100", 2, False)],
 )
-def test_libtpu_aborts_on_calls_in_a_group_of_chips(machine, group, aborts):
-    """Elsewhere the pieces of a half-round share the code of a gradient."""
+def test_workers_that_are_groups_of_chips(machine, group, chips):
+    """There exchanges are permutes, and gradients no calls; never of an abstract mesh."""
     topology = topologies.parse(f"{machine}:2x4")
     mesh = programs.data_mesh(topology, None, {"fsdp": group})
-    gradients = Accumulator(lambda *_: 0.0, mesh, ("data",), 2)
-    assert gradients._in_tpu_groups() == aborts
+    assert of_chips(mesh, ("data",)) == chips
+    assert not of_chips(mesh.abstract_mesh, ("data",))
 
 
 def test_one_data_axis_over_slices():
