@@ -60,7 +60,7 @@ def test_a_group_may_be_a_part_of_an_axis_of_the_torus():
     [("tpu:v5e", 2, True), ("tpu:v5e", 1, False), ("gpu:h100", 2, False)],
 )
 def test_workers_that_are_groups_of_chips(machine, group, chips):
-    """There exchanges are permutes, and gradients no calls; never of an abstract mesh."""
+    """Exchanges are permutes there, and gradients no calls. No abstract mesh is one."""
     topology = topologies.parse(f"{machine}:2x4")
     mesh = programs.data_mesh(topology, None, {"fsdp": group})
     assert of_chips(mesh, ("data",)) == chips
