@@ -1,11 +1,15 @@
 """Collectives between groups of TPU chips, as permutes that do not wait for each other.
 
 XLA:TPU runs no reduce-scatter or all-gather beside a loop that has some of its own, as
-the loops of a group's microbatches have. Permutes it does: n - 1 of them, each of one
-n-th of the array, send the bytes of the collective, from each worker to each other one.
+the loops of a group's microbatches have. It does run permutes there: n - 1 of them, one
+for each distance between two of n workers, send the bytes of the collective.
+
+Arrays have any dtype. Other workers' parts are summed in the order of their distance.
 """
 
-from collections.abc import Iterator
+import functools
+import operator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,42 +17,38 @@ from jax import lax
 
 from acco_jax.core.leaves import PyTree
 
+Part = tuple[jax.Array, jax.Array]  # who sent it, int32 [], and (rows, ...)
+
 
 def reduce_scatter(arrays: PyTree, axis: str) -> PyTree:
-    """Sum arrays over an axis; each device keeps its part of the first dimension."""
+    """Sum arrays (n * rows, ...) over an axis; device i keeps part i, (rows, ...)."""
 
     def one(x: jax.Array) -> jax.Array:
-        n, i = lax.axis_size(axis), lax.axis_index(axis)
-        parts = x.reshape(n, -1, *x.shape[1:])
-
-        def of(worker: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(parts, worker % n, keepdims=False)
-
-        total = of(i)
-        for distance, pairs in _distances(n):
-            total += lax.ppermute(of(i + distance), axis, pairs)
-        return total
+        parts = x.reshape(lax.axis_size(axis), -1, *x.shape[1:])
+        part = lambda i: lax.dynamic_index_in_dim(parts, i, keepdims=False)  # noqa: E731
+        return functools.reduce(operator.add, (x for _, x in _exchanged(part, axis)))
 
     return jax.tree.map(one, arrays)
 
 
 def all_gather(arrays: PyTree, axis: str) -> PyTree:
-    """Join the arrays of all devices of an axis, along the first dimension."""
+    """Join arrays (rows, ...) of all devices of an axis: (n * rows, ...)."""
 
     def one(x: jax.Array) -> jax.Array:
-        n, i = lax.axis_size(axis), lax.axis_index(axis)
-        parts = jnp.zeros((n, *x.shape), x.dtype)
-        parts = lax.dynamic_update_index_in_dim(parts, x, i, 0)
-        for distance, pairs in _distances(n):
-            part = lax.ppermute(x, axis, pairs)
-            at = (i - distance) % n
-            parts = lax.dynamic_update_index_in_dim(parts, part, at, 0)
-        return parts.reshape(-1, *x.shape[1:])
+        n = lax.axis_size(axis)
+        whole = jnp.zeros((n, *x.shape), x.dtype)
+        for sender, part in _exchanged(lambda _: x, axis):
+            whole = lax.dynamic_update_index_in_dim(whole, part, sender, 0)
+        return whole.reshape(-1, *x.shape[1:])
 
     return jax.tree.map(one, arrays)
 
 
-def _distances(n: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield the distances of other workers, and who sends to whom at that distance."""
+def _exchanged(sent: Callable[[jax.Array], jax.Array], axis: str) -> Iterator[Part]:
+    """Yield senders and what they sent(to this worker), this one first."""
+    n, i = lax.axis_size(axis), lax.axis_index(axis)
+    yield i, sent(i)
     for distance in range(1, n):
-        yield distance, [(j, (j + distance) % n) for j in range(n)]
+        pairs = [(j, (j + distance) % n) for j in range(n)]
+        part = lax.ppermute(sent((i + distance) % n), axis, pairs)
+        yield (i - distance) % n, part

@@ -7,10 +7,14 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import acco_jax
 from acco_jax.core.groups import of_chips
+from acco_jax.methods import METHODS
 from acco_jax.plan import programs
 from acco_jax.run.build import models
 from acco_jax.run.config.fields import default_config
@@ -60,11 +64,17 @@ def test_a_group_may_be_a_part_of_an_axis_of_the_torus():
     [("tpu:v5e", 2, True), ("tpu:v5e", 1, False), ("gpu:h100", 2, False)],
 )
 def test_workers_that_are_groups_of_chips(machine, group, chips):
-    """Exchanges are permutes there, and gradients no calls. No abstract mesh is one."""
+    """There the methods that overlap exchange by permutes."""
     topology = topologies.parse(f"{machine}:2x4")
     mesh = programs.data_mesh(topology, None, {"fsdp": group})
     assert of_chips(mesh, ("data",)) == chips
     assert not of_chips(mesh.abstract_mesh, ("data",))
+    for name in "acco", "dpu", "zero1", "ddp":
+        tx = METHODS[name](optax.sgd(1.0), mesh=mesh, param_specs={"w": P()})
+        _, state = acco_jax.abstract_start(
+            tx, {"w": jax.ShapeDtypeStruct((8, 8), "f4")}
+        )
+        assert state.layout.permutes == (chips and name in ("acco", "dpu"))
 
 
 def test_one_data_axis_over_slices():
