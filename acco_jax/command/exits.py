@@ -27,7 +27,7 @@ Exit codes:
   {FAILED:2}  any other failure
   {REFUSED:2}  error in a flag, the config, a file or the machine
   {EXPOSED:2}  plan, audit --require-hidden: communication is exposed
-  {DIVERGED:2}  diverged: the loss or a parameter is not finite
+  {DIVERGED:2}  diverged: the loss rose too far, or it or a parameter is not finite
   {LOST:2}  a process of the run was lost, or did not start
   {STOPPED:2}  stopped and saved: the same command continues
 """

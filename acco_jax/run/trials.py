@@ -39,8 +39,8 @@ def with_method(
     """Return the config with a method in place of 'auto'.
 
     It is that of the run in the workdir, or else the fastest of those whose loss is
-    within the tolerance: a few steps of each are timed on the devices, and of those
-    that are nearly as fast twice.
+    within the tolerance: a few steps of each are timed on the devices, and those
+    that are nearly as fast in three turns.
 
     Args:
       config: of the experiment, checked.
