@@ -5,10 +5,10 @@
 
 Compiles a half-round of acco, two layers of GPT-Neo's width 768 in bfloat16, with
 `acco_jax.compiler_options` and the options given, and prints what share of the bytes is
-hidden of the data axis and of the group's own collectives of at least 1 MiB. `--swap`
-lays neighbouring chips along the data axis instead of the group's. Nothing is run; it
-needs the compiler, `pip install 'acco-jax[plan,train]'`. experiments/results/memory.md
-has the results.
+hidden of the data axis and of the group's own collectives of at least 1 MiB, and how
+long the data axis's take as predicted. `--swap` lays neighbouring chips along the data
+axis instead of the group's. Nothing is run; it needs the compiler,
+`pip install 'acco-jax[plan,train]'`. experiments/results/memory.md has the results.
 """
 
 import argparse
@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))
 from jax.sharding import Mesh  # noqa: E402
 
 from acco_jax.plan import programs  # noqa: E402
-from acco_jax.schedule import topologies  # noqa: E402
+from acco_jax.schedule import costs, topologies  # noqa: E402
+from acco_jax.schedule.machines import Machine, figures  # noqa: E402
 from acco_jax.schedule.schedules import Collective  # noqa: E402
 
 
@@ -66,10 +67,22 @@ def main() -> None:
     for option in args.option:
         name, _, text = option.partition("=")
         program.step.compiler_options[name] = value(text)
-    found = program.compile().schedule.select()
-    own = [c for c in found if program.in_group(c)]
-    print(f"data axis: {share([c for c in found if c not in own])} hidden")
+    schedule = program.compile().schedule
+    data = program.of_data(schedule)
+    print(f"data axis: {share(data)} hidden")
+    own = [c for c in schedule.select() if program.in_group(c)]
     print(f"the group's own: {share(own)} hidden")
+    topology = topologies.parse(args.topology)
+    machine = Machine(topology, figures(topology.chip))
+    p = costs.predict(schedule, machine, topology.devices, program.in_group)
+    print(f"PREDICTED: a half-round takes {1e3 * p.total:.1f} ms; of the data axis")
+    for kind in sorted({c.kind for c in data}):
+        spent = [x for c, x in zip(schedule.collectives, p.each, strict=True)
+                 if c.kind == kind and not program.in_group(c)]  # fmt: skip
+        print(
+            f"  {len(spent)} x {kind} {1e3 * sum(x.seconds for x in spent):.2f} ms, "
+            f"exposed {1e3 * sum(x.exposed for x in spent):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
         if len(files) + (factory is not None) != 1:
             raise ValueError("give one file, or --factory=package.module:function.")
         topology, mesh = _place()
-        changes = dict(map(arguments.number, _SET.value))
+        changes = arguments.numbers(_SET.value)
         if _TRIPS.value is not None and _TRIPS.value < 0:
             raise ValueError(f"--trips is {_TRIPS.value}: it must be at least 0.")
         written = [arguments.path(flag) for flag in (_JSON, _PICTURE)]

@@ -302,9 +302,9 @@ def codecs(
         bits = (gather_bits[1], gather_bits[0])  # half-round 0 is a commit
     else:
         bits = (gather_bits,)
-    if any(b is not None and b not in BITS for b in bits):
+    if any(b is not None and (type(b) is not int or b not in BITS) for b in bits):
         raise ValueError(f"gather_bits is {gather_bits!r}: choose None, 8 or 4.")
-    if reduce_bits not in (None, 8):
+    if reduce_bits is not None and (type(reduce_bits) is not int or reduce_bits != 8):
         raise ValueError(f"reduce_bits is {reduce_bits!r}: choose None or 8.")
     if not isinstance(resync_every, int) or resync_every < 0:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Collectives between groups of TPU chips, as permutes that do not wait for each other.
 
 XLA:TPU runs no reduce-scatter or all-gather beside a loop that has some of its own, as
-the loops of a group's microbatches have. It does run permutes there: n - 1 of them, one
-for each distance between two of n workers, send the bytes of the collective.
+the loops of a group's microbatches have. It does run permutes there, where chips may
+send anywhere (`groups.sends_anywhere`): n - 1 of them, one for each distance between
+two of n workers, send the bytes of the collective.
 
 Arrays have any dtype. Other workers' parts are summed in the order of their distance.
 """

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from acco_jax.core.compiler import generation
 from acco_jax.core.leaves import axes_in
 
 PyTree = Any
@@ -40,6 +41,21 @@ def of_chips(mesh: Mesh | AbstractMesh, axis: Sequence[str]) -> bool:
     """Return whether the workers along data axes are groups of TPU chips."""
     workers = math.prod(mesh.shape[a] for a in axis)
     return platform_of(mesh) == "tpu" and workers < mesh.size
+
+
+def sends_anywhere(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether any chips of a mesh's one slice may send to each other at once.
+
+    XLA:TPU on v5e makes a permute asynchronous in a slice of more than 16 chips only
+    where each pair is 1, 2 or 4 chips apart along one dimension: "On platforms with
+    limited ICI routing all [...] pairs [...] must satisfy routing limitations".
+    """
+    if platform_of(mesh) != "tpu":
+        return False
+    devices = mesh.devices.flat
+    if generation(devices[0].device_kind) == "v5e" and mesh.size > 16:
+        return False
+    return len({getattr(d, "slice_index", 0) for d in devices}) == 1
 
 
 def group_specs(

@@ -42,7 +42,7 @@ from acco_jax.core.buffers import (
     RoundingError,
     Totals,
 )
-from acco_jax.core.groups import of_chips, platform_of
+from acco_jax.core.groups import of_chips, platform_of, sends_anywhere
 from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
@@ -471,10 +471,8 @@ class Layout:
 
     def overlapping(self) -> Self:
         """Return the layout with collectives that compilers overlap with a loop."""
-        if not of_chips(self.mesh, self.axis):
-            return self
-        slices = {getattr(d, "slice_index", 0) for d in self.mesh.devices.flat}
-        return dataclasses.replace(self, permutes=len(slices) == 1)
+        permutes = of_chips(self.mesh, self.axis) and sends_anywhere(self.mesh)
+        return dataclasses.replace(self, permutes=permutes)
 
     @property
     def _collectives(self) -> types.ModuleType:

@@ -105,8 +105,9 @@ def evaluate(
         out = out[0], 1.0, out[1]
     if len(out) != 3:
         raise ValueError(f"loss_fn returned a tuple of {len(out)}: {forms}")
-    if out[0] is None:
-        raise ValueError(f"loss_fn returned None for a loss: {forms}")
+    for name, x in zip(("loss", "weight"), out, strict=False):
+        if x is None or not jax.tree_util.all_leaves([x]):
+            raise ValueError(f"loss_fn returned {type(x).__name__} as {name}: {forms}")
     loss, weight = jnp.asarray(out[0]), jnp.asarray(out[1])
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(

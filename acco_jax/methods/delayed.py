@@ -150,9 +150,9 @@ def dpu(
       (https://arxiv.org/abs/2101.06840)
       Update-level error feedback for delayed updates (https://arxiv.org/abs/2606.30634)
     """
-    if warmup_steps < 0:
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ValueError(
-            f"warmup_steps is {warmup_steps}: it must be at least 0, which is none."
+            f"warmup_steps is {warmup_steps!r}: give a whole number, 0 for none."
         )
     return _late(
         inner, mesh, options, predict=False, feedback=feedback, warmup=warmup_steps

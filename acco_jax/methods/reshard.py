@@ -85,6 +85,11 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
             f"the state is {type(state).__name__}, of another method than tx: give the "
             "same method on another mesh."
         )
+    if _options(state) != _options(like[1]):
+        raise ValueError(
+            "the state is of another inner optimizer or other options than tx: give "
+            "the same ones on another mesh."
+        )
     if not pair:
         like = like[1]
     old = jax.tree.map(array, old)
@@ -92,6 +97,14 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
     weighted = getattr(tx.round(tx.phase(0)), "weighted", True)
     move = functools.partial(moved, new=like, weighted=weighted)
     return jax.jit(move, out_shardings=jax.tree.map(lambda x: x.sharding, like))(old)
+
+
+def _options(state: PyTree) -> Any:
+    """Return what inner optimizer and options make of a state's form."""
+    residual = getattr(state, "residual", None) or ()
+    held = [getattr(state, name, None) is None for name in ("residual", "update")]
+    inner = jax.tree.structure(getattr(state, "inner", None))
+    return inner, held, [x is None for x in residual]
 
 
 def saved(

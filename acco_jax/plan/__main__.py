@@ -136,20 +136,23 @@ def _run() -> Callable[[float], Mapping[str, str]]:
                 f"--{given} is of a plan, --calibrate measures this machine: leave out "
                 "one of them."
             )
+        if _SLICES.present:
+            raise ValueError("--slices is of a --topology: leave out one of them.")
         _calibrate(json_file)
         return _nothing
     if not _TOPOLOGY.value:
         raise ValueError("--topology is missing: for example --topology=gpu:h100:4x8.")
     places = [topologies.parse(text, _SLICES.value) for text in _TOPOLOGY.value]
-    by_hand = dict(map(arguments.number, _SET.value))
-    changes = {**_measured(places), **by_hand}
-    if "network_efficiency" in by_hand:  # instead of a measured one, too
-        for name in {"fast_efficiency", "slow_efficiency"} - by_hand.keys():
-            changes.pop(name, None)
+    changes = arguments.numbers(_SET.value)
     networks = [
         arguments.positive("--network", text) * 1e9 / 8 for text in _NETWORK.value
     ]
     several = len(places) > 1 or len(networks) > 1
+    if networks and "slow_bandwidth" in changes:
+        raise ValueError(
+            "--network and --set=slow_bandwidth both give the network's rate: leave "
+            "out one of them."
+        )
     if networks and not several:
         changes["slow_bandwidth"] = networks[0]
     sizes = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
@@ -189,7 +192,9 @@ def _run() -> Callable[[float], Mapping[str, str]]:
 
     # a gate judges the command that is printed, of the microbatch that was asked for
     fit = _FIT.value and not (gate and _RECOMMEND.value)
-    request = planner.PlanRequest(tuple(_METHODS.value), sizes, changes, fit)
+    request = planner.PlanRequest(
+        tuple(_METHODS.value), sizes, changes, _measured(places), fit
+    )
     if _RECOMMEND.value:
         own = parsing.config_arguments()
         best = recommendation.make(_CONFIG.value, places[0], request, own)
@@ -281,6 +286,12 @@ def _terms(
         for name, flag in numbers.items()
         if flag.value is not None
     }
+    for flag in (_CHECKPOINT, _RESTART):
+        if flag.present and _FAILURE.value is None:
+            raise ValueError(
+                f"--{flag.name} counts with --failure-hours only: give that, or leave "
+                "it out."
+            )
     if "tokens" not in values:
         if several or prices or "failure_hours" in values:
             raise ValueError(

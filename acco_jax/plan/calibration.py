@@ -92,12 +92,19 @@ def calibrate(config: ConfigDict) -> Report:
     Raises:
       ValueError: if an experiment cannot run so.
     """
+    groups = {f"mesh.{axis}": size for axis, size in config.mesh.items()}
+    for name, size in {**groups, "domains": config.domains}.items():
+        if size > 1:
+            raise ValueError(
+                f"{name}={size}: --calibrate measures devices that each are a worker, "
+                f"all on one axis. Leave out --config.{name}."
+            )
     devices = np.array(jax.devices())
     mesh, platform = Mesh(devices, ("data",)), devices[0].platform
     topology = _topology(devices)
     kernels = (*_products(mesh), *_copies(mesh), *_collectives(mesh))
     rates = _of_kernels(kernels, platform)
-    machine = Machine(topology, figures(topology.chip, rates))
+    machine = Machine(topology, figures(topology.chip, measured=rates))
 
     shapes = _shapes(config)
     prepared = [_Prepared(*shape, config, mesh) for shape in shapes]
@@ -110,7 +117,7 @@ def calibrate(config: ConfigDict) -> Report:
     scale = predicted / slope if slope > 0 else 1.0  # of the rates of all kernels
     changed = rates | _scaled(machine, scale)
     rest = max(0.0, times[0] - few.program.microbatches * slope)
-    after = Machine(topology, figures(topology.chip, changed))
+    after = Machine(topology, figures(topology.chip, measured=changed))
     p = costs.predict(few.schedule, after, devices.size)
     # the rest of a step, without its microbatches and the optimizer
     left = max(0.0, rest - (p.computation - few.program.microbatches * slope))
@@ -120,7 +127,7 @@ def calibrate(config: ConfigDict) -> Report:
         changed |= _network(machine, p.communication / taken)
         left = max(0.0, left - taken)
     changed["call_seconds"] = _ends(left)
-    final = Machine(topology, figures(topology.chip, changed))
+    final = Machine(topology, figures(topology.chip, measured=changed))
     steps = [
         _step(p, measured, old, final, slope, rest, p is held_out)
         for p, measured, old in zip(prepared, times, before, strict=True)
@@ -417,8 +424,13 @@ def read(file: Path) -> tuple[str, dict[str, Change]]:
     try:
         found = json.loads(file.read_text())
         chip, values = found["chip"], dict(found["figures"])
+        ends = [x if isinstance(x, list) else [x] for x in values.values()]
+        numbers = {type(x) for found in ends for x in found} <= {int, float}
+        if not isinstance(chip, str) or not numbers or {*map(len, ends)} - {1, 2}:
+            raise ValueError("it has no chip, or a figure that is no number or range")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--calibration={file} is not a report of --calibrate: {error}."
         ) from error
-    return chip, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    whole = (x if len(x) > 1 else x[0] for x in map(tuple, ends))
+    return chip, dict(zip(values, whole, strict=True))

@@ -16,7 +16,7 @@ from acco_jax.plan import planner
 from acco_jax.plan.outcomes import Outcome
 from acco_jax.plan.planner import Plan, PlanRequest
 from acco_jax.schedule import costs
-from acco_jax.schedule.machines import Constant, Machine
+from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.tables import aligned, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
 from acco_jax.schedule.verdict import milliseconds
@@ -285,13 +285,11 @@ def crossing(plan: Plan, a: Outcome, b: Outcome) -> Crossing:
     be missed.
     """
     several = plan.topology.devices > plan.topology.fast_domain
-    name = "slow_bandwidth" if several else "fast_bandwidth"
+    network = "slow" if several else "fast"
     link = "the network" if several else plan.topology.chip.link
 
     def gain(bandwidth: float) -> float:
-        figure = Constant(bandwidth, "B/s", "varied")
-        figures = {**plan.machine.figures, name: figure}
-        machine = Machine(plan.topology, figures)
+        machine = plan.machine.at(network, bandwidth)
         return _speed(a, machine) / _speed(b, machine)
 
     def end(outside: float, inside: float) -> float:

@@ -1,5 +1,6 @@
 """Results of planning one method: its programs, schedules and predictions."""
 
+import collections
 import dataclasses
 from typing import NamedTuple
 
@@ -21,8 +22,16 @@ class Part(NamedTuple):
 
     @property
     def collectives(self) -> list[Collective]:
-        """Collectives of the data axis of at least 1 MiB: gradients and parameters."""
-        return self.program.of_data(self.compiled.schedule, 1 << 20)
+        """Collectives of the data axis of at least 1 MiB: gradients and parameters.
+
+        Permutes of equal size are parts of one, and count together.
+        """
+        found = self.program.of_data(self.compiled.schedule)
+        sent = collections.Counter[tuple[str, int]]()
+        for c in found:
+            if c.kind == "collective-permute":
+                sent[c.where, c.bytes] += c.bytes
+        return [c for c in found if max(c.bytes, sent[c.where, c.bytes]) >= 1 << 20]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,6 +47,9 @@ class PlanRequest:
     changes: Mapping[str, Change] = dataclasses.field(
         default_factory=dict
     )  # of figures
+    measured: Mapping[str, Change] = dataclasses.field(
+        default_factory=dict
+    )  # figures, of --calibrate
     fit: bool = True  # look for the best and the largest microbatch: more compiles
 
 
@@ -123,7 +126,7 @@ def machine_of(topology: Topology, request: PlanRequest) -> Machine:
     Raises:
       ValueError: if a figure does not exist, or a value is not allowed for it.
     """
-    return Machine(topology, figures(topology.chip, request.changes))
+    return Machine(topology, figures(topology.chip, request.changes, request.measured))
 
 
 def methods_of(config: ConfigDict, request: PlanRequest) -> tuple[str, ...]:

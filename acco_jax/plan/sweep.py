@@ -22,7 +22,7 @@ from acco_jax.plan.outcomes import Outcome
 from acco_jax.plan.planner import BASELINE, Plan, PlanRequest
 from acco_jax.run.config import fields as configs
 from acco_jax.schedule import costs
-from acco_jax.schedule.machines import Constant, Machine
+from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.tables import aligned, paragraph
 from acco_jax.schedule.topologies import Topology
 from acco_jax.step.first_half import LONGER
@@ -49,6 +49,11 @@ class Sweep:
     @property
     def topology(self) -> Topology:
         return self.plans[0].topology
+
+    @property
+    def misfits(self) -> Mapping[str, str]:
+        """Methods that do not fit, and why."""
+        return dict(item for plan in self.plans for item in plan.misfits.items())
 
     @property
     def bands(self) -> list[tuple[str, float, float]]:
@@ -91,13 +96,12 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
     else:
         few = [planner.make(c, topology, ask(methods=others)) for c in _halved(divided)]
     several = topology.devices > topology.fast_domain
-    name = "slow_bandwidth" if several else "fast_bandwidth"
+    network = "slow" if several else "fast"
     ratio = (FASTEST / SLOWEST) ** (1 / STEPS)
     rates = tuple(SLOWEST * ratio**i for i in range(STEPS + 1))
     curves: dict[str, list[float]] = {BASELINE: []}
     for rate in rates:
-        figures = {**plan.machine.figures, name: Constant(rate, "B/s", "varied")}
-        machine = Machine(topology, figures)
+        machine = plan.machine.at(network, rate)
         base = _speed(plan.outcomes[0], machine)
         curves[BASELINE].append(1.0)
         for method in others:
@@ -160,6 +164,7 @@ def text(sweep: Sweep) -> str:
         "",
         paragraph("; ".join(_band(*band, sweep) for band in sweep.bands) + ".", 0),
     ]
+    lines += [f"DOES NOT FIT\n  {why}" for why in sweep.misfits.values()]
     return "\n".join(lines)
 
 
@@ -208,4 +213,5 @@ def as_dict(sweep: Sweep) -> dict[str, Any]:
         "rates": list(sweep.rates),
         "speedups": {name: list(values) for name, values in sweep.speedups.items()},
         "bands": [list(band) for band in sweep.bands],
+        "do_not_fit": dict(sweep.misfits),
     }

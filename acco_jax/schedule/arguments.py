@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -74,6 +75,20 @@ def number(text: str) -> tuple[str, Change]:
             "slow_bandwidth=50e9 or compute_efficiency=0.4:0.6."
         )
     return name, ends[0] if len(ends) == 1 else (ends[0], ends[1])
+
+
+def numbers(texts: Sequence[str]) -> dict[str, Change]:
+    """Read several figures, each given once.
+
+    Raises:
+      ValueError: if a text has another form, or a figure is given twice.
+    """
+    found: dict[str, Change] = {}
+    for name, value in map(number, texts):
+        if name in found:
+            raise ValueError(f"--set={name} is given twice: leave out one of them.")
+        found[name] = value
+    return found
 
 
 def positive(flag: str, text: str) -> float:

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from acco_jax.schedule import torus
 from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.schedules import Collective, Operation, Schedule
 
@@ -99,12 +100,14 @@ def predict(
     for i, c in enumerate(schedule.collectives):
         places.setdefault(c.where, []).append(i)
     here = machine.topology.devices
-    seconds = [
-        collective_seconds(
-            c, machine, here if devices == here or in_group(c) else devices
-        )
-        for c in schedule.collectives
-    ]
+    together = _permutes(schedule.collectives, machine)
+    seconds = list[float]()
+    for i, c in enumerate(schedule.collectives):
+        many = here if in_group(c) else devices
+        if i in together:
+            seconds.append(_crossing(c, together[i], machine, many))
+        else:
+            seconds.append(collective_seconds(c, machine, many))
     entry = _Timeline(machine)
     for where, own in places.items():
         timeline = entry if where == "ENTRY" else _Timeline(machine)
@@ -207,11 +210,13 @@ def in_few_bits(
         unquantized.
     """
 
-    # the gradients' collectives come first, whatever a compiler made of them
-    gradients = set(names[: len(names) // 2])
+    # of other kinds, which a compiler made, the gradients' come first
+    first = set(names[: len(names) // 2])
 
     def fewer(c: Collective) -> Collective:
-        reduces = c.name in gradients
+        reduces = c.kind == "reduce-scatter"
+        if c.kind not in ("reduce-scatter", "all-gather"):
+            reduces = c.name in first
         bits = reduce_bits if reduces else gather_bits
         if reduces and c.name in within:
             bits = None
@@ -343,6 +348,44 @@ class _Timeline:
             self.spans[-1] = dataclasses.replace(last, end=end)
         elif end > start:
             self.spans.append(Span(track, name, start, end))
+
+
+def _permutes(
+    collectives: Sequence[Collective], machine: Machine
+) -> dict[int, list[Collective]]:
+    """Return the permutes within a TPU's slice: each with those it shares links with.
+
+    They are launched before the first of them ends.
+    """
+    found: dict[int, list[Collective]] = {}
+    if machine.topology.platform != "tpu":
+        return found
+    open_: dict[str, list[Collective]] = {}
+    for i, c in enumerate(collectives):
+        if c.kind == "collective-permute" and c.pairs and machine.domains(c) == 1:
+            own = open_.get(c.where, [])
+            first = own[0].done if own and own[0].asynchronous else None
+            if first is None or c.start >= first:
+                own = open_[c.where] = []
+            own.append(c)
+            found[i] = own
+    return found
+
+
+def _crossing(
+    c: Collective, together: Sequence[Collective], machine: Machine, devices: int
+) -> float:
+    """Predict a permute's part of the seconds that those beside it take with it.
+
+    Together they take what the busiest link needs. Ways are as much longer on other
+    numbers of devices as a slice is wider.
+    """
+    topology, chip = machine.topology, machine.topology.chip
+    size, hops = torus.busiest(topology, tuple((x.pairs, x.bytes) for x in together))
+    wider = (devices / topology.devices) ** (1 / chip.dimensions)
+    link = machine.reached("fast") / (2 * chip.dimensions)
+    seconds = wider * (size / link + hops * machine.value("fast_latency"))
+    return seconds * c.bytes / max(sum(x.bytes for x in together), 1)
 
 
 def collective_seconds(c: Collective, machine: Machine, devices: int) -> float:

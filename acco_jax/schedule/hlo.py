@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
+Pairs = tuple[tuple[int, int], ...]
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
 _CALLS = (
@@ -242,9 +243,14 @@ def device_groups(x: Instruction, devices: int) -> Groups:
         return _rows(iota.transpose(axes or None).reshape(-1, shape[-1]))
     if "replica_groups=mesh[" in text:
         return _mesh_groups(text)
-    if match := re.search(r"source_target_pairs=\{\{([\d,{} ]*)\}\}", text):
-        return _connected(re.findall(r"(\d+), ?(\d+)", match[1]))
-    return ()
+    return _connected(permuted(x))
+
+
+def permuted(x: Instruction) -> Pairs:
+    """Read the sources and targets of a permute; () of other collectives."""
+    found = re.search(r"source_target_pairs=\{\{([\d,{} ]*)\}\}", x.attributes)
+    pairs = re.findall(r"(\d+), ?(\d+)", found[1]) if found else []
+    return tuple((int(source), int(target)) for source, target in pairs)
 
 
 def _mesh_groups(text: str) -> Groups:
@@ -294,11 +300,11 @@ def _device_order(text: str | None, devices: int) -> np.ndarray | None:
     return order if sorted(order.tolist()) == list(range(devices)) else None
 
 
-def _connected(pairs: Sequence[tuple[str, str]]) -> Groups:
+def _connected(pairs: Pairs) -> Groups:
     """Group the devices that a chain of pairs connects."""
     groups: list[set[int]] = []
     for pair in pairs:
-        ends = set(map(int, pair))
+        ends = set(pair)
         touched = [group for group in groups if group & ends]
         groups = [group for group in groups if not group & ends]
         groups.append(ends.union(*touched))
@@ -319,6 +325,11 @@ def _integers(text: str | None) -> list[int]:
 def product_flops(x: Instruction) -> int:
     """Count the FLOPs of a matmul, attention included, else 0."""
     opcode = x.opcode.removesuffix("-start")
+    if opcode in ("dot", "convolution") and len(x.operands) < 2:
+        raise ValueError(
+            f"the text lacks operands of {x.name}: pass jit(f).lower(...).compile()"
+            ".as_text() whole, with its names as they are."
+        )
     if opcode == "dot":
         contracted = _integers(x.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
     elif opcode == "convolution":
@@ -391,6 +402,8 @@ def _attention_flops(x: Instruction) -> int:
     scores = setting(
         r'intermediate_tensor_shape\\?": ?\{[^}]*?dimensions\\?": ?\[([^\]]*)\]'
     )
+    if len(scores) < 2:  # another form of it
+        return 0
     rows, length, keys = math.prod(scores[:-2]), *scores[-2:]
     seen = length * keys
     if length == keys and x.attribute(r'"mask_type\\?": ?\\?"((?:PADDING_)?CAUSAL)'):

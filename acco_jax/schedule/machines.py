@@ -22,9 +22,11 @@ from acco_jax.schedule.schedules import Collective
 from acco_jax.schedule.topologies import Topology
 
 # Below this size NCCL takes a tree and the protocol of low latency: seconds per
-# step over NVLink and over the network.
+# step over NVLink and over the network. A larger all-reduce takes a tree where it is
+# faster than a ring; it reaches a share of the ring's rate.
 SMALL_BYTES = 1 << 16
 SMALL_HOP_SECONDS, SMALL_NETWORK_SECONDS = 0.6e-6, 5e-6
+TREE_HOP_SECONDS, TREE_NETWORK_SECONDS, TREE_RATE = 4e-6, 14e-6, 0.92
 # The share of a GPU's memory that JAX takes when it starts, by default.
 PREALLOCATED = 0.75
 
@@ -65,16 +67,29 @@ class Constant:
 
 
 Change = float | tuple[float, float]  # a value to use instead, or its least and most
+MEASURED = "measured by --calibrate"  # source of such figures
+# The shares that are reached of a rate; one that was measured is of the measured rate.
+SHARES = {
+    "flops": ["compute_efficiency"],
+    "memory_bandwidth": ["memory_efficiency"],
+    "fast_bandwidth": ["fast_efficiency"],
+    "slow_bandwidth": ["slow_efficiency"],
+    "network_efficiency": ["fast_efficiency", "slow_efficiency"],
+}
 
 
 def figures(
-    chip: Chip, changes: Mapping[str, Change] | None = None
+    chip: Chip,
+    changes: Mapping[str, Change] | None = None,
+    measured: Mapping[str, Change] | None = None,
 ) -> dict[str, Constant]:
     """Return all figures that predictions rest on, by name.
 
     Args:
       chip: the device.
       changes: values or ranges to use instead, by name, in SI units.
+      measured: the same, of --calibrate; `changes` come before them. Their share of a
+        rate goes where `changes` have the rate.
 
     Raises:
       ValueError: if a name does not exist, or a value is not allowed for it.
@@ -110,11 +125,13 @@ def figures(
     table["call_seconds"] = Constant(
         0.0, "s", "of a call beside its schedule: none, unless --calibrate measures it"
     )
-    changes = changes or {}
+    given = dict(changes or {})
+    gone = given.keys() | {share for name in given for share in SHARES.get(name, [])}
+    left = {k: x for k, x in (measured or {}).items() if k not in gone}
     for name in ("fast_efficiency", "slow_efficiency"):
-        if name in changes:
+        if name in left | given:
             table[name] = Constant(1.0, "", "instead of network_efficiency")
-    for name, change in changes.items():
+    for name, change in [*left.items(), *given.items()]:
         check_name("the name of a figure", name, table)
         ends = change if isinstance(change, tuple) else (change, change)
         for value in ends:
@@ -126,7 +143,7 @@ def figures(
         table[name] = Constant(
             (ends[0] + ends[1]) / 2,
             table[name].unit,
-            "given on the command line",
+            MEASURED if name in left else "given on the command line",
             ends if ends[0] < ends[1] else None,
         )
     return table
@@ -181,6 +198,20 @@ class Machine:
     def usable_memory(self) -> float:
         """Bytes of a device's memory that programs may take."""
         return self.value("memory_bytes") * self.value("memory_fraction")
+
+    def at(self, network: str, rate: float) -> "Machine":
+        """Return the machine with another rate of its "fast" or "slow" network.
+
+        A share that was measured was of the measured rate.
+        """
+        rate_name = f"{network}_bandwidth"
+        gone = [x for x in SHARES[rate_name] if self._measured(x)]
+        table = {k: x for k, x in self.figures.items() if k not in gone}
+        table[rate_name] = Constant(rate, "B/s", "varied")
+        return Machine(self.topology, table)
+
+    def _measured(self, name: str) -> bool:
+        return name in self.figures and self.figures[name].source == MEASURED
 
     def corners(self) -> Iterator["Machine"]:
         """Yield the machine with each combination of its ranges' ends."""
@@ -268,20 +299,25 @@ class Machine:
         rounds = 2 if kind == "all-reduce" else 1
         domains = -(-devices // domain)
         outside = (devices - domain) / devices  # of a device's blocks, for all-to-all
-        if self.topology.platform != "tpu" and size < SMALL_BYTES:
-            within = (domain - 1) * SMALL_HOP_SECONDS
-            return 2 * (within + math.log2(domains) * SMALL_NETWORK_SECONDS)
         if kind == "collective-permute":  # to one neighbour
             if domains > 1:
                 return size / slow + far
             return size / (fast / self.topology.chip.neighbours) + hop
+        if self.topology.platform != "tpu" and size < SMALL_BYTES:
+            within = (domain - 1) * SMALL_HOP_SECONDS
+            return 2 * (within + math.log2(domains) * SMALL_NETWORK_SECONDS)
         if self.topology.platform != "tpu":
             latency = (devices - domains) * hop + (domains - 1) * far
             if kind == "all-to-all":  # through a device's own links, both at once
                 inside = (domain - 1) / devices
                 return size * max(inside / fast, outside / slow) + latency
             link = fast if domains == 1 else min(fast, domain * slow)
-            return rounds * (size * (devices - 1) / devices / link + latency)
+            ring = rounds * (size * (devices - 1) / devices / link + latency)
+            if rounds == 1:
+                return ring
+            up = (domain - 1) * TREE_HOP_SECONDS
+            up += math.log2(domains) * TREE_NETWORK_SECONDS
+            return min(ring, 2 * (up + size / (TREE_RATE * link)))
         sides, share = self.links(domain, group)
         side, fast = domain ** (1 / sides), fast * share
         latency = sides * (side - 1) * hop + (domains - 1) * far

@@ -19,8 +19,10 @@ from acco_jax.schedule.hlo import (
     Computation,
     Groups,
     Instruction,
+    Pairs,
     bytes_of,
     device_groups,
+    permuted,
 )
 from acco_jax.schedule.module import FREE, KINDS, MOVES, Module, tuple_index
 
@@ -53,6 +55,7 @@ class Collective:
     whiles_between: tuple[str, ...]  # loops with matmuls that lie there whole
     op_name: str = ""  # the scopes and the operation in JAX that caused it
     source: str = ""  # "file:line (function)" of that, "" if the text lacks it
+    pairs: Pairs = ()  # of a permute: each source and its target, numbered likewise
 
     @property
     def hidden(self) -> bool:
@@ -137,7 +140,8 @@ class Schedule:
 
         def moved(c: Collective) -> Collective:
             groups = tuple(tuple(sorted(places[i] for i in g)) for g in c.groups)
-            return dataclasses.replace(c, groups=groups)
+            pairs = tuple((places[a], places[b]) for a, b in c.pairs)
+            return dataclasses.replace(c, groups=groups, pairs=pairs)
 
         collectives = tuple(moved(c) for c in self.collectives)
         return dataclasses.replace(self, collectives=collectives)
@@ -406,6 +410,7 @@ class _Section:
             ),
             op_name=(cause := _cause(inner, x)).op_name,
             source=self._module.sources.line(cause.metadata),
+            pairs=permuted(inner),
         )
 
 

@@ -61,10 +61,11 @@ def make_train_step(
 
     Returns:
       step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
-      metrics). params and state are donated; arrays in them that share memory are
-      copied first. Give back what the last call returned: the state has a copy of the
-      parameters (of gossip and streaming_diloco only of narrow ones), and edited ones
-      then raise a ValueError. batch, counts and rng are as for `local_gradients`; of
+      metrics). params and state are donated (to form='split' only what shards' owners
+      hold); arrays in them that share memory are copied first. Give back what the last
+      call returned: the state has a copy of the parameters (of gossip and
+      streaming_diloco only of narrow ones), and edited ones then raise a ValueError.
+      batch, counts and rng are as for `local_gradients`; of
       several processes each gives the same whole arrays, or its part by
       jax.make_array_from_process_local_data. With `Halves` every batch has room for the
       larger half; a call does not compute rows beyond its own count. extra: keyword

@@ -42,7 +42,8 @@ class Adaptive:
     most: int = 16
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        whole = type(self.least) is int and type(self.most) is int
+        if not whole or not 1 <= self.least <= self.most:
             raise ValueError(
                 f"{self}: give the smallest count, at least 1, then the largest."
             )

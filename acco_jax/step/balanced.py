@@ -64,6 +64,15 @@ class BalancedStep(LoggedStep):
         else:
             self._balancer = Balancer(microbatches, gradients.workers)
 
+    def alternate(self, halves: Halves) -> None:
+        """Take the counts of the coming calls from two halves; nothing is timed then.
+
+        Raises:
+          ValueError: as for `LoggedStep.alternate`.
+        """
+        super().alternate(halves)
+        self._balancer = None
+
     def repeat(self, log: Replay) -> None:
         """Take the counts of the coming calls from a log.
 

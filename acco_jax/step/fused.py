@@ -102,7 +102,7 @@ class TrainStep:
           *args: of a call; `named` are its keyword arguments.
           call: its number, counted from the end of a warm-up: calls that
             communicate differently have programs of their own. An odd one of acco is
-            an estimate. None: the last of a step's.
+            an estimate. None: of acco an estimate, of others any.
         """
         if self.form != "fused":
             raise ValueError(

@@ -33,8 +33,15 @@ class LoggedStep(TrainStep):
         """Take the counts of the coming calls from two halves.
 
         Raises:
-          ValueError: the halves are for another number of workers.
+          ValueError: the halves are for another number of workers, or of more
+            microbatches than a worker's part of a batch holds.
         """
+        most = self._gradients.microbatches
+        if halves.most > most:
+            raise ValueError(
+                f"{halves} computes {halves.most} microbatches, but the step was built "
+                f"with {most}: build it with the larger halves."
+            )
         turns = Turns(halves, self._gradients.workers)
         self._log, self._numbers_calls = turns, True
         self._uneven = any(map(differ, turns.lines))

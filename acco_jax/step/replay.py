@@ -25,6 +25,12 @@ class Replay:
     first: int = 0
     last: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.first < 0 or (self.last is not None and self.last < self.first):
+            raise ValueError(
+                f"{self}: give first from 0 on, and last not before it, or None."
+            )
+
 
 class Lines:
     """The lines of a log, checked for a number of workers."""

@@ -245,6 +245,21 @@ def test_an_update_of_another_methods_state_is_refused(mine, other):
         method(mine).update(gradients[0], state, theta)
 
 
+@pytest.mark.parametrize(
+    ("workers", "options", "words"),
+    [
+        (2, {"comm_dtype": jnp.bfloat16}, r"communicates float\d\d, tx bfloat16"),
+        (4, {}, "the state's workers are not tx's: move it with acco_jax.reshard"),
+    ],
+)
+def test_an_update_of_a_state_with_other_options_is_refused(workers, options, words):
+    theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 1, 0)
+    state = acco_jax.acco(ADAMW, mesh=make_mesh(2)).init(theta)
+    tx = acco_jax.acco(ADAMW, mesh=make_mesh(workers), **options)
+    with pytest.raises(ValueError, match=words):
+        tx.update(gradients[0], state, theta)
+
+
 @pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "wp"])
 def test_a_weight_that_is_no_number_is_not_taken_for_none(name):
     """A skipped step could go unnoticed for a whole run; parameters of NaN cannot."""
@@ -265,6 +280,14 @@ def test_dtypes_that_cannot_hold_gradients_are_refused():
     for name in ("comm_dtype", "accumulate_dtype"):
         with pytest.raises(ValueError, match=f"{name} is int8: give a floating-point"):
             make(ADAMW, mesh=make_mesh(2), **{name: jnp.int8})
+
+
+def test_a_warm_up_is_a_whole_number():
+    for steps in (2.5, None, -1):
+        with pytest.raises(
+            ValueError, match=r"warmup_steps is .*: give a whole number"
+        ):
+            acco_jax.dpu(ADAMW, mesh=make_mesh(2), warmup_steps=steps)
 
 
 def test_steps_of_a_method_that_warms_up():

@@ -118,9 +118,11 @@ def test_parameters_of_8_bits_are_refused(name, dtype):
             r"<U4 at \[2\]: return only numbers",
         ),
         (lambda loss: "text", "returned 'text': return only numbers"),
-        (lambda loss: None, "returned None for a loss: return loss"),
+        (lambda loss: None, "returned NoneType as loss: return loss"),
+        (lambda loss: {"loss": loss}, "returned dict as loss: return loss"),
+        (lambda loss: (loss, None, {}), "returned NoneType as weight: return loss"),
     ],
-    ids=["key", "string", "strings", "loss", "nothing"],
+    ids=["key", "string", "strings", "loss", "nothing", "dict", "weight"],
 )
 def test_what_cannot_be_summed_is_refused(out, words, whole):
     def loss(params, batch, rng):

@@ -447,6 +447,8 @@ def test_a_step_never_waits_to_know_its_codec(monkeypatch):
     ("method", "options", "said"),
     [
         ("acco", {"gather_bits": 5}, "gather_bits is 5: choose None, 8 or 4"),
+        ("acco", {"gather_bits": 8.0}, "gather_bits is 8.0: choose None, 8 or 4"),
+        ("acco", {"reduce_bits": 8.0}, "reduce_bits is 8.0: choose None or 8"),
         ("acco", {"gather_bits": (8,)}, r"gather_bits is \(8,\): a pair"),
         ("zero1", {"gather_bits": (4, 8)}, r"gather_bits is \(4, 8\): a pair"),
         ("dpu", {"reduce_bits": 4}, "reduce_bits is 4: choose None or 8"),

@@ -83,6 +83,28 @@ def test_figures_of_a_chip_change_its_plan(tmp_path):
     assert found.value == pytest.approx(0.55) and found.range == (0.5, 0.6)
 
 
+@pytest.mark.parametrize(
+    "figures",
+    [{"flops": "9e14"}, {"flops": None}, {"flops": [1e14, 2e14, 3e14]}, {"flops": []},
+     {"flops": True}, [], 3],
+)  # fmt: skip
+def test_a_report_with_odd_figures_is_refused(tmp_path, figures):
+    file = tmp_path / "h200.json"
+    file.write_text(json.dumps({"chip": "h200", "figures": figures}))
+    if figures == []:
+        assert calibration.read(file) == ("h200", {})
+        return
+    with pytest.raises(ValueError, match="is not a report of --calibrate"):
+        calibration.read(file)
+
+
+def test_groups_of_devices_are_not_calibrated():
+    config = default_config()
+    config.mesh.fsdp = 2
+    with pytest.raises(ValueError, match=r"mesh.fsdp=2: .* Leave out --config.mesh"):
+        calibration.calibrate(config)
+
+
 @pytest.mark.parametrize("measured", ["fast", "slow"])
 def test_a_network_that_was_not_crossed_keeps_its_share(measured):
     topology = topologies.parse(

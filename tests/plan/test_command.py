@@ -156,6 +156,19 @@ def test_network_and_other_figures_from_the_command_line(stand_in, capsys):
         (["--set=flops=nan"], "the figure flops is nan: it must be positive."),
         (["--set=flops=1e15,flops="], "--set=flops=: give NAME=NUMBER"),
         (["--set=compute_efficiency=40"], "at most 1 (0.4 for 40 %)."),
+        (["--set=flops=1e15,flops=2e15"], "--set=flops is given twice: leave out one"),
+        (
+            ["--set=slow_bandwidth=1e9", "--network=400"],
+            "--network and --set=slow_bandwidth both give the network's rate",
+        ),
+        (
+            ["--checkpoint-seconds=30"],
+            "--checkpoint-seconds counts with --failure-hours only",
+        ),
+        (
+            ["--tokens=1e9", "--restart-seconds=30"],
+            "--restart-seconds counts with --failure-hours only",
+        ),
         (["--network=0"], "--network: '0' is not a positive number."),
         (["--network=-100"], "--network: '-100' is not a positive number."),
         (["--network=inf"], "--network: 'inf' is not a positive number."),

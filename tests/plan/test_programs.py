@@ -60,12 +60,19 @@ def test_a_group_may_be_a_part_of_an_axis_of_the_torus():
 
 
 @pytest.mark.parametrize(
-    ("machine", "group", "chips"),
-    [("tpu:v5e", 2, True), ("tpu:v5e", 1, False), ("gpu:h100", 2, False)],
+    ("machine", "group", "chips", "permutes"),
+    [
+        ("tpu:v5e:2x4", 2, True, True),
+        ("tpu:v5e:4x4", 4, True, True),
+        ("tpu:v5e:4x8", 4, True, False),  # whose chips send only so far
+        ("tpu:v6e:4x8", 4, True, True),
+        ("tpu:v5e:2x4", 1, False, False),
+        ("gpu:h100:2x4", 2, False, False),
+    ],
 )
-def test_workers_that_are_groups_of_chips(machine, group, chips):
+def test_workers_that_are_groups_of_chips(machine, group, chips, permutes):
     """There the methods that overlap exchange by permutes."""
-    topology = topologies.parse(f"{machine}:2x4")
+    topology = topologies.parse(machine)
     mesh = programs.data_mesh(topology, None, {"fsdp": group})
     assert of_chips(mesh, ("data",)) == chips
     assert not of_chips(mesh.abstract_mesh, ("data",))
@@ -74,7 +81,7 @@ def test_workers_that_are_groups_of_chips(machine, group, chips):
         _, state = acco_jax.abstract_start(
             tx, {"w": jax.ShapeDtypeStruct((8, 8), "f4")}
         )
-        assert state.layout.permutes == (chips and name in ("acco", "dpu"))
+        assert state.layout.permutes == (permutes and name in ("acco", "dpu"))
 
 
 def test_one_data_axis_over_slices():

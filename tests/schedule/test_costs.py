@@ -99,6 +99,21 @@ def in_few_bits(bits, hide=True):
     return whole, costs.in_few_bits(whole, names, *bits, hide_reduction=hide)
 
 
+def test_a_reduction_is_known_by_its_kind():
+    """Not by its place among several."""
+    whole = recorded("gpu_hidden")
+    reduce, gather = whole.select()
+    assert (reduce.kind, gather.kind) == ("reduce-scatter", "all-gather")
+    second = dataclasses.replace(reduce, name="second")
+    found = dataclasses.replace(whole, collectives=(reduce, second, gather))
+    names = [c.name for c in found.collectives]
+    few = costs.in_few_bits(found, names, 4, 8, hide_reduction=True).collectives
+    kinds = [c.kind for c in few]
+    assert kinds == ["all-to-all", "all-to-all", "all-gather"]
+    assert few[0].bytes == few[1].bytes == reduce.bytes // 2
+    assert few[2].bytes == gather.bytes // 4
+
+
 @pytest.mark.parametrize(
     ("bits", "share"), [((8, None), 0.75), ((4, None), 0.625), ((8, 8), 0.5)]
 )

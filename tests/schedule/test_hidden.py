@@ -264,7 +264,9 @@ def test_groups(machine, group, kinds):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine", ["tpu:v5e:4x4", "tpu:v6e:4x4"])
+@pytest.mark.parametrize(
+    "machine", ["tpu:v5e:4x4", "tpu:v6e:4x4", "tpu:v5p:2x2x4", "tpu:tpu7x:2x2x2"]
+)
 @pytest.mark.parametrize("group", [{"fsdp": 4}, {"tensor": 2}], ids=str)
 def test_groups_of_chips(machine, group):
     """A chip sends what it has of the parameters, beside loops with collectives."""

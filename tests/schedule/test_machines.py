@@ -56,6 +56,45 @@ def test_small_collectives_cost_latency_alone():
     assert m.seconds("all-reduce", 4, 1, 1) == 0
 
 
+@pytest.mark.parametrize("hosts", [1, 8, 128])
+def test_a_byte_more_costs_no_more_than_a_byte(hosts):
+    m = machine(f"gpu:h100:{hosts}x8")
+    sizes = [1 << 12, (1 << 16) - 1, 1 << 16, 1 << 20]
+    found = [m.seconds("all-reduce", size, 8 * hosts, 8) for size in sizes]
+    assert found == sorted(found)
+    assert found[2] < 6 * found[1]  # of other steps: 125 times as a ring of 1,024
+
+
+def test_a_small_permute_takes_one_step():
+    m = machine("gpu:h200:1x8")
+    found = [m.seconds("collective-permute", n, 8, 8) for n in (1 << 10, 1 << 20)]
+    assert found[0] < found[1] < 2 * found[0]
+
+
+def test_a_measured_share_is_of_the_measured_rate():
+    chip = CHIPS["h100"]
+    measured = {
+        "slow_bandwidth": (4e10, 6e10), "slow_efficiency": 1.0, "flops": 5e14,
+        "compute_efficiency": 1.0,
+    }  # fmt: skip
+    kept = machines.figures(chip, {}, measured)
+    assert kept["slow_efficiency"].value == kept["compute_efficiency"].value == 1
+    assert kept["flops"].source == machines.MEASURED
+    given = machines.figures(chip, {"slow_bandwidth": 5e10}, measured)
+    assert "slow_efficiency" not in given  # so network_efficiency counts
+    assert given["compute_efficiency"].value == 1
+    assumed = machines.figures(chip, {"flops": 9e14}, measured)["compute_efficiency"]
+    assert assumed == machines.figures(chip)["compute_efficiency"]
+    both = machines.figures(
+        chip, {"slow_bandwidth": 5e10, "slow_efficiency": 0.9}, measured
+    )
+    place = topologies.parse("gpu:h100:2x8")
+    assert machines.Machine(place, both).at("slow", 1e10).reached("slow") == 9e9
+    varied = machines.Machine(place, kept).at("slow", 1e10)
+    likely = machines.EFFICIENCIES["network"].likely
+    assert varied.reached("slow") == pytest.approx(1e10 * likely)
+
+
 def test_seconds_on_a_torus_and_between_slices():
     e = machines.EFFICIENCIES["network"].likely
     m = machine("tpu:v6e:4x4")  # no rings: a corner has two of four links

@@ -36,6 +36,24 @@ def make(halves, form, name="acco", loss_fn=loss_fn):
     return step, acco_jax.start(tx, params)
 
 
+def test_other_halves_fit_the_batch():
+    step, (params, state) = make(acco_jax.Halves(1, 2), "fused")
+    with pytest.raises(ValueError, match="computes 3 microbatches, but the step was"):
+        step.alternate(HALVES)
+    step.alternate(acco_jax.Halves(2, 1))
+    for counts in ([1] * N, [2] * N):
+        params, state, metrics = step(params, state, batches(1, 2)[0])
+        assert metrics["counts"].tolist() == counts
+
+
+def test_halves_replace_measured_counts():
+    step, (params, state) = make(acco_jax.Balanced(4, 2), "fused")
+    step.alternate(acco_jax.Halves(1, 2))
+    for counts in ([2] * N, [1] * N):
+        params, state, metrics = step(params, state, batches(1, 2)[0])
+        assert metrics["counts"].tolist() == counts
+
+
 @pytest.mark.parametrize("form", ["fused", "split"])
 def test_half_rounds_compute_their_own_number(form):
     """The points are those of an unsharded loop over the same microbatches."""
