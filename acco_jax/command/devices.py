@@ -26,6 +26,13 @@ def has_accelerator() -> bool:
     return any(glob.glob(pattern) for pattern in gpus + tpus)
 
 
+def usable_cores() -> int:
+    """Return how many processor cores this process may use; it may keep to a few."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def choose_platform(cpu_devices: int | None, *, several_processes: bool) -> None:
     """Choose the CPU if there is no accelerator, and its number of devices.
 

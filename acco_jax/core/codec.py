@@ -130,10 +130,6 @@ class Codec:
         replica = layout.map(_arrived, residual.replica, step, point)
         return residual._replace(replica=replica), Outgoing(buffers, whole)
 
-    def gather(self, layout: Layout, outgoing: Outgoing, axis: str) -> Outgoing:
-        """Run the collective over one data axis."""
-        return layout.all_gather(outgoing, axis)
-
     def decode_params(
         self,
         layout: Layout,

@@ -135,7 +135,7 @@ class Exchange:
         return Gathering(state._replace(residual=residual), totals, norm, outgoing)
 
     def _gather(self, axis: str, x: Gathering) -> Gathering:
-        return x._replace(outgoing=self.codec.gather(x.state.layout, x.outgoing, axis))
+        return x._replace(outgoing=x.state.layout.all_gather(x.outgoing, axis))
 
     def decode(self, x: Gathering, params: PyTree) -> Received:
         state = x.state

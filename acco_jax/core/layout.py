@@ -47,6 +47,7 @@ from acco_jax.core.leaves import Leaf, PyTree, describe, numbering
 from acco_jax.core.model_state import weighted
 from acco_jax.core.parts import SMALL, Parts, evenly
 from acco_jax.core.select import masked
+from acco_jax.core.workers import over_data, to_row
 
 MAX_REPLICATED = 128  # elements of an optimizer's state that mirrors no parameter
 
@@ -171,6 +172,12 @@ class Layout:
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+    def to_rows(self, tree: PyTree) -> PyTree:
+        """Return a row for each worker of a tree that all have. No communication."""
+        if tree is None:
+            return None
+        return over_data(to_row, self.mesh, self.axis, P(), P(self.axis))(tree)
 
     # ---- the optimizer's state
 

@@ -34,12 +34,8 @@ class Leaf:
     # all; None: every worker has the leaf whole.
     parts: tuple[int, ...] | None = None
 
-    @property
-    def name(self) -> str:
-        return "/".join(self.path) or "parameter"
-
     def __str__(self) -> str:
-        return self.name
+        return "/".join(self.path) or "parameter"
 
     @property
     def size(self) -> int:

@@ -46,16 +46,16 @@ def default(root: Path) -> Subset | None:
       ValueError: the card cannot be read, or declares several and no default.
     """
     subsets = dict(_configs(root))
-    if len(subsets) > 1 and "default" not in subsets:
-        chosen = [name for name, found in subsets.items() if found.get("default")]
+    if len(subsets) > 1:
+        marked = [name for name, found in subsets.items() if found.get("default")]
+        chosen = [name for name in subsets if name in ("default", *marked)]
         if len(chosen) != 1:
             raise ValueError(
                 f"{root / CARD} declares the subsets {', '.join(subsets)}: set "
                 "data.path to the files of one, or mark one with 'default: true'"
             )
         subsets = {name: subsets[name] for name in chosen}
-    name = "default" if "default" in subsets else next(iter(subsets), None)
-    return None if name is None else _subset(root, subsets[name])
+    return next((_subset(root, found) for found in subsets.values()), None)
 
 
 def _configs(root: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -85,9 +85,10 @@ class Order(abc.ABC):
 
     def _block(self, stream: int, block: int) -> np.ndarray:
         """Return a block of a stream's rows, computed at once, and hold the newest."""
-        if (stream, block) not in self._blocks:
-            while len(self._blocks) > 2 * self.streams:
-                del self._blocks[next(iter(self._blocks))]
+        found = self._blocks.get((stream, block))  # threads may share them
+        if found is None:
+            for oldest in list(self._blocks)[: -2 * self.streams]:
+                self._blocks.pop(oldest, None)
             size = self._block_size(stream)
             positions = np.arange(block * size, (block + 1) * size)
             epochs, places = np.divmod(positions, self.epoch(stream))
@@ -95,8 +96,8 @@ class Order(abc.ABC):
                 self._places(stream, int(epoch), places[epochs == epoch])
                 for epoch in np.unique(epochs)
             ]
-            self._blocks[stream, block] = np.concatenate(rows)
-        return self._blocks[stream, block]
+            found = self._blocks[stream, block] = np.concatenate(rows)
+        return found
 
     @abc.abstractmethod
     def epoch(self, stream: int) -> int:

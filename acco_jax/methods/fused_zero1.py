@@ -25,6 +25,7 @@ from acco_jax.core.codec import Codec
 from acco_jax.core.exchange import Exchange
 from acco_jax.core.gloo import reduce_scatter
 from acco_jax.core.gradients import Accumulator, Sums
+from acco_jax.core.groups import platform_of
 from acco_jax.core.half_round import Inputs
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
@@ -117,9 +118,7 @@ def fused_zero1(
     """
 
     def round(exchange: Exchange, overlaps: bool) -> FusedRound:
-        beside = pipelined
-        if beside is None:
-            beside = mesh.devices.flat[0].platform != "cpu"
+        beside = platform_of(mesh) != "cpu" if pipelined is None else pipelined
         return FusedRound(
             dataclasses.replace(exchange, codec=_Reduced()), overlaps, beside
         )

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from acco_jax.core.buffers import InFlight, Totals
@@ -27,7 +26,7 @@ from acco_jax.core.leaves import PyTree, wide, with_shardings
 from acco_jax.core.model_state import check_state
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import ShardedState, is_delayed
-from acco_jax.core.workers import check_compiled, over_data, place, to_row
+from acco_jax.core.workers import check_compiled, place
 from acco_jax.methods import checks, method, optimizer
 
 StateType = TypeVar("StateType", bound=type)
@@ -157,17 +156,11 @@ def _own_states(state: ShardedState) -> PyTree:
     """
     if is_delayed(state):
         return state.in_flight.model_state
-    return _rows(state.layout, state.model_state)
-
-
-def _rows(layout: Layout, tree: PyTree) -> PyTree:
-    if tree is None:
-        return None
-    return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
+    return state.layout.to_rows(state.model_state)
 
 
 # compiled: a train step of several programs ends a call outside of them
-_compiled_rows = jax.jit(_rows, static_argnums=0)
+_compiled_rows = jax.jit(Layout.to_rows, static_argnums=0)
 
 
 # ---------------------------------------------------------------------- the method
@@ -225,7 +218,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def on(
         self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...], specs: PyTree | None
     ) -> Self:
-        attributes = {k: v for k, v in vars(self).items() if k != "_updated"}
+        found = ("_updated", "_form")
+        attributes = {k: v for k, v in vars(self).items() if k not in found}
         places = {"mesh": mesh, "axis": axis, "param_specs": specs}
         return type(self)(**attributes | places)
 
@@ -242,7 +236,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         state = state._replace(model_state=model_state)
         if is_delayed(state):
             rows = jax.jit(
-                functools.partial(_rows, layout),
+                layout.to_rows,
                 out_shardings=layout.sharding(layout.axis),
             )(model_state)
             state = state._replace(in_flight=state.in_flight._replace(model_state=rows))
@@ -316,6 +310,20 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
                     f"{given or leaf.dtype}: give the state of tx.init for the same tx."
                 )
         self.codecs.check(ours.residual)
+        if jax.tree.structure(ours.inner) != self._inner_form(layout):
+            raise ValueError(
+                "the state is of another inner optimizer than tx's: give the state of "
+                "tx.init for the same tx."
+            )
+
+    def _inner_form(self, layout: Layout) -> Any:
+        """Return the structure of the inner optimizer's state, found once a layout."""
+        known = self.__dict__.get("_form")
+        if known is None or known[0] is not layout:
+            seen = layout.tree(lambda x: jax.ShapeDtypeStruct(x.shape, x.master))
+            form = jax.tree.structure(jax.eval_shape(self.inner.init, seen))
+            known = self.__dict__["_form"] = layout, form
+        return known[1]
 
     def arguments(self, extra: dict[str, Any]) -> dict[str, Any]:
         checks.check_extra(self.inner, extra)

@@ -16,6 +16,7 @@ from acco_jax.models import decoding
 from acco_jax.models.sizes import Config
 from acco_jax.models.transformer import Params
 
+LEAST_TEMPERATURE = 1e-37  # smaller numbers may count as 0
 SHORTEST = 16  # room for tokens comes in powers of two from here on: few programs
 
 
@@ -61,7 +62,8 @@ def choose(sampling: Sampling, logits_BxV: jax.Array, keys_B: jax.Array) -> jax.
     """Return a token of each row, (B,) int32, sampled with its own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-    logits_BxV = logits_BxV / sampling.temperature
+    logits_BxV -= logits_BxV.max(axis=-1, keepdims=True)  # else small ones overflow
+    logits_BxV = logits_BxV / max(sampling.temperature, LEAST_TEMPERATURE)
     if sampling.top_k is not None:
         most = min(sampling.top_k, logits_BxV.shape[-1])
         logits_BxV = _at_least(logits_BxV, jax.lax.top_k(logits_BxV, most)[0][:, -1])

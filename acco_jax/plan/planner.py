@@ -7,13 +7,13 @@ print(report.text(plan))
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from acco_jax.command.devices import usable_cores
 from acco_jax.core.names import check_name
 from acco_jax.methods import METHODS
 from acco_jax.models.model import Model
@@ -204,7 +204,7 @@ def finish(prepared: Prepared) -> Plan:
     """
     config, model, machine, numbers, described, checked, fit = prepared
     outcomes, misfits = [], {}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(usable_cores()) as threads:
         found = [threads.submit(_outcome, p, config, machine, fit) for p in described]
     for program, outcome in zip(described, found, strict=True):
         try:

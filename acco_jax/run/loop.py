@@ -83,6 +83,7 @@ class _Run:
         self._held_out: float | None = None  # the last held-out loss
         self.saved: int | None = None  # the half-round saved last, by this start
         self.lost_tokens = 0  # of `tokens`: trained on, and lost to a rollback
+        self.rollbacks = 0  # so far
         self._dropped: dict[str, Any] | None = None  # drops up to a checkpoint
         self._lowest: dict[str, Any] | None = None  # lowest loss of a window up to it
         self._log: CountsLog | None = None
@@ -136,6 +137,7 @@ class _Run:
         self.params, self.state = here(e, arrays)
         self._held_out = host["held_out_loss"]
         self.lost_tokens = host.get("lost_tokens", 0)
+        self.rollbacks = host.get("rollbacks", 0)
         self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
         return host
 
@@ -182,10 +184,11 @@ class _Run:
     def roll_back(self) -> None:
         """Continue from the newest checkpoint, with rows that were not read before."""
         self._replicas.judge()
-        seconds = self._recorder.seconds
+        seconds, rollbacks = self._recorder.seconds, self.rollbacks
         self._close_records()
         with self._watchdog.aside():
             host = self._restore()
+        self.rollbacks = rollbacks + 1
         if host is not None:
             self.lost_tokens += self.tokens - host["batches"]["targets"]
         self._open_records(seconds)
@@ -226,7 +229,8 @@ class _Run:
             self._log.add(microbatches)
         self._spikes.add(self.done, self.tokens - before, self._metrics)
         host = {"kind": "train", "half_round": self.done, "tokens": self.tokens,
-                "microbatches": microbatches} | slow  # fmt: skip
+                "microbatches": [n * e.tx.steps_per_call for n in microbatches],
+                } | slow  # fmt: skip
         device = {k: self._metrics[k] for k in ("loss", "weight", "grad_norm", "step")}
         if not _crossed(e, self.done, e.config.log_every):
             self._recorder.between(host, device)
@@ -364,6 +368,7 @@ class _Run:
                 "axes": dict(e.mesh.shape),
                 "held_out_loss": self._held_out,
                 "lost_tokens": self.lost_tokens,
+                "rollbacks": self.rollbacks,
                 "dropped": self._drops.state(),
                 "spikes": self._spikes.state()}  # fmt: skip
 
@@ -486,7 +491,7 @@ def run(
         ) as runner,
         jax.transfer_guard("disallow"),
     ):
-        rollbacks = ROLLBACKS if config.spike.policy == "rollback" else 0
+        most = ROLLBACKS if config.spike.policy == "rollback" else 0
         ends = False
         while True:
             try:
@@ -500,9 +505,8 @@ def run(
                 ends = True
             except spikes.LossSpike as spike:
                 runner.wait_for_save()
-                if not rollbacks or checkpoints.latest() is None:
+                if runner.rollbacks >= most or checkpoints.latest() is None:
                     raise
-                rollbacks -= 1
                 with jax.transfer_guard("allow"):
                     runner.roll_back()
                 logging.warning("%s", spike)
@@ -550,7 +554,15 @@ def _train(runner: _Run, experiment: Experiment, last: int) -> dict[str, Any] | 
         runner.copy()
     runner.profile.close()
     runner.save(last=True)
-    return runner.validate(None) if runner.done == total else None
+    if runner.done < total:
+        return None
+    if runner.saved != total:
+        raise FloatingPointError(
+            f"nothing of the last half-rounds before {total} was finite, so the end "
+            "is not saved and the newest checkpoint remains: "
+            "--config.drop_nonfinite=False ends at the first of them."
+        )
+    return runner.validate(None)
 
 
 def _memory(experiment: Experiment, *, repeats: bool) -> MemoryCopies:

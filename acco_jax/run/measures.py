@@ -9,6 +9,7 @@ from acco_jax.core.state import State
 from acco_jax.run.config import fields as configs
 from acco_jax.run.observe import timing
 from acco_jax.run.prepared import Experiment, batches, counts_of, to_devices
+from acco_jax.run.state import worlds
 from acco_jax.schedule import footprint as footprints
 
 
@@ -18,6 +19,8 @@ def footprint(experiment: Experiment, params: PyTree, state: State) -> dict[str,
     arrays = (params, state, to_devices(next(batches(e)), e.mesh), counts_of(e))
     turns, sent = e.step.turns(), None
     try:
+        if len({str(world.axes) for _, world in worlds.recorded(e.workdir)}) > 1:
+            raise ValueError("the run has had other numbers of devices")
         period_bytes = sum(
             times * footprints.bytes_sent(*programs, mesh=e.mesh)
             for k, times in turns.items()

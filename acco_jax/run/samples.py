@@ -48,7 +48,12 @@ def written(experiment: Experiment, params: PyTree) -> list[str]:
         ends = ends_of(e.identity.get("generation"), config)
         prefix = prefix_of(c, e.corpus.tokenizer)
         model = Language(config, params, e.corpus.tokenizer, prefix, ends)
-        prompt = model.tokens(c.sample_prompt, config.max_length - tokens)
+        prompt, room = model.tokens(c.sample_prompt), config.max_length - tokens
+        if len(prompt) > room:
+            raise ValueError(
+                f"sample_prompt has {len(prompt)} tokens, and sample_tokens={tokens} "
+                f"leave room for {room}: shorten it."
+            )
         prompts, how = [prompt] * c.samples, Sampling(temperature=1.0)
         (texts,) = model.write(prompts, tokens, how, keys_of(seed, c.samples), tokens)
     return [c.sample_prompt + text for text in texts]

@@ -56,6 +56,8 @@ def with_method(
         if isinstance(method, str) and method in METHODS and isinstance(options, dict):
             divides = "reduce_bits" in options  # among the hosts that are there now
             config = _of_method(config, method, options, hosts if divides else None)
+            if config.first_half != "auto":
+                return config
             return configs.with_first_half(config, old.get("first_half", "auto"))
         raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
     per_step = config.microbatches_per_step

@@ -2,7 +2,7 @@
 
 import pytest
 
-from acco_jax.data import records
+from acco_jax.data import cards, records
 from benchmarks import hub_folders
 from tests.data.test_listing import HELD_OUT, check_splits, opened, write
 
@@ -63,6 +63,17 @@ def test_cards_that_cannot_be_followed(tmp_path, header, said):
     (root / "README.md").write_text(f"---\n{header}\n---\n")
     with pytest.raises(ValueError, match=said):
         records.find("parquet", str(root), "train", "validation")
+
+
+def test_a_card_with_two_defaults_is_refused(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "README.md").write_text(
+        "---\nconfigs: [{config_name: default, data_files: a.jsonl}, "
+        "{config_name: en, default: true, data_files: b.jsonl}]\n---\n"
+    )
+    with pytest.raises(ValueError, match="declares the subsets default, en: set data"):
+        cards.default(root)
 
 
 def test_all_files_are_taken_where_names_are_ignored(tmp_path):

@@ -282,6 +282,20 @@ def test_dtypes_that_cannot_hold_gradients_are_refused():
             make(ADAMW, mesh=make_mesh(2), **{name: jnp.int8})
 
 
+@pytest.mark.parametrize(("mine", "other"), [("sgd", "adam"), ("adam", "sgd")])
+def test_a_state_of_another_inner_optimizer_is_refused(mine, other):
+    theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 1, 0)
+    mine, other = (
+        acco_jax.zero1(getattr(optax, name)(0.1), mesh=make_mesh(2))
+        for name in (mine, other)
+    )
+    state = other.init(theta)
+    with pytest.raises(ValueError, match="of another inner optimizer than tx's"):
+        mine.update(gradients[0], state, theta)
+    with pytest.raises(ValueError, match="of another inner optimizer or other options"):
+        acco_jax.reshard(state, mine)
+
+
 def test_a_warm_up_is_a_whole_number():
     for steps in (2.5, None, -1):
         with pytest.raises(

@@ -108,9 +108,9 @@ def test_float32_parameters_over_a_16_bit_wire():
     # the model sees what was gathered, the master copy keeps every bit; what every
     # worker has whole is not gathered
     for leaf in state.layout.leaves:
-        p = params[leaf.name]
+        p = params[str(leaf)]
         assert p.dtype == np.float32
-        assert (p == (theta[leaf.name] if leaf.whole else 1)).all()
+        assert (p == (theta[str(leaf)] if leaf.whole else 1)).all()
     assert not all(leaf.whole for leaf in state.layout.leaves)
     held = acco_jax.committed_params(state, params)
     chex.assert_trees_all_equal(held, theta)

@@ -134,6 +134,7 @@ def test_a_text_ends_with_the_end_of_text(neo):
 @pytest.mark.parametrize(
     ("how", "allowed"),
     [
+        (Sampling(temperature=1e-38), {1}),
         (Sampling(temperature=1.0, top_k=2), {1, 3}),
         (Sampling(temperature=1.0, top_p=0.5), {1}),
         (Sampling(temperature=1.0, top_p=0.75), {1, 3}),

@@ -116,6 +116,15 @@ def test_a_run_that_stops_after_nobodys_half_rounds_says_what_it_has_saved(
     assert line + "the same command continues from before it" in caplog.text
 
 
+def test_a_run_whose_end_is_nobodys_does_not_finish(train, tmp_path, marked):
+    marked(lambda half_round: [0, 1] if half_round > 3 else [])
+    changes = MINE | {"method": "zero1", "checkpoint_every": 2}
+    with pytest.raises(FloatingPointError, match="before 6 was finite, so the end is"):
+        train(tmp_path, **changes)
+    assert not (tmp_path / "summary.json").exists()
+    assert Checkpoints(tmp_path / "checkpoints", 9).latest() == 2
+
+
 def test_too_many_in_a_row_stop_the_run(train, tmp_path, marked):
     marked(lambda half_round: [1] if half_round > 4 else [0] if half_round % 2 else [])
     changes = MINE | {"most_dropped_in_a_row": 3, "eval_every": 1}

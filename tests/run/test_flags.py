@@ -75,6 +75,7 @@ def two(row, other):
 constant = 3
 """
 
+END = "--config.optimizer.final_fraction"
 WRONG = {
     "field of the command line": (
         ["--config.optimzer.x=1"],
@@ -99,7 +100,7 @@ WRONG = {
     "float64": (["--config.model.param_dtype=float64"], "set JAX_ENABLE_X64=1"),
     "dpu": (
         ["--config.method=dpu", "--config.method_options.warmup_steps=-1"],
-        "warmup_steps is -1: it must be at least 0",
+        "warmup_steps is -1: give a whole number, 0 for none",
     ),
     "bpe": (
         ["--config.data.tokenizer=bpe", "--config.data.vocab_size=100000000000"],
@@ -139,11 +140,28 @@ WRONG = {
     ),
     "adapters": (
         ["--config.lora.pattern=mlp/.*kernel"],
-        "lora.pattern is 'mlp/.*kernel', but no adapters are trained: give lora.rank",
+        "lora.pattern is 'mlp/.*kernel', but rank of lora is not given: give lora.rank",
+    ),
+    "pattern of a folder": (
+        ["--config.lora.pattern=mlp/.*kernel", "--config.lora.init_from=adapters"],
+        "lora.pattern is 'mlp/.*kernel', but rank of lora is not given: give lora.rank",
+    ),
+    "balance of padding": (
+        ["--config.model.family=qwen3-moe", "--config.model.router_loss=.001",
+         "--config.data.task=chat"],
+        "model.router_loss is 0.001, which would count the padding of data.task 'chat'",
+    ),
+    "end of a constant rate": (
+        ["--config.optimizer.schedule=constant", f"{END}=.1"],
+        "optimizer.final_fraction is 0.1, but optimizer.schedule 'constant' has none",
+    ),
+    "decay of a cosine": (
+        ["--config.optimizer.schedule=cosine", "--config.optimizer.decay_fraction=.5"],
+        "optimizer.decay_fraction is 0.5, but optimizer.schedule 'cosine' has none",
     ),
     "steps and epochs": (
         ["--config.steps=5", "--config.epochs=2"],
-        r"steps is 5, but epochs=2.0 determines them: add --config.epochs=None",
+        "steps is 5, but epochs=2.0 determines them: give --config.epochs instead, or",
     ),
     "width of a factory": (
         ["--config.model.factory=my:model", "--config.model.width=64"],

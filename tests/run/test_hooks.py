@@ -35,8 +35,13 @@ def wandb(monkeypatch):
         def finish(exit_code):
             runs.setdefault("ends", []).append(exit_code)
 
-        log = lambda v, step: logged.append((step, v))  # noqa: E731
-        return types.SimpleNamespace(log=log, finish=finish)
+        def define_metric(name, step_metric):  # W&B's own step does not go back
+            assert (name, step_metric) == ("*", "half_round")
+
+        log = lambda v: logged.append((v["half_round"], v))  # noqa: E731
+        return types.SimpleNamespace(
+            log=log, finish=finish, define_metric=define_metric
+        )
 
     made = types.ModuleType("wandb")
     made.init = init
@@ -118,6 +123,23 @@ def test_a_hook_that_blocks_misses_rows_and_nobody_waits(caplog, monkeypatch):
     assert caplog.messages.count(said) == 1
     assert sum("has not taken all rows after 0 s" in x for x in caplog.messages) == 2
     never.set()
+
+
+def test_a_hook_that_is_behind_takes_all_rows_before_it_ends(caplog, monkeypatch):
+    monkeypatch.setattr(hooks, "WAITING", 2)
+    found, seen, go = hooks.Hooks(), [], threading.Event()
+
+    def hook(row):
+        go.wait()
+        seen.append(row["half_round"])
+
+    found.add("wandb", lambda: hook)
+    for half_round in range(1, 5):
+        found.row(ROWS[0] | {"half_round": half_round})
+    threading.Timer(0.2, go.set).start()
+    found.close()
+    assert seen[:2] == [1, 2]
+    assert not any("has not taken all rows" in x for x in caplog.messages)
 
 
 def test_a_hook_changes_no_other_s_row():

@@ -161,11 +161,6 @@ def narrowed(layout: Layout, tree: PyTree) -> PyTree:
     return layout.map(lambda leaf, x: x.astype(leaf.dtype), tree)
 
 
-def to_rows(layout: Layout, tree: PyTree) -> PyTree:
-    """Return rows of a replicated tree: every worker's own copy. No communication."""
-    return over_data(to_row, layout.mesh, layout.axis, P(), P(layout.axis))(tree)
-
-
 def init_rows(
     layout: Layout, inner: optax.GradientTransformation, params: PyTree
 ) -> PyTree:
@@ -209,7 +204,7 @@ def master_rows(layout: Layout, params: PyTree) -> PyTree | None:
     """Rows of the parameters in the master dtype; None if that is their own."""
     if all(leaf.dtype == leaf.master for leaf in layout.leaves):
         return None
-    return to_rows(layout, widened(layout, params))
+    return layout.to_rows(widened(layout, params))
 
 
 def shardings(state: StateT, rows: tuple[str, ...]) -> StateT:
@@ -333,9 +328,7 @@ class LocalMethod:
         state = self.make_state(params)
         layout = state.layout
         params = jax.device_put(params, layout.params_shardings)
-        make = jax.jit(
-            functools.partial(to_rows, layout), out_shardings=layout.grads_shardings
-        )
+        make = jax.jit(layout.to_rows, out_shardings=layout.grads_shardings)
         return make(params), state
 
     def abstract_start(

@@ -132,7 +132,7 @@ class OuterRound(ExchangeRound[RoundState], LocalRound[RoundState]):
         if self.overlaps:
             outer = outer._replace(in_flight=self.outgoing(rows, rest, progress))
         state = rest._replace(outer=outer, inner=progress.inner)
-        return local_method.to_rows(rest.layout, received.params), state
+        return rest.layout.to_rows(received.params), state
 
 
 class RoundOptions(CommonOptions, total=False):

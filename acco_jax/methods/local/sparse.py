@@ -277,7 +277,7 @@ class SparseRound(LocalRound[SparseState]):
         return None, (), state
 
     def theta(self, rows: PyTree, rest: SparseState) -> PyTree:
-        return local_method.to_rows(rest.layout, rest.master)
+        return rest.layout.to_rows(rest.master)
 
     def send(
         self, in_flight: Sparse, owner: tuple[()], extra: dict[str, Any]
@@ -392,9 +392,7 @@ class SparseRound(LocalRound[SparseState]):
         state = rest._replace(
             master=master, outer=outer, inner=progress.inner, error=error
         )
-        return local_method.to_rows(
-            layout, local_method.narrowed(layout, master)
-        ), state
+        return layout.to_rows(local_method.narrowed(layout, master)), state
 
 
 def sparse_rounds(
@@ -430,7 +428,7 @@ def sparse_rounds(
         def make(params: PyTree) -> SparseState:
             # a copy: a train step is given the parameters and the state to keep
             master = jax.tree.map(jnp.copy, local_method.widened(layout, params))
-            error = local_method.to_rows(layout, jax.tree.map(jnp.zeros_like, master))
+            error = layout.to_rows(jax.tree.map(jnp.zeros_like, master))
             rows = local_method.init_rows(layout, inner, params)
             counts = jnp.int32(0), jnp.int32(0)
             began = begin(layout, master)

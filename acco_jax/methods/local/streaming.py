@@ -139,7 +139,7 @@ def fragments_of(leaves: Sequence[Leaf], count: int) -> tuple[tuple[int, ...], .
 
 def keys(leaves: Sequence[Leaf]) -> list[str]:
     """Return a key for each leaf: its name; with its index, if leaves share a name."""
-    names = [leaf.name for leaf in leaves]
+    names = list(map(str, leaves))
     if len(set(names)) == len(names):
         return names
     return [f"{i}.{name}" for i, name in enumerate(names)]

@@ -134,6 +134,11 @@ def _by_name(name: str, peak: float, options: dict[str, Any]) -> optax.Schedule:
     names = list(inspect.signature(make).parameters)
     for option in options:
         check_name(f"optimizer.schedule_options of {name}", option, names)
+    if peak_name in options:
+        raise ValueError(
+            f"optimizer.schedule_options has {peak_name}, which is "
+            "optimizer.learning_rate: give that."
+        )
     try:
         schedule: optax.Schedule = make(**{peak_name: peak} | options)
     except Exception as error:

@@ -110,6 +110,11 @@ def _check_length(config: ConfigDict) -> None:
         raise ValueError(
             f"tokens is {config.tokens} and epochs {config.epochs}: give one of them."
         )
+    if config.model.router_loss and config.data.task != "pretrain":
+        raise ValueError(
+            f"model.router_loss is {config.model.router_loss}, which would count the "
+            f"padding of data.task {config.data.task!r}: leave it out."
+        )
     if config.tokens is not None and config.data.task != "pretrain":
         raise ValueError(
             f"tokens is {config.tokens}, but answers differ in length: give epochs or "

@@ -16,6 +16,10 @@ from acco_jax.run.config.schema import FIELDS, STEPS
 from acco_jax.step import first_half
 
 ADAPTERS = ("rank", "ranks", "init_from")  # fields of `lora` that ask for some
+OF_SCHEDULES = {  # fields of `optimizer`, and the schedules that read them
+    "final_fraction": ("cosine", "linear", "wsd"),
+    "decay_fraction": ("wsd",),
+}
 FACTORY = ("factory", "options", "vocab_size")  # fields of a model of another kind
 
 
@@ -86,15 +90,23 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
     for field in ("epochs", "tokens") if "steps" in given else ():
         if (value := config.get(field)) is not None:
             raise ValueError(
-                f"steps is {config.steps}, but {field}={value} determines them: add "
-                f"--config.{field}=None, or drop steps."
+                f"steps is {config.steps}, but {field}={value} determines them: give "
+                f"--config.{field} instead, or remove it from the config's file."
             )
     lora = config.get("lora", {})
-    for field in ("pattern", "scale"):
-        if f"lora.{field}" in given and not any(map(lora.get, ADAPTERS)):
+    for field, kinds in (("pattern", ["rank"]), ("scale", ADAPTERS)):
+        if f"lora.{field}" in given and not any(map(lora.get, kinds)):
             raise ValueError(
-                f"lora.{field} is {lora[field]!r}, but no adapters are trained: give "
-                "lora.rank, too."
+                f"lora.{field} is {lora[field]!r}, but {' or '.join(kinds)} of lora is "
+                "not given: give lora.rank, too."
+            )
+    optimizer = config.get("optimizer", {})
+    for field, schedules in OF_SCHEDULES.items():
+        schedule = optimizer.get("schedule")
+        if f"optimizer.{field}" in given and schedule not in schedules:
+            raise ValueError(
+                f"optimizer.{field} is {optimizer[field]!r}, but optimizer.schedule "
+                f"{schedule!r} has none: it is of {', '.join(schedules)}."
             )
     if not isinstance(model := config.get("model"), ConfigDict):
         return  # `validate` reports the missing field

@@ -221,7 +221,7 @@ def examined(workdir: Path) -> Iterator[Finding]:
     yield from versions()
     yield from backend(found, here.has_accelerator())
     nproc = os.environ.get("PJRT_NPROC")
-    yield from cores(len(os.sched_getaffinity(0)), nproc, found[0].platform)
+    yield from cores(here.usable_cores(), nproc, found[0].platform)
     mesh = Mesh(np.array(found), ("device",), (AxisType.Auto,))
     yield from network(bandwidths(mesh) if len(found) > 1 else {})
     yield from folder(workdir)

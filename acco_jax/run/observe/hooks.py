@@ -154,9 +154,10 @@ class _Receiver:
         if self._thread is None:
             self._close()
             return
+        end = time.monotonic() + self._seconds
         with contextlib.suppress(queue.Full):
-            self._rows.put_nowait(None)
-        self._thread.join(self._seconds)
+            self._rows.put(None, timeout=self._seconds)
+        self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             logging.warning(
                 "%s has not taken all rows after %.0f s: the rest is left out",
@@ -279,11 +280,13 @@ class _Wandb:
             dir=str(workdir),
             config=json.loads(config.to_json_best_effort()),
         )
+        # not W&B's own step, which cannot go back: a run that does repeats half-rounds
+        self._run.define_metric("*", step_metric="half_round")
 
     def __call__(self, row: Row) -> None:
         kind = row["kind"]
         values = {f"{kind}/{k}": v for k, v in row.items() if k != "kind"}
-        self._run.log(values, step=row["half_round"])
+        self._run.log(values | {"half_round": row["half_round"]})
 
     def close(self, *, fails: bool) -> None:
         """Send what waits; at the process's end a supervisor would not let it."""

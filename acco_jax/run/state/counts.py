@@ -80,7 +80,7 @@ def kept(workdir: Path, done: int) -> list[list[int]]:
 
 def check_log(log: Path, total_calls: int, workers: int, most: int) -> None:
     """Raise a ValueError unless a run of this size can repeat a log."""
-    rows = read_counts(log)
+    rows = read_counts(log, total_calls)
     if len(rows) < total_calls:
         raise ValueError(
             f"{log} has {len(rows)} half-rounds, but the run takes {total_calls}: "
@@ -114,7 +114,7 @@ def counted(
         )
     if log := configs.replayed(config):
         check_log(Path(log), total_calls, workers, capacity)
-        return acco_jax.Replay(log, capacity)
+        return acco_jax.Replay(log, capacity, last=total_calls)
     if config.microbatches == "adaptive":
         return acco_jax.Adaptive(microbatches, capacity)
     total = microbatches * (first if config.batch == "kept" else workers)
