@@ -92,9 +92,8 @@ def compiler_options(
     options = dict(OPTIONS.get(chip or "", {}))
     if chip == "gpu" and model_axis:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 16
-    if (
-        chip in ("v5e", "v5p", "v6e", "tpu7x") and model_axis
-    ):  # of one array n - 1: `core.direct`
+    tpu = chip in ("v5e", "v5p", "v6e", "tpu7x")
+    if tpu and model_axis:  # of one array n - 1: `core.direct`
         options["xla_max_concurrent_async_collective_permutes"] = 1024
     return options
 

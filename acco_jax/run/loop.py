@@ -43,7 +43,7 @@ from acco_jax.run.prepared import (
     initial,
     to_devices,
 )
-from acco_jax.run.state import replicas, worlds
+from acco_jax.run.state import processes, replicas, worlds
 from acco_jax.run.state.counts import CountsLog, Watch
 from acco_jax.run.state.drops import Drops
 from acco_jax.run.state.memory import MemoryCopies
@@ -513,6 +513,8 @@ def run(
                 logging.warning("rolled back to half-round %d", runner.done)
         if row is None and runner.saved != runner.done:
             memory.remain()
+        checkpoints.wait()  # and process 0's checksums of it, before copies are removed
+        processes.meet("the last checkpoint is whole")
     if row is not None:
         measured = runner.spent() | {"microbatches": runner.microbatches}
         measured |= {"lost_tokens": runner.lost_tokens}

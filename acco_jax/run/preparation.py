@@ -27,6 +27,7 @@ from acco_jax.run import continuing, prepared
 from acco_jax.run.build import meshes, models, optimizers
 from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
+from acco_jax.run.config.identity import differing_field
 from acco_jax.run.observe import hooks
 from acco_jax.run.prepared import Experiment
 from acco_jax.run.state import counts, lengths, processes, worlds
@@ -35,6 +36,12 @@ from acco_jax.run.trained.trained_runs import checkpoint_folder
 from acco_jax.run.weights import adapters, pretrained
 
 PyTree = Any
+
+# Fields beside a run's identity that say when processes communicate.
+STEERING = (
+    "log_every", "eval_every", "eval_batches", "samples", "checkpoint_every",
+    "compare_replicas_every",
+)  # fmt: skip
 
 
 class Amounts(NamedTuple):
@@ -326,6 +333,7 @@ def _corpus(
     corpus = data.load_corpus(fields, workdir=workdir, base=config.base)
     pretrained.check_tokens(config, corpus.tokenizer.end_of_text)
     if jax.process_count() > 1:
+        _check_same_config(config, identity)
         _check_same_text(corpus.checksum)
         _check_same_weights(identity)
     identity["corpus"] = {
@@ -335,6 +343,32 @@ def _corpus(
     }
     continuing.check_workdir(workdir, identity, grows)
     return corpus
+
+
+def _check_same_config(config: ConfigDict, identity: dict[str, Any]) -> None:
+    """Raise a ValueError, on every process, if processes have different configs.
+
+    Shards that each process updates in its own way would be sent to all: no replica
+    would differ.
+    """
+    mine = json.dumps([identity, {name: config[name] for name in STEERING}])
+    known, steering = json.loads(processes.bytes_from(0, mine.encode()))
+    own, others = json.loads(mine)
+    field = differing_field(known, own) or next(
+        (
+            f"{k}={x!r}, not {others[k]!r}"
+            for k, x in steering.items()
+            if x != others[k]
+        ),
+        "",
+    )
+    fields = [x.decode() for x in processes.all_bytes(field.encode())]
+    other = next((i for i, field in enumerate(fields) if field), None)
+    if other is not None:
+        raise ValueError(
+            f"process {other} has another config than process 0 ({fields[other]}): "
+            "give all of them the same file and flags."
+        )
 
 
 def _check_same_text(checksum: int) -> None:

@@ -103,7 +103,7 @@ def predict(
     together = _permutes(schedule.collectives, machine)
     seconds = list[float]()
     for i, c in enumerate(schedule.collectives):
-        many = here if in_group(c) else devices
+        many = here if devices == here or in_group(c) else devices
         if i in together:
             seconds.append(_crossing(c, together[i], machine, many))
         else:

@@ -146,6 +146,14 @@ WRONG = {
         ["--config.lora.pattern=mlp/.*kernel", "--config.lora.init_from=adapters"],
         "lora.pattern is 'mlp/.*kernel', but rank of lora is not given: give lora.rank",
     ),
+    "a first half of counts": (
+        ["--config.first_half=1", "--config.counts=(1,2)"],
+        r"first_half is 1, but counts=\(1, 2\) determines what a half-round computes",
+    ),
+    "a first half that adapts": (
+        ["--config.first_half=1", "--config.microbatches=adaptive"],
+        "first_half is 1, but microbatches=adaptive determines what a half-round",
+    ),
     "balance of padding": (
         ["--config.model.family=qwen3-moe", "--config.model.router_loss=.001",
          "--config.data.task=chat"],

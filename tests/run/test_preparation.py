@@ -1,5 +1,6 @@
 """What prepare refuses, in one line and before anything is written."""
 
+import json
 import shutil
 
 import jax
@@ -62,6 +63,31 @@ def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
         path.write_text(path.read_text() + "more")
     with pytest.raises(ValueError, match=r"not those of the run.*corpus\.documents"):
         preparation.prepare(config, first, jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer.learning_rate": 0.5}, r"optimizer\.learning_rate=.*, not 0\.5"),
+        ({"eval_every": 3}, r"eval_every=\d+, not 3"),
+        ({"data.path": "/elsewhere"}, ""),  # the text may lie elsewhere
+        ({"wandb_project": "mine"}, ""),
+    ],
+)
+def test_processes_with_another_config_are_refused(tiny, monkeypatch, change, said):
+    config, other = tiny(), tiny(**change)
+    first, mine = (json.loads(c.to_json_best_effort()) for c in (config, other))
+    steering = {name: config[name] for name in preparation.STEERING}
+    known = json.dumps([first, steering]).encode()
+    monkeypatch.setattr(processes, "bytes_from", lambda source, data: known)
+    monkeypatch.setattr(processes, "all_bytes", lambda data: [b"", data])
+    if said:
+        with pytest.raises(
+            ValueError, match=f"process 1 has another config than process 0.*{said}"
+        ):
+            preparation._check_same_config(other, mine)
+    else:
+        preparation._check_same_config(other, mine)
 
 
 def test_processes_with_other_text_are_refused(monkeypatch):

@@ -50,12 +50,15 @@ def test_a_run_writes_texts_and_its_splits_are_evaluated(train, texts, tmp_path)
 
 @pytest.mark.slow
 def test_adapters_are_merged_and_groups_gathered(tiny, tmp_path):
-    changes = {**CHANGES, "lora.rank": 2, "mesh.fsdp": 2, "sample_prompt": "x" * 99}
+    changes = {**CHANGES, "lora.rank": 2, "mesh.fsdp": 2, "sample_prompt": "x" * 19}
     config = tiny(**changes)
     experiment = preparation.prepare(config, tmp_path, jax.devices()[:4])
     adapters = jax.tree.map(np.zeros_like, experiment.start())
     texts = samples.written(experiment, samples.gathered(experiment, adapters))
-    assert len(texts) == 2 and texts[0].startswith("x" * 99)
+    assert len(texts) == 2 and texts[0].startswith("x" * 19)
+    experiment.config.sample_prompt = "x" * 99
+    with pytest.raises(ValueError, match=r"has 99 tokens, .* leave room for 20: shor"):
+        samples.written(experiment, samples.gathered(experiment, adapters))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pathlib
 import shutil
 import socket
 import subprocess
@@ -177,6 +178,17 @@ def test_who_finds_a_lock_stale_too_late_does_not_take_it(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="another run"), claimed(tmp_path):
         pass
     assert [p.name for p in tmp_path.iterdir()] == [LOCK]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_a_process_that_nobody_waits_for_has_ended():
+    process = subprocess.Popen(["true"])
+    stat = pathlib.Path(f"/proc/{process.pid}/stat")
+    while ") Z " not in stat.read_text():
+        time.sleep(0.01)
+    assert workdir._started(process.pid) is None
+    assert workdir._started(os.getpid()) is not None
+    process.wait()
 
 
 def test_a_process_number_that_was_given_again_is_another_process(tmp_path):

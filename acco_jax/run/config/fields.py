@@ -93,6 +93,13 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
                 f"steps is {config.steps}, but {field}={value} determines them: give "
                 f"--config.{field} instead, or remove it from the config's file."
             )
+    if "first_half" in given:
+        for field, plain in (("counts", ()), ("microbatches", "fixed")):
+            if (value := config.get(field, plain)) != plain:
+                raise ValueError(
+                    f"first_half is {config.first_half}, but {field}={value} "
+                    "determines what a half-round computes: leave one of them out."
+                )
     lora = config.get("lora", {})
     for field, kinds in (("pattern", ["rank"]), ("scale", ADAPTERS)):
         if f"lora.{field}" in given and not any(map(lora.get, kinds)):

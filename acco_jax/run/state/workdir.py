@@ -106,10 +106,14 @@ def _numbering() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this host started; None if there is no such process."""
+    """Return when a process of this host started; None if there is no such process.
+
+    One that has ended is not there, even if nobody has asked how (a zombie).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[19]  # clock ticks after the boot
+        state, *fields = stat.rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]  # clock ticks after the boot
     except OSError:
         pass
     try:
