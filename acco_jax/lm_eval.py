@@ -54,6 +54,11 @@ class AccoLM(LM):
             raise ValueError(
                 f"workdir is {workdir!r} and model {model!r}: give one of them."
             )
+        if workdir is not None and (dtype, ignore_weights) != (None, None):
+            raise ValueError(
+                f"dtype is {dtype!r} and ignore_weights {ignore_weights!r}: they are "
+                "for model, a run has its own."
+            )
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8
         if workdir is not None:
             self._language = language.from_run(workdir)

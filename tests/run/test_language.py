@@ -348,6 +348,8 @@ def test_the_harness_gets_its_answers(harness, folder):
     )
     drawn = {"do_sample": True, "temperature": 0.1, "top_p": 0.9, "top_k": 0}
     assert harness._sampling(drawn) == Sampling(0.1, None, 0.9)
+    with pytest.raises(ValueError, match=r"dtype is 'float32' .* a run has its own"):
+        harness.AccoLM(workdir="runs/a", dtype="float32")
     with pytest.raises(ValueError, match="give one of them"):
         harness.AccoLM()
 

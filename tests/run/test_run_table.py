@@ -56,6 +56,15 @@ def test_each_run_has_a_row(folder):
     assert rows["e-damaged"]["problem"].startswith("metrics.jsonl is damaged in line 1")
 
 
+def test_runs_behind_links_have_rows(tmp_path):
+    write(tmp_path / "scratch" / "big")
+    top = tmp_path / "runs"
+    top.mkdir()
+    (top / "linked").symlink_to(tmp_path / "scratch", target_is_directory=True)
+    (top / "back").symlink_to(top, target_is_directory=True)
+    assert [row["name"] for row in run_table.rows_of(top)] == ["linked/big"]
+
+
 def test_a_run_with_a_living_process_is_running(tmp_path):
     folder = write(tmp_path / "run", done=False)
     with claimed(folder):

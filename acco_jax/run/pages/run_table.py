@@ -41,7 +41,12 @@ def rows_of(folder: Path) -> list[Row]:
 
 def _runs_below(folder: Path) -> Iterator[Path]:
     """Yield the workdirs of runs; what is in a workdir is its own."""
-    for top, inside, files in os.walk(folder):
+    seen = set[str]()  # a link may lead back
+    for top, inside, files in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(top)) in seen:
+            inside.clear()
+            continue
+        seen.add(place)
         if "config.json" in files and _is_run(Path(top)):
             inside.clear()
             yield Path(top)
