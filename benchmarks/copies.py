@@ -7,8 +7,9 @@ Two processes on this machine, as if on two hosts, train under supervision, in t
 copies in folders in memory, as `memory_copies` makes them by default, and without. A
 turn goes on with its run for some seconds. Its first steps are left out: they load
 programs, and make the first copies, which are close together. It prints the mean step
-of each turn, the ratio of each repetition's two, the bytes in memory beside those of a
-checkpoint, and how many copies were made.
+of each turn, the ratio of each repetition's two, the bytes sent for copies as a share
+of those that steps send, the bytes in memory beside those of a checkpoint, and how many
+copies were made.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from acco_jax.command import exits  # noqa: E402
 from benchmarks import common  # noqa: E402
 
 PROCESSES, LEFT_OUT = 2, 12
+SENT = pathlib.Path("/sys/class/net/lo/statistics/tx_bytes")  # of all processes
 LIMITS = {"lost_after": 60.0, "restarts": 1}
 
 
@@ -60,9 +62,11 @@ class Mode:
                 commands.start(process)
             commands.until(lambda: self._done() > before + LEFT_OUT, "half-rounds")
             end = time.monotonic() + seconds
+            first, sent = self._done(), int(SENT.read_text())
             while time.monotonic() < end:
                 self._look()
                 time.sleep(0.2)
+            self.sent = int(SENT.read_text()) - sent, self._done() - first
             commands.stop()
             commands.wait(exits.STOPPED)
         rows = [r for r in common.rows(self.workdir) if r["kind"] == "train"]
@@ -100,11 +104,13 @@ def main() -> None:
         modes = [Mode(place, memory, name, args.width) for name in ("none", "copies")]
         for mode in modes:
             mode.turn(1.0)  # compiles
-        turns = []
+        turns, shares = [], []
         for number in range(args.repetitions):
             order = modes if number % 2 else modes[::-1]
             found = {mode.name: mode.turn(args.seconds) for mode in order}
             turns.append(found)
+            each = {m.name: m.sent[0] / max(m.sent[1], 1) for m in modes}
+            shares.append(each["copies"] / each["none"] - 1)
             print(
                 f"a step takes {found['none']:.3f} s without copies, "
                 f"{found['copies']:.3f} s with them",
@@ -118,6 +124,7 @@ def main() -> None:
             "turns": turns,
             "tokens/s with over without": statistics.median(ratios),
             "range": [ratios[0], ratios[-1]],
+            "bytes sent for copies over those for steps": statistics.median(shares),
             "bytes in memory": modes[1].most,
             "bytes of a checkpoint": state,
             "copies": len(modes[1].names) // PROCESSES,
