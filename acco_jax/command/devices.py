@@ -231,7 +231,7 @@ def connect(
       supervised: whether a command decides when the others are late.
 
     Raises:
-      ValueError: if a supervised process did not find the others.
+      exits.Failed: if a supervised process did not find the others.
     """
     if coordinator is None and not are_several(None, processes):
         return
@@ -257,7 +257,7 @@ def connect(
     except RuntimeError as error:
         what = f"the processes did not find each other: {error}"
         if supervised:
-            raise ValueError(what) from error
+            raise exits.Failed(what) from error
         # the first pod may have no address yet: a scheduler starts all of them again
         exits.end(exits.LOST, what)
     finally:

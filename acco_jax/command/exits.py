@@ -1,6 +1,7 @@
 """Exit codes of all commands, for schedulers and people."""
 
 import contextlib
+import errno
 import logging as levels
 import os
 import sys
@@ -33,6 +34,10 @@ Exit codes:
 """
 
 
+# of a file system or a network that fails now and may not the next time; errors of
+# connections and of time have classes
+PASSING = (errno.EIO, errno.ESTALE, errno.ENETDOWN, errno.ENETUNREACH,
+           errno.EHOSTDOWN, errno.EHOSTUNREACH)  # fmt: skip
 MEMORY = "lower microbatch_size, or use more devices."
 _PACKAGE = Path(__file__).parent.parent
 
@@ -100,8 +105,10 @@ def ended(error: BaseException, memory: str) -> tuple[int | None, str]:
             return FAILED, f"out of memory: {memory}"
         case RuntimeError() if text.startswith("RESOURCE_EXHAUSTED"):
             return FAILED, f"out of memory ({text:.200}): {memory}"
+        case ConnectionError() | TimeoutError():
+            return FAILED, text
         case OSError():
-            return REFUSED, text
+            return FAILED if error.errno in PASSING else REFUSED, text
         case ValueError():
             ours, where = _place(error)
             return REFUSED, text if ours else f"{text} ({where})"

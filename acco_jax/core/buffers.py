@@ -7,13 +7,15 @@ another, then zeros.
 
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 # TPUs fall back to a synchronous all-reduce for one-dimensional buffers and for row
@@ -25,7 +27,6 @@ MAX_ODD = 512
 WIDTHS = (1024, 768, 512, 256, 128)  # wide rows are the cheapest to pack
 WIDE = (1024, 512, 256, 128)  # where most leaves have no such rows of their own
 MAX_PADDING = 0.01  # of a buffer
-FEW = 16  # leaves, which a kernel for each may read
 
 
 Arrays = tuple[jax.Array, ...]
@@ -90,49 +91,41 @@ class Group:
             blocks.append(jnp.concatenate(tail, 1).reshape(n, -1, self.width))
         return jnp.concatenate(blocks, 1).reshape(-1, self.width)
 
-    def take(
-        self, buffer: jax.Array, apart: Callable[[jax.Array], jax.Array] = lambda x: x
-    ) -> list[jax.Array]:
+    def take(self, buffer: jax.Array, one: jax.Array | None = None) -> list[jax.Array]:
         """Return (n, *part) of every leaf: the inverse of `lay`.
 
-        Of many leaves it takes pieces of the buffer and then their leaves, with `apart`
-        behind each step. Where `apart` keeps the compiler from joining the steps, one
-        kernel reads all leaves that lie at the same place of their pieces. So k leaves
-        need 2 sqrt(k) kernels, not k.
+        With `one`, a uint32 [] of 1 that the compiler does not know to be 1, it does
+        not know either where a leaf lies. A compiler of kernels then has one for all
+        leaves of a shape.
         """
         blocks = buffer.reshape(-1, self.rows, self.width)
-        k, rows = self.aligned, 0
-        leaves, rest = self.parts[:k], self.parts[k:]
-        if leaves:
-            rows = sum(map(math.prod, leaves)) // self.width
-        first = _cut(blocks[:, :rows], leaves, self.width, apart)
-        if not rest:
-            return first
+        k = self.aligned
+        rows = sum(map(math.prod, self.parts[:k])) // self.width
         tail = blocks[:, rows:].reshape(blocks.shape[0], -1)
-        return first + _cut(tail, rest, 1, apart)
+        return [
+            *_cut(blocks[:, :rows], self.parts[:k], self.width, one),
+            *_cut(tail, self.parts[k:], 1, one),
+        ]
 
 
 def _cut(
     blocks: jax.Array,
     parts: Sequence[tuple[int, ...]],
     unit: int,
-    apart: Callable[[jax.Array], jax.Array],
+    one: jax.Array | None,
 ) -> list[jax.Array]:
     """Return (n, *part) of each; blocks (n, ...) hold `unit` elements an index."""
-    ends = np.cumsum([0, *(math.prod(part) // unit for part in parts)])
-    found: list[jax.Array] = []
-    if len(parts) <= FEW:
-        for part, a, b in zip(parts, ends, ends[1:], strict=False):
-            found.append(blocks[:, a:b].reshape(-1, *part))
-        return found
-    step = math.isqrt(len(parts))
-    for i in range(0, len(parts), step):
-        piece = apart(blocks[:, ends[i] : ends[min(i + step, len(parts))]])
-        own = zip(parts[i : i + step], ends[i:], ends[i + 1 :], strict=False)
-        for part, a, b in own:
-            leaf = piece[:, a - ends[i] : b - ends[i]]
-            found.append(apart(leaf).reshape(-1, *part))
-    return found
+    sizes = [math.prod(part) // unit for part in parts]
+    if one is None or blocks.shape[1] > np.iinfo(np.uint32).max:
+        ends = np.cumsum([0, *sizes])
+        found = [blocks[:, a:b] for a, b in itertools.pairwise(ends)]
+    else:
+        found, at = [], one - 1
+        for size in sizes:
+            found.append(lax.dynamic_slice_in_dim(blocks, at, size, axis=1))
+            # a division is not computed again for each leaf behind it
+            at = lax.div(at + jnp.uint32(size), one)
+    return [x.reshape(-1, *part) for x, part in zip(found, parts, strict=True)]
 
 
 def _fills_rows(part: tuple[int, ...], width: int) -> bool:

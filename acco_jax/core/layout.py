@@ -358,9 +358,9 @@ class Layout:
 
         def local(buffers: Arrays, whole: Arrays) -> PyTree:
             blocks: dict[int, jax.Array] = {}
-            rest, apart = iter(whole), self._apart()
+            rest, one = iter(whole), self._one()
             for group, buffer in zip(self.groups, buffers, strict=True):
-                parts = group.take(buffer, apart)
+                parts = group.take(buffer, one)
                 blocks |= dict(zip(group.leaves, parts, strict=True))
             each = enumerate(self.leaves)
             xs = [next(rest) if leaf.whole else blocks[i] for i, leaf in each]
@@ -368,17 +368,14 @@ class Layout:
 
         return self.everywhere(local, (spec, self._whole_specs), out_specs)
 
-    def _apart(self) -> Callable[[jax.Array], jax.Array]:
-        """Return, on CPU, an identity into which nothing behind it is fused.
+    def _one(self) -> jax.Array | None:
+        """Return, on CPU, a uint32 [] of 1 that the compiler does not know.
 
-        XLA:CPU compiles each kernel by itself, but equal kernels once. Leaves' kernels
-        differ if each reads the buffer at a place of its own. A division by a one that
-        the compiler cannot know is the cheapest operation that it does not duplicate.
+        XLA:CPU compiles each kernel by itself, equal ones once: see `Group.take`.
         """
         if platform_of(self.mesh) != "cpu":
-            return lambda x: x
-        one = jnp.where(lax.axis_index(self.axis) >= 0, 1, 2)
-        return lambda x: x / one.astype(x.dtype)
+            return None
+        return jnp.where(lax.axis_index(self.axis) >= 0, jnp.uint32(1), jnp.uint32(2))
 
     # ---- gradients, to the shards' owners
 

@@ -76,8 +76,6 @@ def advance(
 ) -> tuple[AccoState, Point]:
     """Advance the shards by one half-round of the recurrence."""
     commit = state.calls_done & 1 == 1  # this half-round is counted already
-    # without weight nothing counts, not even the error feedback of quantization
-    gradient = masked(totals.weight != 0, gradient)
     before = masked(commit, (state.carry, state.carried))
     both, total = jax.tree.map(jnp.add, (gradient, totals), before)
     theta, inner_state, norm = step(both, total, state.inner, state.master, commit)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from acco_jax.core.buffers import Totals
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, only
-from acco_jax.core.select import choose, masked
+from acco_jax.core.select import choose
 from acco_jax.core.state import StateT
 from acco_jax.methods.checks import checked_update
 
@@ -44,7 +44,7 @@ def guarded_step(
       layout: of the shards.
       extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss.
       gradient: G, summed over microbatches and workers; shards in the master dtype,
-        of any values where W is 0.
+        finite where W is 0.
       totals: W, and the sum of the losses.
       inner_state: the optimizer's at theta.
       master: theta, the committed point; shards.
@@ -55,8 +55,6 @@ def guarded_step(
     """
     valid = totals.weight != 0
     weight = jnp.where(valid, totals.weight, 1)
-    # masked before the division: XLA:CPU computes again in each kernel what comes after
-    gradient = masked(valid, gradient)
     mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
     arguments = {
         k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()

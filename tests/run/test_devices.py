@@ -124,7 +124,8 @@ def test_peers_that_jax_does_not_find_end_it_with_5(launched, monkeypatch, capsy
     assert (
         "error: the processes did not find each other: Retry" in capsys.readouterr().err
     )
-    with pytest.raises(ValueError, match="did not find each other"):
+    # a command may begin another attempt: what users give was accepted before it
+    with pytest.raises(exits.Failed, match="did not find each other"):
         devices.connect(None, None, None, supervised=True)
 
 

@@ -30,6 +30,12 @@ class Panic(BaseException):
     [
         (Damaged("every one"), exits.REFUSED, r"every one \(test_exits.py, line .*"),
         (OSError(28, "No space left"), exits.REFUSED, r"\[Errno 28\] No space left"),
+        (FileNotFoundError(2, "none"), exits.REFUSED, r"\[Errno 2\] none"),
+        # not the user's: a command with restarts begins again
+        (OSError(5, "Input/output"), exits.FAILED, r"\[Errno 5\] Input/output"),
+        (OSError(116, "Stale"), exits.FAILED, r"\[Errno 116\] Stale"),
+        (ConnectionResetError(104, "x"), exits.FAILED, r"\[Errno 104\] x"),
+        (TimeoutError(110, "x"), exits.FAILED, r"\[Errno 110\] x"),
         (spikes.LossSpike("the loss"), exits.DIVERGED, "the loss"),
         (FloatingPointError("nan"), exits.DIVERGED, "nan"),
         (KeyboardInterrupt(), exits.FAILED, "interrupted"),
