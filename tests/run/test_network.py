@@ -97,8 +97,11 @@ def test_a_link_has_its_rate_from_the_first_bytes_on():
             assert seconds(200_000) >= 0.07  # 0.08 at 20 Mbit/s
             for mbit in (200, 800):
                 net.set_rate(mbit)
-                # the best of some: other work on the machine only delays
-                reached = 64 / min(seconds(8_000_000) for _ in range(5))
+                reached = 0.0
+                for _ in range(30):  # the best: other work on the machine only delays
+                    reached = max(reached, 64 / seconds(8_000_000))
+                    if reached >= 0.9 * mbit:
+                        break
                 assert 0.9 * mbit <= reached <= 1.05 * mbit  # headers: 4 %
         finally:
             receiver.kill()
