@@ -122,6 +122,8 @@ class AccoLM(LM):
         ]
         most = self._language.config.max_length
         asked = int(options.get("max_gen_toks", TOKENS))
+        if asked < 1:
+            raise ValueError(f"max_gen_toks is {asked}: give at least 1.")
         if "max_gen_toks" in options and asked >= most:
             raise ValueError(
                 f"max_gen_toks is {asked}, but the model has {most} positions: give "

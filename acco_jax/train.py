@@ -187,9 +187,10 @@ def _train(claim: contextlib.ExitStack) -> None:
         )
         stages.ended("meeting")
         # slow, and only now may anything touch devices
+        from acco_jax.data import stored
         from acco_jax.run import continuing, loop, preparation, trials
         from acco_jax.run.config import fields
-        from acco_jax.run.state import checkpoints
+        from acco_jax.run.state import checkpoints, replicas
         from acco_jax.run.state import workdir as workdirs
         from acco_jax.run.trained import trained_runs
 
@@ -234,13 +235,16 @@ def _train(claim: contextlib.ExitStack) -> None:
             strict_hooks=_STRICT_HOOKS.value,
             stuck_after=_STUCK_AFTER.value,
         )
+    except replicas.ReplicasDiffer:
+        raise  # of a device: it would compute wrong bits again
     except (OSError, KeyboardInterrupt) as error:
         what = str(error) or "interrupted"
         raise exits.Failed(
             f"{what}: the same command continues from its checkpoint."
         ) from error
     except ValueError as error:
-        if process_count() == 1 or isinstance(error, checkpoints.Damaged):
+        rejected = checkpoints.Damaged, stored.DamagedTokens
+        if process_count() == 1 or isinstance(error, rejected):
             raise
         # a collective whose peer is gone may raise one: the input was not rejected
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from etils import epath
 
+from acco_jax.command import exits
 from acco_jax.core import small_files
 
 ROWS = 2**32  # bytes of a file of rows
@@ -118,12 +119,15 @@ def read_text(path: Path | epath.Path, *, limit: int | None = None) -> str:
     Raises:
       ValueError: with the file's name, if it is a folder, not UTF-8, or not
         readable.
+      OSError: if the file system fails, as `exits.PASSING` has it.
     """
     try:
         if limit is not None and not is_remote(path):
             small_files.check(path, limit)
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno in exits.PASSING:
+            raise
         reason = small_files.reason(error)
         raise ValueError(f"{path} cannot be read: {reason}.") from error
 

@@ -278,7 +278,7 @@ def describe(
     else:
         is_spec = lambda x: x is None or isinstance(x, P)  # noqa: E731
         specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
-        specs = jax.tree.leaves(specs, is_leaf=is_spec)
+        specs = treedef.flatten_up_to(specs)  # type: ignore[attr-defined]
     leaves = []
     for (path, x), spec in zip(flat, specs, strict=True):
         names = path_names(path)

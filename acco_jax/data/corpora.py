@@ -200,12 +200,16 @@ def _builder(
             f"data set {config.name!r} has no columns of data.task={config.task!r}: "
             "set data.name='jsonl', or data.task='pretrain'"
         )
-    if config.name == "stdlib":
-        folder = stdlib_config(config.held_out)
-        return prepared.opened(StdlibSource, folder, data_dir)
     if config.name == "text_folder":
         return prepared.opened(TextFolder, folder_config(config), data_dir)
-    return _named_builder(config.name, data_dir)
+    named = None if config.name == "stdlib" else _named_builder(config.name, data_dir)
+    if config.path is not None:
+        raise ValueError(
+            f"data.path is {config.path!r}, but data.name={config.name!r} does not "
+            "read it: set data.name to text_folder, jsonl, csv, parquet or huggingface"
+        )
+    folder = stdlib_config(config.held_out)
+    return named or prepared.opened(StdlibSource, folder, data_dir)
 
 
 def _from_records(config: ml_collections.ConfigDict) -> Source:

@@ -261,7 +261,9 @@ def held_out(splits: Sequence[str], train: str, asked: str) -> str | None:
     """
     if asked != "validation" or asked in splits:
         return asked
-    others = [split for split in splits if split != train]
+    # of a named data set train may be a sum, and of parts: 'train+test[:50%]'
+    used = {part.partition("[")[0].strip() for part in train.split("+")}
+    others = [split for split in splits if split not in {train, *used}]
     for role in ("validation", "test"):
         found = [split for split in others if split.lower() in WORDS[role]]
         if len(found) > 1 and role not in found:

@@ -388,6 +388,14 @@ def _present(
     for name in columns:
         if name not in texts:
             raise ValueError(f"{path} {lacks(name, texts, columns)}")
+    for name in optional:
+        if name in schema.names and name not in texts:
+            kind = schema.field(name).type
+            if str(kind) != "null":  # of rows that all have none
+                raise ValueError(
+                    f"{path} has {name!r} of type {kind}, which is not text: write "
+                    "strings"
+                )
     return [*columns, *(name for name in optional if name in texts)]
 
 

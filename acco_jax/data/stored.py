@@ -13,9 +13,13 @@ BLOCK = 4096  # bytes that have a checksum of their own
 _MOST = 2**26  # tokens of a slice that are held in memory
 
 
-def damaged(path: Path) -> ValueError:
-    """Return the error that names a damaged file of the token cache."""
-    return ValueError(
+class DamagedTokens(ValueError):
+    """A file of the token cache has other bytes than were written."""
+
+
+def damaged(path: Path) -> DamagedTokens:
+    """Return the error that names a damaged file."""
+    return DamagedTokens(
         f"{path} is damaged: remove the folder of tokens, which is then made again"
     )
 

@@ -206,7 +206,8 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       state: the optimizer state, also inside optax.chain or inject_hyperparams.
-      params: the parameters of the loop (theta, theta~ or rows); for their structure.
+      params: the parameters of the loop (theta, theta~ or rows); for their structure,
+        or, where the state has no other copy (gossip in float32), their values.
 
     Returns:
       The master weights, gathered and rounded to each parameter's own dtype (whatever
@@ -217,7 +218,7 @@ def committed_params(state: PyTree, params: PyTree) -> PyTree:
 
     Raises:
       ValueError: `state` holds no sharding method's state, or `params` is of another
-        structure.
+        structure, or lacks rows whose values are needed.
     """
     ours = find_state(state)
     if jax.tree.structure(params) != ours.layout.treedef:

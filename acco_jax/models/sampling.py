@@ -97,9 +97,11 @@ def begin(
       keys: (B,) of random numbers; a row's tokens depend only on its own key.
 
     Raises:
-      ValueError: a prompt is empty, or has more tokens with those that are to follow
-        than the model has positions.
+      ValueError: a prompt is empty, no token is to follow one, or it has more tokens
+        with those that are to follow than the model has positions.
     """
+    if (fewest := int(np.min(tokens))) < 1:
+        raise ValueError(f"{fewest} tokens are to follow a prompt: ask for at least 1")
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if not lengths.min():
         raise ValueError("a prompt has no token: begin it with the end of text")

@@ -166,6 +166,7 @@ def build(
         identity=identity, began=began, **trainable._asdict(),
     )  # fmt: skip
     if not checked:
+        optimizers.check_patterns(config, prepared.abstract_params(experiment))
         _check_optimizer(experiment)
     _check_experiment(experiment, lengths.FIELDS if old else ())
     return experiment
@@ -312,7 +313,7 @@ def _dealt(
         if len(set(counts)) > 1:
             raise ValueError(
                 f"batch is 'per_worker', but counts is {tuple(counts)}, of {first} "
-                f"workers, and now there are {workers}: set batch='kept'."
+                f"workers, and now there are {workers}: start as many."
             )
         return config, microbatches
     counts = worlds.dealt(sum(counts), workers)

@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from acco_jax.core.codec import Codecs, Residual
 from acco_jax.core.collectives import Alone
 from acco_jax.core.compiler import naming_unknown_options
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.half_round import Inputs, asynchronous, run_call
+from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
 from acco_jax.core.workers import check_compiled, check_same, place
 from acco_jax.methods.method import Method, is_state
+from acco_jax.methods.optimizer import pinned
 from acco_jax.step import kept
 
 
@@ -74,7 +77,9 @@ class TrainStep:
     ) -> tuple[PyTree, State, dict[str, Any]]:
         """Run one call; see `acco_jax.make_train_step`."""
         check_compiled()
-        args = self._donated(self._arguments(params, state, batch, counts, rng, extra))
+        given = self._arguments(params, state, batch, counts, rng, extra)
+        args = self._donated(given)
+        fresh = args is given  # as the last call returned them
         if not self._compared:
             check_same("batch", batch, self._tx.mesh)
             self._compared = True
@@ -86,6 +91,7 @@ class TrainStep:
         phase = self._tx.phase(call)
         if traced:
             return self._program(phase, state, nested=True)(*args)
+        args = args if fresh else self._followed(args)
         self._returned = []  # a call that fails may have taken their memory
         with naming_unknown_options():
             params, state, metrics = self._run(phase, args)
@@ -271,6 +277,18 @@ class TrainStep:
         params, state = jax.tree.unflatten(treedef, given)
         return args._replace(params=params, state=state)
 
+    def _followed(self, args: Arguments) -> Arguments:
+        """Return the arguments, the state's copy of the parameters being these ones.
+
+        Few bits of differences to it are gathered, so that an edit would stay.
+        """
+        residual = getattr(args.state, "residual", None)
+        if residual is None or residual.replica is None:
+            return args
+        codecs: Codecs = getattr(self._tx, "codecs")  # noqa: B009, a sharded method's
+        residual = _follow(codecs, args.state.layout, residual, args.params)
+        return args._replace(state=args.state._replace(residual=residual))
+
     def _refuse_trace(self) -> None:
         """Raise a ValueError unless the step may be part of a caller's program."""
 
@@ -335,6 +353,15 @@ class TrainStep:
         layout = state.layout
         rows = layout.grads_shardings if self._tx.local else layout.params_shardings
         return rows, state.shardings()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _follow(
+    codecs: Codecs, layout: Layout, residual: Residual, params: PyTree
+) -> Residual:
+    found: Any = codecs.follow(layout, residual, params)
+    homes = jax.tree.map(lambda x: x.sharding, layout.shards)
+    return found._replace(replica=pinned(found.replica, homes))
 
 
 def model_state(state: State) -> PyTree:

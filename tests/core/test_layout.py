@@ -332,6 +332,16 @@ def test_specs_are_needed_where_they_cannot_be_seen():
         assert "\n" not in str(error.value)
 
 
+def test_specs_of_parameters_with_none():
+    params = parameters({"a": (4, 3), "b": (4,)}) | {"nothing": None}
+    for specs in (P(), {"a": P(None, "model"), "b": P(), "nothing": None}):
+        mesh = make_mesh(2, 3)
+        tx = acco_jax.zero1(optax.sgd(1.0), mesh=mesh, param_specs=specs)
+        leaves = tx.init(params).layout.leaves
+        assert [str(leaf) for leaf in leaves] == ["a", "b"]
+        assert leaves[0].spec == (P() if specs == P() else specs["a"])
+
+
 def test_two_data_axes():
     tx = method("auto", (2, 2), False, ("slice", "chip"))
     theta = parameters(SHAPES)

@@ -278,6 +278,24 @@ def test_a_named_split_that_is_trained_on_is_not_held_out(prepared, data_dir):
     assert validation and not train & validation
 
 
+@pytest.mark.parametrize("train", ["train+test", "train + test[:50%]"])
+def test_splits_that_are_trained_on_together_are_not_held_out(
+    prepared, data_dir, train
+):
+    prepared.train_split = train
+    source = corpora.open_source(prepared, data_dir)
+    train, validation = {*source.train()}, {*source.validation()}
+    assert validation and not train & validation
+
+
+def test_a_data_set_without_a_path_is_not_given_one(prepared, data_dir, tmp_path):
+    prepared.path = str(tmp_path)
+    for name in (prepared.name, "stdlib"):
+        prepared.name = name
+        with pytest.raises(ValueError, match=r"but data.name='\w+' does not read it"):
+            corpora.open_source(prepared, data_dir)
+
+
 def test_a_named_data_set_that_is_prepared_again_is_read_again(
     prepared, data_dir, tmp_path, monkeypatch
 ):

@@ -204,6 +204,24 @@ def test_a_column_of_no_text_is_named_without_an_empty_list(tmp_path):
         list(records.read(found, found.train, columns, ()))
 
 
+def test_a_column_that_may_be_there_is_text_if_it_is(tmp_path):
+    columns, optional = tasks.columns("instruct", "text"), ("input",)
+    rows = {"instruction": ["a"], "output": ["b"]}
+    for i, (value, type) in enumerate({None: pa.null(), "c": pa.string()}.items()):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        table = pa.table(rows | {"input": pa.array([value], type)})
+        parquet.write_table(table, folder / "a.parquet")
+        found = records.find("parquet", str(folder), "train", "validation")
+        (record,) = records.read(found, found.train, columns, optional)
+        assert record.get("input") == value
+    table = pa.table(rows | {"input": [["c"]]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = records.find("parquet", str(tmp_path / "a.parquet"), "train", "validation")
+    with pytest.raises(ValueError, match=r"'input' of type list<.*, which is not text"):
+        list(records.read(found, found.train, columns, optional))
+
+
 # What would exhaust memory
 
 

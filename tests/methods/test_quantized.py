@@ -320,6 +320,25 @@ def test_a_saved_run_continues_to_the_bit(name):
         chex.assert_trees_all_equal(again, through)
 
 
+@pytest.mark.parametrize("form", ["fused", "split"])
+def test_other_parameters_than_the_states_are_undone(form):
+    """In differences, too: of few bits to what the owners take for the parameters."""
+    mesh = make_mesh(N)
+    theta = parameters(SHAPE, dtypes=np.float32)
+    batch = np.ones((2 * N, 3), np.float32)
+    for bits in (None, 8):
+        tx = acco_jax.dpu(optax.sgd(0.0), mesh=mesh, gather_bits=bits)
+        step = acco_jax.make_train_step(
+            lambda w, x, rng: jnp.sum(w) * jnp.mean(x), tx, microbatches=2, form=form
+        )
+        params, state = acco_jax.start(tx, theta)
+        params, state, _ = step(params + 1, state, batch)
+        here, committed = params, acco_jax.committed_params(state, params)
+        np.testing.assert_allclose(committed, theta)
+        # of one difference of at most 1, in steps of 1/127
+        np.testing.assert_allclose(here, theta, atol=0.02 if bits else 1e-6)
+
+
 @pytest.mark.slow
 def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
     """Less than a step of the last difference away, and the rounding of one sum."""

@@ -159,6 +159,7 @@ def test_what_is_drawn(how, allowed):
         (lambda: Sampling(top_k=0), "top_k is 0: give 1 or more"),
         (lambda: Sampling(top_p=1.5), "top_p is 1.5: give more than 0 and at most 1"),
         (lambda: _written(*_model("gpt2"), [[]], 3), "a prompt has no token"),
+        (lambda: _written(*_model("gpt2"), [[1]], 0), "0 tokens are to follow a"),
         (
             lambda: _written(*_model("gpt2"), [[1] * 20], 4),
             "20 tokens and 4 more are 24",

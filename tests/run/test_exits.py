@@ -15,6 +15,7 @@ from acco_jax.run.compare import pool
 from acco_jax.run.observe import spikes
 from acco_jax.run.state import replicas
 from acco_jax.run.state.checkpoints import Damaged
+from tests import programs
 
 PACKAGE = Path(acco_jax.__file__).parent
 COMMANDS = ("train", "compare", "evaluate", "generate", "export", "runs", "report",
@@ -123,3 +124,40 @@ def test_a_supervisor_judges_what_nothing_has_foreseen(monkeypatch, capsys):
 def test_every_command_ends_so(name):
     text = (PACKAGE / f"{name}.py").read_text()
     assert re.search(r"^@exits\.lines\(.*\)\ndef main\(", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        ("replicas.ReplicasDiffer('worker 1 differs')", exits.REFUSED, ""),
+        ("OSError(5, 'Input/output error')", exits.FAILED, "the same command contin"),
+        ("stored.damaged(Path('train.bin'))", exits.REFUSED, "remove the folder of to"),
+    ],
+)
+def test_what_ends_training_is_told_apart(tmp_path, error, code, says):
+    """A device's wrong bits and a damaged file would only come again."""
+    program = f"""
+from pathlib import Path
+from absl import app
+from acco_jax import train
+from acco_jax.data import stored
+from acco_jax.run import loop
+from acco_jax.run.state import replicas
+
+def run(*args, **options):
+    raise {error}
+
+loop.run = run
+parser = train.parsing.parser(train._CONFIG, groups=train.GROUPS)
+app.run(train.main, flags_parser=parser)
+"""
+    (tmp_path / "program.py").write_text(program)
+    flags = "--config.steps=2", f"--config.data.data_dir={tmp_path / 'data'}"
+    config = f"--config={programs.ROOT / 'experiments' / 'quickstart.py'}"
+    workdir = f"--workdir={tmp_path / 'run'}"
+    program = tmp_path / "program.py"
+    done = programs.run(program, config, workdir, *flags, timeout=240)
+    assert done.returncode == code, done.stderr[-2000:]
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ") and says in line
+    assert bool(says) or "the same command" not in line

@@ -154,6 +154,26 @@ WRONG = {
         ["--config.first_half=1", "--config.microbatches=adaptive"],
         "first_half is 1, but microbatches=adaptive determines what a half-round",
     ),
+    "balance of fixed counts": (
+        ["--config.balance.grows=True"],
+        "balance.grows is of microbatches='balanced', which is not set: drop it",
+    ),
+    "room of fixed counts": (
+        ["--config.most_microbatches=32"],
+        "most_microbatches is of microbatches that vary, which is not set: drop it",
+    ),
+    "weights of no folder": (
+        ["--config.ignore_weights=head"],
+        "ignore_weights is of init_from, which is not set: drop it",
+    ),
+    "path of the standard library": (
+        ["--config.data.path=/nowhere", "--config.data.name=stdlib"],
+        "data.path is '/nowhere', but data.name='stdlib' does not read it: set ",
+    ),
+    "column of instructions": (
+        ["--config.data.text_feature=reply", "--config.data.task=instruct"],
+        "data.text_feature is 'reply', but data.task='instruct' has columns of its own",
+    ),
     "balance of padding": (
         ["--config.model.family=qwen3-moe", "--config.model.router_loss=.001",
          "--config.data.task=chat"],

@@ -245,7 +245,8 @@ def test_fewer_that_cannot_form_the_mesh_wait_for_all():
         zero.say(Idle(1))
         go = await zero.next(Go)
         assert (go.processes, go.absent) == (1, "1")
-        zero.say(BEAT, End(exits.REFUSED, "mesh.fsdp is 2: use another."))
+        early = Beat(None, True, 0.0)
+        zero.say(early, End(exits.REFUSED, "mesh.fsdp is 2: use another."))
         verdict = await zero.next(Judgment)
         assert verdict.again and verdict.code == exits.REFUSED
         assert verdict.line.endswith("use another. All processes are awaited")
@@ -257,6 +258,19 @@ def test_fewer_that_cannot_form_the_mesh_wait_for_all():
             assert (await each.next(Go)).attempt == 3
         one.say(BEAT, End(exits.REFUSED, "no such file"))
         zero.say(BEAT, End(exits.REFUSED, "no such file"))
+        assert not (await zero.next(Judgment)).again
+
+    async def trained(command, meets):
+        """What ends them later is not their mesh, such as a device's wrong bits."""
+        zero = await command().hello(process=0, command="zero")
+        one = await command().hello()
+        for each in (zero, one):
+            await each.next(Go)
+        one.writer.transport.abort()
+        assert (await zero.next(Judgment)).again
+        zero.say(Idle(1))
+        await zero.next(Go)
+        zero.say(BEAT, End(exits.REFUSED, "silent corruption"))
         assert not (await zero.next(Judgment)).again
 
     limits = Limits(restarts=3, min_processes=1, regroup_after=0.05)

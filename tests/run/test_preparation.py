@@ -31,6 +31,11 @@ REFUSED = [
     ({"length": 30000}, "less than a batch of"),
     ({"optimizer.name": "lbfgs"}, "optimizer lbfgs .* does not work here: .*value"),
     ({"optimizer.options": {"b1": "much"}}, "optimizer"),
+    ({"optimizer.no_decay": "LayerNorm"}, "no_decay has 'LayerNorm', .*no parameter"),
+    (
+        {"optimizer.groups": (("embed_tokens", {"learning_rate": 1e-4}),)},
+        "groups has 'embed_tokens', which matches no parameter: .* wte/embedding",
+    ),
 ]
 
 

@@ -75,6 +75,8 @@ class GossipState(NamedTuple):
 
     def committed(self, params: PyTree) -> PyTree:
         """The mean over the workers, replicated."""
+        if self.master is None:
+            local_method.check_rows(self.layout, params)
         return _committed(self, params)
 
     def theta(self, params: PyTree) -> PyTree:

@@ -365,13 +365,7 @@ class LocalMethod:
             )
         self.check_parts(state)
         layout = state.layout
-        try:
-            check_grads(layout, params)
-        except ValueError:
-            raise ValueError(
-                "params are not the rows of this method, a copy for every worker: "
-                "give those of acco_jax.start(tx, params)."
-            ) from None
+        check_rows(layout, params)
         check_dtypes(layout, params)
         return place(params, layout.grads_shardings)
 
@@ -391,6 +385,17 @@ class LocalMethod:
 
         jax.eval_shape(self.make_state, params)
         jax.eval_shape(step, params)
+
+
+def check_rows(layout: Layout, params: PyTree) -> None:
+    """Raise a ValueError unless params are rows of what `layout` was made for."""
+    try:
+        check_grads(layout, params)
+    except ValueError:
+        raise ValueError(
+            "params are not the rows of this method, a copy for every worker: "
+            "give those of acco_jax.start(tx, params)."
+        ) from None
 
 
 def _refuse(model_state: PyTree) -> None:

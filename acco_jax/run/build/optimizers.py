@@ -274,6 +274,22 @@ def _decayed(no_decay: str | None, params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(decayed, params)
 
 
+def check_patterns(config: ConfigDict, params: PyTree) -> None:
+    """Raise a ValueError for a pattern of `optimizer` that matches no parameter."""
+    c = config.optimizer
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    names = ["/".join(path_names(path)) for path, _ in paths]
+    patterns = [("no_decay", c.no_decay)] if c.no_decay else []
+    patterns += [("groups", pattern) for pattern, _ in c.groups]
+    for field, pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            shown = ", ".join(names[:: max(len(names) // 8, 1)])
+            raise ValueError(
+                f"optimizer.{field} has {pattern!r}, which matches no parameter: they "
+                f"have names such as {shown}."
+            )
+
+
 def _labels(patterns: list[str], params: PyTree) -> PyTree:
     """Return each leaf's group: the number of the first pattern found in its path.
 

@@ -196,6 +196,11 @@ def _check_microbatches(config: ConfigDict) -> None:
 def _check_data(config: ConfigDict) -> None:
     """Raise a ValueError for fields of `data` in conflict or out of range."""
     c, lengths = config.data, tuple(config.data.lengths)
+    if c.task != "pretrain" and c.text_feature != FIELDS["data.text_feature"].default:
+        raise ValueError(
+            f"data.text_feature is {c.text_feature!r}, but data.task={c.task!r} has "
+            "columns of its own: leave it out, and rename the data's columns."
+        )
     if c.document_mask and c.task != "pretrain":
         raise ValueError(
             f"data.document_mask is of task='pretrain': of {c.task!r} every row is one "

@@ -107,6 +107,17 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
                 f"lora.{field} is {lora[field]!r}, but {' or '.join(kinds)} of lora is "
                 "not given: give lora.rank, too."
             )
+    kind = config.get("microbatches", "fixed")
+    others = {
+        "balance.": (kind == "balanced", "microbatches='balanced'"),
+        "most_microbatches": (kind != "fixed", "microbatches that vary"),
+        "ignore_weights": (config.get("init_from"), "init_from"),
+        "model.options.": (config.get("model", {}).get("factory"), "model.factory"),
+    }
+    for start, (has, what) in others.items():
+        for field in given if not has else ():
+            if f"{field}.".startswith(start):
+                raise ValueError(f"{field} is of {what}, which is not set: drop it.")
     optimizer = config.get("optimizer", {})
     for field, schedules in OF_SCHEDULES.items():
         schedule = optimizer.get("schedule")

@@ -361,17 +361,20 @@ class Checkpoints:
         The newest of them is sound; newer, damaged ones have been set aside.
         """
         steps: list[int] | None = []
-        failure = ""
+        failure, number = "", 0
         try:
             if jax.process_index() == 0 and self._folder.exists():
                 steps = self._set_aside_damaged() if self._repair else self._finished()
         except OSError as error:
             failure = str(error) or type(error).__name__
+            number = error.errno or 0
         if processes.from_process_0(np.bool_(failure)):
-            raise OSError(
+            unread = OSError(
                 f"the checkpoints in {self._folder} cannot be read "
                 f"({failure or 'process 0 says why'}): start again once they can."
             )
+            unread.errno = int(processes.from_process_0(np.int32(number)))
+            raise unread
         if (agreed := processes.numbers_from_process_0(steps)) is None:
             raise Damaged(
                 f"every checkpoint in {self._folder} is damaged: restore an intact "

@@ -121,7 +121,8 @@ def counted(
     if workers * balance.floor > total:
         raise ValueError(
             f"balance.floor is {balance.floor}, but the {workers} workers compute "
-            f"{total} microbatches in a half-round: lower it."
+            f"{total} microbatches in a half-round: "
+            + ("lower it." if workers == first else f"start {first} workers.")
         )
     capacity = max(capacity, math.ceil(total / workers))  # of fewer than at first
     return acco_jax.Balanced(total, capacity, balance.floor, balance.grows)

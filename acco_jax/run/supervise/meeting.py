@@ -469,9 +469,11 @@ class Meeting:
     def _reconsidered(self, verdict: Judgment, members: list[Member]) -> Judgment:
         """Return another verdict where fewer processes reject what all have accepted.
 
-        Their devices may not divide into the mesh. From then on all are required.
+        Before they train: their devices may not divide into the mesh. From then on all
+        are required.
         """
         fewer, restarts = len(members) < self._processes, self._limits.restarts
+        fewer = fewer and all(m.half_round is None for m in members)
         if verdict.code != exits.REFUSED or not fewer or self._attempt > restarts:
             return verdict
         self._limits = dataclasses.replace(self._limits, min_processes=None)

@@ -97,6 +97,15 @@ def test_follows_its_equations(case):
     assert points[-1][2]["step"] == CALLS * steps
 
 
+def test_the_mean_of_rows_is_not_taken_of_parameters_without_rows():
+    tx = acco_jax.gossip(problem.adamw(), mesh=make_mesh(2))
+    plain = {k: np.ones(shape, np.float32) for k, shape in problem.SHAPES.items()}
+    rows, state = acco_jax.start(tx, plain)
+    problem.assert_close(acco_jax.committed_params(state, rows), plain)
+    with pytest.raises(ValueError, match="not the rows of this method"):
+        acco_jax.committed_params(state, plain)
+
+
 @pytest.mark.parametrize("n", range(2, 9))
 def test_matchings_let_each_pair_meet_once(n):
     pairs = matchings(n)
