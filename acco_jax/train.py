@@ -187,10 +187,9 @@ def _train(claim: contextlib.ExitStack) -> None:
         )
         stages.ended("meeting")
         # slow, and only now may anything touch devices
-        from acco_jax.data import stored
         from acco_jax.run import continuing, loop, preparation, trials
         from acco_jax.run.config import fields
-        from acco_jax.run.state import checkpoints, replicas
+        from acco_jax.run.state import replicas
         from acco_jax.run.state import workdir as workdirs
         from acco_jax.run.trained import trained_runs
 
@@ -243,8 +242,7 @@ def _train(claim: contextlib.ExitStack) -> None:
             f"{what}: the same command continues from its checkpoint."
         ) from error
     except ValueError as error:
-        rejected = checkpoints.Damaged, stored.DamagedTokens
-        if process_count() == 1 or isinstance(error, rejected):
+        if process_count() == 1 or isinstance(error, exits.Damaged):
             raise
         # a collective whose peer is gone may raise one: the input was not rejected
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

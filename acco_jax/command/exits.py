@@ -50,6 +50,10 @@ class Failed(Exception):
     """A command could not do its work, for a reason that its message names."""
 
 
+class Damaged(ValueError):
+    """A file differs from what was written: to read it again changes nothing."""
+
+
 class _Timed(levels.Formatter):
     """Format of a line of the log: the time, a warning's level, the message."""
 

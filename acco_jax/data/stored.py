@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from acco_jax.command import exits
+
 BLOCK = 4096  # bytes that have a checksum of their own
 _MOST = 2**26  # tokens of a slice that are held in memory
 
 
-class DamagedTokens(ValueError):
-    """A file of the token cache has other bytes than were written."""
-
-
-def damaged(path: Path) -> DamagedTokens:
-    """Return the error that names a damaged file."""
-    return DamagedTokens(
+def damaged(path: Path) -> exits.Damaged:
+    """Return the error that names a damaged file of the token cache."""
+    return exits.Damaged(
         f"{path} is damaged: remove the folder of tokens, which is then made again"
     )
 

@@ -14,7 +14,6 @@ from acco_jax.command import exits, heartbeat
 from acco_jax.run.compare import pool
 from acco_jax.run.observe import spikes
 from acco_jax.run.state import replicas
-from acco_jax.run.state.checkpoints import Damaged
 from tests import programs
 
 PACKAGE = Path(acco_jax.__file__).parent
@@ -29,7 +28,11 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (Damaged("every one"), exits.REFUSED, r"every one \(test_exits.py, line .*"),
+        (
+            exits.Damaged("every one"),
+            exits.REFUSED,
+            r"every one \(test_exits.py, line .*",
+        ),
         (OSError(28, "No space left"), exits.REFUSED, r"\[Errno 28\] No space left"),
         (FileNotFoundError(2, "none"), exits.REFUSED, r"\[Errno 2\] none"),
         # not the user's: a command with restarts begins again

@@ -17,11 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import gcs_utils
 
+from acco_jax.command.exits import Damaged
 from acco_jax.run import continuing
 from acco_jax.run.build import validation
 from acco_jax.run.config import fields as configs
 from acco_jax.run.state import shards, workdir
-from acco_jax.run.state.checkpoints import Checkpoints, Damaged
+from acco_jax.run.state.checkpoints import Checkpoints
 from tests.run import killed_saves
 
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
+from acco_jax.command.exits import Damaged
 from acco_jax.command.files import (
     MISSING,
     is_number,
@@ -31,10 +32,6 @@ from acco_jax.run.state import processes, shards
 
 PyTree = Any
 HOST = "metadata"  # orbax's name of the file of host data
-
-
-class Damaged(ValueError):
-    """A checkpoint differs from what was saved."""
 
 
 class Checkpoints:
