@@ -129,10 +129,11 @@ LOADING = pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collecti
 )
 def test_another_process_gets_the_same_config(tmp_path, field, given, value):
     """As the runs of a comparison, and plan's command."""
+    factory = "a.b:c" if "options" in field else None  # whose options they are
     (tmp_path / "c.py").write_text(
         "from acco_jax.run.config import fields\ndef get_config():\n"
         "    c = fields.default_config()\n    c.model.options.text = 'a'\n"
-        "    c.model.factory = 'a.b:c'\n    return c"
+        f"    c.model.factory = {factory!r}\n    return c"
     )
     defined = flags.FlagValues()
     argv = ["", f"--config={tmp_path}/c.py", f"--config.{field}={given}"]
