@@ -162,6 +162,10 @@ WRONG = {
         ["--config.most_microbatches=32"],
         "most_microbatches is of microbatches that vary, which is not set: drop it",
     ),
+    "options of no factory": (
+        ["--config.model.options.dropout=0.1"],
+        "model.options.dropout is of model.factory, which is not set: drop it",
+    ),
     "weights of no folder": (
         ["--config.ignore_weights=head"],
         "ignore_weights is of init_from, which is not set: drop it",

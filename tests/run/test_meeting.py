@@ -232,19 +232,39 @@ def test_another_attempt_follows_those_of_a_lost_process_0():
     together(play)
 
 
+async def without_one(command):
+    """Returns process 0's command, which goes on without the other process."""
+    zero = await command().hello(process=0, command="zero")
+    one = await command().hello()
+    for each in (zero, one):
+        await each.next(Go)
+    one.writer.transport.abort()
+    assert (await zero.next(Judgment)).again
+    zero.say(Idle(1))
+    go = await zero.next(Go)
+    assert (go.processes, go.absent) == (1, "1")
+    return zero
+
+
+FEWER = Limits(restarts=3, min_processes=1, regroup_after=0.05)
+
+
+def test_what_ends_fewer_that_have_trained_is_not_their_mesh():
+    """Such as a device's wrong bits."""
+
+    async def play(command, meets):
+        zero = await without_one(command)
+        zero.say(BEAT, End(exits.REFUSED, "silent corruption"))
+        assert not (await zero.next(Judgment)).again
+
+    together(play, limits=FEWER)
+
+
 def test_fewer_that_cannot_form_the_mesh_wait_for_all():
     """Their own rejection does not end the run; a second one of all does."""
 
     async def play(command, meets):
-        zero = await command().hello(process=0, command="zero")
-        one = await command().hello()
-        for each in (zero, one):
-            await each.next(Go)
-        one.writer.transport.abort()
-        assert (await zero.next(Judgment)).again
-        zero.say(Idle(1))
-        go = await zero.next(Go)
-        assert (go.processes, go.absent) == (1, "1")
+        zero = await without_one(command)
         early = Beat(None, True, 0.0)
         zero.say(early, End(exits.REFUSED, "mesh.fsdp is 2: use another."))
         verdict = await zero.next(Judgment)
@@ -260,21 +280,7 @@ def test_fewer_that_cannot_form_the_mesh_wait_for_all():
         zero.say(BEAT, End(exits.REFUSED, "no such file"))
         assert not (await zero.next(Judgment)).again
 
-    async def trained(command, meets):
-        """What ends them later is not their mesh, such as a device's wrong bits."""
-        zero = await command().hello(process=0, command="zero")
-        one = await command().hello()
-        for each in (zero, one):
-            await each.next(Go)
-        one.writer.transport.abort()
-        assert (await zero.next(Judgment)).again
-        zero.say(Idle(1))
-        await zero.next(Go)
-        zero.say(BEAT, End(exits.REFUSED, "silent corruption"))
-        assert not (await zero.next(Judgment)).again
-
-    limits = Limits(restarts=3, min_processes=1, regroup_after=0.05)
-    together(play, limits=limits)
+    together(play, limits=FEWER)
 
 
 def test_the_idle_of_an_earlier_attempt_does_not_count(monkeypatch):
