@@ -1,5 +1,6 @@
 """How a command ends: one line and one code, whatever was raised."""
 
+import errno
 import json
 import logging as levels
 import os
@@ -10,7 +11,7 @@ import pytest
 from absl import logging
 
 import acco_jax
-from acco_jax.command import exits, heartbeat
+from acco_jax.command import exits, files, heartbeat
 from acco_jax.run.compare import pool
 from acco_jax.run.observe import spikes
 from acco_jax.run.state import replicas
@@ -164,3 +165,16 @@ app.run(train.main, flags_parser=parser)
     line = done.stderr.splitlines()[-1]
     assert line.startswith("error: ") and says in line
     assert bool(says) or "the same command" not in line
+
+
+def test_a_file_system_that_fails_is_not_a_file_that_cannot_be_read(monkeypatch):
+    def read(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    number = errno.EACCES
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
+        files.read_text(Path("config.json"))
+    number = errno.ESTALE
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        files.read_text(Path("config.json"))
