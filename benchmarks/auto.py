@@ -63,8 +63,8 @@ def work(spec: dict[str, Any]) -> None:
             match json.loads(line):
                 case {"choose": True}:
                     answer(process.choose())
-                case {"settle": True}:
-                    answer(process.settle())
+                case {"begin": True}:
+                    answer(process.begin())
                 case {"run": name, "steps": steps}:
                     answer(process.seconds(name, steps))
 
@@ -82,21 +82,14 @@ class Process:
 
         from acco_jax.run import measures, preparation, prepared, trials
 
-        config = trained()
         self._candidates = {
-            c.name: preparation.build(of(config, c), place / c.name)
-            for c in gaps.CANDIDATES
+            name: preparation.build(each, place / name)
+            for name, each in trials.candidates(trained(), hosts=1).items()
         }
-        self._compiled = dict[tuple[str, int], Any]()
         self._running = dict[str, Any]()
-        for name, candidate in self._candidates.items():
-            for number in range(len(candidate.halves) or 1):
-                e = candidate
-                if e.halves:
-                    e = preparation.with_first_half(e, number)
-                start = prepared.initial(e)
-                trials.compile_together(e, *start, prepared.batches(e).shapes())
-                self._compiled[name, first_half(e)] = e
+        for e in self._candidates.values():
+            start = prepared.initial(e)
+            trials.compile_together(e, *start, prepared.batches(e).shapes())
         zero1 = self._candidates["zero1"]
         params, _ = prepared.initial(zero1)
         self.bytes = 4 * sum(x.size for x in jax.tree.leaves(params))
@@ -111,17 +104,14 @@ class Process:
 
         return trials.fastest(self._candidates.items(), compiled=True)
 
-    def settle(self) -> dict[str, int]:
-        """Has each method take its first half; returns those, 0 where there is none."""
-        from acco_jax.run import prepared, trials
+    def begin(self) -> list[str]:
+        """Has each method begin anew; returns their names."""
+        from acco_jax.run import prepared
 
-        halves = {}
-        for name, candidate in self._candidates.items():
-            halves[name] = first_half(trials.settled(candidate, compiled=True))
-            e = self._compiled[name, halves[name]]
+        for name, e in self._candidates.items():
             batch = prepared.to_devices(next(prepared.batches(e)), e.mesh)
             self._running[name] = [e, *prepared.initial(e), batch]
-        return halves
+        return list(self._running)
 
     def seconds(self, name: str, steps: int) -> float:
         """Returns the seconds of an optimizer step, of so many."""
@@ -145,18 +135,6 @@ def trained() -> Any:
     return config
 
 
-def of(config: Any, candidate: gaps.Candidate) -> Any:
-    """Returns a config with a method that 'auto' may take."""
-    config = config.copy_and_resolve_references()
-    config.update(method=candidate.method, method_options=dict(candidate.options))
-    return config
-
-
-def first_half(experiment: Any) -> int:
-    """Returns the microbatches of the first half; 0: the method has no halves."""
-    return int(experiment.config.first_half) if experiment.halves else 0
-
-
 # ---- the parent
 
 
@@ -171,7 +149,7 @@ def at(workers: common.Workers, choices: int, repetitions: int) -> dict[str, Any
     for _ in range(choices):
         chosen.append(workers.ask(json.dumps({"choose": True}))[0])
         print(f"chosen: {chosen[-1]}", file=sys.stderr, flush=True)
-    halves = workers.ask(json.dumps({"settle": True}))[0]
+    assert workers.ask(json.dumps({"begin": True}))[0] == NAMES
     steps = {}
     for name in NAMES:
         timed(workers, name, 1)
@@ -180,7 +158,7 @@ def at(workers: common.Workers, choices: int, repetitions: int) -> dict[str, Any
     for number in range(repetitions):
         for name in NAMES[::-1] if number % 2 else NAMES:
             seconds[name].append(timed(workers, name, steps[name]))
-    return {"chosen": chosen, "first_halves": halves, "seconds": seconds}
+    return {"chosen": chosen, "seconds": seconds}
 
 
 def by_speed(row: dict[str, Any]) -> list[str]:

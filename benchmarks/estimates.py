@@ -11,8 +11,9 @@ library), a step 4,096 tokens; experiments/dynamics.py's (1.1M, 2,048 tokens); o
 `small` (0.27M, 2,048 tokens), also on `headers`, the C headers in this environment's
 packages. Without --runs it does SHOWN.
 
-`--tune=adamw,muon` looks for each variant's best rate instead, on seed 10: from a rate
-in the middle to its neighbours, a factor of 1.5 away, until the best is not at an edge.
+`--tune=adamw,muon` looks for each variant's best rate instead, by its mean loss on the
+seeds of TUNING: from a rate in the middle to its neighbours, a factor of 1.5 away,
+until the best is not at an edge.
 `--pairs=20` then runs each variant at its best rate on as many seeds more. Variants are
 named as the tables do: zero1, acco, f.75, f.75s1.15.
 
@@ -20,9 +21,9 @@ Each line of OUT is the run with its held-out loss (nats per token, of the same 
 targets), the loss of its last 60 steps, and how far the point that it computed at was
 from the commit, as a part of the commit's own way.
 
-`--table=OUT.jsonl` prints two tables: each variant at its own best rate, by the loss of
-seed 10, against zero1 at its own, on the other seeds; and differences to zero1 of equal
-optimizer, rate, steps, warm-up, batch, experiment and seed.
+`--table=OUT.jsonl` prints two tables: each variant at its own best rate, by the tuning
+seeds that it has, against zero1 at its own, on the other seeds; and differences to
+zero1 of equal optimizer, rate, steps, warm-up, batch, experiment and seed.
 """
 
 import argparse
@@ -56,7 +57,8 @@ from acco_jax.run import preparation, prepared  # noqa: E402
 from acco_jax.run.build import optimizers  # noqa: E402
 
 TARGETS = 400_000  # bound the evaluation
-TUNING, SEEDS = 10, 5  # the seed that chooses rates; seeds that compare
+TUNING = 10, 100, 101  # the seeds that choose rates
+SEEDS = 5  # that compare, at least
 MICROBATCH = 4  # rows whose activations a core's cache holds
 OPTIMIZERS = {
     "adamw": functools.partial(optax.adamw, b2=0.95, weight_decay=0.1),
@@ -247,10 +249,11 @@ def tune(runs: list[Run], out: Path) -> None:
         best, wanted = 0, {-1, 0, 1}
         while wanted:
             for step in sorted(wanted, key=abs):
-                tried = dataclasses.replace(run, lr=float(f"{run.lr * 1.5**step:.3g}"))
-                run_all([tried], out)
-                found = next(r for r in done(out) if Run(**r["run"]) == tried)
-                losses[step] = found["loss"]
+                lr = float(f"{run.lr * 1.5**step:.3g}")
+                tried = [dataclasses.replace(run, lr=lr, seed=seed) for seed in TUNING]
+                run_all(tried, out)
+                found = [r["loss"] for r in done(out) if Run(**r["run"]) in tried]
+                losses[step] = statistics.fmean(found)
             best = min(losses, key=lambda i: math.inf if math.isnan(losses[i]) else
                        losses[i])  # fmt: skip
             wanted = {best - 1, best + 1} - set(losses)
@@ -345,25 +348,30 @@ class Tuned(NamedTuple):
 
 
 def best_rates(losses: Losses) -> dict[tuple[str, str], float]:
-    """Returns the best rate of the tuning seed, by setting and variant."""
+    """Returns the best rate of the tuning seeds, by setting and variant.
+
+    Only rates with the most of these seeds count.
+    """
+    ranks: dict[tuple[str, str], tuple[int, float]] = {}
     rates: dict[tuple[str, str], float] = {}
     for (setting, lr, name), found in losses.items():
-        old = losses.get((setting, rates.get((setting, name), lr), name), {})
-        if found.get(TUNING, math.inf) <= old.get(TUNING, math.inf):
-            rates[setting, name] = lr
+        of = [found[seed] for seed in TUNING if seed in found]
+        rank = -len(of), statistics.fmean(of) if of else math.inf
+        if rank <= ranks.get((setting, name), rank):
+            ranks[setting, name], rates[setting, name] = rank, lr
     return rates
 
 
 def tuned(losses: Losses) -> list[Tuned]:
     """Returns each variant at its own best rate, of variants with five seeds there.
 
-    The rate is the best of the tuning seed, the losses are of all others.
+    The rate is the best of the tuning seeds, the losses are of all others.
     """
     rates = best_rates(losses)
     every = []
     for (setting, name), lr in rates.items():
         found, base = (
-            {i: x for i, x in losses[setting, at, n].items() if i != TUNING}
+            {i: x for i, x in losses[setting, at, n].items() if i not in TUNING}
             for n, at in ((name, lr), ("zero1", rates.get((setting, "zero1"), lr)))
         )
         if len(found) >= SEEDS:
@@ -381,7 +389,7 @@ def best(rows: list[dict]) -> str:
     for setting, name, lr, found, base in tuned(losses):
         tried = [k[1] for k in losses if (k[0], k[2]) == (setting, name)]
         rates = ", ".join(f"{x:g}" for x in sorted(set(tried)) if
-                          TUNING in losses[setting, x, name])  # fmt: skip
+                          TUNING[0] in losses[setting, x, name])  # fmt: skip
         text = "" if name == "zero1" else against(found, base)
         mean = statistics.fmean(found.values())
         lines.append(f"| {setting} | {name} | {lr:g} | {rates} | {mean:.4f} | {text} |")
@@ -407,7 +415,7 @@ def main() -> None:
         return
     if args.tune:
         asked_runs = [
-            Run(name=name, opt=opt, lr=MIDDLE.get(opt, 3e-3), seed=TUNING,
+            Run(name=name, opt=opt, lr=MIDDLE.get(opt, 3e-3), seed=TUNING[0],
                 experiment=args.experiment, corpus=args.corpus, **named(name))  # type: ignore[arg-type]
             for opt in args.tune.split(",") for name in args.variants.split(",")
         ]  # fmt: skip
@@ -416,7 +424,7 @@ def main() -> None:
         run_all(
             [
                 dataclasses.replace(run, lr=rates[run.setting, run.name], seed=seed)
-                for seed in (i for i in range(args.pairs + 1) if i != TUNING)
+                for seed in (i for i in range(args.pairs + 1) if i not in TUNING)
                 for run in asked_runs
             ],
             args.out,

@@ -57,28 +57,29 @@ def audit(
     Raises:
       ValueError: if the program cannot be read or compiled so.
     """
-    place = _topology(topology)
+    place, own = _topology(topology), None
     machine = Machine(place, machine_figures(place.chip, figures))
     if not isinstance(program, str | jax.stages.Compiled) and not hasattr(
         program, "as_text"
     ):
         program = _compile(program, arguments, place, compiler_options)
-        mesh = mesh or axes.mesh_of(arguments)
+        own = axes.mesh_of(arguments)
     elif arguments or compiler_options:
         raise ValueError(
             "the program is compiled already: arguments and compiler_options are for a "
             "jitted function."
         )
-    if mesh is None and hasattr(program, "input_shardings"):
-        mesh = axes.mesh_of(program.input_shardings)
+    if own is None and hasattr(program, "input_shardings"):
+        own = axes.mesh_of(program.input_shardings)
+    mesh = mesh or own
     text = program if isinstance(program, str) else program.as_text()
     schedule = schedules.read(text, trip_counts=trip_counts)
     _check_devices(schedule, place)
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
     check_mesh(sizes, place)
-    placed = schedule
-    if isinstance(mesh, Mesh) and place.slices == 1:
-        placed = schedule.placed(topologies.places(mesh))
+    placed, where = schedule, mesh if isinstance(mesh, Mesh) else own
+    if where is not None and where.size == place.devices and place.slices == 1:
+        placed = schedule.placed(topologies.places(where))
     prediction = costs.predict(placed, machine, place.devices)
     return Audit(
         schedule,
@@ -139,9 +140,13 @@ def _compile(
     wanted = {"gpu": {"gpu", "cuda"}, "tpu": {"tpu"}}[topology.platform]
     if not places <= wanted or not places:
         found = f"on {min(places)} devices" if places else "on no mesh"
+        name = f"'{topology}'"
+        if topology.slices > 1:
+            own, slices = str(topology).split()[0], topology.slices
+            name = f"acco_jax.schedule.topologies.parse('{own}', {slices})"
         raise ValueError(
-            f"the arguments lie {found}: make their mesh of "
-            f"acco_jax.audit.devices('{topology}')."
+            f"the arguments lie {found}: make their mesh of acco_jax.audit.devices"
+            f"({name})."
         )
     return topologies.compiled(step.lower(*arguments), topology, options)
 

@@ -122,8 +122,9 @@ def matching(root: Path) -> tuple[Path, list[Path]]:
     if os.path.lexists(root):
         check_file(root)
         return root.parent, [root]
-    parent = base(root)
-    pattern = root.relative_to(parent).parts
+    parent, pattern = divided(root)
+    if not glob.has_magic(pattern[0]):  # a folder's name is wrong
+        return parent, []
     if "**" in pattern:
         found = [parent / p for p in walk(parent) if _matches(p.split("/"), pattern)]
         return parent, sorted(found)
@@ -133,11 +134,12 @@ def matching(root: Path) -> tuple[Path, list[Path]]:
     return parent, sorted(map(Path, names))
 
 
-def base(root: Path) -> Path:
-    """Return the part of a path that exists: what stands before a pattern."""
+def divided(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the part of a path that exists, and the parts after it: a pattern."""
+    root = path
     while not os.path.lexists(root):
         root = root.parent
-    return root
+    return root, path.relative_to(root).parts
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

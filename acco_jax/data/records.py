@@ -6,6 +6,7 @@ Nothing here runs the data set's code. Its formats need only pyarrow.
 import codecs
 import csv
 import dataclasses
+import glob
 import gzip
 import itertools
 import json
@@ -441,7 +442,9 @@ def outside(path: Path, *ours: str | os.PathLike) -> None:
     path = expanded(path).absolute()
     if not path.is_dir() and "**" not in path.parts:
         return
-    root = listing.base(path)
+    root, pattern = listing.divided(path)
+    if pattern and not glob.has_magic(pattern[0]):
+        return  # matches nothing
     below = {os.path.realpath(folder) for folder, _ in listing.folders(root)}
     for own in map(Path, ours):
         real = expanded(own).resolve()

@@ -136,8 +136,12 @@ def _run() -> Callable[[float], Mapping[str, str]]:
                 f"--{given} is of a plan, --calibrate measures this machine: leave out "
                 "one of them."
             )
-        if _SLICES.present:
-            raise ValueError("--slices is of a --topology: leave out one of them.")
+        seconds = (_SLICES, _CHECKPOINT, _RESTART)
+        if given := next((f.name for f in seconds if f.present), None):
+            raise ValueError(
+                f"--{given} is of a plan, --calibrate measures this machine: leave out "
+                "one of them."
+            )
         _calibrate(json_file)
         return _nothing
     if not _TOPOLOGY.value:
@@ -156,15 +160,30 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     if networks and not several:
         changes["slow_bandwidth"] = networks[0]
     sizes = tuple(arguments.whole("--devices", text) for text in _DEVICES.value)
-    if _SWEEP.value and (several or sizes or _TOKENS.value or _RECOMMEND.value):
+    decides = _TOKENS.value or _PRICE.value or _FAILURE.value
+    if _SWEEP.value and (len(places) > 1 or sizes or decides or _RECOMMEND.value):
         raise ValueError(
             "--sweep-network is of one machine: leave out --devices, --tokens, "
-            "--recommend, and all but one --topology and --network."
+            "--price, --failure-hours, --recommend, and all but one --topology."
         )
-    if _RECOMMEND.value and (several or sizes or _TOKENS.value or _METHODS.value):
+    if _SWEEP.value:
+        far = places[0].devices > places[0].fast_domain
+        varied = "slow_bandwidth" if far else "fast_bandwidth"
+        if networks or varied in changes:
+            raise ValueError(
+                "--sweep-network varies the network's rate: leave out --network and "
+                f"--set={varied}."
+            )
+    if _RECOMMEND.value and (several or sizes or decides or _METHODS.value):
         raise ValueError(
             "--recommend is for one machine and network: leave out --methods, "
-            "--devices, --tokens, and all but one --topology and --network."
+            "--devices, --tokens, --price, --failure-hours, and all but one --topology "
+            "and --network."
+        )
+    if several and sizes:
+        raise ValueError(
+            "--devices is of one plan: leave it out, or give one --topology and one "
+            "--network."
         )
     if _SWEEP.value and gate:
         raise ValueError(

@@ -94,7 +94,7 @@ def calibrate(config: ConfigDict) -> Report:
     """
     groups = {f"mesh.{axis}": size for axis, size in config.mesh.items()}
     for name, size in {**groups, "domains": config.domains}.items():
-        if size > 1:
+        if (size or 1) > 1:
             raise ValueError(
                 f"{name}={size}: --calibrate measures devices that each are a worker, "
                 f"all on one axis. Leave out --config.{name}."
@@ -363,7 +363,7 @@ def _step(
         for corner in machine.corners()
     ]
     hidden = None
-    if p.communication:
+    if p.communication and not program.tx.local:  # whose calls have steps between
         waited = (
             measured - program.microbatches * slope - max(0.0, rest - p.communication)
         )

@@ -133,8 +133,13 @@ def methods_of(config: ConfigDict, request: PlanRequest) -> tuple[str, ...]:
     """Return the methods to compile.
 
     Raises:
-      ValueError: if a method does not exist.
+      ValueError: if a method does not exist, or a run is to choose it.
     """
+    if not request.methods and config.method == "auto":
+        raise ValueError(
+            "method is 'auto', which a run chooses by timing: give --recommend, or "
+            "--methods."
+        )
     methods = tuple(dict.fromkeys(request.methods or (config.method, BASELINE)))
     for name in methods:
         check_name("--methods", name, METHODS)
@@ -232,10 +237,12 @@ def of_method(config: ConfigDict, method: str) -> ConfigDict:
 def with_domains(config: ConfigDict, topology: Topology) -> ConfigDict:
     """Return the config with a domain for each host, where hosts have several devices.
 
-    An all-to-all of reduce_bits then crosses the network once for each host.
+    An all-to-all of reduce_bits then crosses the network once for each host. A worker
+    that is a group of more devices than a host has leaves no room for domains.
     """
-    hosts = topology.devices // topology.fast_domain
-    if config.domains is not None or hosts < 2 or topology.fast_domain < 2:
+    hosts, within = topology.devices // topology.fast_domain, topology.fast_domain
+    group = config.mesh.fsdp * config.mesh.tensor
+    if config.domains is not None or hosts < 2 or within < 2 or within % group:
         return config
     config = config.copy_and_resolve_references()
     config.domains = hosts

@@ -88,7 +88,10 @@ def make(
     reduces = [c.method for c in found if c.divides]
     if divided is not config and reduces:
         asked = dataclasses.replace(request, methods=tuple(dict.fromkeys(reduces)))
-        plans[True] = planner.make(divided, topology, asked)
+        try:
+            plans[True] = planner.make(divided, topology, asked)
+        except planner.NothingFits:
+            found = [c for c in found if not c.divides]
     timed = [each for c in found for each in _timed(plans[c.divides], c, plan.config)]
     best = max(t.tokens_per_second for t in timed)
     chosen = next(t for t in timed if LONGER * t.tokens_per_second >= best)
@@ -123,7 +126,9 @@ def _quarters(config: ConfigDict) -> ConfigDict:
     config.method_options = ConfigDict()  # of candidates only their own are known
     least = 2 * config.mesh.fsdp  # rows that can be halved
     while (
-        config.microbatches_per_step < SMALLEST and not config.microbatch_size % least
+        config.microbatches_per_step < SMALLEST
+        and not config.microbatch_size % least
+        and not config.counts  # which count microbatches
     ):
         config.microbatches_per_step *= 2
         config.microbatch_size //= 2

@@ -86,14 +86,15 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
             f"--sweep-network compares with {BASELINE}, which is not among --methods: "
             "add it."
         )
-    others = tuple(m for m in methods if m != BASELINE)
+    others = tuple(m for m in dict.fromkeys(methods) if m != BASELINE)
     ask = functools.partial(dataclasses.replace, request, fit=False)
     plan = planner.make(config, topology, ask(methods=(BASELINE,)))
     divided = planner.with_domains(config, topology)
-    plans = [planner.make(c, topology, ask(methods=others)) for c in _halved(config)]
-    if divided is config:
-        few = plans
-    else:
+    plans = few = [
+        planner.make(c, topology, ask(methods=others))
+        for c in (_halved(config) if others else [])
+    ]
+    if divided is not config and others:
         few = [planner.make(c, topology, ask(methods=others)) for c in _halved(divided)]
     several = topology.devices > topology.fast_domain
     network = "slow" if several else "fast"

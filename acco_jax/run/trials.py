@@ -23,12 +23,20 @@ from acco_jax.run.config import fields as configs
 from acco_jax.run.preparation import with_first_half
 from acco_jax.run.prepared import Experiment, batches, counts_of, initial, to_devices
 from acco_jax.run.state.memory import MemoryCopies
-from acco_jax.step.first_half import LONGER, first_halves, smallest, step_seconds
+from acco_jax.step.first_half import (
+    LONGER,
+    first_halves,
+    ratios,
+    smallest,
+    step_seconds,
+)
 from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 
-NEAR = 1.5  # times the fastest, at most: those that are timed again,
-TURNS = 3  # times in turn; of those the first is taken that is
+NEAR = 1.5  # times the fastest, at most: those that are timed again in turns,
+TURNS = 3  # at least; until one is left that takes
+CLOSE = 1.1  # times the fastest, at most, or after
+MOST_TURNS = 9  # of them the first that is
 AS_FAST = 1.01  # times as long as the fastest, at most
 COMPILE_SECONDS = 1800  # a process may compile this much longer than another
 
@@ -60,26 +68,11 @@ def with_method(
                 return config
             return configs.with_first_half(config, old.get("first_half", "auto"))
         raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
-    per_step = config.microbatches_per_step
-    divides = per_step % 2 == 0  # into the calls of a step of acco
-    if divides and config.first_half == "auto":  # the losses are of a quarter
-        quarter = first_halves(per_step)[0]
-        config = configs.with_first_half(config, quarter)
-    name = config.optimizer.name
-    candidates, others = gaps.allowed(
-        name, config.tolerance, uneven=divides and optimizers.uneven(config)
-    )
-    if not divides:
-        others = [f"acco: microbatches_per_step={per_step} is odd"]
-    for why in others:
-        logging.info("method auto, with %s: not %s", name, why)
-    found = {
-        c.name: _of_method(config, c.method, c.options, hosts if c.divides else None)
-        for c in candidates
-    }
-    if len(candidates) == 1:
-        logging.info("method auto: %s, the only one", candidates[0].name)
-        return found[candidates[0].name]
+    found = candidates(config, hosts)
+    if len(found) == 1:
+        [(name, only)] = found.items()
+        logging.info("method auto: %s, the only one", name)
+        return only
     built = (
         (name, preparation.build(each, workdir, devices))
         for name, each in found.items()
@@ -87,26 +80,53 @@ def with_method(
     return found[fastest(built)]
 
 
-def fastest(
-    candidates: Iterable[tuple[str, Experiment]], *, compiled: bool = False
-) -> str:
+def candidates(config: ConfigDict, hosts: int) -> dict[str, ConfigDict]:
+    """Return the configs, by name, whose loss is within the tolerance.
+
+    Those of acco have a first half of a quarter unless the config says another, as
+    their losses are of a quarter.
+
+    Args:
+      config: of the experiment, checked.
+      hosts: that have several devices, or 1.
+    """
+    per_step = config.microbatches_per_step
+    divides = per_step % 2 == 0  # into the calls of a step of acco
+    if divides and config.first_half == "auto":
+        config = configs.with_first_half(config, first_halves(per_step)[0])
+    name = config.optimizer.name
+    found, others = gaps.allowed(
+        name, config.tolerance, uneven=divides and optimizers.uneven(config)
+    )
+    if not divides:
+        others = [f"acco: microbatches_per_step={per_step} is odd"]
+    for why in others:
+        logging.info("method auto, with %s: not %s", name, why)
+    return {
+        c.name: _of_method(config, c.method, c.options, hosts if c.divides else None)
+        for c in found
+    }
+
+
+def fastest(built: Iterable[tuple[str, Experiment]], *, compiled: bool = False) -> str:
     """Return the name of the experiment whose steps take least, by timing some of each.
 
     Where several take as long it is the first, and the last that is asked for leaves no
-    communication to overlap. Those that are nearly as fast are compared in turns.
+    communication to overlap. Those that are nearly as fast are compared in turns, more
+    of them where they are close.
 
     Args:
-      candidates: with their names; the first computes a whole step in a call.
+      built: with their names; the first computes a whole step in a call.
       compiled: whether the steps are, for what they are given here.
     """
-    built, seconds = dict[str, Experiment](), dict[str, float]()
+    kept, seconds = dict[str, Experiment](), dict[str, float]()
     computing = 0.0
-    for name, e in candidates:
+    for name, e in built:
         if e.workers == 1:
             logging.info("method auto: %s, one worker", name)
             return name
         if not (e.config.base or e.config.lora.rank or e.config.lora.ranks):
-            built[name] = e  # of a frozen model the devices hold one at a time
+            kept[name] = e  # of a frozen model the devices hold one at a time
         if not computing:
             computing = measures.gradient_seconds(e, initial(e)[0], per_token=False)
             logging.info("method auto: gradients take %.3g s a step", computing)
@@ -114,16 +134,10 @@ def fastest(
         logging.info("method auto: %s takes %.3g s", name, seconds[name])
         if seconds[name] <= LONGER * computing:
             break
-    near = [name for name in built if seconds[name] <= NEAR * min(seconds.values())]
+    near = [name for name in kept if seconds[name] <= NEAR * min(seconds.values())]
     if len(near) > 1:
-        turns = np.array([
-            [np.median(_timed(built[name], [None], compiled=True)) for name in near]
-            for _ in range(TURNS)
-        ])  # fmt: skip
-        for name, typical in zip(near, np.median(turns, axis=0), strict=True):
-            logging.info("method auto: %s takes %.3g s again", name, typical)
-            seconds[name] = float(typical)
-        chosen = near[smallest(turns, AS_FAST)]
+        chosen, again = _in_turns({name: kept[name] for name in near})
+        seconds |= again
     else:
         least = AS_FAST * min(seconds.values())
         chosen = next(name for name, s in seconds.items() if s <= least)
@@ -135,6 +149,27 @@ def fastest(
             "hundredth of zero1's bytes", 100 * exposed,
         )  # fmt: skip
     return chosen
+
+
+def _in_turns(near: dict[str, Experiment]) -> tuple[str, dict[str, float]]:
+    """Return the name of the fastest of several, and the seconds of each one's step.
+
+    They are timed in turns, and after each turn from `TURNS` on only those are left
+    that are close to the fastest.
+    """
+    left, turns, seconds = list(near), np.empty((0, len(near))), dict[str, float]()
+    while len(left) > 1 and len(turns) < MOST_TURNS:
+        timed = [_timed(near[name], [None], compiled=True) for name in left]
+        turns = np.vstack([turns, [np.median(x) for x in timed]])
+        if len(turns) < TURNS:
+            continue
+        seconds |= dict(zip(left, np.median(turns, axis=0).tolist(), strict=True))
+        close = ratios(turns) <= CLOSE
+        left = [name for name, kept in zip(left, close, strict=True) if kept]
+        turns = turns[:, close]
+    for name, typical in seconds.items():
+        logging.info("method auto: %s takes %.3g s again", name, typical)
+    return left[smallest(turns, AS_FAST)], seconds
 
 
 def _of_method(

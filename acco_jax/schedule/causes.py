@@ -38,9 +38,11 @@ def likely(c: Collective, spent: Spent, schedule: Schedule, machine: Machine) ->
     taken = _slot(c, schedule) or _slot_in_loops(c, schedule)
     if taken is not None:
         return _taken(c, taken, machine)
-    cause = _in_entry(c, schedule) if c.where == "ENTRY" else _in_loop(c, machine)
-    if cause is None:
-        cause = _at_once(c, machine)
+    if c.where == "ENTRY":
+        cause = _in_entry(c, schedule)
+    else:
+        cause = _in_loop(c, machine, schedule)
+    cause = cause or _at_once(c, machine)
     if c.bytes < SMALL_BYTES:
         return Cause(
             f"{cause.text}; of {c.bytes} bytes it is only latency",
@@ -142,8 +144,11 @@ def _accumulation(c: Collective, schedule: Schedule) -> Loop | None:
     if gradient and "/while/" not in before:
         return None
     around = [loop for loop in schedule.loops if loop.body == c.where]
-    while around and around[-1].where != "ENTRY":
-        around += [x for x in schedule.loops if x.body == around[-1].where][:1]
+    while around:  # up to ENTRY, or to what is called or is a conditional's branch
+        outer = [x for x in schedule.loops if x.body == around[-1].where]
+        if not outer:
+            break
+        around.append(outer[0])
     if not around:
         return None
     outermost = around[-1]
@@ -158,8 +163,9 @@ def _last(schedule: Schedule) -> Collective | None:
     return next((c for c in reversed(own) if 2 * c.bytes >= largest), None)
 
 
-def _in_loop(c: Collective, machine: Machine) -> Cause | None:
-    if machine.topology.platform != "gpu":
+def _in_loop(c: Collective, machine: Machine, schedule: Schedule) -> Cause | None:
+    inside = any(loop.body == c.where for loop in schedule.loops)
+    if machine.topology.platform != "gpu" or not inside:
         return None
     kind, advice = c.kind.replace("-", "_"), "unroll the loop by 2"
     if c.kind in (*_REDUCTIONS, "all-gather"):

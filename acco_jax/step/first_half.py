@@ -39,17 +39,29 @@ def first_halves(microbatches: int) -> tuple[int, ...]:
     return tuple(sorted({quarter, max(microbatches // 2, 1)}))
 
 
-def smallest(seconds: np.ndarray, longer: float = LONGER) -> int:
-    """Return the index of the first candidate that typically takes no longer.
+def ratios(seconds: np.ndarray) -> np.ndarray:
+    """Return how many times as long as the fastest each candidate typically takes.
 
     Candidates are compared within a turn: other load on a machine comes and goes.
 
     Args:
       seconds: (times, candidates).
+
+    Returns:
+      (candidates,), the smallest is 1.
+    """
+    found = np.median(seconds / seconds.min(axis=1, keepdims=True), axis=0)
+    return found / found.min()
+
+
+def smallest(seconds: np.ndarray, longer: float = LONGER) -> int:
+    """Return the index of the first candidate that typically takes no longer.
+
+    Args:
+      seconds: (times, candidates).
       longer: times as long that count as no longer.
     """
-    ratios = np.median(seconds / seconds.min(axis=1, keepdims=True), axis=0)
-    return int(np.argmax(ratios <= longer * ratios.min()))
+    return int(np.argmax(ratios(seconds) <= longer))
 
 
 def step_seconds(

@@ -140,6 +140,26 @@ def test_a_group_is_in_one_host_or_several_by_its_mesh():
     assert again.prediction.exposed == inside.prediction.exposed
 
 
+def test_a_mesh_by_sizes_leaves_the_devices_where_they_are():
+    """Those of the program's own mesh."""
+    order = 0, 2, 4, 6, 1, 3, 5, 7
+    own = Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), ("a", "b"))
+
+    class Compiled:
+        input_shardings = (NamedSharding(own, P()),), {}
+
+        def as_text(self):
+            return reduced(8, "{{0,1,2,3},{4,5,6,7}}")
+
+    plain, named = (
+        audit(Compiled(), topology="gpu:h100:2x4", mesh=mesh)
+        for mesh in (None, {"a": 2, "b": 4})
+    )
+    assert plain.prediction.exposed == named.prediction.exposed
+    blocks = audit(Compiled().as_text(), topology="gpu:h100:2x4", mesh=dict(own.shape))
+    assert plain.prediction.exposed > 1.5 * blocks.prediction.exposed
+
+
 def test_on_a_tpu_a_group_is_a_line_or_a_block_by_its_mesh():
     """`jax.make_mesh` lays an axis along the torus, not in the order of hosts."""
     text = reduced(16, 4)

@@ -410,6 +410,7 @@ def test_a_linked_folder_of_ours_does_not_become_data(tmp_path):
     for path in (root, root / "**" / "*.jsonl"):
         with pytest.raises(ValueError, match=r"root holds .*workdir, which training"):
             records.outside(path, workdir)
+    records.outside(tmp_path / "wrong" / "**" / "*.jsonl", workdir)  # is refused later
     (root / "runs").unlink()
     records.outside(root, workdir)
 
@@ -445,3 +446,6 @@ def test_patterns(tmp_path):
         source = opened(root, path=pattern)
         found = files_of([*source.train(), *source.validation()])
         assert found == set(files.split()), pattern
+    for pattern in ("wrong/**/*.jsonl", "wrong/*.jsonl", "wrong"):
+        with pytest.raises(ValueError, match=rf"no .jsonl files at .*{pattern[:5]}"):
+            opened(root, path=pattern)

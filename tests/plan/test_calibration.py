@@ -98,10 +98,18 @@ def test_a_report_with_odd_figures_is_refused(tmp_path, figures):
         calibration.read(file)
 
 
-def test_groups_of_devices_are_not_calibrated():
+def test_groups_of_devices_are_not_calibrated(monkeypatch):
     config = default_config()
     config.mesh.fsdp = 2
     with pytest.raises(ValueError, match=r"mesh.fsdp=2: .* Leave out --config.mesh"):
+        calibration.calibrate(config)
+    config = default_config()
+    config.domains = 2
+    with pytest.raises(ValueError, match=r"domains=2: .* Leave out --config.domains"):
+        calibration.calibrate(config)
+    config = default_config()  # which has no domains
+    monkeypatch.setattr(calibration, "_products", lambda mesh: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         calibration.calibrate(config)
 
 

@@ -6,10 +6,12 @@ import shlex
 
 import pytest
 
+from acco_jax.plan import planner
 from acco_jax.run.config import parsing
 from tests.schedule.recordings import run
 
 FILE = "--recommend", "--nofit"
+AS_PLANNED = {"microbatch_size": 4, "microbatches_per_step": 2}  # unless asked
 
 
 def recommended(tmp_path, *arguments):
@@ -58,10 +60,29 @@ def test_without_a_measured_loss_there_is_zero1(stand_in, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extra", ["--methods=acco", "--devices=16", "--tokens=1e9", "--network=10,20"]
-)
+    "extra",
+    ["--methods=acco", "--devices=16", "--tokens=1e9", "--network=10,20",
+     "--price=h200=2", "--failure-hours=9"],
+)  # fmt: skip
 def test_it_is_for_one_machine(refusal, extra):
     assert "--recommend is for one machine" in refusal(*FILE, extra)
+
+
+def test_without_acco_in_memory_there_is_zero1(stand_in, tmp_path, monkeypatch):
+    """Also where a host has several devices, of which acco is planned once more."""
+    make = planner.make
+
+    def make_only_zero1(config, topology, request):
+        if request.methods == ("acco",):
+            raise planner.NothingFits({"acco": "needs 200 GB of 141"})
+        return make(config, topology, request)
+
+    monkeypatch.setattr(planner, "make", make_only_zero1)
+    place = "--topology=gpu:h200:4x8"
+    found = recommended(tmp_path, place, "--set=slow_bandwidth=5e9")
+    assert found["recommended"] in ("zero1", "acco")
+    names = [c["name"] for c in found["candidates"]]
+    assert "acco with 8 bits both ways" not in names
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -87,11 +108,14 @@ def test_the_command_has_the_halves_that_were_planned(stand_in, tmp_path):
     assert (config.microbatches_per_step, config.first_half) == (4, 1)
 
 
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 @pytest.mark.parametrize(
     "given",
     [
         ("microbatch_size=1", "microbatches_per_step=2"),
         ("microbatches_per_step=4", "counts=(2,2,2,2,2,2,2,1)"),
+        # microbatches of half the rows would make it half the batch
+        ("microbatches_per_step=2", "method=zero1", "counts=(2,2,2,2,2,2,2,1)"),
     ],
 )
 def test_halves_whose_loss_is_not_measured_are_not_recommended(
@@ -103,6 +127,11 @@ def test_halves_whose_loss_is_not_measured_are_not_recommended(
     assert found["recommended"] == "zero1"
     (why,) = found["left_out"]
     assert "four microbatches" in why
+    config = parsing.config_of(shlex.split(found["command"])[3:-1])
+    rows = config.microbatch_size * config.microbatches_per_step
+    asked = dict(field.split("=") for field in given)
+    size, many = (int(asked.get(n, d)) for n, d in AS_PLANNED.items())
+    assert rows == size * many
 
 
 def test_varying_microbatches_are_rejected(refusal):

@@ -41,7 +41,20 @@ def test_bands_are_where_a_method_is_the_fastest(
         ("--methods=acco", "compares with zero1, which is not among --methods"),
         ("--recommend", "is of one machine: leave out"),
         ("--tokens=1e9", "is of one machine: leave out"),
+        ("--price=h200=2", "is of one machine: leave out"),
+        ("--network=10", "varies the network's rate: leave out --network"),
+        ("--set=fast_bandwidth=1e10", "leave out --network and --set=fast_bandwidth"),
     ],
 )
 def test_it_needs_zero1_and_one_machine(stand_in, refusal, extra, said):
     assert said in refusal("--sweep-network", extra)
+
+
+def test_methods_are_asked_for_once_and_no_others(stand_in, tmp_path, capsys):
+    file = tmp_path / "sweep.json"
+    run("--sweep-network", "--methods=zero1", f"--json={file}", f"--out={tmp_path}")
+    assert [p.method for p in stand_in] == ["zero1"]
+    assert list(json.loads(file.read_text())["speedups"]) == ["zero1"]
+    run("--sweep-network", "--methods=acco,acco,zero1", f"--json={file}")
+    found = json.loads(file.read_text())
+    assert {len(x) for x in found["speedups"].values()} == {len(found["rates"])}

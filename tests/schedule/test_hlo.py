@@ -2,6 +2,7 @@
 
 import pytest
 
+from acco_jax.audit import audit
 from acco_jax.schedule import hlo, schedules
 
 MIB = 2**20
@@ -456,6 +457,56 @@ def test_one_branch_of_a_conditional_communicates(branches, names):
     found = schedules.read(text).collectives
     assert [c.name for c in found] == names
     assert all(c.times == 1 for c in found)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_collective_of_a_branch_has_a_cause(inside):
+    """Also one in a loop there: a branch is neither ENTRY nor a loop's body."""
+    branches = """
+    %none (p: f32[1024,1024]) -> f32[1024,1024] {
+      ROOT %p = f32[1024,1024]{1,0} parameter(0)
+    }
+
+    %sends (p: f32[1024,1024]) -> f32[1024,1024] {
+      %p = f32[1024,1024]{1,0} parameter(0)
+      ROOT %ar = f32[1024,1024]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8], \
+        to_apply=%sum
+    }
+
+    %body (t: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
+      %t = (s32[], f32[1024,1024]{1,0}) parameter(0)
+      %i = s32[] get-tuple-element(%t), index=0
+      %x = f32[1024,1024]{1,0} get-tuple-element(%t), index=1
+      %s = f32[1024,1024]{1,0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%sum
+      ROOT %o = (s32[], f32[1024,1024]{1,0}) tuple(%i, %s)
+    }
+
+    %asks (t: (s32[], f32[1024,1024])) -> pred[] {
+      %t = (s32[], f32[1024,1024]{1,0}) parameter(0)
+      %i = s32[] get-tuple-element(%t), index=0
+      ROOT %lt = pred[] compare(%i, %i), direction=LT
+    }
+
+    %loops (p: f32[1024,1024]) -> f32[1024,1024] {
+      %p = f32[1024,1024]{1,0} parameter(0)
+      %zero = s32[] constant(0)
+      %t = (s32[], f32[1024,1024]{1,0}) tuple(%zero, %p)
+      %w = (s32[], f32[1024,1024]{1,0}) while(%t), condition=%asks, body=%body, \
+        backend_config={"known_trip_count":{"n":"3"}}
+      ROOT %x = f32[1024,1024]{1,0} get-tuple-element(%w), index=1
+    }
+"""
+    text = module(
+        """
+        %i = s32[] parameter(0)
+        %p = f32[1024,1024]{1,0} parameter(1)
+        %c = f32[1024,1024]{1,0} conditional(%i, %p, %p), \
+          branch_computations={%none, %ONE}
+        """.replace("ONE", "loops" if inside else "sends"),
+        branches,
+    )
+    (reading,) = audit(text, topology="gpu:h100:1x8").verdict().readings
+    assert ("in the loop's body" in reading.cause.text) == inside
 
 
 def test_a_loop_s_condition_communicates_before_each_iteration_and_after_the_last():
