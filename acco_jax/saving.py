@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,13 +44,14 @@ def save(
     Raises:
       FileExistsError: `path` is a file, or a folder that is not empty.
       TypeError: `extra` is not JSON.
-      ValueError: `state` is not a method's, or `params` is of another structure.
+      ValueError: `state` is not a method's, or `params` are not those beside it: of
+        another structure, or of a local method without rows.
 
     Example:
       acco_jax.save("checkpoints/100", state, params, extra={"batches": 100})
     """
     ocp, folder = _orbax(path)
-    if not method.is_state(state) or jax.tree.structure(params) != state.layout.treedef:
+    if not method.is_state(state) or not _fits(state, params):
         raise ValueError(
             "state and params are not a method's: give what its train step returned."
         )
@@ -125,6 +127,17 @@ def restore(
     leaves = list(map(leaf_names.as_key, leaves, map(found.get, named)))
     pair = jax.tree.unflatten(treedef, leaves)
     return *(pair if target is None else reshard(pair, target)), about["extra"]
+
+
+def _fits(state: State, params: PyTree) -> bool:
+    """Return whether these parameters are of a state, by structure and shapes."""
+    layout = state.layout
+    if jax.tree.structure(params) != layout.treedef:
+        return False
+    local = "residual" not in state._fields  # whose parameters are rows
+    rows = (layout.workers,) if local else ()
+    shapes = [(*rows, *leaf.shape) for leaf in layout.leaves]
+    return list(map(jnp.shape, jax.tree.leaves(params))) == shapes
 
 
 def _saved(

@@ -117,6 +117,11 @@ def main(argv: list[str]) -> None:
 def _check_fewer() -> None:
     """Raise a ValueError if --min_processes does not fit the other flags."""
     if (least := _MIN_PROCESSES.value) is None:
+        if _REGROUP_AFTER.present:
+            raise ValueError(
+                f"--regroup_after={_REGROUP_AFTER.value:g} is for --min_processes: "
+                "give both, or neither."
+            )
         return
     if not _RESTARTS.value or _COORDINATOR.value is None:
         raise ValueError(

@@ -8,9 +8,10 @@ core in a network namespace of its own, prepare experiments/quickstart.py as
 `acco_jax.train` does. The rate of the link is set until the communication of zero1's
 step takes 0.1 to 4 times the computation of the step. At each rate the processes choose
 by the runner's own trials, anew each time; then all methods that 'auto' may take are
-timed in turn, a second of steps each. A ratio is the median over repetitions
-of the ratio within one, and its spread the middle half: other load on a machine comes
-and goes. Those of a choice are the tokens/s of the method chosen over those of the best
+timed in turn, a second of steps each. Each repetition begins all of them anew: where
+a start's arrays lie changes a method's seconds by up to a third. A ratio is the median
+over repetitions of the ratio within one, and its spread the middle half: other load on
+a machine comes and goes. Those of a choice are the tokens/s of the method chosen over those of the best
 and of the worst.
 
 With --table, the table of an earlier report; --recommend adds what `plan --recommend`
@@ -149,15 +150,12 @@ def at(workers: common.Workers, choices: int, repetitions: int) -> dict[str, Any
     for _ in range(choices):
         chosen.append(workers.ask(json.dumps({"choose": True}))[0])
         print(f"chosen: {chosen[-1]}", file=sys.stderr, flush=True)
-    assert workers.ask(json.dumps({"begin": True}))[0] == NAMES
-    steps = {}
-    for name in NAMES:
-        timed(workers, name, 1)
-        steps[name] = max(1, round(1 / timed(workers, name, 2)))
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(repetitions):
+        assert workers.ask(json.dumps({"begin": True}))[0] == NAMES
         for name in NAMES[::-1] if number % 2 else NAMES:
-            seconds[name].append(timed(workers, name, steps[name]))
+            steps = max(1, round(1 / timed(workers, name, 1)))
+            seconds[name].append(timed(workers, name, steps))
     return {"chosen": chosen, "seconds": seconds}
 
 

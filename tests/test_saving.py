@@ -295,6 +295,9 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
     for wrong in [(params, state), ((state,), params), (state, {"w": params["w"]})]:
         with pytest.raises(ValueError, match="are not a method's: give what its"):
             acco_jax.save(tmp_path / "0", *wrong)
+    rows, local = acco_jax.start(method("diloco", inner=optax.sgd(0.1)), begin())
+    with pytest.raises(ValueError, match="are not a method's: give what its"):
+        acco_jax.save(tmp_path / "0", local, acco_jax.committed_params(local, rows))
     with pytest.raises(TypeError, match="JSON"):
         acco_jax.save(tmp_path / "0", state, params, {"batch": np.ones(1)})
     assert not (tmp_path / "0").exists()

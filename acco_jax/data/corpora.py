@@ -402,6 +402,13 @@ def _rows(
             f"data set {name!r} has no split {split!r}: set data.train_split and "
             f"data.validation_split to some of {splits}"
         )
+    try:
+        tfds.core.ReadInstruction.from_spec(split).to_absolute(builder.info.splits)
+    except Exception as error:  # such as 'train[:200]' of 100
+        raise ValueError(
+            f"data set {name!r} has no part {split!r} ({_line(error)}): set "
+            "data.train_split and data.validation_split to parts that it has"
+        ) from error
     kinds = builder.info.features.items()
     texts = [key for key, k in kinds if k.shape == () and k.np_dtype == np.object_]
     for feature in columns:

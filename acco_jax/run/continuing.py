@@ -148,9 +148,20 @@ def repeating(experiment: Experiment, folder: Path) -> worlds.WorldsReplay:
     replay, done = worlds.WorldsReplay(folder), experiment.checkpoints.latest() or 0
     replay.check(experiment.identity, done, experiment.world)
     if isinstance(experiment.step, AdaptiveStep | BalancedStep):
-        log, last = folder / counts.FILE, replay.end(done)
+        log, last = folder / counts.FILE, repeats_to(experiment, replay, done)
         experiment.step.repeat(acco_jax.Replay(log, experiment.capacity, done, last))
     return replay
+
+
+def repeats_to(
+    experiment: Experiment, replay: worlds.WorldsReplay, done: int
+) -> int | None:
+    """Return the half-round up to which a record can be repeated; None: to its end."""
+    end = replay.end(done)
+    if not isinstance(experiment.step, AdaptiveStep | BalancedStep):
+        return end
+    logged = max(counts.logged(replay.folder), done)
+    return logged if end is None else min(end, logged)
 
 
 def check_whole(workdir: Path, checkpoints: Path | epath.Path) -> None:
@@ -165,17 +176,19 @@ def check_present(workdir: Path, checkpoints: Path | epath.Path) -> None:
     """Raise a ValueError for a workdir with metrics but without its checkpoints."""
     if not (workdir / metrics.FILE).exists():
         return
-    if not checkpoints.exists():
-        raise ValueError(
-            f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "
-            "restore it, or use another workdir."
-        )
-    if not (workdir / "config.json").exists():
+    before = checkpoints
+    if (workdir / "config.json").exists():
+        said = read_object(workdir / "config.json").get("checkpoints")
+        said = said if isinstance(said, str) else None
+        before = checkpoint_folder(ConfigDict({"checkpoints": said}), workdir)
+    if before == checkpoints:
+        if not checkpoints.exists():
+            raise ValueError(
+                f"{workdir} has {metrics.FILE}, but its folder {checkpoints} is gone: "
+                "restore it, or use another workdir."
+            )
         return
-    said = read_object(workdir / "config.json").get("checkpoints")
-    said = said if isinstance(said, str) else None
-    before = checkpoint_folder(ConfigDict({"checkpoints": said}), workdir)
-    if before == checkpoints or saved_calls(checkpoints):
+    if saved_calls(checkpoints):
         return
     if saved_calls(before) or not before.exists():
         raise ValueError(

@@ -19,7 +19,7 @@ import acco_jax
 from acco_jax import data
 from acco_jax.command import exits, heartbeat, paths, signals, stages
 from acco_jax.core.gradients import with_arrays
-from acco_jax.run import measures, samples, trials
+from acco_jax.run import continuing, measures, samples, trials
 from acco_jax.run.build import optimizers
 from acco_jax.run.config.fields import profiled
 from acco_jax.run.evaluation import Evaluator
@@ -118,6 +118,11 @@ class _Run:
             with tqdm.tqdm.external_write_mode(file=sys.stderr):
                 logging.info("started: %s", started)
         asked = profiled(e.config.profile)
+        if asked and self.done >= asked[-1] and not profiling.summaries(e.workdir):
+            logging.warning(
+                "profile=%s is over: the run is at half-round %d", e.config.profile,
+                self.done,
+            )  # fmt: skip
         self.profile = profiling.Profile(asked, e.workdir, e.workers, self)
 
     def _restore(self) -> dict[str, Any] | None:
@@ -186,6 +191,8 @@ class _Run:
         self._replicas.judge()
         seconds, rollbacks = self._recorder.seconds, self.rollbacks
         self._close_records()
+        self.params = self.state = None  # devices may have no room for two
+        self._metrics = {}
         with self._watchdog.aside():
             host = self._restore()
         self.rollbacks = rollbacks + 1
@@ -212,7 +219,7 @@ class _Run:
         with self._goodput.waiting():
             rows = next(self._batches)
         batch = to_devices(rows, e.mesh)
-        with self._patience(batch):
+        with self._call_patience(batch):
             self.params, self.state, self._metrics = e.step(
                 self.params, self.state, batch, self._counts, self._rng()
             )
@@ -238,7 +245,7 @@ class _Run:
             rate = self._rate(device["step"])
             self._recorder.train(host, device | {"learning_rate": rate})
 
-    def _patience(self, batch: PyTree) -> contextlib.AbstractContextManager[None]:
+    def _call_patience(self, batch: PyTree) -> contextlib.AbstractContextManager[None]:
         """Return the context of a call, which may compile where the shape is new."""
         shapes = tuple(x.shape for x in jax.tree.leaves(batch))
         self._calls[shapes] += 1
@@ -353,6 +360,10 @@ class _Run:
             e.checkpoints.save(self.done, (self.params, self.state), self._host())
             self.saved = self.done
             self._goodput.mark("checkpoints", self.done)
+
+    def patience(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of what may take as long as a save, after the last row."""
+        return self._watchdog.aside()
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is written."""
@@ -479,7 +490,8 @@ def run(
     last = min(total, stop_after or total)
     if replay is not None:
         done = experiment.checkpoints.latest() or 0
-        last = min(last, replay.end(done) or last)
+        end = continuing.repeats_to(experiment, replay, done)
+        last = last if end is None else min(last, end)
     _announce(experiment)
     row, memory = None, _memory(experiment, repeats=replay is not None)
     with (
@@ -513,8 +525,9 @@ def run(
                 logging.warning("rolled back to half-round %d", runner.done)
         if row is None and runner.saved != runner.done:
             memory.remain()
-        checkpoints.wait()  # and process 0's checksums of it, before copies are removed
-        processes.meet("the last checkpoint is whole")
+        with runner.patience():
+            checkpoints.wait()  # also for its checksums, before copies are removed
+            processes.meet("the last checkpoint is whole")
     if row is not None:
         measured = runner.spent() | {"microbatches": runner.microbatches}
         measured |= {"lost_tokens": runner.lost_tokens}

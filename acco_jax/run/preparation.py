@@ -37,10 +37,10 @@ from acco_jax.run.weights import adapters, pretrained
 
 PyTree = Any
 
-# Fields beside a run's identity that say when processes communicate.
+# Fields beside a run's identity that say when processes communicate, and what.
 STEERING = (
     "log_every", "eval_every", "eval_batches", "samples", "checkpoint_every",
-    "compare_replicas_every",
+    "compare_replicas_every", "form", "drop_nonfinite",
 )  # fmt: skip
 
 
@@ -346,13 +346,21 @@ def _corpus(
     return corpus
 
 
+def steering_of(config: ConfigDict) -> dict[str, Any]:
+    """Return what processes must have in common beside the run's identity."""
+    return {name: config[name] for name in STEERING} | {
+        "spike.policy": config.spike.policy,
+        "memory_copies": bool(config.memory_copies),  # each in a folder of its own
+    }
+
+
 def _check_same_config(config: ConfigDict, identity: dict[str, Any]) -> None:
     """Raise a ValueError, on every process, if processes have different configs.
 
     Shards that each process updates in its own way would be sent to all: no replica
     would differ.
     """
-    mine = json.dumps([identity, {name: config[name] for name in STEERING}])
+    mine = json.dumps([identity, steering_of(config)])
     known, steering = json.loads(processes.bytes_from(0, mine.encode()))
     own, others = json.loads(mine)
     field = differing_field(known, own) or next(

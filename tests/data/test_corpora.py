@@ -355,6 +355,9 @@ def test_wrong_splits_and_features_are_refused(prepared, data_dir):
     prepared.validation_split = "validation"
     prepared.train_split = "training"
     assert "'training'" in refusal(prepared, data_dir)
+    prepared.train_split = "train[:999]"
+    assert "has no part 'train[:999]' (" in (said := refusal(prepared, data_dir))
+    assert "set data.train_split and data.validation_split to parts" in said
     prepared.train_split = "train"
     for feature in ("text", "i"):
         prepared.text_feature = feature

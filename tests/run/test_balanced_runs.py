@@ -75,6 +75,15 @@ def test_a_slow_worker_is_followed_named_and_repeated(run, measured, tmp_path, c
     assert counts_of(tmp_path / "b") == found
     assert repeated["loss"] == summary["loss"]
     assert arrays_of(again) == arrays_of(first)
+    # a record that ends early is repeated so far, with a checkpoint
+    log, text = tmp_path / "a" / FILE, (tmp_path / "a" / FILE).read_text()
+    log.write_text("".join(text.splitlines(True)[:3]) + "[2, 2")  # killed in the fourth
+    part, nothing = run(tmp_path / "c", replay=tmp_path / "a")
+    assert nothing is None and part.checkpoints.latest() == 3
+    assert run(tmp_path / "c", replay=tmp_path / "a")[1] is None
+    log.write_text(text)
+    part, repeated = run(tmp_path / "c", replay=tmp_path / "a")
+    assert arrays_of(part) == arrays_of(first)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from acco_jax.run import loop, prepared
 from acco_jax.run.build import meshes, optimizers
 from acco_jax.run.observe import metrics
 from acco_jax.run.state.checkpoints import Checkpoints
+from acco_jax.run.state.drops import Drops
 from tests.run.own_models import linen_model
 from tests.run.test_loop import arrays_of
 
@@ -92,6 +93,14 @@ def test_it_goes_on_and_says_so_and_resumes_to_the_bit(
     assert arrays_of(again) == arrays_of(experiment)
     assert repeated["loss"] == summary["loss"]
     assert {r["half_round"]: r["dropped"] for r in rows(parts)} == found
+
+
+@pytest.mark.parametrize("dropping", [True, False])
+def test_a_run_that_drops_no_longer_forgets_nobodys_half_rounds(dropping):
+    """They would be the newest for ever, and no checkpoint would be written."""
+    mesh = jax.make_mesh((2,), ("data",))
+    state = {"in_a_row": [0, 0], "nobody": 1, "since": 0}
+    assert Drops(dropping, mesh, 3, lambda *_: 0, state).nobody == int(dropping)
 
 
 def test_a_half_round_of_nobody_has_no_row_and_no_checkpoint(train, tmp_path, marked):

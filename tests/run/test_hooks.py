@@ -50,7 +50,7 @@ def wandb(monkeypatch):
     return runs
 
 
-def test_every_row_goes_to_the_hook_and_to_wandb(train_quickly, tmp_path, wandb):
+def test_every_row_goes_to_the_hook_and_to_wandb(train_quickly, tiny, tmp_path, wandb):
     """A continued run goes on in the same run of W&B."""
     SEEN.clear()
     changes = {"metrics_hook": f"{__name__}:collect", "wandb_project": "tests"}
@@ -68,6 +68,9 @@ def test_every_row_goes_to_the_hook_and_to_wandb(train_quickly, tmp_path, wandb)
     assert settings["project"] == "tests" and settings["resume"] == "allow"
     assert settings["config"]["method"] == "acco"
     assert wandb["ends"] == [0, 0]  # all is sent before the process ends
+    (tmp_path / "wandb_id.txt").write_text("")  # a kill has cut it off
+    hooks._Wandb(sys.modules["wandb"], tiny(wandb_project="tests"), tmp_path)
+    assert (tmp_path / "wandb_id.txt").read_text() == "an-id"
 
 
 ROWS = [{"kind": "train", "half_round": h, "loss": 1.0 / h} for h in (1, 2, 3)]

@@ -462,3 +462,6 @@ def test_a_save_waits_with_patience_for_the_last_one_and_syncs_records(
     last = found.index("sync")
     assert save == "wait" and found[last + 1] == "wait"
     assert {seconds for _, seconds in done[: last + 2]} == {patience}
+    waits = [seconds for name, seconds in done if name == "wait"]
+    assert len(waits) == 4  # the third after the last row, the fourth without watchdog
+    assert set(waits[:3]) == {patience}

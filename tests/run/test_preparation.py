@@ -75,15 +75,18 @@ def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
     [
         ({"optimizer.learning_rate": 0.5}, r"optimizer\.learning_rate=.*, not 0\.5"),
         ({"eval_every": 3}, r"eval_every=\d+, not 3"),
+        ({"drop_nonfinite": False}, "drop_nonfinite=None, not False"),
+        ({"spike.policy": "rollback"}, "spike.policy='stop', not 'rollback'"),
+        ({"memory_copies": ""}, "memory_copies=True, not False"),
+        ({"memory_copies": "/elsewhere"}, ""),
         ({"data.path": "/elsewhere"}, ""),  # the text may lie elsewhere
         ({"wandb_project": "mine"}, ""),
     ],
 )
 def test_processes_with_another_config_are_refused(tiny, monkeypatch, change, said):
-    config, other = tiny(), tiny(**change)
+    config, other = (tiny(**{"memory_copies": "/here"} | x) for x in ({}, change))
     first, mine = (json.loads(c.to_json_best_effort()) for c in (config, other))
-    steering = {name: config[name] for name in preparation.STEERING}
-    known = json.dumps([first, steering]).encode()
+    known = json.dumps([first, preparation.steering_of(config)]).encode()
     monkeypatch.setattr(processes, "bytes_from", lambda source, data: known)
     monkeypatch.setattr(processes, "all_bytes", lambda data: [b"", data])
     if said:

@@ -133,7 +133,7 @@ def test_another_process_gets_the_same_config(tmp_path, field, given, value):
     (tmp_path / "c.py").write_text(
         "from acco_jax.run.config import fields\ndef get_config():\n"
         "    c = fields.default_config()\n    c.model.options.text = 'a'\n"
-        f"    c.model.factory = {factory!r}\n    return c"
+        f"    c.model.factory = {factory!r}\n    c.samples = 1\n    return c"
     )
     defined = flags.FlagValues()
     argv = ["", f"--config={tmp_path}/c.py", f"--config.{field}={given}"]

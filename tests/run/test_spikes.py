@@ -90,7 +90,7 @@ def test_it_says_what_it_saw():
     assert re.search(
         r"mean over 16,384 tokens, half-rounds 18 to 25, is 5\.812, 5\.312 above the "
         r"lowest such mean \(0\.500 up to half-round 8\), and 5 of these 8 losses are "
-        r"as high: lower optimizer\.learning_rate, or allow it with spike\.policy",
+        r"as high: lower optimizer\.learning_rate and use a new workdir, or allow it ",
         text,
     )
     assert state == {"lowest": [0.5, 8]}
@@ -150,9 +150,17 @@ def test_off_lets_it_pass(train_quickly, tmp_path, spoiled):
 
 
 def test_rollback_goes_on_from_the_checkpoint_with_later_rows(
-    train_quickly, tmp_path, spoiled, caplog
+    train_quickly, tmp_path, spoiled, caplog, monkeypatch
 ):
+    held, restore = [], loop._Run._restore
+
+    def restored(self):
+        held.append(getattr(self, "state", None) is not None)
+        return restore(self)
+
+    monkeypatch.setattr(loop._Run, "_restore", restored)
     _, summary = train_quickly(tmp_path, **CHANGES | {"spike.policy": "rollback"})
+    assert held == [False, False]  # the devices hold one state at a time
     assert summary is not None and max(losses(tmp_path)) < losses(tmp_path)[0] + 1
     numbers = [r["half_round"] for r in metrics.read(tmp_path) if r["kind"] == "train"]
     assert numbers == [1, 2, 3, 4, 5, 6]

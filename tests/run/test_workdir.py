@@ -323,6 +323,17 @@ def test_metrics_without_checkpoints_are_refused(tmp_path):
     check_whole(tmp_path, folder)
 
 
+def test_a_new_folder_for_checkpoints_gets_the_old_ones_content(tmp_path):
+    before, other = tmp_path / "checkpoints", tmp_path / "other"
+    (tmp_path / metrics.FILE).touch()
+    (tmp_path / "config.json").write_text('{"checkpoints": null}')
+    before.mkdir()
+    check_whole(tmp_path, other)  # nothing was saved yet: it begins there
+    (before / "5").mkdir()
+    with pytest.raises(ValueError, match=r"other has no checkpoint.*move that folder"):
+        check_whole(tmp_path, other)
+
+
 def test_an_empty_folder_is_not_that_of_the_checkpoints(tmp_path):
     """A run would begin anew there, and its records would be gone."""
     before, other = tmp_path / "checkpoints", tmp_path / "other"

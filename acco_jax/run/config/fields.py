@@ -112,6 +112,7 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
         "balance.": (kind == "balanced", "microbatches='balanced'"),
         "most_microbatches": (kind != "fixed", "microbatches that vary"),
         "ignore_weights": (config.get("init_from"), "init_from"),
+        "sample_": (config.get("samples"), "samples"),
         "model.options.": (config.get("model", {}).get("factory"), "model.factory"),
     }
     for start, (has, what) in others.items():

@@ -25,6 +25,7 @@ from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
 from acco_jax.command import exits
+from acco_jax.command.files import write_whole
 from acco_jax.core.names import named
 
 Row = dict[str, Any]
@@ -271,8 +272,8 @@ class _Wandb:
         self, wandb: types.ModuleType, config: ConfigDict, workdir: Path
     ) -> None:
         path = workdir / "wandb_id.txt"
-        if not path.exists():
-            path.write_text(wandb.util.generate_id())
+        if not path.exists() or not path.read_text().strip():
+            write_whole(path, wandb.util.generate_id())
         self._run = wandb.init(
             project=config.wandb_project,
             id=path.read_text(),

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-DIVERGES = "lower optimizer.learning_rate, or allow it with spike.policy='off'"
+DIVERGES = (
+    "lower optimizer.learning_rate and use a new workdir, or allow it with "
+    "spike.policy='off'"
+)
 
 
 class LossSpike(FloatingPointError):

@@ -18,10 +18,11 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax.command.files import write_rows
+from acco_jax.core import small_files
 from acco_jax.run.config import fields as configs
 from acco_jax.run.state import worlds
 from acco_jax.step.balanced import BalancedStep
-from acco_jax.step.replay import check_counts, read_counts
+from acco_jax.step.replay import LARGEST, check_counts, read_counts
 
 FILE = "counts.jsonl"
 Varying = acco_jax.Adaptive | acco_jax.Balanced | acco_jax.Halves | acco_jax.Replay
@@ -60,6 +61,12 @@ class CountsLog:
     def close(self) -> None:
         if self._file:
             self._file.close()
+
+
+def logged(workdir: Path) -> int:
+    """Return the half-rounds that a run has logged whole; 0 without a log."""
+    path = workdir / FILE
+    return small_files.text(path, LARGEST).count("\n") if path.exists() else 0
 
 
 def kept(workdir: Path, done: int) -> list[list[int]]:

@@ -41,7 +41,7 @@ class Drops:
         """
         groups = members(mesh)
         state = state or {"in_a_row": [], "nobody": 0, "since": 0}
-        self.dropping, self.nobody = dropping, state["nobody"]
+        self.dropping, self.nobody = dropping, state["nobody"] if dropping else 0
         same = len(state["in_a_row"]) == len(groups)  # else these are other workers
         self._in_a_row = np.array(state["in_a_row"] if same else [0] * len(groups))
         self._since = state["since"]  # the last row of metrics
