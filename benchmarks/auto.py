@@ -11,8 +11,8 @@ by the runner's own trials, anew each time; then all methods that 'auto' may tak
 timed in turn, a second of steps each. Each repetition begins all of them anew: where
 a start's arrays lie changes a method's seconds by up to a third. A ratio is the median
 over repetitions of the ratio within one, and its spread the middle half: other load on
-a machine comes and goes. Those of a choice are the tokens/s of the method chosen over those of the best
-and of the worst.
+a machine comes and goes. Those of a choice are the tokens/s of the method chosen over
+those of the best and of the worst.
 
 With --table, the table of an earlier report; --recommend adds what `plan --recommend`
 says of the same experiment on two GPUs, whose network has the rate at which zero1's
