@@ -44,7 +44,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 1, "Number of texts.", 1)
 @exits.lines("lower --tokens, shorten --prompt, or use a device with more memory.")
 def main(argv: list[str]) -> None:
     del argv
-    sampled = [f for f in (_TOP_K, _TOP_P, _SAMPLES) if f.value != f.default]
+    sampled = [f for f in (_TOP_K, _TOP_P, _SAMPLES, _SEED) if f.value != f.default]
     if sampled and not _TEMPERATURE.value:
         raise ValueError(
             f"--{sampled[0].name}={sampled[0].value} needs sampling, but "

@@ -43,13 +43,18 @@ class AccoLM(LM):
           dtype: of the folder's model; None: its own.
           ignore_weights: a regular expression of weights of the folder to leave out.
           batch_size: how many texts are generated together.
-          **unused: what the harness gives every model, such as a device.
+          **unused: what the harness gives every model: device, max_batch_size.
 
         Raises:
-          ValueError: not exactly one of workdir and model is given, or it cannot be
-            opened.
+          ValueError: not exactly one of workdir and model is given, it cannot be
+            opened, or another argument is given.
         """
         super().__init__()
+        if unknown := sorted(unused.keys() - {"device", "max_batch_size"}):
+            raise ValueError(
+                f"{unknown[0]} is not an argument of AccoLM: give workdir or model, "
+                "dtype, ignore_weights, batch_size."
+            )
         if (workdir is None) == (model is None):
             raise ValueError(
                 f"workdir is {workdir!r} and model {model!r}: give one of them."

@@ -142,6 +142,7 @@ REFUSED = {  # the same of what is missing, or too much
     ("generate", "--model=m", "--top_k=5"): "--top_k=5 needs sampling, but",
     ("generate", "--model=m", "--top-p=0.5"): "--top_p=0.5 needs sampling, but",
     ("generate", "--model=m", "--samples=2"): "--samples=2 needs sampling, but",
+    ("generate", "--model=m", "--seed=2"): "--seed=2 needs sampling, but",
     ("generate", "--model=m", "--seed=9223372036854775808"): "--seed",
 }  # fmt: skip
 

@@ -112,10 +112,16 @@ class Leaf:
         A cast there and back would not do: compilers remove the pair.
         """
         x = x.astype(self.master)
+        full = jnp.finfo(self.master)
         for dtype in (self.comm_dtype, self.dtype):
             info = jnp.finfo(dtype)
-            if info.nmant < jnp.finfo(self.master).nmant:
-                x = lax.reduce_precision(x, info.nexp, info.nmant)
+            if info.nmant < full.nmant:
+                near = lax.reduce_precision(x, info.nexp, info.nmant)
+                if info.nexp < full.nexp:  # subnormal numbers became 0; a cast has them
+                    unit = float(info.smallest_subnormal)  # a power of two
+                    small = jnp.abs(x) < float(info.smallest_normal)
+                    near = jnp.where(small, jnp.round(x / unit) * unit, near)
+                x = near
         return x
 
     def cut(self, x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Local gradients for the user's own training loop, beside a method's `update`."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +55,11 @@ def local_gradients(
     Raises:
       ValueError: no such mesh axis, a batch that does not divide, counts out of range.
     """
-    if microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches}: it must be at least 1.")
+    given: Any = microbatches
+    if not isinstance(given, numbers.Integral) or given < 1:
+        raise ValueError(
+            f"microbatches is {microbatches!r}: give an integer of at least 1."
+        )
     check_floating("accumulate_dtype", accumulate_dtype)
     acc = Accumulator(
         untraced(loss_fn),

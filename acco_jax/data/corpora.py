@@ -309,12 +309,15 @@ def _documents(
         validation = listing.held_out(declared, train, config.validation_split)
     splits = [split for split in (train, validation) if split]
     columns = tasks.columns(config.task, config.text_feature)
-    rows = {split: _rows(builder, config.name, columns, split) for split in splits}
+    optional = tasks.optional_columns(config.task)
+    rows = {
+        split: _rows(builder, config.name, columns, optional, split) for split in splits
+    }
     if config.name != "text_folder":
         _check_apart(builder, splits)
         parts = {part.split("[")[0].strip() for s in splits for part in s.split("+")}
         _say_splits(config, splits[:1], splits[1:], sorted({*declared} - parts))
-    columns += tasks.optional_columns(config.task)
+    columns += optional
 
     def read(split: str | None) -> Iterator[Document]:
         for example in _examples(rows[split or train], config.name):
@@ -392,7 +395,11 @@ def _text(value: str | bytes) -> str:
 
 
 def _rows(
-    builder: tfds.core.DatasetBuilder, name: str, columns: Sequence[str], split: str
+    builder: tfds.core.DatasetBuilder,
+    name: str,
+    columns: Sequence[str],
+    optional: Sequence[str],
+    split: str,
 ) -> Sequence[dict[str, Any]]:
     """Open a split for random access, if it holds the columns of text."""
     splits = sorted(builder.info.splits)
@@ -415,6 +422,12 @@ def _rows(
         if feature not in texts:
             raise ValueError(
                 f"data set {name!r} {records.lacks(feature, texts, columns)}"
+            )
+    for feature in optional:
+        if feature in builder.info.features and feature not in texts:
+            raise ValueError(
+                f"data set {name!r} has {feature!r} that is not text: prepare it as "
+                "strings, or without"
             )
     try:
         return builder.as_data_source(split)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
+from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, path_names
@@ -43,6 +44,23 @@ def place_weight(layout: Layout, weight: ArrayLike | None) -> jax.Array:
     weight = jnp.asarray(weight, layout.scalar)
     weight = jnp.where(weight < 0, 0, weight)  # NaN stays
     return jax.device_put(weight, layout.sharding(layout.axis))
+
+
+def check_layout(
+    layout: Layout, mesh: Mesh, axis: tuple[str, ...], comm_dtype: DTypeLike | None
+) -> None:
+    """Raise a ValueError for a state of other workers or communication than tx's."""
+    if (layout.mesh, layout.axis) != (mesh, axis):
+        raise ValueError(
+            "the state's workers are not tx's: move it with acco_jax.reshard."
+        )
+    given = comm_dtype and jax.dtypes.canonicalize_dtype(comm_dtype)
+    for leaf in layout.leaves:
+        if leaf.comm_dtype != (given or leaf.dtype):
+            raise ValueError(
+                f"the state of {leaf} communicates {leaf.comm_dtype}, tx "
+                f"{given or leaf.dtype}: give the state of tx.init for the same tx."
+            )
 
 
 def check_params(layout: Layout, params: PyTree | None) -> None:

@@ -70,7 +70,8 @@ def reshard(old: PyTree, tx: method.Method) -> PyTree:
         )
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        spec = only(leaf.spec, tx.mesh.axis_names)  # which types of Explicit axes show
+        # types of Explicit axes show it; what splits the model may be a data axis now
+        spec = only(leaf.spec, set(tx.mesh.axis_names) - set(tx.axis))
         sharding = NamedSharding(tx.mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -104,7 +105,14 @@ def _options(state: PyTree) -> Any:
     residual = getattr(state, "residual", None) or ()
     held = [getattr(state, name, None) is None for name in ("residual", "update")]
     inner = jax.tree.structure(getattr(state, "inner", None))
-    return inner, held, [x is None for x in residual]
+    outer = getattr(state, "outer", None)  # an optimizer's state, or methods' states
+    parts: Any = outer
+    if type(outer) is not tuple or not any(map(method.is_state, outer)):
+        parts = (outer,)
+    outers = [
+        _options(x) if method.is_state(x) else jax.tree.structure(x) for x in parts
+    ]
+    return inner, held, [x is None for x in residual], outers
 
 
 def saved(

@@ -298,17 +298,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
                 "method than tx: give the state of tx.init for the same tx."
             )
         layout = ours.layout
-        if (layout.mesh, layout.axis) != (self.mesh, self.axis):
-            raise ValueError(
-                "the state's workers are not tx's: move it with acco_jax.reshard."
-            )
-        given = self.comm_dtype and jax.dtypes.canonicalize_dtype(self.comm_dtype)
-        for leaf in layout.leaves:
-            if leaf.comm_dtype != (given or leaf.dtype):
-                raise ValueError(
-                    f"the state of {leaf} communicates {leaf.comm_dtype}, tx "
-                    f"{given or leaf.dtype}: give the state of tx.init for the same tx."
-                )
+        checks.check_layout(layout, self.mesh, self.axis, self.comm_dtype)
         self.codecs.check(ours.residual)
         if jax.tree.structure(ours.inner) != self._inner_form(layout):
             raise ValueError(

@@ -118,7 +118,8 @@ class _Run:
             with tqdm.tqdm.external_write_mode(file=sys.stderr):
                 logging.info("started: %s", started)
         asked = profiled(e.config.profile)
-        if asked and self.done >= asked[-1] and not profiling.summaries(e.workdir):
+        traced = (e.workdir / profiling.FOLDER).exists()
+        if asked and self.done >= asked[-1] and not traced:
             logging.warning(
                 "profile=%s is over: the run is at half-round %d", e.config.profile,
                 self.done,

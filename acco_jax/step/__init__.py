@@ -1,6 +1,7 @@
 """The forms of a train step, and the choice of a form."""
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -95,14 +96,18 @@ def make_train_step(
             "drop_nonfinite needs each worker's gradients before they are reduced, but "
             "tx reduces them inside the backward pass: leave it out, or use zero1."
         )
+    given: Any = microbatches
+    if isinstance(given, numbers.Integral):  # also of NumPy
+        microbatches = int(given)
     counted = None if isinstance(microbatches, int) else microbatches
-    most = microbatches if counted is None else getattr(counted, "most", None)
-    if not isinstance(most, int) or most < 1:
+    most: Any = microbatches if counted is None else getattr(counted, "most", None)
+    if not isinstance(most, numbers.Integral) or most < 1:
         raise ValueError(
             f"microbatches is {microbatches!r}: give an integer of at least 1, "
             "Adaptive(least, most), Balanced(total, most), Halves(first, second) or "
             "Replay(log, most)."
         )
+    most = int(most)
     form, model_axes = _form(tx, counted, form), _model_axes(tx)
     if compiler_options is None:
         kind = tx.mesh.devices.flat[0].device_kind
@@ -193,6 +198,12 @@ def _form(
     finds = isinstance(counted, Adaptive) or (
         isinstance(counted, Replay) and form != "fused"
     )
+    if finds and axes:
+        raise ValueError(
+            f"microbatches={counted!r} needs workers that communicate only in between, "
+            f"but devices of one do, too, over {', '.join(axes)}: give a number, and "
+            "counts=."
+        )
     if finds and (not tx.delayed or tx.local or form == "fused"):
         raise ValueError(
             f"microbatches={counted!r} needs a method that communicates while it "

@@ -90,7 +90,7 @@ class TrainStep:
         call = self._call(state)
         phase = self._tx.phase(call)
         if traced:
-            return self._program(phase, state, nested=True)(*args)
+            return self._program(phase, state, nested=True)(*self._followed(args))
         args = args if fresh else self._followed(args)
         self._returned = []  # a call that fails may have taken their memory
         with naming_unknown_options():

@@ -97,9 +97,10 @@ f32, bf16, f16 = map(jnp.dtype, ("float32", "bfloat16", "float16"))
     ("wire", "parameter"),
     [(f32, f32), (f32, bf16), (bf16, f32), (f32, f16), (bf16, f16)],
 )
-def test_what_the_wire_carries_has_the_digits_of_both_dtypes(wire, parameter):
+@pytest.mark.parametrize("scale", [1.0, 2e-5, 3e-8])  # float16 has no smaller numbers
+def test_what_the_wire_carries_has_the_digits_of_both_dtypes(wire, parameter, scale):
     leaf = Leaf(("x",), (64,), parameter, wire, P(), (64,))
-    x = np.random.default_rng(0).normal(size=64).astype("f4")
+    x = scale * np.random.default_rng(0).normal(size=64).astype("f4")
     expected = x.astype(wire).astype("f4").astype(parameter).astype("f4")
     np.testing.assert_array_equal(jax.jit(leaf.on_wire)(x), expected)
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
@@ -258,6 +259,55 @@ def test_an_update_of_a_state_with_other_options_is_refused(workers, options, wo
     tx = acco_jax.acco(ADAMW, mesh=make_mesh(workers), **options)
     with pytest.raises(ValueError, match=words):
         tx.update(gradients[0], state, theta)
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "words"),
+    [
+        (2, {"comm_dtype": jnp.bfloat16}, r"communicates float\d\d, tx bfloat16"),
+        (1, {}, "the state's workers are not tx's: move it with acco_jax.reshard"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gossip", "cellm", "sparseloco", "diloco"])
+def test_a_local_state_with_other_options_is_refused(name, workers, options, words):
+    make = functools.partial(getattr(acco_jax, name), ADAMW, local_steps=1)
+    params, state = acco_jax.start(make(mesh=make_mesh(2)), parameters(SHAPES))
+    tx = make(mesh=make_mesh(workers), **options)
+    step = acco_jax.make_train_step(lambda p, x, rng: p["w"].sum(), tx, microbatches=1)
+    with pytest.raises(ValueError, match=words):
+        step(params, state, np.zeros((2, 4)))
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "cellm", "sparseloco"])
+def test_an_outer_optimizer_and_the_rate_that_it_replaces_are_refused(name):
+    options = {"mesh": make_mesh(2), "outer": optax.sgd(1.0)}
+    make = functools.partial(getattr(acco_jax, name), ADAMW, **options)
+    make()
+    for given in ({"outer_learning_rate": 0.1}, {"outer_momentum": 0.5}):
+        with pytest.raises(ValueError, match="that outer replaces: leave them out"):
+            make(**given)
+
+
+@pytest.mark.parametrize("form", ["auto", "fused"])
+def test_adaptive_counts_of_groups_of_devices_are_refused_once(form):
+    mesh = make_mesh(2, 2, names=("data", "model"))
+    tx = acco_jax.acco(ADAMW, mesh=mesh, param_specs=P())
+    with pytest.raises(ValueError, match="over model: give a number, and") as error:
+        acco_jax.make_train_step(
+            lambda p, x, rng: p.sum(), tx, microbatches=acco_jax.Adaptive(1, 4),
+            form=form,
+        )  # fmt: skip
+    assert "form=" not in str(error.value)
+
+
+def test_numbers_of_numpy_count_microbatches():
+    tx, four = acco_jax.zero1(ADAMW, mesh=make_mesh(2)), np.int64(4)
+    for counted in (four, acco_jax.Balanced(8, four)):
+        acco_jax.make_train_step(lambda p, x, rng: p.sum(), tx, microbatches=counted)
+    with pytest.raises(ValueError, match=r"microbatches is 2\.0: give an integer"):
+        acco_jax.local_gradients(
+            lambda p, x, rng: p.sum(), mesh=make_mesh(2), microbatches=2.0
+        )
 
 
 @pytest.mark.parametrize("name", ["acco", "zero1", "dpu", "wp"])

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import acco_jax
 from acco_jax.methods import reshard
@@ -228,6 +229,21 @@ def test_refusals():
         acco_jax.reshard(state, method("acco", (1,)))
     with pytest.raises(ValueError, match=r"of their own: give \(params, s"):
         acco_jax.reshard(state, method("diloco", (1,), local_steps=2))
+    for name in ("diloco", "cellm"):
+        pair = acco_jax.start(method(name, (2,), outer_momentum=0.9), params())
+        with pytest.raises(ValueError, match="of another inner optimizer or other opt"):
+            acco_jax.reshard(pair, method(name, (1,), outer_momentum=0.0))
+
+
+def test_an_axis_that_split_the_model_may_be_a_data_axis():
+    """Its type, if Explicit, still shows how it split the parameters."""
+    mesh = make_mesh(2, 2, names=("data", "model"), types=AxisType.Explicit)
+    w = jax.device_put(np.arange(16.0).reshape(4, 4), NamedSharding(mesh, P("model")))
+    pair = acco_jax.start(acco_jax.acco(INNER, mesh=mesh), {"w": w})
+    tx = acco_jax.acco(INNER, mesh=mesh, axis_name=("data", "model"))
+    theta, state = acco_jax.reshard(pair, tx)
+    np.testing.assert_array_equal(theta["w"], w)
+    np.testing.assert_array_equal(acco_jax.committed_params(state, theta)["w"], w)
 
 
 @pytest.mark.fast("sizes0-*")

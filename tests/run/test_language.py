@@ -281,6 +281,8 @@ def test_what_is_no_lambada_is_refused(successors, tmp_path, content, match):
     (tmp_path / "texts.jsonl").write_text(content)
     with pytest.raises(ValueError, match=match):
         perplexity.of_lambada(successors, tmp_path / "texts.jsonl")
+    with pytest.raises(ValueError, match=r"typo\.jsonl does not exist"):
+        perplexity.of_lambada(successors, tmp_path / "typo.jsonl")
 
 
 def test_texts_that_cannot_be_scored_are_refused(model):
@@ -352,6 +354,8 @@ def test_the_harness_gets_its_answers(harness, folder):
         harness.AccoLM(workdir="runs/a", dtype="float32")
     with pytest.raises(ValueError, match="give one of them"):
         harness.AccoLM()
+    with pytest.raises(ValueError, match="half_round is not an argument of AccoLM"):
+        harness.AccoLM(workdir="runs/a", half_round=5, max_batch_size=4)
 
 
 def test_an_instruction_follows_an_end_of_text(successors):

@@ -78,6 +78,12 @@ def test_logits_are_those_of_the_loss(saved, tmp_path):
     tokens = jax.random.randint(jax.random.key(0), (2, 33), 0, 257)
     logits = run.apply(tokens[:, :-1])
     assert logits.shape == (2, 32, 257)
+    record = tmp_path / "config.json"  # of a GPU, whose kernel is not here
+    gpu = json.loads(record.read_text())
+    gpu["model"]["attention"] = "cudnn"
+    record.write_text(json.dumps(gpu))
+    again = load_run(tmp_path, jax.devices()[:1]).apply(tokens[:, :-1])
+    chex.assert_trees_all_close(again, logits, rtol=1e-5)
     losses = softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     expected, number, _ = run.model.loss(theta, {"tokens": tokens}, None)
     assert (

@@ -20,7 +20,7 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.methods.local.local_method import LocalMethod, nesterov
+from acco_jax.methods.local.local_method import LocalMethod, outer_step
 from acco_jax.methods.local.rounds import RoundOptions
 from acco_jax.methods.local.sparse import Message, entries, sparse_rounds
 
@@ -68,5 +68,5 @@ def cellm(
       (https://arxiv.org/abs/1809.07599)
     """
     message = Message(entries(keep, 256))
-    outer = outer or nesterov(outer_learning_rate, outer_momentum)
+    outer = outer_step(outer, outer_learning_rate, outer_momentum, (1.0, 0.0))
     return sparse_rounds(inner, outer, message, mesh, local_steps, options)

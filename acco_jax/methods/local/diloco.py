@@ -13,7 +13,7 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.methods.local.local_method import LocalMethod, nesterov
+from acco_jax.methods.local.local_method import LocalMethod, outer_step
 from acco_jax.methods.local.rounds import RoundOptions, rounds_with
 from acco_jax.methods.zero1 import zero1
 
@@ -50,5 +50,5 @@ def diloco(
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
       Models (https://arxiv.org/abs/2311.08105), algorithm 1
     """
-    outer = outer or nesterov(outer_learning_rate, outer_momentum)
+    outer = outer_step(outer, outer_learning_rate, outer_momentum, (0.7, 0.9))
     return rounds_with(zero1, outer, inner, mesh, local_steps, options)

@@ -297,6 +297,7 @@ class LocalMethod:
 
     mesh: Mesh
     axis: tuple[str, ...]
+    comm_dtype: DTypeLike | None
     accumulate_dtype: DTypeLike | None
     inner: optax.GradientTransformation  # each worker's
     steps_per_call: int
@@ -365,6 +366,7 @@ class LocalMethod:
             )
         self.check_parts(state)
         layout = state.layout
+        checks.check_layout(layout, self.mesh, self.axis, self.comm_dtype)
         check_rows(layout, params)
         check_dtypes(layout, params)
         return place(params, layout.grads_shardings)
@@ -426,12 +428,28 @@ def local_method(
     check_optimizer(
         "inner", inner, "workers that go their own ways cannot share shards of a state"
     )
-    names = ("mesh", "axis", "accumulate_dtype")
+    names = ("mesh", "axis", "comm_dtype", "accumulate_dtype")
     return LocalMethod(inner=inner, **{k: common[k] for k in names}, **attributes)
 
 
-def nesterov(learning_rate: float, momentum: float) -> optax.GradientTransformation:
-    """The outer optimizer of the papers: eta (Delta + mu m), m = mu m + Delta."""
+def outer_step(
+    outer: optax.GradientTransformation | None,
+    learning_rate: float,
+    momentum: float,
+    defaults: tuple[float, float],
+) -> optax.GradientTransformation:
+    """Return `outer`, or that of the papers: eta (Delta + mu m), m = mu m + Delta.
+
+    Raises:
+      ValueError: an outer optimizer is given and a value that it replaces, too.
+    """
+    if outer is not None:
+        if (learning_rate, momentum) != defaults:
+            raise ValueError(
+                f"outer_learning_rate={learning_rate} and outer_momentum={momentum} "
+                "are of the step that outer replaces: leave them out."
+            )
+        return outer
     # with mu = 0 no m is kept
     return optax.sgd(learning_rate, momentum or None, nesterov=bool(momentum))
 

@@ -211,7 +211,9 @@ def local_rounds(
 
     exchange = outer.exchange(outer.codecs.all[0])
     dtype = accumulate_dtype or outer.accumulate_dtype
-    options = CommonOptions(axis_name=outer.axis, accumulate_dtype=dtype)
+    options = CommonOptions(
+        axis_name=outer.axis, comm_dtype=outer.comm_dtype, accumulate_dtype=dtype
+    )
     return local_method.local_method(
         inner,
         common_attributes(outer.mesh, options, CommonOptions),

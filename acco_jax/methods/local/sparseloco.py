@@ -30,7 +30,7 @@ from typing import Unpack
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.methods.local.local_method import LocalMethod, nesterov
+from acco_jax.methods.local.local_method import LocalMethod, outer_step
 from acco_jax.methods.local.rounds import RoundOptions
 from acco_jax.methods.local.sparse import Message, entries, sparse_rounds
 
@@ -85,5 +85,5 @@ def sparseloco(
     if not 0 <= error_decay <= 1:
         raise ValueError(f"error_decay is {error_decay!r}: it must lie from 0 to 1.")
     message = Message(entries(keep, CHUNK), CHUNK, value_bits)
-    outer = outer or nesterov(outer_learning_rate, outer_momentum)
+    outer = outer_step(outer, outer_learning_rate, outer_momentum, (1.0, 0.0))
     return sparse_rounds(inner, outer, message, mesh, local_steps, options, error_decay)

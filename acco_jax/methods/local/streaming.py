@@ -324,7 +324,8 @@ def streaming_diloco(
         raise ValueError(f"mixing is {mixing}: it must lie from 0 to below 1.")
     if bits not in (None, 8, 4):
         raise ValueError(f"bits is {bits!r}: choose 8, 4 or None.")
-    outer = outer or local_method.nesterov(outer_learning_rate, outer_momentum)
+    given = outer_learning_rate, outer_momentum
+    outer = local_method.outer_step(outer, *given, (0.7, 0.9))
     weighted = options.get("weighted", True)
     steps = InnerSteps(inner, interval)
 

@@ -105,6 +105,8 @@ def of_lambada(language: Language, path: Path) -> dict[str, Any]:
 
 def _texts(path: Path) -> list[str]:
     """Return the texts of a file of LAMBADA's format; raise as `of_lambada`."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: give a file of JSON objects.")
     rows = read_rows(path, {"text"}, whole=True)
     if not rows:
         raise ValueError(

@@ -128,6 +128,10 @@ class Saved:
             ) from error
         config.metrics_hook = self.config.metrics_hook = None  # maybe not importable
         field_checks.check(config)
+        if self.config.model.attention != "xla":
+            self.config.model.attention = (
+                None  # a kernel of the devices that trained it
+            )
         self._pretrained = identity.get("pretrained") or {}
         self._frozen = identity.get("frozen")
         self.tokenizer = data.kept_tokenizer(self.config.data, workdir)

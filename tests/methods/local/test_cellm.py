@@ -76,7 +76,8 @@ def by_hand(theta, batches, counts, workers, k, *, weighted=True, eta=ETA, mu=MU
 
 
 def method(n, **options):
-    options = {"keep": 20, "outer_learning_rate": ETA, "outer_momentum": MU} | options
+    rates = {"outer_learning_rate": ETA, "outer_momentum": MU}
+    options = {"keep": 20} | ({} if "outer" in options else rates) | options
     return acco_jax.cellm(
         problem.adamw(), mesh=make_mesh(n), local_steps=STEPS, **options
     )
