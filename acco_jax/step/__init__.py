@@ -198,7 +198,7 @@ def _form(
     finds = isinstance(counted, Adaptive) or (
         isinstance(counted, Replay) and form != "fused"
     )
-    if finds and axes:
+    if isinstance(counted, Adaptive) and axes:
         raise ValueError(
             f"microbatches={counted!r} needs workers that communicate only in between, "
             f"but devices of one do, too, over {', '.join(axes)}: give a number, and "
