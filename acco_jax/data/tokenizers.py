@@ -217,6 +217,15 @@ class FileTokenizer(Tokenizer):
         digest = hashlib.sha256(named.encode()).hexdigest()
         self.fingerprint = f"file-{digest[:16]}"
         self.path = path
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Raise a ValueError for an end that texts make and that cannot be cut."""
+        spelled = self._model.decode([self.end_of_text], skip_special_tokens=False)
+        self._spelled = spelled or self.end_string
+        parts = [part for part in (spelled[:1], spelled[1:]) if part]
+        if any(self.end_of_text in ids for ids in self._encode(parts)):
+            raise _lost(self.path, self.end_string)
 
     @property
     def text_vocab_size(self) -> int:
@@ -253,8 +262,8 @@ class FileTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = self._encode(texts)
         for i in (i for i, ids in enumerate(found) if self.end_of_text in ids):
-            head, *tail = texts[i].split(self.end_string)
-            cut, rest = self.end_string[:1], self.end_string[1:]
+            head, *tail = texts[i].split(self._spelled)
+            cut, rest = self._spelled[:1], self._spelled[1:]
             parts = [head, *(rest + part for part in tail)]
             parts[:-1] = [part + cut for part in parts[:-1]]
             ids = np.concatenate(self._encode(parts))
@@ -340,6 +349,9 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.end_of_text = end
         self.end_string = self._model.id_to_piece(end)
+        spelled = self._model.decode([end])
+        if len(spelled) == 1 and end in self._model.encode(spelled):
+            raise _lost(self._path, self.end_string)
         self.vocab_size = self._model.get_piece_size()
         said = beside.read(self._path.with_name(beside.CONFIG))
         if said.get("add_bos_token") is True and self._model.bos_id() >= 0:
@@ -383,6 +395,13 @@ class SentencePieceTokenizer(Tokenizer):
         ids = np.asarray(ids)
         known = (ids != self.end_of_text) & (ids < self.vocab_size)  # a model has more
         return self._model.decode(ids[known].tolist())
+
+
+def _lost(path: Path, end: str) -> ValueError:
+    return ValueError(
+        f"{path} makes the end of text {end!r} of texts' own characters, which would "
+        "be lost: set data.end_of_text to a token that texts do not hold"
+    )
 
 
 def read_tokenizer(

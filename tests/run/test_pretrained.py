@@ -164,7 +164,8 @@ def test_bytes_and_weights_of_another_model_are_refused(
         ValueError, match=r"ends a text with token 256, but .* \[2, 3\]"
     ):
         prepared(tmp_path / "third", **changes)
-    prepared(tmp_path / "fourth", **changes, **{"data.end_of_text": "a"})
+    end = {"data.end_of_text": "<|endoftext|>"}
+    prepared(tmp_path / "fourth", **changes, **end)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer\.json or"):
         prepared(tmp_path / "fifth", **changes)
