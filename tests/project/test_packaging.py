@@ -15,12 +15,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORT_SECONDS = 0.050  # on top of jax and optax
+IMPORT_SHARE = 0.06  # of what jax and optax take, on a machine of any speed
 IMPORT_ATTEMPTS = 5  # the fastest counts: noise adds time, never takes any
 
 IMPORT_PROGRAM = """
 import gc, json, sys, time
+start = time.process_time()
 import jax, optax
+others = time.process_time() - start
 
 before = set(sys.modules)
 gc.collect()  # or the garbage of importing jax is collected, and counted, below
@@ -35,6 +37,7 @@ except RuntimeError:
     backend_initialized = True
 print(json.dumps({
     "seconds": seconds,
+    "share": seconds / others,
     "backend_initialized": backend_initialized,
     "before": sorted({name.partition(".")[0] for name in before}),
     "added": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
@@ -69,10 +72,12 @@ def test_import_needs_jax_and_optax_alone_and_touches_no_device():
 def test_import_is_fast():
     fastest = float("inf")
     for _ in range(IMPORT_ATTEMPTS):
-        fastest = min(fastest, import_in_new_process()["seconds"])
-        if fastest <= IMPORT_SECONDS:
+        seen = import_in_new_process()
+        fastest = min(fastest, seen["share"])
+        if fastest <= IMPORT_SHARE:
             return
-    pytest.fail(f"import acco_jax took {fastest * 1e3:.0f} ms after jax and optax")
+    ms = 1e3 * seen["seconds"]
+    pytest.fail(f"import acco_jax took {ms:.0f} ms, {fastest:.0%} of jax and optax")
 
 
 def test_no_file_names_a_place_on_one_machine():
