@@ -8,7 +8,7 @@ core in a network namespace of its own, prepare experiments/quickstart.py as
 `acco_jax.train` does. The rate of the link is set until the communication of zero1's
 step takes 0.1 to 4 times the computation of the step. At each rate the processes choose
 by the runner's own trials, anew each time; then all methods that 'auto' may take are
-timed in turn, a second of steps each. Each repetition begins all of them anew: where
+timed in turn, a second of steps each. Each repetition starts all of them again: where
 a start's arrays lie changes a method's seconds by up to a third. A ratio is the median
 over repetitions of the ratio within one, and its spread the middle half: other load on
 a machine comes and goes. Those of a choice are the tokens/s of the method chosen over
@@ -106,7 +106,7 @@ class Process:
         return trials.fastest(self._candidates.items(), compiled=True)
 
     def begin(self) -> list[str]:
-        """Has each method begin anew; returns their names."""
+        """Starts each method again; returns their names."""
         from acco_jax.run import prepared
 
         for name, e in self._candidates.items():

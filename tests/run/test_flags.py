@@ -233,7 +233,7 @@ WRONG = {
     "start_within": (["--start_within=inf"], r"start_within=inf: .*1.0, 86400.0"),
     "long lost_after": (["--lost_after=1e10"], r"lost_after=1e10: .*5.0, 86400.0"),
     "regroup_after": (["--regroup_after=nan"], "--regroup_after is nan: it must be"),
-    "regroup_after alone": (["--regroup_after=5"], "--regroup_after=5 is for --min_p"),
+    "regroup_after of no one": (["--regroup_after=5"], "regroup_after=5 is for --min"),
     "sample_prompt": (["--config.sample_prompt=a"], "sample_prompt is of samples, wh"),
     "tokens": ([f"--config.tokens={10**24}"], r"tokens is 10+, which takes .*lower"),
     "epochs": (["--config.epochs=1e300"], r"epochs is 1e\+300, which takes .*lower"),

@@ -190,8 +190,7 @@ FIELDS = {
     "data.end_of_text": Field(None, "The token that ends a text, of a tokenizer file; "
         "None: the one that files beside it name, or a well-known one.", str),
     "data.skew": Field(0.0, "Fraction of the rows of each worker's own documents that "
-        "it alone reads in an epoch; at 1 no other worker reads them.", least=0,
-        most=1),
+        "no other worker reads in an epoch; at 1 in any epoch.", least=0, most=1),
     "model.factory": Field(None, "`package.module:function`, called with vocab_size, "
         "length and options, which returns a Model. None: a transformer.", str),
     "model.options": Field({}, "Further arguments of the factory."),
