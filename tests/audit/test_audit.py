@@ -160,6 +160,15 @@ def test_a_mesh_by_sizes_leaves_the_devices_where_they_are():
     assert plain.prediction.exposed > 1.5 * blocks.prediction.exposed
 
 
+def test_arguments_elsewhere_are_told_how_to_get_a_mesh_of_slices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    x = jax.device_put(np.ones(2), NamedSharding(mesh, P("data")))
+    place = topologies.parse("tpu:v5e:4x4", 2)
+    with pytest.raises(ValueError, match=r"devices\((.*)\)\.$") as error:
+        audit(jax.jit(jnp.sin), x, topology=place)
+    assert "topologies.parse('tpu:v5e:4x4', 2))." in str(error.value)
+
+
 def test_on_a_tpu_a_group_is_a_line_or_a_block_by_its_mesh():
     """`jax.make_mesh` lays an axis along the torus, not in the order of hosts."""
     text = reduced(16, 4)

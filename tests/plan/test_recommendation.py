@@ -8,6 +8,8 @@ import pytest
 
 from acco_jax.plan import planner
 from acco_jax.run.config import parsing
+from acco_jax.run.config.fields import default_config
+from acco_jax.schedule import topologies
 from tests.schedule.recordings import run
 
 FILE = "--recommend", "--nofit"
@@ -66,6 +68,14 @@ def test_without_a_measured_loss_there_is_zero1(stand_in, tmp_path):
 )  # fmt: skip
 def test_it_is_for_one_machine(refusal, extra):
     assert "--recommend is for one machine" in refusal(*FILE, extra)
+
+
+def test_a_worker_of_several_hosts_has_no_domains():
+    place = topologies.parse("gpu:h200:4x8")
+    for fsdp, domains in ((1, 4), (8, 4), (16, None)):
+        config = default_config()
+        config.mesh.fsdp = fsdp
+        assert planner.with_domains(config, place).domains == domains
 
 
 def test_without_acco_in_memory_there_is_zero1(stand_in, tmp_path, monkeypatch):
