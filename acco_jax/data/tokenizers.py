@@ -224,7 +224,9 @@ class FileTokenizer(Tokenizer):
         spelled = self._model.decode([self.end_of_text], skip_special_tokens=False)
         self._spelled = spelled or self.end_string
         parts = [part for part in (spelled[:1], spelled[1:]) if part]
-        if any(self.end_of_text in ids for ids in self._encode(parts)):
+        if _is_cut(spelled, self.end_string) or any(
+            self.end_of_text in ids for ids in self._encode(parts)
+        ):
             raise _lost(self.path, self.end_string)
 
     @property
@@ -350,7 +352,11 @@ class SentencePieceTokenizer(Tokenizer):
         self.end_of_text = end
         self.end_string = self._model.id_to_piece(end)
         spelled = self._model.decode([end])
-        if len(spelled) == 1 and end in self._model.encode(spelled):
+        # a whole symbol of the user's has no score, and texts hold it by accident
+        known = len(spelled) == 1 or self._model.get_score(end) != 0
+        if _is_cut(spelled, self.end_string) or (
+            known and end in self._model.encode(spelled)
+        ):
             raise _lost(self._path, self.end_string)
         self.vocab_size = self._model.get_piece_size()
         said = beside.read(self._path.with_name(beside.CONFIG))
@@ -395,6 +401,11 @@ class SentencePieceTokenizer(Tokenizer):
         ids = np.asarray(ids)
         known = (ids != self.end_of_text) & (ids < self.vocab_size)  # a model has more
         return self._model.decode(ids[known].tolist())
+
+
+def _is_cut(spelled: str, piece: str) -> bool:
+    """Returns whether a piece holds a part of a character, which is no text."""
+    return "\ufffd" in spelled and "\ufffd" not in piece
 
 
 def _lost(path: Path, end: str) -> ValueError:
