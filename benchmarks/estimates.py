@@ -9,11 +9,12 @@ not run again, and `--part=0/2` takes every second line, for two processes. The 
 experiments/quickstart.py's (0.45M parameters, float32, the source of Python's standard
 library), a step 4,096 tokens; experiments/dynamics.py's (1.1M, 2,048 tokens); or
 `small` (0.27M, 2,048 tokens), also on `headers`, the C headers in this environment's
-packages. Without --runs it does SHOWN.
+packages; or `medium` (3.3M, 8,192 tokens, bfloat16). Without --runs it does SHOWN.
 
 `--tune=adamw,muon` looks for each variant's best rate instead, by its mean loss on the
 seeds of TUNING: from a rate in the middle to its neighbours, a factor of 1.5 away,
-until the best is not at an edge.
+until the best is not at an edge. `--together=10` makes one program of ten runs, which
+suits an accelerator (JAX_PLATFORMS=cuda JAX_DEFAULT_MATMUL_PRECISION=highest).
 `--pairs=20` then runs each variant at its best rate on as many seeds more. Variants are
 named as the tables do: zero1, acco, f.75, f.75s1.15.
 
@@ -40,9 +41,9 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -99,7 +100,7 @@ class Run:
         text = f"{self.opt}, warm-up {self.warm}"
         text += f", batch x {self.batch}" if self.batch > 1 else ""
         text += f", {self.steps:,} steps" if self.steps != Run.steps else ""
-        text += {"dynamics": ", 1.1M", "small": ", 0.27M"}.get(self.experiment, "")
+        text += SIZES.get(self.experiment, "")
         return text + (f", {self.corpus}" if self.corpus != "stdlib" else "")
 
     @property
@@ -109,6 +110,7 @@ class Run:
         return *shared, self.clip, self.follow
 
 
+SIZES = {"dynamics": ", 1.1M", "small": ", 0.27M", "medium": ", 3.3M"}
 MIDDLE = {"sgd": 0.5, "lion": 3e-4, "muon": 6e-3}  # rates where tuning starts
 ZERO1 = {"name": "zero1", "k": 10**6}
 SHOWN = [{}, ZERO1, {"name": "f.75", "f": 0.75}, {"name": "s1.3", "s": 1.3}]
@@ -188,7 +190,7 @@ def trainer(opt: str, f: float):  # type: ignore[no-untyped-def]
         (theta, *_), found = jax.lax.scan(one_step, start, steps_of)
         return theta, found
 
-    return jax.jit(train)
+    return train
 
 
 def headers(folder: Path) -> None:
@@ -205,11 +207,15 @@ class Data:
     def __init__(
         self, experiment: str, corpus: str, seed: int, batch: int, steps: int
     ) -> None:
-        small = experiment == "small"
-        path = ROOT / "experiments" / f"{'quickstart' if small else experiment}.py"
+        known = experiment if experiment == "dynamics" else "quickstart"
+        path = ROOT / "experiments" / f"{known}.py"
         c = runpy.run_path(str(path))["get_config"]()
-        if small:
+        if experiment == "small":
             c.model.width, c.microbatch_size = 96, 2
+        if experiment == "medium":
+            c.model.width, c.model.layers = 256, 4
+            c.length, c.model.window, c.model.dtype = 256, 128, "bfloat16"
+        c.model.attention = "xla"
         rows = batch * c.devices * c.microbatch_size * c.microbatches_per_step
         c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, steps
         c.microbatch_size, c.microbatches_per_step = rows // 2, 2
@@ -242,17 +248,26 @@ def named(name: str) -> dict[str, float]:
     return {k: float(x) for k, x in zip("fs", found.groups(), strict=True) if x}
 
 
-def tune(runs: list[Run], out: Path) -> None:
+def _rate(middle: float, step: int) -> float:
+    return float(f"{middle * 1.5**step:.3g}")
+
+
+def tune(runs: list[Run], out: Path, together: int) -> None:
     """Climbs to the best rate of each run's variant, from the run's own."""
     for run in runs:
         losses: dict[int, float] = {}
         best, wanted = 0, {-1, 0, 1}
         while wanted:
-            for step in sorted(wanted, key=abs):
-                lr = float(f"{run.lr * 1.5**step:.3g}")
-                tried = [dataclasses.replace(run, lr=lr, seed=seed) for seed in TUNING]
-                run_all(tried, out)
-                found = [r["loss"] for r in done(out) if Run(**r["run"]) in tried]
+            tried = {
+                step: [
+                    dataclasses.replace(run, lr=_rate(run.lr, step), seed=seed)
+                    for seed in TUNING
+                ]
+                for step in sorted(wanted, key=abs)
+            }
+            run_all([each for few in tried.values() for each in few], out, together)
+            for step, few in tried.items():
+                found = [r["loss"] for r in done(out) if Run(**r["run"]) in few]
                 losses[step] = statistics.fmean(found)
             best = min(losses, key=lambda i: math.inf if math.isnan(losses[i]) else
                        losses[i])  # fmt: skip
@@ -265,26 +280,49 @@ def done(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-programs = functools.cache(trainer)
-data = functools.lru_cache(1)(Data)
+data = functools.lru_cache(32)(Data)
 
 
-def run_all(runs: list[Run], out: Path) -> None:
-    for run in runs:
-        if any(Run(**row["run"]) == run for row in done(out)):
-            continue
-        d = data(run.experiment, run.corpus, run.seed, run.batch, run.steps)
-        theta, (losses, errors) = programs(run.opt, run.f)(
-            d.loss_fn, d.params, d.tokens, *map(jnp.asarray, run.numbers)
-        )
+@functools.cache
+def programs(opt: str, f: float):  # type: ignore[no-untyped-def]
+    """Returns a program of several runs."""
+    numbers = len(Run().numbers)
+    return jax.jit(jax.vmap(trainer(opt, f), in_axes=(None, *[0] * (2 + numbers))))
+
+
+def run_all(runs: list[Run], out: Path, together: int = 1) -> None:
+    """Does the runs that `out` lacks; those of one program side by side."""
+    known = {Run(**row["run"]) for row in done(out)}
+    alike: dict[Any, list[Run]] = collections.defaultdict(list)
+    for run in dict.fromkeys(runs):
+        if run not in known:
+            kind = run.opt, run.f, run.experiment, run.corpus, run.batch, run.steps
+            alike[kind if together > 1 else run].append(run)
+    for few in alike.values():
+        for i in range(0, len(few), together):
+            run_some(few[i : i + together], out, together)
+
+
+def run_some(runs: list[Run], out: Path, together: int) -> None:
+    """Does runs of one program, which has always as many."""
+    padded = [*runs, *[runs[-1]] * (together - len(runs))]
+    sets = [data(r.experiment, r.corpus, r.seed, r.batch, r.steps) for r in padded]
+    loss_fn = sets[0].loss_fn
+    params = jax.tree.map(lambda *xs: jnp.stack(xs), *[d.params for d in sets])
+    tokens = jnp.stack([d.tokens for d in sets])
+    numbers = map(jnp.asarray, zip(*[run.numbers for run in padded], strict=True))
+    program = programs(runs[0].opt, runs[0].f)
+    ends, (losses, errors) = program(loss_fn, params, tokens, *numbers)
+    for i, (run, d) in enumerate(zip(runs, sets, strict=False)):
+        theta = jax.tree.map(lambda x, i=i: x[i], ends)
         nats, targets = np.sum(
-            [evaluated(d.loss_fn, theta, x["tokens"]) for x in d.held_out], 0, float
+            [evaluated(loss_fn, theta, x["tokens"]) for x in d.held_out], 0, float
         )
         row = {
             "run": dataclasses.asdict(run),
             "loss": nats / targets,
-            "train": float(losses[-60:].mean()),
-            "error": float(errors[20:].mean()),
+            "train": float(losses[i, -60:].mean()),
+            "error": float(errors[i, 20:].mean()),
         }
         with out.open("a") as rows:
             rows.write(json.dumps(row) + "\n")
@@ -404,8 +442,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("estimates.jsonl"))
     parser.add_argument("--tune", help="optimizers whose rates to look for")
     parser.add_argument("--pairs", type=int, default=0, help="seeds at the best rates")
+    parser.add_argument("--together", type=int, default=1, help="runs of a program")
     parser.add_argument("--variants", default="zero1,acco,f.75s1.15")
     parser.add_argument("--experiment", default="small")
+    parser.add_argument("--steps", type=int, default=Run.steps)
     parser.add_argument("--corpus", default="stdlib", choices=("stdlib", "headers"))
     parser.add_argument("--part", default="0/1", help="I/N: every N-th line from I on")
     parser.add_argument("--table", type=Path, help="print a table of this and stop")
@@ -416,10 +456,11 @@ def main() -> None:
     if args.tune:
         asked_runs = [
             Run(name=name, opt=opt, lr=MIDDLE.get(opt, 3e-3), seed=TUNING[0],
-                experiment=args.experiment, corpus=args.corpus, **named(name))  # type: ignore[arg-type]
+                experiment=args.experiment, corpus=args.corpus, steps=args.steps,
+                **named(name))  # type: ignore[arg-type]
             for opt in args.tune.split(",") for name in args.variants.split(",")
         ]  # fmt: skip
-        tune(asked_runs, args.out)
+        tune(asked_runs, args.out, args.together)
         rates = best_rates(by_seed(done(args.out)))
         run_all(
             [
@@ -428,13 +469,15 @@ def main() -> None:
                 for run in asked_runs
             ],
             args.out,
+            args.together,
         )
         return
     asked = SHOWN
     if args.runs:
         asked = [json.loads(x) for x in args.runs.read_text().splitlines()]
     part, parts = map(int, args.part.split("/"))
-    run_all([Run(**fields) for fields in asked[part::parts]], args.out)
+    asked_runs = [Run(**fields) for fields in asked[part::parts]]
+    run_all(asked_runs, args.out, args.together)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ CANDIDATES = (
     Candidate(
         "acco", "acco", {},
         {
-            "adamw": Gap(-0.62, 0.13, 34), "nadamw": Gap(0.92, 0.30, 5),
-            "muon": Gap(1.09, 0.27, 5),
+            "adamw": Gap(-0.62, 0.13, 34), "nadamw": Gap(2.77, 0.39, 20),
+            "muon": Gap(1.39, 0.23, 20),
         },
     ),
     Candidate(
