@@ -42,10 +42,15 @@ def test_a_run_writes_texts_and_its_splits_are_evaluated(train, texts, tmp_path)
     assert sum(both) == sum(words) and both[0] < both[1]
 
     described = json.loads((tmp_path / "config.json").read_text())
-    described["corpus"]["documents"] = "other"
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=r"was trained on other data than data\.name"):
-        splits.of_split(tmp_path, "validation")
+    moved = described["data"] | {"path": "/gone"}
+    other = described["corpus"] | {"documents": "other"}
+    for change, match in (
+        ({"data": moved}, r"cannot be read \(no folder /gone\): restore .* --file"),
+        ({"corpus": other}, r"was trained on other data than data\.name"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(described | change))
+        with pytest.raises(ValueError, match=match):
+            splits.of_split(tmp_path, "validation")
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def of_split(workdir: str | Path, split: str) -> dict[str, Any]:
       split: "train" or "validation".
 
     Raises:
-      ValueError: as `load_run`, or if the data have changed since.
+      ValueError: as `load_run`, or if the data have changed or moved since.
       FloatingPointError: if the loss is not finite.
     """
     run = load_run(workdir)
@@ -60,7 +60,14 @@ def _corpus(run: TrainedRun) -> data.Corpus:
     fields = run.config.data.copy_and_resolve_references()
     if fields.tokenizer == pretrained.TOKENIZER:  # its folder may be gone
         fields.tokenizer = str(run.workdir / "tokenizer.json")
-    corpus = data.load_corpus(fields, workdir=run.workdir)
+    try:
+        corpus = data.load_corpus(fields, workdir=run.workdir)
+    except (OSError, ValueError) as error:  # its remedy is for a config
+        reason = str(error).partition(": set ")[0]
+        raise ValueError(
+            f"the data of {run.workdir} cannot be read ({reason}): restore them, or "
+            "give --file."
+        ) from error
     then = read_object(run.workdir / "config.json").get("corpus", {})
     now = {"documents": corpus.documents, "tokens": corpus.checksum}
     if now != {name: then.get(name) for name in now}:
