@@ -447,20 +447,18 @@ def _trainable(
     if config.base and not adapts:
         base = trained_runs.start(config, init, model, mesh, known)
         init = Partial(_identity, base)
-    start = functools.partial(
-        _made, with_arrays(init), trained_runs.shardings(specs, mesh)
-    )
+    homes = trained_runs.shardings(specs, mesh)
+    start = functools.partial(jax.jit(_made, out_shardings=homes), with_arrays(init))
     if config.init_from and not adapts:  # read when needed, and not held
         start = functools.partial(trained_runs.start, config, init, model, mesh)
     if config.lora.init_from:
         architecture = models.transformer_config(config, corpus.tokenizer.vocab_size)
-        homes = trained_runs.shardings(specs, mesh)
         start = functools.partial(adapters.load, config, architecture, homes)
     return Trainable(model, loss_fn, init, start, specs)
 
 
-def _made(init: Partial, shardings: PyTree) -> PyTree:
-    return jax.jit(lambda init: init(), out_shardings=shardings)(init)
+def _made(init: Partial) -> PyTree:
+    return init()
 
 
 def _identity(params: PyTree) -> PyTree:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"steps":')
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
         preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+
+
+def test_a_start_that_is_made_again_is_compiled_once(tiny, tmp_path):
+    """`method=auto` makes it in each of its trials."""
+    e = preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+    first, again = e.start(), e.start()
+    assert e.start.func._cache_size() == 1
+    chex.assert_trees_all_equal(first, again)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
+    assert not any(x is y for x, y in pairs)  # the step takes both for its own
 
 
 def test_rounds_that_do_not_divide_the_steps(tiny, tmp_path):
