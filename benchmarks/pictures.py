@@ -11,7 +11,7 @@ Writes into docs/site/assets, light and dark:
     moving*.svg    zero1 and acco in six seconds: experiments/results/network.md
 
 benchmarks/network_sweep.py draws speedup*.svg and step*.svg, benchmarks/peers.py draws
-peers*.svg.
+peers*.svg, benchmarks/network_map.py map*.svg.
 """
 
 import re
