@@ -404,7 +404,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _is_cut(spelled: str, piece: str) -> bool:
-    """Returns whether a piece holds a part of a character, which is no text."""
+    """Return whether a piece holds a part of a character, which is not text."""
     return "\ufffd" in spelled and "\ufffd" not in piece
 
 
