@@ -448,17 +448,14 @@ def _trainable(
         base = trained_runs.start(config, init, model, mesh, known)
         init = Partial(_identity, base)
     homes = trained_runs.shardings(specs, mesh)
-    start = functools.partial(jax.jit(_made, out_shardings=homes), with_arrays(init))
+    made = jax.jit(lambda init: init(), out_shardings=homes)  # once for all starts
+    start = functools.partial(made, with_arrays(init))
     if config.init_from and not adapts:  # read when needed, and not held
         start = functools.partial(trained_runs.start, config, init, model, mesh)
     if config.lora.init_from:
         architecture = models.transformer_config(config, corpus.tokenizer.vocab_size)
         start = functools.partial(adapters.load, config, architecture, homes)
     return Trainable(model, loss_fn, init, start, specs)
-
-
-def _made(init: Partial) -> PyTree:
-    return init()
 
 
 def _identity(params: PyTree) -> PyTree:
