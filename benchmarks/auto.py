@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -51,12 +50,7 @@ NAMES = [c.name for c in gaps.CANDIDATES]
 
 def work(spec: dict[str, Any]) -> None:
     """Runs the commands that the parent gives on stdin; answers with JSON."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo prints
-
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
+    answer = common.answering()
     with tempfile.TemporaryDirectory() as place:
         process = Process(spec, pathlib.Path(place))
         answer({"computing": process.computing, "bytes": process.bytes})
@@ -266,6 +260,8 @@ def main() -> int:
         said = recommend(ratios, args.recommend) if args.recommend else []
         print(table(report, said))
         return 0
+    if args.repetitions < 2:
+        parser.error("--repetitions are at least 2: the table has quartiles")
     if reason := network.why_not():
         print(f"error: {reason}", file=sys.stderr)
         return 2

@@ -246,6 +246,17 @@ def bits(workdir: pathlib.Path) -> str:
 # ---- processes on a shaped link
 
 
+def answering() -> Callable[[Any], None]:
+    """Returns what answers a parent with JSON; what else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo prints
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    return answer
+
+
 class WorkerEnded(RuntimeError):
     """A process of `Workers` ended before it answered."""
 

@@ -9,7 +9,7 @@ not run again, and `--part=0/2` takes every second line, for two processes. The 
 experiments/quickstart.py's (0.45M parameters, float32, the source of Python's standard
 library), a step 4,096 tokens; experiments/dynamics.py's (1.1M, 2,048 tokens); or
 `small` (0.27M, 2,048 tokens), also on `headers`, the C headers in this environment's
-packages; or `medium` (3.3M, 8,192 tokens, bfloat16). Without --runs it does SHOWN.
+packages. Without --runs it does SHOWN.
 
 `--tune=adamw,muon` looks for each variant's best rate instead, by its mean loss on the
 seeds of TUNING: from a rate in the middle to its neighbours, a factor of 1.5 away,
@@ -110,7 +110,7 @@ class Run:
         return *shared, self.clip, self.follow
 
 
-SIZES = {"dynamics": ", 1.1M", "small": ", 0.27M", "medium": ", 3.3M"}
+SIZES = {"dynamics": ", 1.1M", "small": ", 0.27M"}
 MIDDLE = {"sgd": 0.5, "lion": 3e-4, "muon": 6e-3}  # rates where tuning starts
 ZERO1 = {"name": "zero1", "k": 10**6}
 SHOWN = [{}, ZERO1, {"name": "f.75", "f": 0.75}, {"name": "s1.3", "s": 1.3}]
@@ -207,15 +207,12 @@ class Data:
     def __init__(
         self, experiment: str, corpus: str, seed: int, batch: int, steps: int
     ) -> None:
-        known = experiment if experiment == "dynamics" else "quickstart"
-        path = ROOT / "experiments" / f"{known}.py"
+        small = experiment == "small"
+        path = ROOT / "experiments" / f"{'quickstart' if small else experiment}.py"
         c = runpy.run_path(str(path))["get_config"]()
-        if experiment == "small":
+        if small:
             c.model.width, c.microbatch_size = 96, 2
-        if experiment == "medium":
-            c.model.width, c.model.layers = 256, 4
-            c.length, c.model.window, c.model.dtype = 256, 128, "bfloat16"
-        c.model.attention = "xla"
+        c.model.attention = "xla"  # in float32, also on a GPU
         rows = batch * c.devices * c.microbatch_size * c.microbatches_per_step
         c.devices, c.method, c.seed, c.steps = 1, "zero1", seed, steps
         c.microbatch_size, c.microbatches_per_step = rows // 2, 2
@@ -445,7 +442,6 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="runs of a program")
     parser.add_argument("--variants", default="zero1,acco,f.75s1.15")
     parser.add_argument("--experiment", default="small")
-    parser.add_argument("--steps", type=int, default=Run.steps)
     parser.add_argument("--corpus", default="stdlib", choices=("stdlib", "headers"))
     parser.add_argument("--part", default="0/1", help="I/N: every N-th line from I on")
     parser.add_argument("--table", type=Path, help="print a table of this and stop")
@@ -456,8 +452,7 @@ def main() -> None:
     if args.tune:
         asked_runs = [
             Run(name=name, opt=opt, lr=MIDDLE.get(opt, 3e-3), seed=TUNING[0],
-                experiment=args.experiment, corpus=args.corpus, steps=args.steps,
-                **named(name))  # type: ignore[arg-type]
+                experiment=args.experiment, corpus=args.corpus, **named(name))  # type: ignore[arg-type]
             for opt in args.tune.split(",") for name in args.variants.split(",")
         ]  # fmt: skip
         tune(asked_runs, args.out, args.together)

@@ -150,12 +150,7 @@ def goals(workdir: pathlib.Path, methods: Sequence[str]) -> list[dict[str, Any]]
 
 def work(spec: dict[str, Any]) -> None:
     """Runs the commands that the parent gives on stdin; answers with JSON."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo prints
-
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
+    answer = common.answering()
     with tempfile.TemporaryDirectory() as place:
         process = Process(spec, pathlib.Path(place))
         answer({"computing": process.computing, "bytes": process.bytes})

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,38 @@ def test_a_run_is_the_library_s(program, name, fields, options):
     assert losses.shape == errors.shape == (STEPS,)
     if name == "acco":
         assert 0 < errors[2:].mean() < 1
+
+
+@pytest.mark.usefixtures("x64")
+def test_runs_of_one_program_end_as_by_themselves(program, monkeypatch, tmp_path):
+    """Of other seeds, rates and variants; the program's last places repeat one."""
+
+    def data(experiment, corpus, seed, batch, steps):
+        rng = np.random.default_rng(seed)
+        tokens = jnp.asarray(rng.normal(size=(steps + 1, 8, WIDTH)))
+        params = {"kernel": jnp.asarray(rng.normal(size=(WIDTH, 4)))}
+        of = jax.tree_util.Partial(loss_fn)
+        held = [{"tokens": tokens[0]}, {"tokens": tokens[1]}]
+        return types.SimpleNamespace(
+            loss_fn=of, params=params, tokens=tokens, held_out=held
+        )
+
+    monkeypatch.setattr(program, "data", data)
+    runs = [
+        program.Run(steps=4, warm=1, seed=seed, lr=1e-2 * (seed + 1), **fields)
+        for seed in (0, 1)
+        for fields in ({}, {"name": "zero1", "k": 10**6}, {"name": "f.75", "f": 0.75})
+    ]
+    found = {}
+    for together in (1, 3):
+        out = tmp_path / f"{together}.jsonl"
+        for _ in range(2):  # what is there is not run again
+            program.run_all(runs, out, together)
+        rows = program.done(out)
+        assert len(rows) == len(runs)
+        found[together] = {str(row["run"]): row["loss"] for row in rows}
+    assert len({*found[1].values()}) == len(runs)
+    assert found[3] == pytest.approx(found[1], rel=1e-12)
 
 
 def test_differences_are_of_equal_seeds(program):
