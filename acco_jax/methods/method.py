@@ -187,8 +187,20 @@ def placed_state(
     """Return the state make(params), every array placed as its `shardings` say."""
     check_compiled()
     params = jax.device_put(params, layout.params_shardings)
+    return compiled_state(make, layout)(params)
+
+
+def compiled_state(
+    make: Callable[[PyTree], StateT], layout: Layout
+) -> Callable[[PyTree], StateT]:
+    """Compile `make` for parameters in their places; its results are in theirs."""
+    params = layout.tree(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=layout.sharding(*leaf.spec)
+        )
+    )
     like = jax.jit(make).eval_shape(params)  # traced once for both
-    return jax.jit(make, out_shardings=like.shardings())(params)
+    return jax.jit(make, out_shardings=like.shardings())
 
 
 @functools.partial(jax.jit, static_argnums=0)

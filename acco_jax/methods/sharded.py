@@ -218,7 +218,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def on(
         self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...], specs: PyTree | None
     ) -> Self:
-        found = ("_updated", "_form")
+        found = ("_updated", "_form", "_starts")
         attributes = {k: v for k, v in vars(self).items() if k not in found}
         places = {"mesh": mesh, "axis": axis, "param_specs": specs}
         return type(self)(**attributes | places)
@@ -332,7 +332,16 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def _init(self, params: PyTree) -> ShardedState:
         checks.refuse_wrappers()
         params = checks.as_updated(params)
-        whole = method.layout_of(params, vars(self), self.layout_type)
+        check_compiled()
+        layout = method.layout_of(params, vars(self), self.layout_type)
+        return self._starts(layout)(jax.device_put(params, layout.params_shardings))
+
+    @functools.cached_property
+    def _starts(self) -> Callable[[Layout], Callable[[PyTree], ShardedState]]:
+        return functools.cache(self._compiled_start)
+
+    def _compiled_start(self, whole: Layout) -> Callable[[PyTree], ShardedState]:
+        """Return what makes the state of parameters that lie so, compiled once."""
         whole = whole.overlapping() if self.delayed else whole
         seen = whole.tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.master))
         like = jax.eval_shape(self.inner.init, seen)
@@ -347,7 +356,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
             state = self._start(layout, master, run(master))
             return state._replace(residual=self.codecs.start(layout, params))
 
-        return method.placed_state(make, params, layout)
+        return method.compiled_state(make, layout)
 
     def advance(
         self,

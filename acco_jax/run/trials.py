@@ -34,10 +34,9 @@ from acco_jax.step.halves import Halves
 from acco_jax.step.logged import LoggedStep
 
 NEAR = 1.5  # times the fastest, at most: those that are timed again in turns,
-TURNS = 3  # at least; until one is left that takes
+TURNS = 5  # at least; until one is left that takes
 CLOSE = 1.1  # times the fastest, at most, or after
-MOST_TURNS = 9  # of them the first that is
-AS_FAST = 1.01  # times as long as the fastest, at most
+MOST_TURNS = 15  # of them the first that is as fast, which is up to `LONGER`
 COMPILE_SECONDS = 1800  # a process may compile this much longer than another
 
 
@@ -48,7 +47,7 @@ def with_method(
 
     It is that of the run in the workdir, or else the fastest of those whose loss is
     within the tolerance: a few steps of each are timed on the devices, and those
-    that are nearly as fast in three turns.
+    that are nearly as fast in turns.
 
     Args:
       config: of the experiment, checked.
@@ -139,7 +138,7 @@ def fastest(built: Iterable[tuple[str, Experiment]], *, compiled: bool = False) 
         chosen, again = _in_turns({name: kept[name] for name in near})
         seconds |= again
     else:
-        least = AS_FAST * min(seconds.values())
+        least = LONGER * min(seconds.values())
         chosen = next(name for name, s in seconds.items() if s <= least)
     logging.info("method auto: %s", chosen)
     if (exposed := 1 - computing / seconds[chosen]) > 1 / 3:
@@ -169,7 +168,7 @@ def _in_turns(near: dict[str, Experiment]) -> tuple[str, dict[str, float]]:
         turns = turns[:, close]
     for name, typical in seconds.items():
         logging.info("method auto: %s takes %.3g s again", name, typical)
-    return left[smallest(turns, AS_FAST)], seconds
+    return left[smallest(turns)], seconds
 
 
 def _of_method(

@@ -54,14 +54,13 @@ def ratios(seconds: np.ndarray) -> np.ndarray:
     return found / found.min()
 
 
-def smallest(seconds: np.ndarray, longer: float = LONGER) -> int:
+def smallest(seconds: np.ndarray) -> int:
     """Return the index of the first candidate that typically takes no longer.
 
     Args:
       seconds: (times, candidates).
-      longer: times as long that count as no longer.
     """
-    return int(np.argmax(ratios(seconds) <= longer))
+    return int(np.argmax(ratios(seconds) <= LONGER))
 
 
 def step_seconds(

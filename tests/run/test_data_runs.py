@@ -15,7 +15,8 @@ from acco_jax.run.config import identity
 from acco_jax.run.observe import metrics
 from acco_jax.run.trained import splits
 from acco_jax.schedule import chips
-from tests.run.test_loop import arrays_of, compilations, manual_loss, rows_of
+from tests.compiling import compilations
+from tests.run.test_loop import arrays_of, manual_loss, rows_of
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ from acco_jax.run import evaluation, loop, preparation
 from acco_jax.run.build import models
 from acco_jax.run.observe import goodput, metrics, profiling
 from acco_jax.run.state.checkpoints import Checkpoints
-from tests.compiling import optimized
+from tests.compiling import compilations, optimized
 
 RUNS = {
     "acco": {},
@@ -59,27 +58,6 @@ def arrays_of(experiment):
     like = experiment.abstract
     tree, _ = checkpoints.restore(checkpoints.latest(), like)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-
-
-@contextlib.contextmanager
-def compilations():
-    """The names of what is compiled inside."""
-    names = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            if record.getMessage().startswith("Compiling "):
-                names.append(record.getMessage().split()[1])
-
-    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Handler()
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield names
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module", params=RUNS)

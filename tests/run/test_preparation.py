@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from acco_jax.run import preparation
+from acco_jax.run import preparation, prepared
 from acco_jax.run.state import processes
+from tests.compiling import compilations
 
 REFUSED = [
     (
@@ -115,8 +116,10 @@ def test_a_damaged_config_file_is_one_line(tiny, tmp_path):
 def test_a_start_that_is_made_again_is_compiled_once(tiny, tmp_path):
     """`method=auto` makes it in each of its trials."""
     e = preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
-    first, again = e.start(), e.start()
-    assert e.start.func._cache_size() == 1
+    first = prepared.initial(e)
+    with compilations() as names:
+        again = prepared.initial(e)
+    assert not names
     chex.assert_trees_all_equal(first, again)
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
     assert not any(x is y for x, y in pairs)  # the step takes both for its own
