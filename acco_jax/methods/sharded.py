@@ -338,6 +338,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
     @functools.cached_property
     def _starts(self) -> Callable[[Layout], Callable[[PyTree], ShardedState]]:
+        """The starts that are compiled, by layout: a trial makes one many times."""
         return functools.cache(self._compiled_start)
 
     def _compiled_start(self, whole: Layout) -> Callable[[PyTree], ShardedState]:

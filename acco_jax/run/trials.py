@@ -36,7 +36,7 @@ from acco_jax.step.logged import LoggedStep
 NEAR = 1.5  # times the fastest, at most: those that are timed again in turns,
 TURNS = 5  # at least; until one is left that takes
 CLOSE = 1.1  # times the fastest, at most, or after
-MOST_TURNS = 15  # of them the first that is as fast, which is up to `LONGER`
+MOST_TURNS = 15  # then the first that takes at most `LONGER` times as long
 COMPILE_SECONDS = 1800  # a process may compile this much longer than another
 
 
