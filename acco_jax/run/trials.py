@@ -115,7 +115,7 @@ def fastest(built: Iterable[tuple[str, Experiment]], *, compiled: bool = False) 
     of them where they are close.
 
     Args:
-      built: with their names; the first computes a whole step in a call.
+      built: with their names; the first is zero1.
       compiled: whether the steps are, for what they are given here.
     """
     kept, seconds = dict[str, Experiment](), dict[str, float]()
@@ -142,10 +142,10 @@ def fastest(built: Iterable[tuple[str, Experiment]], *, compiled: bool = False) 
         chosen = next(name for name, s in seconds.items() if s <= least)
     logging.info("method auto: %s", chosen)
     if (exposed := 1 - computing / seconds[chosen]) > 1 / 3:
+        zero1 = next(iter(seconds.values()))
         logging.warning(
-            "%.0f %% of a step is not its gradients: twice the microbatches_per_step "
-            "halve the communication per token, diloco with local_steps=100 sends a "
-            "hundredth of zero1's bytes", 100 * exposed,
+            "%.0f %% of a step is exposed communication: %s",
+            100 * exposed, gaps.where_exposed(zero1 / computing - 1),
         )  # fmt: skip
     return chosen
 

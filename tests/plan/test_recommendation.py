@@ -1,17 +1,22 @@
 """What plan recommends, on recorded schedules; nothing is compiled."""
 
+import itertools
 import json
+import pathlib
 import re
 import shlex
 
+import numpy as np
 import pytest
 
+from acco_jax.methods import gaps
 from acco_jax.plan import planner
 from acco_jax.run.config import parsing
 from acco_jax.run.config.fields import default_config
 from acco_jax.schedule import topologies
 from tests.schedule.recordings import run
 
+ROOT = pathlib.Path(__file__).parents[2]
 FILE = "--recommend", "--nofit"
 AS_PLANNED = {"microbatch_size": 4, "microbatches_per_step": 2}  # unless asked
 
@@ -32,6 +37,7 @@ def test_the_network_decides(stand_in, tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "RECOMMENDED: acco with 8 bits both ways, " in text
     assert "times as fast as zero1" in text and "of its step is exposed" in text
+    assert "reached early losses of zero1's by acco with 8 bits both ways in 0." in text
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -50,6 +56,28 @@ def test_the_command_trains_so(stand_in, tmp_path):
     rows = {c["name"]: c for c in found["candidates"]}
     assert rows["acco"]["gap"].startswith("-0.62") and rows["zero1"]["gap"] == "exact"
     assert all(c["tokens_per_second"] > 0 for c in rows.values())
+
+
+def test_what_helps_on_slow_links_is_what_the_map_measured():
+    """Seconds to each loss of zero1's, means over seeds, over zero1's own."""
+    report = json.loads((ROOT / "experiments" / "results" / "map.json").read_text())
+    names = {
+        "acco(gather_bits=8,reduce_bits=8)": "acco with 8 bits both ways",
+        "streaming_diloco(local_steps=24,bits=8)": (
+            "streaming_diloco with bits=8, local_steps=24"
+        ),
+    }
+    found: dict = {}
+    for link, goal in itertools.product(report["links"], report["goals"]):
+        seconds = {
+            method: np.mean(goal["steps"][method]) * np.median(link["seconds"][method])
+            for method in ("zero1", *names)
+        }
+        for method, name in names.items():
+            share = round(seconds[method] / seconds["zero1"], 2)
+            found.setdefault(link["ratio"], {}).setdefault(name, []).append(share)
+    for ratio, shares in gaps.EARLY_LOSSES.items():
+        assert shares == {n: (min(x), max(x)) for n, x in found[ratio].items()}
 
 
 def test_without_a_measured_loss_there_is_zero1(stand_in, tmp_path):
