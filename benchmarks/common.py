@@ -87,7 +87,7 @@ def environment(place: pathlib.Path) -> dict[str, str]:
     """Returns that of runs: on CPU, with data and compiled programs in `place`."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": network.without_devices(os.environ.get("XLA_FLAGS", "")),
         "PYTHONPATH": str(ROOT),
         "ACCO_DATA_DIR": str(place / "data"),
         "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),

@@ -440,8 +440,11 @@ def multiples(rows: Sequence[Row]) -> dict[int, float]:
     return {row["repetition"]: row["seconds"] / row["compute"] for row in rows}
 
 
-def best_peer(found: Samples, ratio: float) -> str:
-    """Returns the synchronous peer whose step is the least multiple of its compute."""
+def best_peer(found: Samples, ratio: float) -> str | None:
+    """Returns the synchronous peer whose step is the least multiple of its compute.
+
+    None: no peer was measured.
+    """
     peers = [
         name
         for name, method in METHODS.items()
@@ -450,6 +453,7 @@ def best_peer(found: Samples, ratio: float) -> str:
     return min(
         peers,
         key=lambda name: statistics.median(multiples(found[ratio, name]).values()),
+        default=None,
     )
 
 
@@ -463,7 +467,8 @@ def summary(found: Samples, processes: int, parameters: int) -> list[Row]:
             seconds = [row["seconds"] for row in rows]
             compute = [row["compute"] for row in rows]
             link = [communication(row) for row in rows]
-            own, other = multiples(rows), multiples(found[ratio, peer])
+            own = multiples(rows)
+            other = multiples(found[ratio, peer]) if peer else {}
             shared = [i for i in own if i in other]
             both = [a + b for a, b in zip(compute, link, strict=True)]
             tokens = rows[0]["tokens"]
@@ -479,7 +484,7 @@ def summary(found: Samples, processes: int, parameters: int) -> list[Row]:
                 "of_sum": None if method.acco else common.quotients(seconds, both),
                 "of_best_peer": common.quotients(
                     [own[i] for i in shared], [other[i] for i in shared]
-                ),
+                ) if shared else None,
                 "bytes": statistics.median(row["bytes"] for row in rows),
                 "should_send": method.passes * unit,
                 "cpu_per_token": statistics.median(row["cpu"] / tokens for row in rows),
@@ -551,7 +556,8 @@ def table(rows: Sequence[Row], calibration: Row) -> str:
     ratio = rows[0]["ratio"]
     lines = [
         HEAD.format(
-            ratio=ratio, rate=rate(calibration, ratio), peer=rows[0]["best_peer"],
+            ratio=ratio, rate=rate(calibration, ratio),
+            peer=rows[0]["best_peer"] or "none",
             others=statistics.median(x["others"]["median"] for x in rows),
             load=statistics.median(x["load"]["median"] for x in rows),
         ).rstrip("\n")

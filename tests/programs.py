@@ -7,7 +7,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from acco_jax.run.compare.network import without_devices
+
 ROOT = Path(__file__).parents[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A user's environment: it fakes no devices, and no scheduler has started it.
+
+    Of the tests' own it keeps how programs are compiled.
+    """
+    left_out = ("JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    inherited = {k: v for k, v in os.environ.items() if k not in left_out}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    flags = without_devices(os.environ["XLA_FLAGS"])
+    return inherited | {"PYTHONPATH": path, "XLA_FLAGS": flags} | more
 
 
 def run(

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from acco_jax.run.compare import comparison, network, pool, results, tuning
 from acco_jax.run.config import parsing
 from acco_jax.run.observe import metrics
 from acco_jax.run.state.workdir import claimed
+from tests import programs
 from tests.lines import refusal
 
 ROOT = Path(__file__).parent.parent
@@ -61,10 +61,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment():
-    names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    inherited = {k: v for k, v in os.environ.items() if k not in names}
-    return inherited | {"PYTHONPATH": path}
+    return programs.environment()
 
 
 @pytest.fixture(scope="module")

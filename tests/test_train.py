@@ -23,6 +23,7 @@ import pytest
 from acco_jax.command import exits
 from acco_jax.run import preparation
 from acco_jax.run.state.checkpoints import Checkpoints
+from tests import programs
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -54,10 +55,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(place):
-    names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    inherited = {k: v for k, v in os.environ.items() if k not in names}
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    return inherited | {"ACCO_DATA_DIR": str(place / "data"), "PYTHONPATH": path}
+    return programs.environment(ACCO_DATA_DIR=str(place / "data"))
 
 
 @pytest.fixture(scope="module")

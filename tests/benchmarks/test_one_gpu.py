@@ -1,12 +1,13 @@
 """The rehearsal of the one-GPU benchmark: every part leaves its rows."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from tests import programs
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "one_gpu.py"
 
@@ -15,7 +16,7 @@ PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "one_gpu.py"
 def test_quick_with_a_part_that_fails(tmp_path):
     out = tmp_path / "one_gpu"
     command = [sys.executable, PROGRAM, "--quick", "--fail=schedule", f"--out={out}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = programs.environment(JAX_PLATFORMS="cpu")
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=500
     )

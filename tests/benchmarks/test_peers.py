@@ -173,17 +173,17 @@ def test_jax_methods_have_the_losses_of_zero1(peers, tmp_path):
 
 @pytest.mark.slow
 def test_quick(peers, tmp_path):
-    """A real run of a part of the methods, and nothing left to do afterwards."""
+    """A real run of a method, and nothing left to do afterwards."""
     out = tmp_path / "rows.jsonl"
-    methods = "--methods=jax/shard_map,acco(recommended)"
+    methods = "--methods=acco(recommended)"
     done = run("--quick", methods, "--ratios=1", f"--out={out}")
     if without_a_link(peers, done):
         return
     assert done.returncode == 0, done.stdout + done.stderr
     found = list(map(json.loads, out.read_text().splitlines()))
-    assert [x["kind"] for x in found] == ["settings", "calibration", *4 * ["sample"]]
+    assert [x["kind"] for x in found] == ["settings", "calibration", *2 * ["sample"]]
     text = peers.page(found, [], "")
-    assert text.count("\n| ") == 1 + 2
+    assert text.count("\n| ") == 1 + 1
     for x in peers.figures_of(found):
         assert x["bytes"] == pytest.approx(x["should_send"], rel=0.1)
     done = run("--quick", methods, "--ratios=1", f"--out={out}")

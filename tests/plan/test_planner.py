@@ -164,11 +164,11 @@ def test_a_misfit_does_not_discard_another_s_result(
 
 def test_a_method_is_not_given_another_s_options(stand_in, capsys):
     run("--nofit", "--config.method_options.gather_bits=(8,4)")
-    assert [p.method for p in stand_in] == ["acco", "zero1"]
     text = capsys.readouterr().out
     assert "its calls differ" in text
-    assert stand_in[0].tx.codecs.gather_quantized
-    assert not stand_in[1].tx.codecs.gather_quantized
+    # in the order in which threads have come to compile them
+    quantized = {p.method: bool(p.tx.codecs.gather_quantized) for p in stand_in}
+    assert quantized == {"acco": True, "zero1": False} and len(stand_in) == 2
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -19,6 +19,7 @@ import yaml
 from acco_jax.command import exits
 from acco_jax.run.build.validation import validate
 from acco_jax.run.config import parsing
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "experiments" / "clusters"
@@ -80,10 +81,8 @@ def cluster(tmp_path):
     for name, text in texts.items():
         (stubs / name).write_text(text)
         (stubs / name).chmod(0o755)
-    left_out = ("XLA_FLAGS", "JAX_PLATFORMS")
-    env = {k: v for k, v in os.environ.items() if k not in left_out} | {
+    env = programs.environment() | {
         "PATH": os.pathsep.join((str(stubs), os.environ["PATH"])),
-        "PYTHONPATH": str(ROOT),
         "STUBS": str(stubs),
         "ACCO_DATA_DIR": str(tmp_path / "data"),
         "SLURM_JOB_ID": job_id(),

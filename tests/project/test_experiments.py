@@ -1,7 +1,6 @@
 """experiments/: what their docstrings say, and their smoke scale from end to end."""
 
 import json
-import os
 import re
 import runpy
 import shlex
@@ -18,7 +17,7 @@ from acco_jax.run.build import models
 from acco_jax.run.build.validation import validate
 from acco_jax.run.compare import comparison
 from acco_jax.run.config import parsing
-from tests import stand_ins
+from tests import programs, stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
@@ -158,9 +157,7 @@ def test_the_batch_of_tinystories_is_the_releases(tmp_path):
 
 
 def command(arguments, cwd, tmp_path):
-    names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    env = {k: v for k, v in os.environ.items() if k not in names}
-    env |= {"ACCO_DATA_DIR": str(tmp_path / "data"), "PYTHONPATH": str(ROOT)}
+    env = programs.environment(ACCO_DATA_DIR=str(tmp_path / "data"))
     return subprocess.Popen(
         [sys.executable, *arguments], cwd=cwd, env=env,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -1,6 +1,5 @@
 """The doctor names what is wrong, with a remedy, and says what it saw."""
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from acco_jax.command import exits
 from acco_jax.run.observe import diagnosis
+from tests import programs
 
 FITTING = {"jax": "0.10.2", "jaxlib": "0.10.2"}
 
@@ -112,8 +112,7 @@ def test_every_process_says_its_problems():
 
 def test_the_command(tmp_path):
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
-                                "PJRT_NPROC": "2"}  # fmt: skip
+    environment = programs.environment(JAX_PLATFORMS="cpu", PJRT_NPROC="2")
     command = [sys.executable, "-m", "acco_jax.doctor", f"--workdir={tmp_path}"]
     done = subprocess.run(
         [*command, "--devices=2"], env=environment, cwd=root, capture_output=True,

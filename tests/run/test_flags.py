@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from acco_jax.command import exits
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -389,13 +390,10 @@ def refusals(texts, tmp_path_factory):
         # absl takes the last of a flag that is given twice
         last = [g for g in given if g != "--workdir="]
         cases.append(([*config, *flags, *last], variables))
-    names = ("XLA_FLAGS", "JAX_PLATFORMS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [sys.executable, "-c", MANY],
         input=json.dumps([cases, str(folder)]),
-        env=environment | {"ACCO_DATA_DIR": str(place / "data"), "PYTHONPATH": path},
+        env=programs.environment(ACCO_DATA_DIR=str(place / "data")),
         cwd=place,
         text=True,
         capture_output=True,

@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 import types
@@ -22,6 +21,7 @@ from acco_jax.run.config.fields import default_config
 from acco_jax.run.trained import language, perplexity
 from acco_jax.run.trained.language import Language, from_folder, from_run, keys_of
 from acco_jax.run.weights import folders
+from tests import programs
 
 CONFIG = transformer.Config(
     258, 32, 24, 2, 3, window=8, **transformer.FAMILIES["gpt-neo"], tied=False,
@@ -376,10 +376,10 @@ def test_an_instruction_follows_an_end_of_text(successors):
 
 
 def _command(name, *flags):
-    environment = dict(os.environ, XLA_FLAGS="")
     return subprocess.run(
         [sys.executable, "-m", f"acco_jax.{name}", *flags],
-        env=environment, capture_output=True, text=True, timeout=600,
+        env=programs.environment(JAX_PLATFORMS="cpu"),
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from acco_jax.core import leaf_names
 from acco_jax.run.state import memory, worlds
 from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.run.state.replicas import ReplicasDiffer
+from tests import programs
 from tests.reference import make_mesh
 
 IDENTITY = {"seed": 0}
@@ -336,7 +337,7 @@ def test_programs_give_way_to_copies_of_the_state(place, monkeypatch):
 def test_kills_at_random_times(tmp_path):
     """Twenty-five, some during a copy, and one bit that changes: the same end."""
     command = [sys.executable, "-m", "tests.run.killed_copies", str(tmp_path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = programs.environment(JAX_PLATFORMS="cpu")
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -136,8 +136,8 @@ def test_hidden(method, machine, microbatches, model, dynamic):
 
 @pytest.mark.slow
 def test_hidden_on_a_tpu(monkeypatch):
-    """A smaller model: for GPT-2's sizes a TPU's compiler takes minutes."""
-    small = {"vocab_size": 8192, "max_length": 256, "width": 256, "heads": 4}
+    """A small model: for GPT-2's sizes a TPU's compiler takes minutes."""
+    small = {"vocab_size": 2048, "max_length": 128, "width": 128, "heads": 2}
     monkeypatch.setitem(globals(), "MODEL", dataclasses.replace(MODEL, **small))
     program = described("acco", "tpu:v6e:4x4", 4, 1, dynamic=False)
     check(program, "acco", "tpu:v6e:4x4", 4, 1)

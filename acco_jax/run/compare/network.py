@@ -22,7 +22,6 @@ ENVIRONMENT = {
     # as `acco_jax.command.devices.keep_memory`, for programs of any stack
     "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1"
     ":glibc.malloc.trim_threshold=1099511627776",
-    "XLA_FLAGS": "",  # one device each, whatever the caller's own processes have
     "JAX_PLATFORMS": "cpu",
 }
 _MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
@@ -59,8 +58,14 @@ def why_not() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the processes."""
-    return {**os.environ, **ENVIRONMENT}
+    """Return the environment of the processes, of one device each."""
+    flags = without_devices(os.environ.get("XLA_FLAGS", ""))
+    return {**os.environ, **ENVIRONMENT, "XLA_FLAGS": flags}
+
+
+def without_devices(flags: str) -> str:
+    """Return XLA_FLAGS without the number of devices that a CPU is to show."""
+    return re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags).strip()
 
 
 class Network:
