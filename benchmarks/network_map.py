@@ -1,6 +1,6 @@
 """Seconds, tokens and bytes to one loss, of every method on links of several speeds.
 
-    python benchmarks/network_map.py --workdir=DIR [--seeds=3] [--json=FILE]
+    python benchmarks/network_map.py --workdir=DIR [--seeds=3] [--json=FILE] [--quick]
     python benchmarks/network_map.py --table=FILE
 
 Needs Linux, root, and iproute2's `ip` and `tc`. Both parts train a GPT-Neo of 0.27M
@@ -51,6 +51,12 @@ FLAGS = (
     "--config.log_every=20",
     "--config.data.held_out=0.01",
 )  # fmt: skip
+TINY = (
+    "--config.model.width=16",
+    "--config.length=32",
+    "--config.eval_batches=2",
+    "--config.optimizer.warmup_steps=5",
+)  # fmt: skip
 STEPS, EVERY, PARTS = 480, 24, (0.25, 0.4)
 RATIOS = (0.05, 0.3, 1.0, 5.0, 30.0)  # zero1's communication over computation
 METHODS = {  # as compare has them: a learning rate and a name for each
@@ -83,8 +89,9 @@ SENT = pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes")
 def train(args: argparse.Namespace, methods: Sequence[str]) -> None:
     """Runs the comparison in the workdir."""
     command = [
-        sys.executable, "-m", "acco_jax.compare", f"--config={EXPERIMENT}", *FLAGS,
-        f"--config.steps={args.steps}", f"--config.eval_every={args.every}",
+        sys.executable, "-m", "acco_jax.compare", f"--config={EXPERIMENT}",
+        *flags(args.quick), f"--config.steps={args.steps}",
+        f"--config.eval_every={args.every}",
         f"--methods={','.join(map(at_its_rate, methods))}",
         f"--workdir={args.workdir}", f"--seeds={args.seeds}",
         f"--at_once={args.at_once}",
@@ -94,6 +101,11 @@ def train(args: argparse.Namespace, methods: Sequence[str]) -> None:
         "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
     subprocess.run(command, env=environment, check=True)
+
+
+def flags(quick: bool) -> tuple[str, ...]:
+    """Returns those of the experiment that all methods share."""
+    return (*FLAGS, *TINY) if quick else FLAGS
 
 
 def at_its_rate(name: str) -> str:
@@ -174,8 +186,8 @@ class Process:
 
         self._running = dict[str, list[Any]]()
         for i, entry in enumerate(comparison.parse(",".join(spec["methods"]))):
-            flags = [f"--config={EXPERIMENT}", *FLAGS, *entry.flags]
-            config = parsing.config_of([*flags, "--config.devices=1"])
+            own = (*flags(spec["quick"]), *entry.flags, "--config.devices=1")
+            config = parsing.config_of([f"--config={EXPERIMENT}", *own])
             if config.method == "acco" and config.first_half == "auto":
                 config = fields.with_first_half(config, 1)  # as compare has it
             config.steps = 1200  # all methods divide it
@@ -215,19 +227,20 @@ class Process:
 # ---- the parent
 
 
-def timed(methods: Sequence[str], ratios: Sequence[float], repetitions: int,
-          place: pathlib.Path) -> dict[str, Any]:  # fmt: skip
+def timed(
+    methods: Sequence[str], args: argparse.Namespace, place: pathlib.Path
+) -> dict[str, Any]:
     """Returns a step's seconds at each rate, by repetition, and its bytes."""
     rows: list[dict[str, Any]] = []
     with network.joined(2, UNSHAPED) as net:
         program = [sys.executable, "-m", "benchmarks.network_map", "--work"]
-        spec = {"processes": 2, "methods": list(methods)}
+        spec = {"processes": 2, "methods": list(methods), "quick": args.quick}
         with common.Workers(program, spec, net, place) as workers:
             found = workers.answers("the start")
             computing = max(x["computing"] for x in found)
             size = found[0]["bytes"]  # each process sends half of them twice
             sent: dict[str, float] = {}
-            for ratio in ratios:
+            for ratio in map(float, args.ratios.split(",")):
                 mbit = 8e-6 * size / (ratio * computing)
                 net.set_rate(mbit)
                 seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -235,7 +248,7 @@ def timed(methods: Sequence[str], ratios: Sequence[float], repetitions: int,
                 for name in methods:
                     first = workers.ask(json.dumps([name, 1]))[0]["all"]
                     turns[name] = max(1, round(SECONDS / first))
-                for number in range(repetitions):
+                for number in range(args.repetitions):
                     for name in methods[::-1] if number % 2 else methods:
                         line = json.dumps([name, turns[name]])
                         answers = workers.ask(line)
@@ -360,6 +373,7 @@ def main() -> int:
     parser.add_argument("--at_once", type=int, default=2, help="runs of the training")
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--table", type=pathlib.Path, help="print the table of this")
     args = parser.parse_args()
@@ -379,8 +393,7 @@ def main() -> int:
     train(args, methods)
     report = {"goals": goals(args.workdir, methods)}
     with tempfile.TemporaryDirectory() as place:
-        ratios = [float(x) for x in args.ratios.split(",")]
-        report |= timed(methods, ratios, args.repetitions, pathlib.Path(place))
+        report |= timed(methods, args, pathlib.Path(place))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     print(printed(report))

@@ -80,19 +80,27 @@ def test_a_rate_is_one_of_a_method_s_options(program):
     assert name == "acco(config.first_half=2,config.optimizer.learning_rate=0.001)"
 
 
-@pytest.mark.long
-def test_a_small_run(program, tmp_path):
+@pytest.mark.fast(slow=("tiny",))
+@pytest.mark.parametrize(
+    ("other", "share", "size"),
+    [
+        ("gossip", 1.1, ("--quick", "--steps=32", "--every=8")),
+        ("sparseloco(local_steps=24)", 0.02, ("--steps=96", "--every=24")),
+    ],
+    ids=["tiny", "the page's"],
+)
+def test_a_run(program, tmp_path, other, share, size):
     """A real run at one rate, or the one line that says what this machine lacks."""
     out = tmp_path / "out.json"
-    few = "--steps=96", "--every=24", "--seeds=1", "--ratios=1", "--repetitions=1"
-    names = "--methods=zero1,gossip,sparseloco(local_steps=24)"
+    few = *size, "--seeds=1", "--ratios=1", "--repetitions=1"
+    names = f"--methods=zero1,{other}"
     done = run(f"--workdir={tmp_path / 'runs'}", f"--json={out}", names, *few)
     if reason := program.network.why_not():
         assert (done.returncode, done.stderr) == (2, f"error: {reason}\n")
         return
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
-    assert [x["steps"]["zero1"] for x in report["goals"]] == [[24.0], [24.0]]
-    zero1, sparse = (report["bytes"][x] for x in ("zero1", names.rpartition(",")[2]))
-    assert zero1 > 50 * sparse > 0
+    steps = [x["steps"]["zero1"] for x in report["goals"]]
+    assert steps == [[int(size[-1].partition("=")[2])]] * 2
+    assert 0 < report["bytes"][other] < share * report["bytes"]["zero1"]
     assert program.printed(report) in done.stdout
