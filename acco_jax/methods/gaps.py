@@ -76,16 +76,16 @@ CANDIDATES = (
 # computation. Two workers, 0.27M parameters.
 EARLY_LOSSES: Mapping[float, Mapping[str, tuple[float, float]]] = {
     1: {
-        "acco with 8 bits both ways": (1.02, 1.08),
-        "streaming_diloco with bits=8, local_steps=24": (0.60, 0.71),
+        "acco in 8 bits": (1.02, 1.08),
+        "streaming_diloco (bits=8, local_steps=24)": (0.60, 0.71),
     },
     5: {
-        "acco with 8 bits both ways": (0.54, 0.58),
-        "streaming_diloco with bits=8, local_steps=24": (0.22, 0.26),
+        "acco in 8 bits": (0.54, 0.58),
+        "streaming_diloco (bits=8, local_steps=24)": (0.22, 0.26),
     },
     30: {
-        "acco with 8 bits both ways": (0.49, 0.52),
-        "streaming_diloco with bits=8, local_steps=24": (0.04, 0.05),
+        "acco in 8 bits": (0.49, 0.52),
+        "streaming_diloco (bits=8, local_steps=24)": (0.04, 0.05),
     },
 }
 
@@ -94,17 +94,18 @@ def where_exposed(ratio: float) -> str:
     """Say what helps where communication is exposed, and what was measured.
 
     Args:
-      ratio: zero1's communication over its computation, positive.
+      ratio: zero1's communication over its computation.
     """
+    ratio = max(ratio, min(EARLY_LOSSES))
     near = min(EARLY_LOSSES, key=lambda x: abs(math.log(x / ratio)))
     times = " and ".join(
-        f"{name} in {least:.2f} to {most:.2f} of zero1's time"
+        f"in {least:.2f} to {most:.2f} of its time with {name}"
         for name, (least, most) in EARLY_LOSSES[near].items()
     )
     return (
         "twice the microbatches_per_step halve it per token. Where zero1's takes "
         f"{near:g} times its computation, two workers with 0.27M parameters reached "
-        f"early losses of zero1's by {times}; later losses differ "
+        f"early losses of zero1's {times}; later losses differ "
         "(experiments/results/map.md)."
     )
 
