@@ -542,7 +542,7 @@ a repetition, with quartiles, of {repetitions} repetitions.
 """
 HEAD = """## r = {ratio:g}: {rate:.0f} Mbit/s
 
-Best peer: `{peer}`. Other programs kept {others:.2f} cores busy. The load was
+Best peer: {peer}. Other programs kept {others:.2f} cores busy. The load was
 {load:.1f}.
 
 | method | tokens/s | step, s | own compute, s | step / compute | step / limit | \
@@ -557,7 +557,7 @@ def table(rows: Sequence[Row], calibration: Row) -> str:
     lines = [
         HEAD.format(
             ratio=ratio, rate=rate(calibration, ratio),
-            peer=rows[0]["best_peer"] or "none",
+            peer=f"`{peer}`" if (peer := rows[0]["best_peer"]) else "none",
             others=statistics.median(x["others"]["median"] for x in rows),
             load=statistics.median(x["load"]["median"] for x in rows),
         ).rstrip("\n")

@@ -73,7 +73,7 @@ CANDIDATES = (
 
 # experiments/results/map.md: the seconds until two losses that zero1 has early in
 # training, over zero1's own, where its communication takes so many times its
-# computation. Two workers, 0.27M parameters.
+# computation. Two workers, 0.27M parameters, AdamW.
 EARLY_LOSSES: Mapping[float, Mapping[str, tuple[float, float]]] = {
     1: {
         "acco in 8 bits": (1.02, 1.08),
@@ -103,10 +103,10 @@ def where_exposed(ratio: float) -> str:
         for name, (least, most) in EARLY_LOSSES[near].items()
     )
     return (
-        "twice the microbatches_per_step halve it per token. Where zero1's takes "
-        f"{near:g} times its computation, two workers with 0.27M parameters reached "
-        f"early losses of zero1's {times}; later losses differ "
-        "(experiments/results/map.md)."
+        "twice the microbatches_per_step halve the communication per token. Where "
+        f"zero1's takes {near:g} times its computation, two workers with 0.27M "
+        f"parameters and AdamW reached early losses of zero1's {times}; later losses "
+        "differ (experiments/results/map.md)."
     )
 
 

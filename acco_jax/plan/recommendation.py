@@ -198,18 +198,17 @@ def _why(r: Recommendation, devices: int) -> str:
     chosen = r.chosen
     if devices == 1:
         return ", which is plain optax on one device."
-    others = [t for t in r.timed if t.candidate.name == "zero1" and t is not chosen]
-    said, ratio = "", chosen.exposed / max(chosen.step - chosen.exposed, 1e-9)
-    for other in others:
-        ratio = other.exposed / max(other.step - other.exposed, 1e-9)
-        times = chosen.tokens_per_second / other.tokens_per_second
+    zero1 = next((t for t in r.timed if t.candidate.name == "zero1"), chosen)
+    said = ""
+    if zero1 is not chosen:
+        times = chosen.tokens_per_second / zero1.tokens_per_second
         said = f", {times:.2f} times as fast as zero1"
     share = chosen.exposed / chosen.step
     if share <= EXPOSED:
         return f"{said}."
     return (
         f"{said}. {share:.0%} of its step is exposed communication: "
-        f"{gaps.where_exposed(ratio)}"
+        f"{gaps.where_exposed(zero1.exposed / (zero1.step - zero1.exposed))}"
     )
 
 

@@ -144,7 +144,7 @@ def fastest(built: Iterable[tuple[str, Experiment]], *, compiled: bool = False) 
     if (exposed := 1 - computing / seconds[chosen]) > 1 / 3:
         zero1 = next(iter(seconds.values()))
         logging.warning(
-            "%.0f %% of a step is exposed communication: %s",
+            "%.0f %% of a step is not its gradients: %s",
             100 * exposed, gaps.where_exposed(zero1 / computing - 1),
         )  # fmt: skip
     return chosen

@@ -76,6 +76,16 @@ def test_ratios_are_taken_within_a_repetition(peers):
     assert acco["should_send"] == 2 * ddp["should_send"]
 
 
+def test_without_a_peer_the_rest_is_measured(peers):
+    found = [row for row in rows() if row.get("method") in (None, "acco")]
+    (acco,) = peers.figures_of(found)
+    assert acco["best_peer"] is acco["of_best_peer"] is None
+    assert acco["of_compute"]["median"] == 1.375
+    text = peers.page(found, [], "")
+    assert "Best peer: none." in text
+    assert "| 1.38 (1.31-1.44) | 0.69 (0.66-0.72) |  |  | 200.0 |" in text
+
+
 def test_the_rate_is_that_of_zero1s_bytes(peers):
     assert peers.rate(CALIBRATION, 0.5) == 800.0  # 800 Mbit in 1 s
 
@@ -173,17 +183,17 @@ def test_jax_methods_have_the_losses_of_zero1(peers, tmp_path):
 
 @pytest.mark.slow
 def test_quick(peers, tmp_path):
-    """A real run of a method, and nothing left to do afterwards."""
+    """A real run of a part of the methods, and nothing left to do afterwards."""
     out = tmp_path / "rows.jsonl"
-    methods = "--methods=acco(recommended)"
+    methods = "--methods=jax/shard_map,acco(recommended)"
     done = run("--quick", methods, "--ratios=1", f"--out={out}")
     if without_a_link(peers, done):
         return
     assert done.returncode == 0, done.stdout + done.stderr
     found = list(map(json.loads, out.read_text().splitlines()))
-    assert [x["kind"] for x in found] == ["settings", "calibration", *2 * ["sample"]]
+    assert [x["kind"] for x in found] == ["settings", "calibration", *4 * ["sample"]]
     text = peers.page(found, [], "")
-    assert text.count("\n| ") == 1 + 1
+    assert text.count("\n| ") == 1 + 2
     for x in peers.figures_of(found):
         assert x["bytes"] == pytest.approx(x["should_send"], rel=0.1)
     done = run("--quick", methods, "--ratios=1", f"--out={out}")

@@ -36,7 +36,7 @@ def test_the_network_decides(stand_in, tmp_path, capsys):
     assert names == ["zero1", "acco with 8 bits both ways"]
     text = " ".join(capsys.readouterr().out.split())
     assert "RECOMMENDED: acco with 8 bits both ways, " in text
-    assert "times as fast as zero1" in text and "of its step is exposed" in text
+    assert "times as fast as zero1" in text
     assert "% of its step is exposed communication: twice the " in text
     assert re.search(r"early losses of zero1's in [\d.]+ to [\d.]+ of its time", text)
 

@@ -26,6 +26,24 @@ def test_what_is_no_rate_is_refused_in_one_line(text):
     assert repr(text) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (
+            "--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b",
+            "--xla_a=1 --xla_b",
+        ),
+        ("--xla_force_host_platform_device_count=8", ""),
+        (None, ""),
+    ],
+)
+def test_processes_keep_all_flags_but_the_devices(monkeypatch, given, kept):
+    monkeypatch.delenv("XLA_FLAGS")
+    if given:
+        monkeypatch.setenv("XLA_FLAGS", given)
+    assert network.environment()["XLA_FLAGS"].split() == kept.split()
+
+
 def test_says_that_the_tools_are_missing(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     assert network.why_not() == "no ip and tc here: apt-get install -y iproute2."

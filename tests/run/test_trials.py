@@ -111,7 +111,7 @@ def test_a_tolerance_decides_by_the_measured_gap():
 def test_exposed_communication_is_said(choose):
     times = {("zero1", 0): 9.0, ("acco", 0): 6.0, ("acco", 1): 5.0, ("acco", 2): 4.0}
     *_, said = choose(times)
-    assert said[-1].startswith("75 % of a step is exposed communication: twice the ")
+    assert said[-1].startswith("75 % of a step is not its gradients: twice the ")
     assert "Where zero1's takes 5 times its computation" in said[-1]  # 8 times here
 
 
