@@ -38,6 +38,7 @@ from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, wide
 from acco_jax.core.microbatches import Count
 from acco_jax.core.quantize import BITS, dequantize, dequantized_sum, quantize
+from acco_jax.core.select import masked
 
 
 class Residual(NamedTuple):
@@ -101,15 +102,21 @@ class Codec:
         """Return the bits of gradients over a data axis: None except on the slowest."""
         return self.reduce_bits if axis == layout.reduce_order[-1] else None
 
-    def decode(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
-        """Return the shards of the sums over workers, in the master weights' dtype."""
+    def decode(
+        self, layout: Layout, reduced: Arrays, whole: Arrays, valid: jax.Array
+    ) -> PyTree:
+        """Return the shards of the sums over workers, in the master weights' dtype.
+
+        They are 0 unless `valid`, a bool [].
+        """
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
         if bits is not None:
             add = functools.partial(
                 dequantized_sum, bits=bits, senders=senders, apart=not self.feedback
             )
             reduced = layout.on_buffers(lambda xs: tuple(map(add, xs)))(reduced)
-        return layout.split(reduced, whole)
+        # what is packed, so that each leaf needs no operation of its own
+        return layout.split(*masked(valid, (reduced, whole)))
 
     def encode_params(
         self, layout: Layout, residual: Residual | None, point: PyTree

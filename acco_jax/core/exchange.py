@@ -123,7 +123,9 @@ class Exchange:
 
     def act(self, x: Reducing) -> Advanced:
         """Advance the shards on the reduced sums, as their owners."""
-        gradient = self.codec.decode(x.state.layout, x.buffers, x.whole)
+        # without weight nothing counts, not even the error feedback of rounding
+        valid = x.totals.weight != 0
+        gradient = self.codec.decode(x.state.layout, x.buffers, x.whole, valid)
         state, point = self.advance(x.state, gradient, x.totals, x.extra)
         return Advanced(state, x.totals, point)
 

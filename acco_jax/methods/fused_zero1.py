@@ -30,6 +30,7 @@ from acco_jax.core.half_round import Inputs
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.core.parts import SMALL, Parts, beyond_layers
+from acco_jax.core.select import masked
 from acco_jax.methods.layerwise import Reduction, reduced_gradients
 from acco_jax.methods.method import CommonOptions
 from acco_jax.methods.sharded import Rest, ShardedMethod, ShardedRound
@@ -83,8 +84,10 @@ class _Reduced(Codec):
     def reduce(self, layout: Layout, buffers: Arrays, axis: str) -> Arrays:
         return buffers
 
-    def decode(self, layout: Layout, reduced: Arrays, whole: Arrays) -> PyTree:
-        each = zip(layout.leaves, reduced, strict=True)
+    def decode(
+        self, layout: Layout, reduced: Arrays, whole: Arrays, valid: jax.Array
+    ) -> PyTree:
+        each = zip(layout.leaves, masked(valid, reduced), strict=True)
         return layout.treedef.unflatten([x.astype(leaf.master) for leaf, x in each])
 
 

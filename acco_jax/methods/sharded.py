@@ -377,10 +377,6 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         aside = {field: getattr(state, field) for field in fields}
 
         def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
-            # without weight nothing counts, not even the error feedback of rounding.
-            # Masked before the division by W: XLA:CPU computes again in each kernel
-            # what comes after it
-            gradient = masked(totals.weight != 0, gradient)
             step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
             return self._advance(state, gradient, totals, step)
 

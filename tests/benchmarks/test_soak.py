@@ -10,7 +10,7 @@ import pytest
 PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick(tmp_path):
     done = subprocess.run(
         [sys.executable, PROGRAM, "--quick", f"--json={tmp_path / 'out.json'}"],

@@ -82,11 +82,8 @@ def trained(sizes, method="acco", **options):
     return losses, acco_jax.committed_params(state, params), params
 
 
-CASES = [*METHODS, *(pytest.param(x, marks=pytest.mark.long) for x in MORE)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.fast(slow=("acco",))
+@pytest.mark.parametrize("method", [*METHODS, *MORE])
 def test_a_group_is_as_exact_as_a_device(method):
     """A run of acco in groups is in the fast tier: tests/run/test_groups.py."""
     options = (METHODS | MORE)[method]

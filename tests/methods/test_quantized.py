@@ -230,7 +230,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.fast(slow=("pair", "dpu"))
+@pytest.mark.fast(slow=("pair",))
 @pytest.mark.parametrize("name", SETUPS)
 @optimized()  # the forms' float32 bits
 def test_all_forms_are_one_half_round(name):
@@ -293,7 +293,7 @@ def owned(state):
     return held.layout.gather_exact(held.master)
 
 
-@pytest.mark.fast("pair")
+@pytest.mark.fast("pair", slow=("bf16", "zero1"))
 @pytest.mark.parametrize("name", SETUPS)
 def test_owners_know_what_replicas_hold(name):
     made = setup(name)

@@ -24,15 +24,13 @@ def report():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{"microbatches": "adaptive"}, {"counts": (1,) * 7 + (2,)}]
-)
+@pytest.mark.parametrize("changes", [{"microbatches": "adaptive"}, {"counts": (1, 2)}])
 def test_a_step_computes_the_microbatches_asked_for(changes):
     config = default_config()
     config.model.width, config.model.layers, config.model.heads = 32, 2, 2
     config.microbatches_per_step, config.length = 2, 16
     config.update(changes)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     program = calibration._Prepared("zero1", 6, config, mesh).program
     assert (program.microbatches, program.counts) == (6, ())
 

@@ -1,6 +1,7 @@
 """What keeps the code readable: who may know whom."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from benchmarks import mutants, mutations
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "acco_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Imported where they are used: they are optional, slow, or must follow a set-up.
 LATE = re.compile(
@@ -18,6 +18,11 @@ LATE = re.compile(
     r"tensorboardX|tensorflow\w*|tokenizers|torch|transformers|libtpu|numpy|"
     r"acco_jax\.(command|plan|run|schedule)\."
 )
+
+
+@functools.cache
+def trees():
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def name_of(path):
@@ -53,7 +58,7 @@ def statements(tree):
 def edges():
     return {
         name_of(path): set().union(*map(imported, statements(tree)), set())
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
     }
 
 
@@ -95,7 +100,7 @@ def folder(module):
 
 def test_no_import_circle_of_folders():
     graph = {folder(module): set() for module in MODULES}
-    for path, tree in TREES.items():  # imports in functions count, too
+    for path, tree in trees().items():  # imports in functions count, too
         others = set().union(*map(imported, ast.walk(tree)), set())
         graph[folder(name_of(path))] |= {folder(other) for other in others}
     assert {"schedule", "run/build"} <= graph["plan"]
@@ -104,7 +109,7 @@ def test_no_import_circle_of_folders():
 
 
 def functions(*but):
-    for tree in (tree for path, tree in TREES.items() if path.name not in but):
+    for tree in (tree for path, tree in trees().items() if path.name not in but):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 yield node
@@ -123,7 +128,7 @@ def test_imports_stand_at_the_top():
 
 def test_nothing_but_methods_knows_what_kind_of_method_there_is():
     kinds = {"ShardedMethod", "LocalMethod"}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if PACKAGE / "methods" not in path.parents:
             names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
             names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

@@ -81,7 +81,7 @@ def commands():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("acco_jax.audit",))  # the plan's compiler takes minutes
 @pytest.mark.parametrize("module", ["acco_jax.plan", "acco_jax.audit"])
 def test_commands_print_what_it_says(module):
     """Every word of the output that README quotes, in its order."""

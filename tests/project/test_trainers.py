@@ -34,7 +34,7 @@ def test_losses_are_those_of_the_trainer_as_it_was(name):
     agree(*(trainers.losses(recipe, mesh, m) for m in trainers.METHODS.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.fast(slow=("train_state",))
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", HERE)
 def test_acco_is_overlapped(name):

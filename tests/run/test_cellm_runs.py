@@ -23,7 +23,7 @@ def whole(train, tmp_path_factory):
     return *train(workdir, **CHANGES), workdir
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     train(tmp_path, stop_after=1, **CHANGES)
     _, summary = train(tmp_path, **CHANGES)

@@ -50,6 +50,7 @@ def saved(folder, config, params, limit=folders.SHARD_BYTES):
     "3000-float32-llama",
     "3000-float32-gpt2",
     "5000000000-*-qwen3",
+    slow=("3000-*",),
 )
 @pytest.mark.parametrize("family", transformer.FAMILIES)
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_stopped_run_continues_bit_for_bit(whole, train, tmp_path):
     assert len(losses) == len(set(losses)) == calls
 
 
-@pytest.mark.fast("acco", slow=("few bits", "diloco"))
+@pytest.mark.fast("acco", slow=())
 def test_what_was_logged_past_the_checkpoint_is_logged_once(whole, train, tmp_path):
     """As after a SIGKILL: the newest checkpoint is older than the last row."""
     changes, experiment, _, workdir = whole
@@ -295,7 +295,7 @@ def test_a_nan_stops_the_run_and_spares_the_checkpoints(train_quickly, tmp_path)
     assert again.checkpoints.latest() == 13
 
 
-@pytest.mark.fast("logged late")
+@pytest.mark.fast("logged late", slow=())
 @pytest.mark.parametrize(
     "changes",
     [

@@ -67,8 +67,10 @@ WANTED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("others", [["02"], ["20", "201345", "0"]])
+@pytest.mark.fast(slow=("one",))
+@pytest.mark.parametrize(
+    "others", [["02"], ["20", "201345", "0"]], ids=["one", "several"]
+)
 def test_what_is_found_is_bitwise_what_was_kept(others, tmp_path):
     """The processes compare the bits of shards, replicas, -0.0 and keys themselves.
 
