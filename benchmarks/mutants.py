@@ -22,19 +22,19 @@ MUTANTS = (
     Mutant(
         "acco commits in the other half",
         "methods",
-        "commit = state.calls_done & 1 == 1",
-        "commit = state.calls_done & 1 == 0",
+        "return state.calls_done & 1 == 1",
+        "return state.calls_done & 1 == 0",
     ),
     Mutant(
         "acco takes the carried gradient off",
         "methods",
-        "both, total = jax.tree.map(jnp.add, (gradient, totals), before)",
-        "both, total = jax.tree.map(jnp.subtract, (gradient, totals), before)",
+        "both = jax.tree.map(jnp.add, (gradient, totals), before)",
+        "both = jax.tree.map(jnp.subtract, (gradient, totals), before)",
     ),
     Mutant(
         "acco counts a commit of nothing",
         "methods",
-        "steps=state.steps + jnp.int32(commit & (total.weight != 0)),",
+        "steps=state.steps + jnp.int32(commit & (totals.weight != 0)),",
         "steps=state.steps + jnp.int32(commit),",
     ),
     Mutant(
@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "wp predicts with the old optimizer state",
         "methods",
-        "ahead = step(gradient, totals, inner_state, theta)[0]",
-        "ahead = step(gradient, totals, state.inner, theta)[0]",
+        "ahead = step(mean, totals, inner_state, theta)[0]",
+        "ahead = step(mean, totals, state.inner, theta)[0]",
     ),
     Mutant(
         "an outer gradient of the other sign",

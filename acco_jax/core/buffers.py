@@ -49,6 +49,13 @@ class Totals(NamedTuple):
     loss: jax.Array  # []
 
 
+class Reduced(NamedTuple):
+    """Gradients summed over the workers: packed, on the owners of their shards."""
+
+    buffers: Arrays  # each device's share of every group, in the master dtype
+    whole: Arrays  # the sums of leaves that stay whole
+
+
 class RoundingError(NamedTuple):
     """Error feedback: the rounding error of sent gradients (`core/codec.py`)."""
 

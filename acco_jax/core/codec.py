@@ -1,6 +1,6 @@
 """The communication of a half-round: its bits, and the encoding at both ends.
 
-    gradients --(encode, reduce)--> of each data axis in turn --(decode)--> shards
+    gradients --(encode, reduce)--> of each data axis in turn --(decode)--> sums
     shards --(encode_params)--> gather, one axis at a time --(decode_params)--> params
 
 Plain communication sends the layout's buffers. Quantized, with Q of
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from acco_jax.core.buffers import Arrays, Outgoing, RoundingError
+from acco_jax.core.buffers import Arrays, Outgoing, Reduced, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree, wide
 from acco_jax.core.microbatches import Count
@@ -104,8 +104,8 @@ class Codec:
 
     def decode(
         self, layout: Layout, reduced: Arrays, whole: Arrays, valid: jax.Array
-    ) -> PyTree:
-        """Return the shards of the sums over workers, in the master weights' dtype.
+    ) -> Reduced | PyTree:
+        """Return the sums over workers, in the master weights' dtypes.
 
         They are 0 unless `valid`, a bool [].
         """
@@ -115,8 +115,7 @@ class Codec:
                 dequantized_sum, bits=bits, senders=senders, apart=not self.feedback
             )
             reduced = layout.on_buffers(lambda xs: tuple(map(add, xs)))(reduced)
-        # what is packed, so that each leaf needs no operation of its own
-        return layout.split(*masked(valid, (reduced, whole)))
+        return layout.reduced(*masked(valid, (reduced, whole)))
 
     def encode_params(
         self, layout: Layout, residual: Residual | None, point: PyTree

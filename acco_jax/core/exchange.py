@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from acco_jax.core.buffers import Arrays, InFlight, Outgoing, Totals
+from acco_jax.core.buffers import Arrays, InFlight, Outgoing, Reduced, Totals
 from acco_jax.core.codec import Codec
 from acco_jax.core.half_round import Hop, Round
 from acco_jax.core.leaves import PyTree
@@ -71,10 +71,10 @@ class Exchange:
     """Reduce-scatter, the optimizer on the shards, all-gather: a hop per data axis."""
 
     axis: tuple[str, ...]  # the data axes, slowest first
-    # (state, gradient shards, totals, extra) -> (state, Point): the step of the owners
-    # of shards, between the reduction and the gather
+    # (state, gradient, totals, extra) -> (state, Point): the step of the owners of
+    # shards, between the reduction and the gather
     advance: Callable[
-        [ShardedState, PyTree, Totals, dict[str, Any]], tuple[ShardedState, Point]
+        [ShardedState, Reduced, Totals, dict[str, Any]], tuple[ShardedState, Point]
     ]
     codec: Codec  # how this half-round communicates
 

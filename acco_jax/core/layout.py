@@ -1,13 +1,14 @@
 """The split of each parameter over the workers, and its packing for the network.
 
     params --(shard)--> shards    worker i's part of each leaf
-    grads  --(pack)---> InFlight --(reduce_scatter)-> reduced --(split)--> shards
+    grads  --(pack)---> InFlight --(reduce_scatter)-> Reduced --(split)--> shards
     shards --(join)---> outgoing --(all_gather)-----> gathered --(unpack)-> params
 
 The optimizer sees every leaf in its own global shape (`view`), split over the workers
 along one dimension; along two where no single one divides and the leaf is large. So it
 computes what it would compute on one device, even across a whole leaf. Between the
-optimizer and the network the workers' parts are packed into one buffer per dtype.
+optimizer and the network the workers' parts are packed into one buffer per dtype, in
+which a gradient also stays until its mean is taken.
 `reduce_scatter` and `all_gather` are only the collectives, so that a step can overlap
 them with computation. A small leaf that no dimension splits evenly stays
 whole, with its state, on every worker; its gradient is summed with the weights.
@@ -39,6 +40,7 @@ from acco_jax.core.buffers import (
     Group,
     InFlight,
     Outgoing,
+    Reduced,
     RoundingError,
     Totals,
 )
@@ -248,9 +250,9 @@ class Layout:
     def state_shardings(self, state: PyTree) -> PyTree:
         """Return a NamedSharding for every array of a (possibly abstract) method state.
 
-        Its field `inner` is the optimizer's state; InFlight and RoundingError lie on
-        their workers; trees of shards are known by their structure and shapes, at any
-        depth; everything else is replicated.
+        Its field `inner` is the optimizer's state; InFlight, Reduced and RoundingError
+        lie on their workers; trees of shards are known by their structure and shapes,
+        at any depth; everything else is replicated.
         """
         own: Any = NamedSharding(self.mesh, self._own)
         rows: Any = self.sharding(self.axis)
@@ -262,13 +264,17 @@ class Layout:
                 return InFlight((own,) * len(x.buffers), whole, rows, rows, states)
             if isinstance(x, RoundingError):
                 return RoundingError((own,) * len(x.buffers))
+            if isinstance(x, Reduced):
+                sums: Any = tuple(self.sharding(*s) for s in self._whole_specs)
+                return Reduced((own,) * len(x.buffers), sums)
             return self.tree(self._home) if self.holds_shards(x) else self.sharding()
 
         out_shardings = jax.tree.map(
             home,
             state._replace(inner=None, model_state=None),
             is_leaf=lambda x: (
-                isinstance(x, InFlight | RoundingError) or self.holds_shards(x)
+                isinstance(x, InFlight | Reduced | RoundingError)
+                or self.holds_shards(x)
             ),
         )
         carried = jax.tree.map(lambda _: self.sharding(), state.model_state)
@@ -304,14 +310,23 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The contents of the buffers, one group for each communication dtype."""
-        by_dtype: dict[np.dtype, dict[int, tuple[int, ...]]] = {}
+        """The contents of the buffers, a group for each communication dtype.
+
+        Leaves of different master dtypes are in different ones.
+        """
+        by_dtypes: dict[Any, dict[int, tuple[int, ...]]] = {}
         for i, leaf in enumerate(self.leaves):
             if not leaf.whole:
-                by_dtype.setdefault(leaf.comm_dtype, {})[i] = leaf.part
+                dtypes = leaf.comm_dtype, leaf.master
+                by_dtypes.setdefault(dtypes, {})[i] = leaf.part
         return tuple(
-            buffers.make_group(dtype, parts) for dtype, parts in by_dtype.items()
+            buffers.make_group(dtype, parts) for (dtype, _), parts in by_dtypes.items()
         )
+
+    @property
+    def _masters(self) -> tuple[np.dtype, ...]:
+        """The master dtype of each group."""
+        return tuple(self.leaves[group.leaves[0]].master for group in self.groups)
 
     def _over(self, axes: tuple[str, ...]) -> P:
         """Return the spec of buffers that are split over these data axes."""
@@ -348,10 +363,14 @@ class Layout:
         each = zip(self.leaves, jax.tree.leaves(tree), strict=True)
         return tuple(x for leaf, x in each if leaf.whole)
 
-    def _lay(self, tree: PyTree, dtype: DTypeLike | None = None) -> Arrays:
-        """Pack the leaves that are split, blocks (n, *part), into buffers."""
+    def _lay(self, tree: PyTree, dtypes: Sequence[DTypeLike | None]) -> Arrays:
+        """Pack the leaves that are split, blocks (n, *part), into buffers.
+
+        Each is in its group's dtype of `dtypes`; None: the communication dtype.
+        """
         blocks = jax.tree.leaves(tree)
-        return tuple(g.lay([blocks[i] for i in g.leaves], dtype) for g in self.groups)
+        each = zip(self.groups, dtypes, strict=True)
+        return tuple(g.lay([blocks[i] for i in g.leaves], dtype) for g, dtype in each)
 
     def _take(self, fn: Callable, spec: P, out_specs: PyTree) -> Callable:
         """Map (buffers, whole) to fn(leaf, x), x its blocks (n, *part) or whole."""
@@ -401,7 +420,7 @@ class Layout:
             rows = self.map(lambda leaf, g: g.astype(leaf.comm_dtype), grads)
             cut = lambda leaf, g: g if leaf.whole else leaf.cut(g[0])  # noqa: E731
             blocks = self.map(cut, rows)
-            packed = self._lay(blocks), self.whole(blocks)
+            packed = self._lay(blocks, [None] * len(self.groups)), self.whole(blocks)
             if not check:
                 return packed
             # mask what is packed, so that leaves are not held twice
@@ -486,6 +505,37 @@ class Layout:
         """Send block i of every worker's buffers to worker i: [n * rows, ...]."""
         return self.on_buffers(lambda xs: gloo.all_to_all(xs, axis))(buffers)
 
+    # ---- reduced gradients, on their owners
+
+    def reduced(self, buffers: Arrays, whole: Arrays) -> Reduced:
+        """Return reduced buffers and leaves in the master weights' dtypes."""
+        each = zip(buffers, self._masters, strict=True)
+        leaves = (leaf.master for leaf in self.leaves if leaf.whole)
+        wholes = zip(whole, leaves, strict=True)
+        return Reduced(
+            tuple(x.astype(dtype) for x, dtype in each),
+            tuple(x.astype(dtype) for x, dtype in wholes),
+        )
+
+    def rejoin(self, shards: PyTree) -> Reduced:
+        """Pack shards in the master weights' dtypes: the inverse of `split`."""
+        return Reduced(self._join(shards, self._masters), self.whole(shards))
+
+    def reduced_zeros(self) -> Reduced:
+        """Return zeros: reduced gradients before the first ones."""
+
+        def local() -> Reduced:
+            each = zip(self.groups, self._masters, strict=True)
+            whole = (leaf for leaf in self.leaves if leaf.whole)
+            return Reduced(
+                tuple(jnp.zeros((g.rows, g.width), dtype) for g, dtype in each),
+                tuple(jnp.zeros(leaf.local, leaf.master) for leaf in whole),
+            )
+
+        own: Any = (self._own,) * len(self.groups)
+        sums: Any = self._whole_specs
+        return self.everywhere(local, (), Reduced(own, sums))()
+
     def split(self, reduced: Arrays, whole: Arrays | None = None) -> PyTree:
         """Turn reduced buffers into shards, in the master weights' dtype.
 
@@ -504,7 +554,10 @@ class Layout:
 
     def join(self, shards: PyTree, dtype: DTypeLike | None = None) -> Arrays:
         """Pack shards into buffers to gather, in communication dtypes or `dtype`."""
-        pack = lambda shards: self._lay(self.map(Leaf.blocks, shards), dtype)  # noqa: E731
+        return self._join(shards, [dtype] * len(self.groups))
+
+    def _join(self, shards: PyTree, dtypes: Sequence[DTypeLike | None]) -> Arrays:
+        pack = lambda shards: self._lay(self.map(Leaf.blocks, shards), dtypes)  # noqa: E731
         return self.everywhere(pack, (self._shard_specs,), self._own)(shards)
 
     def all_gather(self, outgoing: Outgoing, axis: str) -> Outgoing:

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from acco_jax.core.buffers import InFlight, Totals
-from acco_jax.core.exchange import Point
+from acco_jax.core.buffers import InFlight, Reduced, Totals
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.select import choose, masked
@@ -47,7 +46,7 @@ class AccoState(NamedTuple):
     master: PyTree  # theta(t): shards, float32 or wider
     inner: PyTree  # the optimizer's state at theta(t), over the shards
     in_flight: InFlight  # g, w of the last half-round: per worker, communication dtype
-    carry: PyTree  # G(t-1), reduced by the estimate for the commit: shards
+    carry: Reduced  # G(t-1), reduced by the estimate for the commit
     carried: Totals  # W(t-1), and the sum of its losses
     residual: Any = None  # `core.codec.Residual`, if communication is quantized
     model_state: PyTree = None  # mean over the workers, e.g. batch-norm statistics
@@ -61,24 +60,35 @@ def start(layout: Layout, master: PyTree, inner: PyTree) -> AccoState:
         master=master,
         inner=inner,
         in_flight=layout.zeros(),
-        carry=jax.tree.map(jnp.zeros_like, master),
+        carry=layout.reduced_zeros(),
         carried=Totals(*2 * (jnp.zeros((), layout.scalar),)),
     )
 
 
+def _commits(state: AccoState) -> jax.Array:
+    return state.calls_done & 1 == 1  # this half-round is counted already
+
+
+def accumulate(
+    state: AccoState, gradient: Reduced, totals: Totals
+) -> tuple[AccoState, Reduced, Totals]:
+    """Return what a half-round steps on: in a commit with the estimate's, G(t-1)."""
+    before = masked(_commits(state), (state.carry, state.carried))
+    both = jax.tree.map(jnp.add, (gradient, totals), before)
+    return state._replace(carry=gradient, carried=totals), *both
+
+
 def advance(
     state: AccoState,
-    gradient: PyTree,
+    mean: PyTree,
     totals: Totals,
     step: Step,
     *,
     extrapolation: float,
-) -> tuple[AccoState, Point]:
+) -> tuple[AccoState, PyTree]:
     """Advance the shards by one half-round of the recurrence."""
-    commit = state.calls_done & 1 == 1  # this half-round is counted already
-    before = masked(commit, (state.carry, state.carried))
-    both, total = jax.tree.map(jnp.add, (gradient, totals), before)
-    theta, inner_state, norm = step(both, total, state.inner, state.master, commit)
+    commit = _commits(state)
+    theta, inner_state = step(mean, totals, state.inner, state.master, commit)
     point = theta
     if extrapolation != 1:
         ahead = jax.tree.map(
@@ -86,13 +96,11 @@ def advance(
         )
         point = choose(commit, theta, ahead)
     state = state._replace(
-        steps=state.steps + jnp.int32(commit & (total.weight != 0)),
+        steps=state.steps + jnp.int32(commit & (totals.weight != 0)),
         master=choose(commit, theta, state.master),
         inner=inner_state,
-        carry=gradient,
-        carried=totals,
     )
-    return state, Point(point, norm)
+    return state, point
 
 
 def acco(
@@ -147,6 +155,7 @@ def acco(
         options,
         state=AccoState,
         start=start,
+        accumulate=accumulate,
         advance=functools.partial(advance, extrapolation=extrapolation),
         delayed=True,
         calls_per_step=2,

@@ -23,7 +23,6 @@ import optax
 from jax.sharding import Mesh
 
 from acco_jax.core.buffers import InFlight, Totals
-from acco_jax.core.exchange import Point
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree
 from acco_jax.core.select import choose
@@ -58,15 +57,15 @@ def start(
 
 def advance(
     state: DelayedState,
-    gradient: PyTree,
+    mean: PyTree,
     totals: Totals,
     step: Step,
     *,
     predict: bool,
     feedback: float,
     warmup: int = 0,
-) -> tuple[DelayedState, Point]:
-    """Take a step on the gradient that arrived; with `predict` a second one ahead."""
+) -> tuple[DelayedState, PyTree]:
+    """Take a step on the mean that arrived; with `predict` a second one, ahead."""
     if (state.update is not None) != bool(feedback):
         raise ValueError(
             f"the state was made {'without' if feedback else 'with'} feedback, and tx "
@@ -86,11 +85,11 @@ def advance(
         )
         return choose(late, further, point), choose(valid, update, before)
 
-    theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
+    theta, inner_state = step(mean, totals, state.inner, state.master)
     theta, update = fed_back(theta, state.master, state.update)
     ahead = theta
     if predict:
-        ahead = step(gradient, totals, inner_state, theta)[0]
+        ahead = step(mean, totals, inner_state, theta)[0]
         ahead, _ = fed_back(ahead, theta, update)
     state = state._replace(
         steps=state.steps + jnp.int32(totals.weight != 0),
@@ -98,7 +97,7 @@ def advance(
         inner=inner_state,
         update=update,
     )
-    return state, Point(ahead, norm)
+    return state, ahead
 
 
 delayed = functools.partial(

@@ -31,31 +31,30 @@ def guarded_step(
     inner: optax.GradientTransformation,
     layout: Layout,
     extra: dict[str, Any],
-    gradient: PyTree,
+    mean: PyTree,
     totals: Totals,
     inner_state: PyTree,
     master: PyTree,
     commit: jax.Array | bool = True,
-) -> tuple[PyTree, PyTree, jax.Array]:
+) -> tuple[PyTree, PyTree]:
     """Take the step Opt(theta, G / W) on the shards; without weight nothing moves.
 
     Args:
       inner: the optimizer.
       layout: of the shards.
       extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss.
-      gradient: G, summed over microbatches and workers; shards in the master dtype,
-        finite where W is 0.
+      mean: G / W, of microbatches and workers; shards in the master dtype, finite
+        where W is 0.
       totals: W, and the sum of the losses.
       inner_state: the optimizer's at theta.
       master: theta, the committed point; shards.
       commit: whether the inner state advances, too.
 
     Returns:
-      The new shards, the new inner state and the norm of G / W.
+      The new shards and the new inner state.
     """
     valid = totals.weight != 0
     weight = jnp.where(valid, totals.weight, 1)
-    mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
     arguments = {
         k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()
     }
@@ -66,7 +65,6 @@ def guarded_step(
     return (
         choose(valid, moved, master),
         choose(valid & commit, layout.store_state(stepped), inner_state),
-        optax.tree.norm(mean),
     )
 
 

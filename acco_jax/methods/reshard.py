@@ -21,7 +21,7 @@ feedback is added to its in-flight gradients. zero1 has none and loses that feed
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from acco_jax.core.buffers import Arrays, InFlight, RoundingError
+from acco_jax.core.buffers import Arrays, InFlight, Reduced, RoundingError
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaf_names import array
 from acco_jax.core.leaves import Leaf, PyTree, axes_in, only, wide
@@ -159,7 +159,7 @@ def moved(old: PyTree, new: PyTree, weighted: bool = True) -> PyTree:
 
     def is_unit(x: PyTree) -> bool:
         return (
-            isinstance(x, InFlight | RoundingError | Layout)
+            isinstance(x, InFlight | Reduced | RoundingError | Layout)
             or method.is_state(x)
             or source.holds_shards(x)
         )
@@ -190,6 +190,15 @@ def moved(old: PyTree, new: PyTree, weighted: bool = True) -> PyTree:
         if isinstance(a, RoundingError):
             left = _left_out(source, target, a.buffers)
             return RoundingError(_fed_back(target, left))
+        if isinstance(a, Reduced):
+
+            def stored(a: Reduced) -> PyTree:
+                rows = [x[None] for x in a.whole]
+                sums = _rows(source, a.buffers, rows, summed=len(source.axis))
+                return target.store(jax.tree.map(lambda x: x[0], sums))
+
+            homes = jax.tree.map(lambda x: x.sharding, target.shards)
+            return target.rejoin(in_auto(stored, target, homes)(a))
         if source.holds_shards(a) and target.holds_shards(b):
             homes = jax.tree.map(lambda x: x.sharding, target.shards)
             return in_auto(lambda x: target.store(source.view(x)), target, homes)(a)
@@ -278,7 +287,8 @@ def _left_out(source: Layout, target: Layout, buffers: Arrays) -> PyTree:
     """Return the error feedback as rows of the target's workers."""
 
     def own(buffers: Arrays) -> PyTree:
-        return _summed(_rows(source, buffers, scattered=True), target)
+        rows = _rows(source, buffers, summed=len(source.axis) - 1)
+        return _summed(rows, target)
 
     return jax.device_put(_placed(target, own, buffers), target.grads_shardings)
 
@@ -295,19 +305,18 @@ def _fed_back(target: Layout, rows: PyTree) -> Arrays:
 def _rows(
     layout: Layout,
     buffers: Arrays,
-    whole: Arrays | None = None,
+    whole: Sequence[jax.Array] | None = None,
     *,
-    scattered: bool = False,
+    summed: int = 0,
 ) -> PyTree:
     """Return every worker's gradients, leaves (n, *shape), from packed buffers.
 
-    Leaves that stay whole are zeros if `whole` is None. Buffers that are `scattered`
-    were summed over all data axes but the slowest, and the rows are of that axis.
+    Leaves that stay whole are zeros if `whole` is None. Of buffers that were `summed`
+    over so many data axes, the fastest first, the rows are of the other axes.
     """
     data = [layout.mesh.shape[a] for a in layout.reduce_order]
     models = [layout.mesh.shape[a] for a in layout.model_axes]
-    fast = math.prod(data[:-1]) if scattered else 1
-    data = data[-1:] if scattered else data
+    fast, data = math.prod(data[:summed]), data[summed:]
     devices = (*data, math.prod(models))
     found: dict[int, jax.Array] = {}
     for group, buffer in zip(layout.groups, buffers, strict=True):

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from acco_jax.core.buffers import InFlight, Totals
+from acco_jax.core.buffers import InFlight, Reduced, Totals
 from acco_jax.core.codec import Codec, Codecs, codecs
 from acco_jax.core.exchange import Advanced, Exchange, ExchangeRound, Point, Received
 from acco_jax.core.gradients import Sums
@@ -30,9 +30,10 @@ from acco_jax.core.workers import check_compiled, place
 from acco_jax.methods import checks, method, optimizer
 
 StateType = TypeVar("StateType", bound=type)
-Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]
+Step = Callable[..., tuple[PyTree, PyTree]]
 Start = Callable[[Layout, PyTree, PyTree], Any]  # -> a `ShardedState`
-Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, Point]]
+Accumulate = Callable[[Any, Reduced, Totals], tuple[Any, Reduced, Totals]]
+Advance = Callable[[Any, PyTree, Totals, Step], tuple[Any, PyTree]]
 
 
 class ShardedOptions(method.CommonOptions, total=False):
@@ -190,6 +191,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     calls_per_step: int
     warmup: int
     _start: Start
+    _accumulate: Accumulate | None
     _advance: Advance
 
     local = False
@@ -325,7 +327,8 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         state = jax.eval_shape(self.init, params)
         number: Any = jax.ShapeDtypeStruct((), state.layout.scalar)
         totals, extra = Totals(number, number), self.arguments({})
-        jax.eval_shape(self.advance, state, state.layout.shards, totals, extra)
+        gradient = jax.eval_shape(state.layout.reduced_zeros)
+        jax.eval_shape(self.advance, state, gradient, totals, extra)
 
     # ---- what it does
 
@@ -362,32 +365,39 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def advance(
         self,
         state: ShardedState,
-        gradient: PyTree,
+        gradient: Reduced | PyTree,
         totals: Totals,
         extra: dict[str, Any],
     ) -> tuple[ShardedState, Point]:
-        """Take the optimizer's step on the shards of `gradient`, in the master dtype.
+        """Take the optimizer's step on a gradient: packed, or shards.
 
         MEAN_LOSS among the extra arguments of the optimizer stands for the mean loss of
         exactly these gradients.
         """
         layout = state.layout
+        state = state._replace(calls_done=state.calls_done + 1)
+        if self._accumulate is not None:
+            state, gradient, totals = self._accumulate(state, gradient, totals)
+        # on what is packed: each leaf's operations are what a compiler's time goes to
+        weight = jnp.where(totals.weight != 0, totals.weight, 1)
+        mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
+        shards = layout.split(*mean) if isinstance(mean, Reduced) else mean
+        # the devices of a model axis may have copies of the same leaf
+        norm = optax.tree.norm(shards if layout.model_axes else mean)
         # the optimizer's region need not carry through what it does not read
-        fields = {"in_flight", "residual", "model_state"} & set(state._fields)
+        fields = {"in_flight", "residual", "model_state", "carry"} & set(state._fields)
         aside = {field: getattr(state, field) for field in fields}
 
-        def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
+        def step(state, mean, totals, extra):  # type: ignore[no-untyped-def]
             step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
-            return self._advance(state, gradient, totals, step)
+            return self._advance(state, mean, totals, step)
 
-        everywhere: Any = layout.sharding()  # in the place of an array
-        point = Point(jax.tree.map(lambda s: s.sharding, layout.shards), everywhere)
-        number = state.calls_done + 1
-        state = state._replace(calls_done=number, **dict.fromkeys(aside))
+        state = state._replace(**dict.fromkeys(aside))
+        point = jax.tree.map(lambda s: s.sharding, layout.shards)
         out_shardings = (layout.state_shardings(state), point)
         run = optimizer.in_auto(step, layout, out_shardings)
-        state, point = run(state, gradient, totals, extra)
-        return state._replace(**aside), point
+        state, point = run(state, shards, totals, extra)
+        return state._replace(**aside), Point(point, norm)
 
     def _update(
         self,
@@ -476,6 +486,7 @@ def sharded(
     state: type,
     start: Start,
     advance: Advance,
+    accumulate: Accumulate | None = None,
     delayed: bool,
     calls_per_step: int = 1,
     warmup: int = 0,
@@ -492,10 +503,12 @@ def sharded(
       state: the NamedTuple that is the method's state: a `State` with the fields
         `master`, `inner`, `residual` and, where the method is delayed, `in_flight`.
       start: (layout, master, inner_state) -> the initial state, without `residual`.
-      advance: (state, gradient shards, totals, step) -> (state, Point), where
-        step(gradient, totals, inner_state, master, commit=True) ->
-        (master, inner_state, norm) is a guarded optimizer step on the mean gradient;
-        without `commit` inner_state stays. `calls_done` counts this call.
+      advance: (state, mean, totals, step) -> (state, point), of the shards of the mean
+        gradient and of where the parameters go. step(mean, totals, inner_state, master,
+        commit=True) -> (master, inner_state) is a guarded optimizer step; without
+        `commit` inner_state stays. `calls_done` counts this call.
+      accumulate: (state, gradient, totals) -> (state, gradient, totals): what the step
+        is on, before the mean is taken; None: what was reduced.
       delayed: whether a half-round communicates the gradients of the one before.
       calls_per_step: calls that make one step of the inner optimizer.
       warmup: how many first half-rounds of a delayed method send their own gradients.
@@ -525,5 +538,6 @@ def sharded(
         calls_per_step=calls_per_step,
         warmup=warmup,
         _start=start,
+        _accumulate=accumulate,
         _advance=advance,
     )

@@ -15,7 +15,6 @@ import optax
 from jax.sharding import Mesh
 
 from acco_jax.core.buffers import Totals
-from acco_jax.core.exchange import Point
 from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import Leaf, PyTree
 from acco_jax.methods import sharded
@@ -41,12 +40,12 @@ def start(layout: Layout, master: PyTree, inner: PyTree) -> Zero1State:
 
 
 def advance(
-    state: Zero1State, gradient: PyTree, totals: Totals, step: Step
-) -> tuple[Zero1State, Point]:
-    theta, inner_state, norm = step(gradient, totals, state.inner, state.master)
+    state: Zero1State, mean: PyTree, totals: Totals, step: Step
+) -> tuple[Zero1State, PyTree]:
+    theta, inner_state = step(mean, totals, state.inner, state.master)
     steps = state.steps + jnp.int32(totals.weight != 0)
     state = state._replace(steps=steps, master=theta, inner=inner_state)
-    return state, Point(theta, norm)
+    return state, theta
 
 
 synchronous = functools.partial(

@@ -108,7 +108,8 @@ def sums(state):
     """What the workers hold, added up, and what all hold alike."""
     layout = state.layout
     in_flight = reshard._rows(layout, state.in_flight.buffers, state.in_flight.whole)
-    error = reshard._rows(layout, state.residual.error.buffers, scattered=True)
+    error = state.residual.error.buffers
+    error = reshard._rows(layout, error, summed=len(layout.axis) - 1)
     total = jax.tree.map(lambda x: np.asarray(x).sum(0), (in_flight, error))
     replica = state.residual.replica
     if replica is not None:
