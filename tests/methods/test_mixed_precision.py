@@ -131,3 +131,17 @@ def test_a_wider_wire():
     updates, state = update(g, state, theta)
     np.testing.assert_array_equal(updates["w"], np.float32(-(2.0**-30) - 2.0**-31))
     assert updates["w"].dtype == np.float32
+
+
+def test_a_wire_for_leaves_of_different_master_dtypes():
+    """A sum keeps its own leaf's digits, no more and no fewer."""
+    tx = acco_jax.zero1(optax.sgd(1.0), mesh=make_mesh(4), comm_dtype=jnp.float64)
+    shape, digits = (16, 8), 1 + 2.0**-40
+    theta = {"narrow": np.zeros(shape, np.float32), "wide": np.zeros(shape, np.float64)}
+    state = tx.init(theta)
+    g = {k: np.full((4, *shape), digits / 4) for k in theta}
+    weight = np.full(4, 0.25)
+    updates, state = jax.jit(tx.update)(g, state, theta, weight=weight)
+    np.testing.assert_array_equal(updates["narrow"], np.float32(-1))
+    np.testing.assert_array_equal(updates["wide"], -digits)
+    assert [x.dtype for x in state.master.values()] == [np.float32, np.float64]
