@@ -61,7 +61,7 @@ test-long: $(VENV)/.test ## run what CI has no time for, and ten times the prope
 	EXAMPLES=10 $(PYTEST) -m "long or hypothesis"
 
 test-newest: ## run the library's tests on Python 3.13 or 3.12, with the newest jax
-	@$(call on-newest,test TESTS="$(LIBRARY)")
+	@export OPTIMIZED=1; $(call on-newest,test TESTS="$(LIBRARY)")
 
 setup-newest:
 	@$(call on-newest,.venv-newest/.test)
