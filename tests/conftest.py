@@ -4,7 +4,7 @@ Where the machine is busy a device may come late to a collective: XLA ends the p
 after 40 s unless it is told to wait longer. Programs are compiled in a third of the
 time, not to run fast. Those for GPUs and TPUs are compiled as users' are, and those
 whose bits depend on it are optimized, too (`optimized`). With OPTIMIZED=1, as for the
-newest jax, all of them are users'.
+newest jax, which does not know the flags, all of them are users'.
 """
 
 import fnmatch
