@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "wp predicts with the old optimizer state",
         "methods",
-        "ahead = step(mean, totals, inner_state, theta)[0]",
-        "ahead = step(mean, totals, state.inner, theta)[0]",
+        "ahead = step(gradient, totals, inner_state, theta)[0]",
+        "ahead = step(gradient, totals, state.inner, theta)[0]",
     ),
     Mutant(
         "an outer gradient of the other sign",

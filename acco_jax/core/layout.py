@@ -8,7 +8,7 @@ The optimizer sees every leaf in its own global shape (`view`), split over the w
 along one dimension; along two where no single one divides and the leaf is large. So it
 computes what it would compute on one device, even across a whole leaf. Between the
 optimizer and the network the workers' parts are packed into one buffer per dtype, in
-which a gradient also stays until its mean is taken.
+which a gradient also stays until the optimizer takes it.
 `reduce_scatter` and `all_gather` are only the collectives, so that a step can overlap
 them with computation. A small leaf that no dimension splits evenly stays
 whole, with its state, on every worker; its gradient is summed with the weights.

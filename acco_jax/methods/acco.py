@@ -80,7 +80,7 @@ def accumulate(
 
 def advance(
     state: AccoState,
-    mean: PyTree,
+    gradient: PyTree,
     totals: Totals,
     step: Step,
     *,
@@ -88,7 +88,7 @@ def advance(
 ) -> tuple[AccoState, PyTree]:
     """Advance the shards by one half-round of the recurrence."""
     commit = _commits(state)
-    theta, inner_state = step(mean, totals, state.inner, state.master, commit)
+    theta, inner_state = step(gradient, totals, state.inner, state.master, commit)
     point = theta
     if extrapolation != 1:
         ahead = jax.tree.map(

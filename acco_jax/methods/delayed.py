@@ -57,7 +57,7 @@ def start(
 
 def advance(
     state: DelayedState,
-    mean: PyTree,
+    gradient: PyTree,
     totals: Totals,
     step: Step,
     *,
@@ -65,7 +65,7 @@ def advance(
     feedback: float,
     warmup: int = 0,
 ) -> tuple[DelayedState, PyTree]:
-    """Take a step on the mean that arrived; with `predict` a second one, ahead."""
+    """Take a step on the sums that arrived; with `predict` a second one, ahead."""
     if (state.update is not None) != bool(feedback):
         raise ValueError(
             f"the state was made {'without' if feedback else 'with'} feedback, and tx "
@@ -85,11 +85,11 @@ def advance(
         )
         return choose(late, further, point), choose(valid, update, before)
 
-    theta, inner_state = step(mean, totals, state.inner, state.master)
+    theta, inner_state = step(gradient, totals, state.inner, state.master)
     theta, update = fed_back(theta, state.master, state.update)
     ahead = theta
     if predict:
-        ahead = step(mean, totals, inner_state, theta)[0]
+        ahead = step(gradient, totals, inner_state, theta)[0]
         ahead, _ = fed_back(ahead, theta, update)
     state = state._replace(
         steps=state.steps + jnp.int32(totals.weight != 0),

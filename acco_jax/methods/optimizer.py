@@ -31,7 +31,7 @@ def guarded_step(
     inner: optax.GradientTransformation,
     layout: Layout,
     extra: dict[str, Any],
-    mean: PyTree,
+    gradient: PyTree,
     totals: Totals,
     inner_state: PyTree,
     master: PyTree,
@@ -43,8 +43,8 @@ def guarded_step(
       inner: the optimizer.
       layout: of the shards.
       extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss.
-      mean: G / W, of microbatches and workers; shards in the master dtype, finite
-        where W is 0.
+      gradient: G, summed over microbatches and workers; shards in the master dtype,
+        finite where W is 0.
       totals: W, and the sum of the losses.
       inner_state: the optimizer's at theta.
       master: theta, the committed point; shards.
@@ -55,6 +55,7 @@ def guarded_step(
     """
     valid = totals.weight != 0
     weight = jnp.where(valid, totals.weight, 1)
+    mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
     arguments = {
         k: totals.loss / weight if x is MEAN_LOSS else x for k, x in extra.items()
     }

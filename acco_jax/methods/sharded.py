@@ -378,19 +378,21 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         state = state._replace(calls_done=state.calls_done + 1)
         if self._accumulate is not None:
             state, gradient, totals = self._accumulate(state, gradient, totals)
-        # on what is packed: each leaf's operations are what a compiler's time goes to
-        weight = jnp.where(totals.weight != 0, totals.weight, 1)
-        mean = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient)
-        shards = layout.split(*mean) if isinstance(mean, Reduced) else mean
+        # Divided by W only in the optimizer's region: XLA slices the result of a manual
+        # region wrongly where an optimizer takes a part of it
+        shards = gradient
+        if isinstance(gradient, Reduced):
+            shards = layout.split(*gradient)
         # the devices of a model axis may have copies of the same leaf
-        norm = optax.tree.norm(shards if layout.model_axes else mean)
+        norm = optax.tree.norm(shards if layout.model_axes else gradient)
+        norm = norm / jnp.where(totals.weight != 0, totals.weight, 1).astype(norm.dtype)
         # the optimizer's region need not carry through what it does not read
         fields = {"in_flight", "residual", "model_state", "carry"} & set(state._fields)
         aside = {field: getattr(state, field) for field in fields}
 
-        def step(state, mean, totals, extra):  # type: ignore[no-untyped-def]
+        def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
             step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
-            return self._advance(state, mean, totals, step)
+            return self._advance(state, gradient, totals, step)
 
         state = state._replace(**dict.fromkeys(aside))
         point = jax.tree.map(lambda s: s.sharding, layout.shards)
@@ -503,12 +505,12 @@ def sharded(
       state: the NamedTuple that is the method's state: a `State` with the fields
         `master`, `inner`, `residual` and, where the method is delayed, `in_flight`.
       start: (layout, master, inner_state) -> the initial state, without `residual`.
-      advance: (state, mean, totals, step) -> (state, point), of the shards of the mean
-        gradient and of where the parameters go. step(mean, totals, inner_state, master,
-        commit=True) -> (master, inner_state) is a guarded optimizer step; without
-        `commit` inner_state stays. `calls_done` counts this call.
+      advance: (state, gradient, totals, step) -> (state, point), shards of the sums and
+        of where the parameters go. step(gradient, totals, inner_state, master,
+        commit=True) -> (master, inner_state) is a guarded optimizer step on the mean;
+        without `commit` inner_state stays. `calls_done` counts this call.
       accumulate: (state, gradient, totals) -> (state, gradient, totals): what the step
-        is on, before the mean is taken; None: what was reduced.
+        is on, packed; None: what was reduced.
       delayed: whether a half-round communicates the gradients of the one before.
       calls_per_step: calls that make one step of the inner optimizer.
       warmup: how many first half-rounds of a delayed method send their own gradients.

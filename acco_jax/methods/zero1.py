@@ -40,9 +40,9 @@ def start(layout: Layout, master: PyTree, inner: PyTree) -> Zero1State:
 
 
 def advance(
-    state: Zero1State, mean: PyTree, totals: Totals, step: Step
+    state: Zero1State, gradient: PyTree, totals: Totals, step: Step
 ) -> tuple[Zero1State, PyTree]:
-    theta, inner_state = step(mean, totals, state.inner, state.master)
+    theta, inner_state = step(gradient, totals, state.inner, state.master)
     steps = state.steps + jnp.int32(totals.weight != 0)
     state = state._replace(steps=steps, master=theta, inner=inner_state)
     return state, theta
