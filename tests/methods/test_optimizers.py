@@ -198,6 +198,13 @@ def test_each_as_unsharded(name):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_part_of_a_gradient(method):
+    """XLA sliced what a manual region returns wrongly, with no operation between."""
+    arguments = data_of(OPTIMIZERS["last row"].tree, method, "4")
+    check(method, build("last row"), "4", arguments)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_captured_arrays_where_axes_are_explicit(method):
     names = list(CAPTURED)
     check_sum(names, "one", method, "2", added(names), types=EXPLICIT)
