@@ -52,8 +52,8 @@ class Totals(NamedTuple):
 class Reduced(NamedTuple):
     """Gradients summed over the workers: packed, on the owners of their shards."""
 
-    buffers: Arrays  # each device's share of every group, in the master dtype
-    whole: Arrays  # the sums of leaves that stay whole
+    buffers: Arrays  # [n * rows, width] of every group, a block an owner; master dtype
+    whole: Arrays  # (*shape) the sums of leaves that stay whole; master dtype
 
 
 class RoundingError(NamedTuple):

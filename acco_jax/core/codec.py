@@ -107,6 +107,7 @@ class Codec:
     ) -> Reduced | PyTree:
         """Return the sums over workers, in the master weights' dtypes.
 
+        They are packed, or shards where a backward pass has reduced them leaf by leaf.
         They are 0 unless `valid`, a bool [].
         """
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]

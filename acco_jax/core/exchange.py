@@ -74,7 +74,8 @@ class Exchange:
     # (state, gradient, totals, extra) -> (state, Point): the step of the owners of
     # shards, between the reduction and the gather
     advance: Callable[
-        [ShardedState, Reduced, Totals, dict[str, Any]], tuple[ShardedState, Point]
+        [ShardedState, Reduced | PyTree, Totals, dict[str, Any]],
+        tuple[ShardedState, Point],
     ]
     codec: Codec  # how this half-round communicates
 

@@ -369,7 +369,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         totals: Totals,
         extra: dict[str, Any],
     ) -> tuple[ShardedState, Point]:
-        """Take the optimizer's step on a gradient: packed, or shards.
+        """Take the optimizer's step on what `Codec.decode` returns.
 
         MEAN_LOSS among the extra arguments of the optimizer stands for the mean loss of
         exactly these gradients.
