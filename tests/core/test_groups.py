@@ -13,6 +13,7 @@ import acco_jax
 from acco_jax.models import transformer
 from acco_jax.models.placement import split_rows
 from acco_jax.schedule import hlo, schedules
+from tests.reference import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64", "compiled_here")
 
@@ -146,3 +147,18 @@ def test_weights_are_gathered_over_rows_alone():
     ]
     assert "all-gather" in over[0]
     assert over[1] and "all-gather" not in over[1]
+
+
+def test_the_norm_counts_what_a_group_has_copies_of_once():
+    mesh = make_mesh(2, 2, names=("data", "model"))
+    specs = {"copied": P(), "split": P(None, "model")}
+    tx = acco_jax.zero1(optax.sgd(0.1), mesh=mesh, param_specs=specs)
+    start = {"copied": jnp.ones(64), "split": jnp.ones((64, 8))}
+    step = acco_jax.make_train_step(
+        lambda p, x, rng: (3 * p["copied"].sum() + 4 * p["split"].sum()) * x.mean(),
+        tx,
+        microbatches=1,
+    )
+    *_, metrics = step(*acco_jax.start(tx, start), np.ones((2, 1)))
+    wanted = np.sqrt(9 * 64 + 16 * 64 * 8)
+    np.testing.assert_allclose(metrics["grad_norm"], wanted, rtol=1e-6)
