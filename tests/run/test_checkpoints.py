@@ -312,6 +312,14 @@ def test_a_read_error_of_the_shards_sums_is_no_damage(tree, folder, monkeypatch)
     assert (folder / "5").is_dir()
 
 
+def test_another_version_s_state_is_named_with_a_remedy(tree, folder):
+    more = {"earlier": np.zeros(2), **tree}
+    del more["count"]
+    with pytest.raises(OSError, match=r"has count.* and lacks earlier: .*begin") as e:
+        Checkpoints(folder, keep=2).restore(5, more)
+    assert "\n" not in str(e.value) and (folder / "5").is_dir()
+
+
 def test_what_may_be_the_best_is_not_removed(tree, folder, monkeypatch, caplog):
     checkpoints = Checkpoints(folder, keep=1)
     with monkeypatch.context() as patch:

@@ -461,3 +461,21 @@ def test_damage_to_the_record_of_worlds_is_found(tmp_path, damage):
         file.write_text(changed)
     with pytest.raises(ValueError, match=worlds.FILE):
         worlds.recorded(tmp_path)
+
+
+def test_all_say_that_process_0_cannot_write(tmp_path, monkeypatch):
+    """The others would look for its file until they lose it."""
+    shared = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(workdir.processes, "from_process_0", lambda x: x)
+    monkeypatch.setattr(
+        workdir.processes,
+        "bytes_from",
+        lambda source, data: shared.append(data) or shared[0],
+    )
+    (tmp_path / "file").touch()
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with pytest.raises(ValueError, match=r"process 0 cannot write to .*file"):
+            workdir.check_shared(tmp_path / "file" / "in")
+    assert b"Not a directory" in shared[0] and shared[1] == b""

@@ -291,12 +291,16 @@ class Checkpoints:
         except Exception as error:  # whatever orbax makes of a file
             failure = " ".join(str(error).split())[:500] or type(error).__name__
         with jax.transfer_guard_device_to_host("allow"):
-            self._verify(half_round, found, failure)
+            self._verify(half_round, names, found, failure)
 
         return {i: leaf_names.as_key(leaves[i], found[names[i]]) for i in which}
 
     def _verify(
-        self, half_round: int, arrays: dict[str, jax.Array], failure: str
+        self,
+        half_round: int,
+        names: Sequence[str],
+        arrays: dict[str, jax.Array],
+        failure: str,
     ) -> None:
         """Raise, on all processes, if one could not read arrays or they differ.
 
@@ -305,7 +309,11 @@ class Checkpoints:
         """
         problem, path = None, self._folder / str(half_round)
         try:
-            problem = None if failure else shards.problem(arrays, shards.read(path))
+            sums = shards.read(path)
+            if failure:
+                failure = _other_arrays(names, list(sums)) or failure
+            else:
+                problem = shards.problem(arrays, sums)
         except (ValueError, IndexError) as error:
             problem = str(error)
         except OSError as error:
@@ -550,3 +558,18 @@ def _checksum(file: epath.Path, remote: bool) -> int:
         while chunk := stream.read(1 << 24):
             crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def _other_arrays(wanted: Sequence[str], saved: Sequence[str]) -> str:
+    """Return what a saved state has, or lacks, besides the state to restore, or ""."""
+    has, wants = ({x.partition(".")[2] for x in names} for names in (saved, wanted))
+    parts = {"has": has - wants, "lacks": wants - has}
+    said = [
+        f"{k} {', '.join(sorted(names)[:5])}" for k, names in parts.items() if names
+    ]
+    if not said:
+        return ""
+    return (
+        f"its state {' and '.join(said)}: it is of another version of acco_jax or "
+        "optax; continue with that one, or begin again in another folder"
+    )

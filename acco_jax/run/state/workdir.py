@@ -280,7 +280,8 @@ def check_shared(workdir: Path) -> None:
     Process 0 writes a file, and each of the others looks for it.
 
     Raises:
-      ValueError: on all processes, with the processes that do not see it.
+      ValueError: on all processes, with the processes that do not see it, or with why
+        process 0 cannot write it.
     """
     if is_remote(workdir):
         raise ValueError(
@@ -291,10 +292,18 @@ def check_shared(workdir: Path) -> None:
         return
     name = processes.from_process_0(np.uint32(secrets.randbits(32)))
     path = workdir / f"probe-{int(name):08x}"
+    failure = ""
     if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    processes.meet("probe written")
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            failure = str(error)
+    if failure := processes.bytes_from(0, failure.encode()).decode():
+        raise ValueError(
+            f"process 0 cannot write to workdir {workdir}: {failure}; give a folder "
+            "that the processes of all hosts may write to."
+        )
     limit = time.monotonic() + PROBE_SECONDS
     while not (seen := path.exists()) and time.monotonic() < limit:
         with contextlib.suppress(OSError):  # makes network file systems look again
