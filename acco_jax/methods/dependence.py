@@ -3,12 +3,14 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+if TYPE_CHECKING:  # it imports pallas, which takes 0.1 s
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+    Program = ClosedJaxpr | Jaxpr
 
 Inputs = int  # a set of input numbers: bit i stands for input i
-Program = ClosedJaxpr | Jaxpr
 
 # Equations that call a program with their last operands, under either name.
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
@@ -16,7 +18,7 @@ REMATS = {"checkpoint", "remat", "remat2"}
 _CALLS = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 
 
-def dependence(closed: Program, inputs: Sequence[Inputs]) -> list[Inputs]:
+def dependence(closed: "Program", inputs: Sequence[Inputs]) -> list[Inputs]:
     """Follow data from a program's inputs to its results.
 
     The results of an equation depend on all of its operands. Calls, branches and loops
@@ -39,7 +41,7 @@ def dependence(closed: Program, inputs: Sequence[Inputs]) -> list[Inputs]:
     return [read(v) for v in jaxpr.outvars]
 
 
-def _equation(eqn: JaxprEqn, args: list[Inputs]) -> list[Inputs]:
+def _equation(eqn: "JaxprEqn", args: list[Inputs]) -> list[Inputs]:
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS and (program := called(params)) is not None:
         return dependence(program, args[len(args) - len(_jaxpr(program).invars) :])
@@ -48,7 +50,7 @@ def _equation(eqn: JaxprEqn, args: list[Inputs]) -> list[Inputs]:
     return [_union(args)] * len(eqn.outvars)
 
 
-def called(params: dict[str, Any]) -> Program | None:
+def called(params: dict[str, Any]) -> "Program | None":
     """Return the program that an equation with these parameters calls, or None."""
     return params.get("jaxpr", params.get("call_jaxpr"))
 
@@ -110,7 +112,7 @@ def _union(sets: Iterable[Inputs]) -> Inputs:
     return functools.reduce(operator.or_, sets, 0)
 
 
-def _jaxpr(program: Any) -> Jaxpr:
+def _jaxpr(program: Any) -> "Jaxpr":
     return getattr(program, "jaxpr", program)
 
 

@@ -13,6 +13,7 @@ from acco_jax.core.layout import Layout
 from acco_jax.core.leaves import PyTree, only
 from acco_jax.core.select import choose
 from acco_jax.core.state import StateT
+from acco_jax.methods import products
 from acco_jax.methods.checks import checked_update
 
 
@@ -61,7 +62,11 @@ def guarded_step(
     }
     mean, at = layout.view(mean), layout.view(master)
     view = layout.view_state(inner_state)
-    updates, stepped = checked_update(inner, mean, view, at, arguments)
+
+    def update(mean: PyTree, view: PyTree, at: PyTree) -> PyTree:
+        return checked_update(inner, mean, view, at, arguments)
+
+    updates, stepped = products.gathered_once(update, layout, mean, view, at)
     moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),

@@ -352,6 +352,7 @@ def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
     )
     theta = parameters(SHAPE, dtypes=np.float32) / 16
     params, state = jnp.array(theta), tx.init(theta)
+    split = jax.jit(state.layout.split)
     rng = np.random.default_rng(0)
     batches = [rng.normal(size=(4 * N, 64)).astype(np.float32) for _ in range(16)]
     before, rounded = theta, 0
@@ -359,7 +360,7 @@ def test_replicas_stay_equal_and_near_for_a_thousand_half_rounds():
         params, state, _ = step(params, state, batches[h % 16])
         here, point = np.asarray(params), np.asarray(state.master)
         if h % 2:  # an estimate: its point is a step from theta
-            carried = np.asarray(state.layout.split(*state.carry))
+            carried = np.asarray(split(*state.carry))
             mean = carried / np.float32(state.carried.weight)
             point = point - np.float32(rate) * mean
         away = np.abs(here - point)

@@ -1,0 +1,242 @@
+"""Products of an optimizer's matrices: what they read is gathered once.
+
+An optimizer's step runs on shards, and the compiler places what comes between. Where it
+multiplies matrices that the workers split, as Muon's Newton-Schulz iteration does, the
+compiler would gather an operand of each product: in five iterations several times the
+bytes of the parameters. Here what the first one reads is gathered, and every worker
+computes the products.
+
+Nothing is gathered for a product if the workers split a dimension of its batch, as of
+stacked layers, or one of a single operand that the result keeps. Nor if the product
+sums over the split dimension and its result is small, as the dot of two trees.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from acco_jax.core.layout import Layout
+from acco_jax.core.leaves import Leaf, PyTree
+from acco_jax.methods.dependence import CALLS, called, carry_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+Split = int | None  # the dimension that the workers split; None: every worker has all
+UNKNOWN = -1  # one that is not known
+SMALL = 16  # a result with so much fewer elements than an operand is cheaper to sum
+
+Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def gathered_once(
+    update: Update, layout: Layout, gradient: PyTree, state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Return update(gradient, state, params); what products read is gathered once.
+
+    With model axes, whose devices split matrices, too, update runs as it is.
+
+    Args:
+      update: an optimizer's.
+      layout: of the shards.
+      gradient: shards as the optimizer sees them.
+      state: the optimizer's, likewise.
+      params: likewise.
+    """
+    args, jitted = (gradient, state, params), jax.jit(update, inline=True)
+    traced = jitted.trace(*args)
+    if layout.model_axes or not _has_product(traced.jaxpr.jaxpr):
+        return jitted(*args)  # traced already
+    leaves = [_split(leaf) for leaf in layout.leaves]
+    homes = jax.tree.leaves(layout.inner_shardings(state))
+    inner = [
+        _first(home.spec) if i is None else leaves[i]
+        for i, home in zip(layout.mirrors, homes, strict=True)
+    ]
+    splits = [*leaves, *inner, *leaves]
+    if not _reads(traced.jaxpr.jaxpr, splits)[0]:
+        return jitted(*args)
+    out = _run(traced.jaxpr, splits, jax.tree.leaves(args), layout)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
+
+
+def _has_product(jaxpr: "Jaxpr") -> bool:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            return True
+        for value in eqn.params.values():
+            programs = value if isinstance(value, tuple) else (value,)
+            inner: list[Any] = [getattr(x, "jaxpr", x) for x in programs]
+            if any(_has_product(x) for x in inner if hasattr(x, "eqns")):
+                return True
+    return False
+
+
+def _split(leaf: Leaf) -> Split:
+    """Return which dimension of a leaf the workers split, as the optimizer sees it."""
+    if leaf.whole:
+        return None
+    return UNKNOWN if leaf.in_blocks else leaf.dims[0]
+
+
+def _first(spec: P) -> Split:
+    return next((d for d, axes in enumerate(spec) if axes is not None), None)
+
+
+def _run(
+    closed: "ClosedJaxpr",
+    splits: Sequence[Split],
+    arrays: Sequence[jax.Array],
+    layout: Layout,
+) -> list[jax.Array]:
+    """Evaluate a program; gather what its products read."""
+    auto = (AxisType.Auto,) * len(layout.mesh.axis_names)
+    home = NamedSharding(layout.mesh.update(axis_types=auto), P())
+
+    def whole(x: Any, split: Split) -> Any:
+        return x if split is None else jax.lax.with_sharding_constraint(x, home)
+
+    jaxpr: Any = closed.jaxpr
+    env: dict[Any, tuple[Any, Split]] = {}
+    env.update(zip(jaxpr.constvars, ((x, None) for x in closed.consts), strict=True))
+    env.update(zip(jaxpr.invars, zip(arrays, splits, strict=True), strict=True))
+    for eqn in jaxpr.eqns:
+        read = [(x.val, None) if _literal(x) else env[x] for x in eqn.invars]
+        values, at = map(list, zip(*read, strict=True)) if read else ([], [])
+        needs, after = _through(eqn, at)
+        if needs and eqn.primitive.name in CALLS:
+            inner: Any = called(eqn.params)
+            out = _run(inner, at, values, layout)
+        else:
+            values = list(map(whole, values, at)) if needs else values
+            out = eqn.primitive.bind(*values, **eqn.params)
+            out = out if eqn.primitive.multiple_results else [out]
+            if needs:  # or the compiler splits the products by what reads them
+                out = [whole(x, UNKNOWN) for x in out]
+        env.update(zip(eqn.outvars, zip(out, after, strict=True), strict=True))
+    return [x.val if _literal(x) else env[x][0] for x in jaxpr.outvars]
+
+
+# ------------------------------------------------------------- which dimension is split
+
+
+def _literal(x: Any) -> bool:
+    return hasattr(x, "val")
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.aval.shape
+
+
+def _reads(jaxpr: "Jaxpr", splits: Sequence[Split]) -> tuple[bool, list[Split]]:
+    """Return whether a product would gather, and how the results are split."""
+    env: dict[Any, Split] = dict.fromkeys(jaxpr.constvars)
+    env.update(zip(jaxpr.invars, splits, strict=True))
+    any_needs = False
+    for eqn in jaxpr.eqns:
+        at = [None if _literal(x) else env[x] for x in eqn.invars]
+        needs, after = _through(eqn, at)
+        any_needs |= needs
+        env.update(zip(eqn.outvars, after, strict=True))
+    return any_needs, [None if _literal(x) else env[x] for x in jaxpr.outvars]
+
+
+def _through(eqn: "JaxprEqn", splits: Sequence[Split]) -> tuple[bool, list[Split]]:
+    """Return whether an operation would gather, and how its results are split."""
+    if all(split is None for split in splits):
+        return False, [None] * len(eqn.outvars)
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return _product(eqn, splits)
+    found = [_reads(*body) for body in _bodies(eqn, splits)]
+    if any(needs for needs, _ in found):
+        whole: list[Split] = [None] * len(eqn.outvars)
+        return True, found[0][1] if name in CALLS else whole
+    shaped = [
+        (_shape(x), d) for x, d in zip(eqn.invars, splits, strict=True) if d is not None
+    ]
+    return False, [_kept(eqn, shaped, _shape(x)) for x in eqn.outvars]
+
+
+def _bodies(
+    eqn: "JaxprEqn", splits: Sequence[Split]
+) -> Iterator[tuple["Jaxpr", Sequence[Split]]]:
+    """Yield the programs in an operation, and how what each is given is split."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            held = carry_of(params, splits)[1]
+            rows = [d if d in (None, UNKNOWN) else d - 1 for d in splits[held:]]
+            yield params["jaxpr"].jaxpr, [*splits[:held], *rows]
+        case "while":
+            rest = splits[params["cond_nconsts"] :]
+            yield params["body_jaxpr"].jaxpr, rest
+        case "cond":
+            for branch in params["branches"]:
+                yield branch.jaxpr, splits[1:]
+        case name if name in CALLS:
+            inner: Any = called(params)
+            yield inner.jaxpr, splits
+
+
+def _product(eqn: "JaxprEqn", splits: Sequence[Split]) -> tuple[bool, list[Split]]:
+    """As `_through`, of a product of two arrays."""
+    summed, batch = eqn.params["dimension_numbers"]
+    shapes = [_shape(x) for x in eqn.invars]
+    sides = [
+        (d, b, [i for i in range(len(shape)) if i not in (*s, *b)])
+        for d, s, b, shape in zip(splits, summed, batch, shapes, strict=True)
+    ]
+    size = math.prod(_shape(eqn.outvars[0]))
+    if size == 1 or SMALL * size <= max(map(math.prod, shapes)):
+        return False, [None]
+    kept: set[int] = set()
+    for side, (d, b, free) in enumerate(sides):
+        if d is None:
+            continue
+        if d in b:
+            kept.add(b.index(d))
+        elif d in free:
+            kept.add(len(b) + (len(sides[0][2]) if side else 0) + free.index(d))
+        else:  # it is summed over, or unknown
+            return True, [None]
+    return len(kept) > 1, [kept.pop() if len(kept) == 1 else None]
+
+
+def _kept(
+    eqn: "JaxprEqn",
+    given: Sequence[tuple[Sequence[int], int]],
+    shape: Sequence[int],
+) -> Split:
+    """Return which dimension of a result of this shape is split.
+
+    Args:
+      eqn: an operation that is no product.
+      given: shape and split dimension of each operand that is split.
+      shape: of the result.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if not shape:
+        return None
+    for was, d in given:
+        if d == UNKNOWN:
+            continue
+        if name == "transpose":
+            return params["permutation"].index(d)
+        if name == "broadcast_in_dim":
+            return params["broadcast_dimensions"][d]
+        if "axes" in params and name.startswith(("reduce", "arg")):
+            axes = params["axes"]
+            return None if d in axes else d - sum(a < d for a in axes)
+        if name in ("reshape", "squeeze", "expand_dims"):
+            before = math.prod(was[:d])
+            for i, size in enumerate(shape):
+                if math.prod(shape[:i]) == before and size % was[d] == 0:
+                    return i
+        elif len(was) == len(shape):
+            return d
+    return UNKNOWN

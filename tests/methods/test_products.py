@@ -1,0 +1,150 @@
+"""Matrix products of an optimizer: what they read is gathered once, and no more."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import acco_jax
+from acco_jax.methods import products
+from tests.reference import make_mesh
+
+UNKNOWN = products.UNKNOWN
+
+
+def newton_schulz(x, times=2):
+    return jax.lax.fori_loop(0, times, lambda i, x: 1.5 * x - 0.5 * x @ x.T @ x, x)
+
+
+def scanned(x):
+    return jax.lax.scan(lambda x, c: (c * x - x @ x.T @ x, c), x, jnp.ones(3))[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "splits", "needs", "after"),
+    [
+        # not split, or no product
+        (lambda x: x @ x.T, [(8, 8)], [None], False, None),
+        (lambda x: jnp.sqrt(x) / 2, [(8, 4)], [1], False, 1),
+        # both operands keep the split dimension, or one sums over it
+        (lambda x: x @ x.T, [(8, 16)], [0], True, None),
+        (lambda x: x.T @ x, [(8, 16)], [0], True, None),
+        (lambda x, y: x @ y, [(8, 8), (8, 8)], [1, None], True, None),
+        # one operand keeps it: each worker has a part of the result
+        (lambda x, y: x @ y, [(8, 4), (4, 8)], [0, None], False, 0),
+        (lambda x, y: x @ y, [(8, 4), (4, 8)], [None, 1], False, 1),
+        # layers
+        (lambda x: jax.vmap(newton_schulz)(x), [(4, 8, 8)], [0], False, 0),
+        (lambda x: jax.vmap(newton_schulz)(x), [(4, 8, 8)], [1], True, None),
+        (lambda x: jax.vmap(scanned)(x), [(4, 8, 8)], [0], False, 0),
+        (scanned, [(8, 8)], [1], True, None),
+        # small sums
+        (jnp.vdot, [(8, 8), (8, 8)], [0, 0], False, None),
+        (jnp.vdot, [(8, 8), (8, 8)], [UNKNOWN, 1], False, None),
+        # where the dimension goes
+        (lambda x: x.T[None], [(8, 4)], [0], False, 2),
+        (lambda x: x.sum(0), [(3, 8, 4)], [1], False, 0),
+        (lambda x: x.sum(1), [(3, 8, 4)], [1], False, None),
+        (lambda x: x.reshape(32, 5), [(8, 4, 5)], [0], False, 0),
+        (lambda x: x.reshape(8, 20), [(8, 4, 5)], [1], False, 1),
+        (lambda x: x.reshape(8, 20), [(8, 4, 5)], [2], False, UNKNOWN),
+        (lambda x: x[0], [(3, 8)], [1], False, 0),
+        # in a branch, and in a function of its own
+        (
+            lambda x, y: jax.lax.cond(y[0] > 0, newton_schulz, lambda x: x, x),
+            [(8, 8), (1,)],
+            [0, None],
+            True,
+            None,
+        ),
+        (jax.jit(lambda x: x @ x.T), [(8, 8)], [0], True, None),
+        (jax.jit(lambda x: 2 * x), [(8, 8)], [1], False, 1),
+    ],
+)
+def test_which_products_gather(fn, shapes, splits, needs, after):
+    program = jax.make_jaxpr(fn)(*map(jnp.ones, shapes))
+    found, (split,) = products._reads(program.jaxpr, splits)
+    assert (found, split) == (needs, after)
+
+
+PARAMS = {
+    "wide": (8, 32),
+    "tall": (32, 8),
+    "layers": (4, 8, 16),
+    "odd": (3, 5),  # in blocks
+    "bias": (32,),
+}
+
+
+def muon():
+    """Muon of matrices and of stacked ones."""
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    return optax.contrib.muon(
+        1e-2,
+        muon_weight_dimension_numbers=lambda tree: jax.tree.map(
+            lambda x: numbers if x.ndim > 1 else None, tree
+        ),
+    )
+
+
+def program(inner, mesh, method="zero1"):
+    draw = np.random.default_rng(0)
+    params = {k: jnp.asarray(draw.normal(size=s)) for k, s in PARAMS.items()}
+    grads = {k: jnp.asarray(draw.normal(size=(4, *s))) for k, s in PARAMS.items()}
+    tx = getattr(acco_jax, method)(inner, mesh=mesh)
+    state = tx.init(params)
+    return params, grads, state, jax.jit(tx.update)
+
+
+def gathers(text):
+    """Elements of each all-gather of a compiled text."""
+    lines = [x for x in text.splitlines() if " all-gather(" in x]
+    shapes = [x.split("= ")[1].split("[")[1].split("]")[0] for x in lines]
+    return sorted(int(np.prod([int(n) for n in x.split(",")])) for x in shapes)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_matrix_of_muon_is_gathered_once(kind):
+    """Layers are not, and the result is the unsharded one."""
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    params, grads, state, update = program(muon(), mesh)
+    text = update.lower(grads, state, params).compile().as_text()
+    own = [x for x in gathers(text) if x < 1000]  # the exchange's has all parameters
+    assert [x for x in own if x >= 256] == [256, 256]
+    assert len(own) <= 4  # and the one in blocks
+    inner, unsharded = muon(), params
+    plain = inner.init(params)
+    for _ in range(3):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        mean = jax.tree.map(lambda g: g.sum(0) / 4, grads)
+        updates, plain = inner.update(mean, plain, unsharded)
+        unsharded = optax.apply_updates(unsharded, updates)
+        for x, y in zip(*map(jax.tree.leaves, (params, unsharded)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.adamw(1e-3), optax.lbfgs(1e-3, linesearch=None)],
+    ids=["adamw", "lbfgs"],
+)
+def test_others_are_as_they_were(inner, monkeypatch):
+    """The dot of two trees is a small sum."""
+    monkeypatch.delattr(products, "_run")
+    params, grads, state, update = program(inner, make_mesh(4))
+    update.trace(grads, state, params)
+
+
+def test_model_axes_are_left_to_the_compiler(monkeypatch):
+    monkeypatch.delattr(products, "_run")
+    mesh, params = make_mesh(2, 2), {"wide": jnp.ones((8, 32))}
+    specs = {"wide": P(None, "model")}
+    inner = optax.contrib.muon(1e-2)
+    tx = acco_jax.zero1(inner, mesh=mesh, axis_name="data", param_specs=specs)
+    grads = {"wide": jnp.ones((2, 8, 32))}
+    jax.jit(tx.update).trace(grads, tx.init(params), params)
