@@ -113,7 +113,9 @@ def _run(
             out = _run(inner, at, values, layout)
         else:
             values = list(map(whole, values, at)) if needs else values
-            out = eqn.primitive.bind(*values, **eqn.params)
+            bind_params = eqn.primitive.get_bind_params(eqn.params)
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(*values, **bind_params)
             out = out if eqn.primitive.multiple_results else [out]
             if needs:  # or the compiler splits the products by what reads them
                 out = [whole(x, UNKNOWN) for x in out]

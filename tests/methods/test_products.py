@@ -128,6 +128,24 @@ def test_each_matrix_of_muon_is_gathered_once(kind):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
 
 
+def test_functions_of_their_own_are_entered():
+    """A product in a jit, beside a function with a derivative of its own."""
+
+    def update(grads, state, params=None):
+        made = {k: jax.jit(newton_schulz)(jax.nn.relu(grads[k])) for k in matrices}
+        return grads | made, state
+
+    matrices = ("wide", "tall")
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params, grads, state, run = program(inner, make_mesh(4))
+    text = run.lower(grads, state, params).compile().as_text()
+    assert [x for x in gathers(text) if x < 300] == [256, 256]
+    updates, _ = run(grads, state, params)
+    expected, _ = update(jax.tree.map(lambda g: g.sum(0) / 4, grads), ())
+    for x, y in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "inner",
     [optax.adamw(1e-3), optax.lbfgs(1e-3, linesearch=None)],
