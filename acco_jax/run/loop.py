@@ -96,7 +96,7 @@ class _Run:
             seconds = host["seconds"]
             where = f"half-round {self.done} of {e.total_calls}"
             logging.info("continuing after %s", where)
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not over:
             worlds.record(e.workdir, self.done, e.world)
         memory.begin(self.done)
         heartbeat.reached(self.done)
@@ -494,6 +494,8 @@ def run(
         end = continuing.repeats_to(experiment, replay, done)
         last = last if end is None else min(last, end)
     _announce(experiment)
+    over = experiment.checkpoints.latest() == total
+    before = run_summary.trained(experiment.workdir) if over else {}
     row, memory = None, _memory(experiment, repeats=replay is not None)
     with (
         memory,
@@ -539,7 +541,7 @@ def run(
                 params = acco_jax.committed_params(runner.state, runner.params)
                 seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
-        return _finish(experiment, row, measured)
+        return _finish(experiment, row, measured, before)
     runner.mark_stopped()
     stopped_at = f"stopped after half-round {runner.done} of {total}"
     if runner.saved == runner.done:
@@ -652,9 +654,15 @@ def _finite(now: tuple[PyTree, dict[str, Any]]) -> jax.Array:
 
 
 def _finish(
-    experiment: Experiment, row: dict[str, Any], measured: dict[str, Any]
+    experiment: Experiment,
+    row: dict[str, Any],
+    measured: dict[str, Any],
+    before: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return a run's summary; process 0 also writes, draws and logs it."""
+    """Return a run's summary; process 0 also writes, draws and logs it.
+
+    `before` is what an earlier end said of the training: this start had none.
+    """
     config, workdir = experiment.config, experiment.workdir
     left_out = "kind", "half_round", "step", "samples"
     summary = {
@@ -665,6 +673,7 @@ def _finish(
         "steps": config.steps,
         **{k: v for k, v in row.items() if k not in left_out},
         **measured,
+        **before,
     }
     if jax.process_index() == 0:
         bigram = data.bigram_bits_per_byte(experiment.corpus)

@@ -19,7 +19,8 @@ from acco_jax.command import exits
 from acco_jax.models import transformer
 from acco_jax.run import evaluation, loop, preparation
 from acco_jax.run.build import models
-from acco_jax.run.observe import goodput, metrics, profiling
+from acco_jax.run.observe import goodput, metrics, profiling, run_summary
+from acco_jax.run.state import worlds
 from acco_jax.run.state.checkpoints import Checkpoints
 from tests.compiling import compilations, optimized
 
@@ -123,13 +124,21 @@ def test_a_signal_before_the_first_half_round(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_only_reported_again(acco_run, train, tmp_path):
+def test_a_finished_run_is_only_reported_again(acco_run, train, tiny, tmp_path):
     _, summary, workdir, _ = acco_run
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     _, again = train(tmp_path)
     assert rows_of(tmp_path) == rows_of(workdir)
     assert again["loss"] == summary["loss"]
     assert again["seconds"] < summary["seconds"] + 60
+    # other devices evaluate, and have trained nothing
+    one = preparation.prepare(tiny(), tmp_path, jax.devices()[:1])
+    elsewhere = loop.run(one)
+    assert elsewhere["loss"] == pytest.approx(summary["loss"], rel=1e-6)
+    for key in run_summary.TRAINING:
+        assert elsewhere.get(key) == again.get(key), key
+    before, after = (list(worlds.recorded(x)) for x in (workdir, tmp_path))
+    assert after == before and elsewhere["workers"] == 2
 
 
 def test_metrics_rows(acco_run):

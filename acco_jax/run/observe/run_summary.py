@@ -5,7 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from acco_jax.command.charts import save, subplots
-from acco_jax.command.files import write_whole
+from acco_jax.command.files import read_object, write_whole
+
+FILE = "summary.json"
+
+
+TRAINING = (  # of summary.json: what does not change where a finished run is repeated
+    "devices", "workers", "bytes_sent_per_worker", "state_bytes_per_device",
+    "gradient_seconds_per_token", "microbatches", "lost_tokens",
+)  # fmt: skip
+
+
+def trained(workdir: Path) -> dict[str, Any]:
+    """Return what summary.json says of the training, {} where it cannot be read."""
+    try:
+        summary = read_object(workdir / FILE)
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in summary.items() if k in TRAINING}
 
 
 def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> None:
@@ -40,7 +57,7 @@ def draw(rows: list[dict[str, Any]], bigram: float, path: Path, title: str) -> N
 
 def summarize(summary: dict[str, Any], workdir: Path) -> str:
     """Write summary.json and return the lines to show."""
-    write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(workdir / FILE, json.dumps(summary, indent=2) + "\n")
     sent = summary["bytes_sent_per_worker"]
     sent = "an unknown number of" if sent is None else f"{sent:,}"
     ratio = summary["bits_per_byte"] / summary["bigram_bits_per_byte"]
