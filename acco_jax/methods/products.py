@@ -1,21 +1,25 @@
-"""Products of an optimizer's matrices: what they read is gathered once.
+"""Products of an optimizer's matrices: each worker has some of the matrices, whole.
 
 An optimizer's step runs on shards, and the compiler places what comes between. Where it
 multiplies matrices that the workers split, as Muon's Newton-Schulz iteration does, the
 compiler would gather an operand of each product: in five iterations several times the
-bytes of the parameters. Here what the first one reads is gathered, and every worker
-computes the products.
+bytes of the parameters. Here matrices of one shape are stacked and dealt out, so that
+each worker computes the products of some of them, whole. One that has no other like it
+is gathered, and computed by every worker.
 
-Nothing is gathered for a product if the workers split a dimension of its batch, as of
+Nothing is moved for a product if the workers split a dimension of its batch, as of
 stacked layers, or one of a single operand that the result keeps. Nor if the product
 sums over the split dimension and its result is small, as the dot of two trees.
 """
 
+import collections
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,7 +64,8 @@ def gathered_once(
     splits = [*leaves, *inner, *leaves]
     if not _reads(traced.jaxpr.jaxpr, splits)[0]:
         return jitted(*args)
-    out = _run(traced.jaxpr, splits, jax.tree.leaves(args), layout)
+    run = _Evaluation(layout).run
+    out = run(traced.jaxpr, splits, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
 
 
@@ -87,40 +92,135 @@ def _first(spec: P) -> Split:
     return next((d for d, axes in enumerate(spec) if axes is not None), None)
 
 
-def _run(
-    closed: "ClosedJaxpr",
-    splits: Sequence[Split],
-    arrays: Sequence[jax.Array],
-    layout: Layout,
-) -> list[jax.Array]:
-    """Evaluate a program; gather what its products read."""
-    auto = (AxisType.Auto,) * len(layout.mesh.axis_names)
-    home = NamedSharding(layout.mesh.update(axis_types=auto), P())
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """The evaluation of an optimizer's program, whose products are placed."""
 
-    def whole(x: Any, split: Split) -> Any:
-        return x if split is None else jax.lax.with_sharding_constraint(x, home)
+    layout: Layout
 
-    jaxpr: Any = closed.jaxpr
-    env: dict[Any, tuple[Any, Split]] = {}
-    env.update(zip(jaxpr.constvars, ((x, None) for x in closed.consts), strict=True))
-    env.update(zip(jaxpr.invars, zip(arrays, splits, strict=True), strict=True))
-    for eqn in jaxpr.eqns:
-        read = [(x.val, None) if _literal(x) else env[x] for x in eqn.invars]
-        values, at = map(list, zip(*read, strict=True)) if read else ([], [])
-        needs, after = _through(eqn, at)
-        if needs and eqn.primitive.name in CALLS:
+    def run(
+        self,
+        closed: "ClosedJaxpr",
+        splits: Sequence[Split],
+        arrays: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """Evaluate a program; products wait for others like them, to be one group."""
+        jaxpr: Any = closed.jaxpr
+        env: dict[Any, tuple[Any, Split]] = {}
+        consts = ((x, None) for x in closed.consts)
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, zip(arrays, splits, strict=True), strict=True))
+
+        def read(eqn: Any) -> tuple[list[Any], list[Split]]:
+            pairs = [(x.val, None) if _literal(x) else env[x] for x in eqn.invars]
+            return [x for x, _ in pairs], [d for _, d in pairs]
+
+        left = jaxpr.eqns
+        while left:
+            alike, later = collections.defaultdict(list), []
+            for eqn in left:
+                if not all(_literal(x) or x in env for x in eqn.invars):
+                    later.append(eqn)
+                    continue
+                values, at = read(eqn)
+                needs, after = _through(eqn, at)
+                if not needs:
+                    out = list(zip(_bind(eqn, values), after, strict=True))
+                elif eqn.primitive.name == "dot_general":  # others follow it
+                    out = self.alone(eqn, values, at)
+                else:
+                    alike[_kind(eqn, at)].append(eqn)
+                    continue
+                env.update(zip(eqn.outvars, out, strict=True))
+            for eqns in alike.values():
+                members, at = [read(eqn)[0] for eqn in eqns], read(eqns[0])[1]
+                if len(eqns) == 1:
+                    outs = [self.alone(eqns[0], members[0], at)]
+                else:
+                    outs = self.dealt(eqns, members)
+                for eqn, found in zip(eqns, outs, strict=True):
+                    env.update(zip(eqn.outvars, found, strict=True))
+            left = later
+        return [x.val if _literal(x) else env[x][0] for x in jaxpr.outvars]
+
+    def alone(
+        self, eqn: "JaxprEqn", values: list[Any], splits: Sequence[Split]
+    ) -> list[tuple[Any, Split]]:
+        """Compute an operation on every worker, whole; return what it makes."""
+        if eqn.primitive.name in CALLS:
             inner: Any = called(eqn.params)
-            out = _run(inner, at, values, layout)
-        else:
-            values = list(map(whole, values, at)) if needs else values
-            bind_params = eqn.primitive.get_bind_params(eqn.params)
-            with eqn.ctx.manager:
-                out = eqn.primitive.bind(*values, **bind_params)
-            out = out if eqn.primitive.multiple_results else [out]
-            if needs:  # or the compiler splits the products by what reads them
-                out = [whole(x, UNKNOWN) for x in out]
-        env.update(zip(eqn.outvars, zip(out, after, strict=True), strict=True))
-    return [x.val if _literal(x) else env[x][0] for x in jaxpr.outvars]
+            out = self.run(inner, splits, values)
+            return list(zip(out, _through(eqn, splits)[1], strict=True))
+        whole = list(map(self.whole, values, splits))
+        # or the compiler splits the products by what reads them
+        return [(self.whole(x, UNKNOWN), None) for x in _bind(eqn, whole)]
+
+    def dealt(
+        self, eqns: Sequence[Any], members: list[list[Any]]
+    ) -> list[list[tuple[Any, Split]]]:
+        """Compute operations that differ in their operands alone, some on each worker.
+
+        They are stacked, and the stack is split over its members instead of over a
+        dimension of each: twice an all-to-all.
+
+        Args:
+          eqns: the operations.
+          members: the operands of each.
+
+        Returns:
+          The results of each, and how they are split.
+        """
+        eqn = eqns[0]
+        rest = -len(members) % self.layout.workers
+
+        def stacked(values: Sequence[Any]) -> jax.Array:
+            return self.split(jnp.stack([*values, *[values[-1]] * rest]), 0)
+
+        columns = list(zip(*members, strict=True))
+        shared = [
+            all(_literal(x) or x is xs[0] for x in xs)
+            for xs in zip(*[eqn.invars for eqn in eqns], strict=True)
+        ]
+        given = [
+            column[0] if same else stacked(column)
+            for column, same in zip(columns, shared, strict=True)
+        ]
+        axes = [None if same else 0 for same in shared]
+        out = jax.vmap(lambda *x: _bind(eqn, list(x)), axes)(*given)
+        made = [self.back(self.split(x, 0)) for x in out]
+        return [[(x[i], d) for x, d in made] for i in range(len(members))]
+
+    def back(self, stack: jax.Array) -> tuple[jax.Array, Split]:
+        """Return a stack split in its members' first dimension that all divide."""
+        workers = self.layout.workers
+        for d, size in enumerate(stack.shape[1:]):
+            if size % workers == 0:
+                return self.split(stack, d + 1), d
+        return self.whole(stack, UNKNOWN), None
+
+    def whole(self, x: Any, split: Split) -> Any:
+        return x if split is None else self._placed(x, P())
+
+    def split(self, x: jax.Array, dimension: int) -> jax.Array:
+        return self._placed(x, P(*[None] * dimension, self.layout.reduce_order))
+
+    def _placed(self, x: Any, spec: P) -> jax.Array:
+        mesh = self.layout.mesh
+        mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _bind(eqn: "JaxprEqn", values: list[Any]) -> list[Any]:
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _kind(eqn: "JaxprEqn", splits: Sequence[Split]) -> tuple[Any, ...]:
+    """Return what operations have in common that can be one on a stack."""
+    given = [f"{x.aval} {getattr(x, 'val', '')}" for x in eqn.invars]
+    return eqn.primitive.name, str(eqn.params), *given, *splits
 
 
 # ------------------------------------------------------------- which dimension is split

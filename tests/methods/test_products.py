@@ -72,6 +72,8 @@ def test_which_products_gather(fn, shapes, splits, needs, after):
 
 PARAMS = {
     "wide": (8, 32),
+    "wider": (8, 64),
+    "another": (8, 32),
     "tall": (32, 8),
     "layers": (4, 8, 16),
     "odd": (3, 5),  # in blocks
@@ -99,23 +101,25 @@ def program(inner, mesh, method="zero1"):
     return params, grads, state, jax.jit(tx.update)
 
 
-def gathers(text):
-    """Elements of each all-gather of a compiled text."""
-    lines = [x for x in text.splitlines() if " all-gather(" in x]
+def moved(text, kind="all-gather"):
+    """Elements that each collective of a kind in a compiled text makes."""
+    lines = [x for x in text.splitlines() if f" {kind}(" in x]
     shapes = [x.split("= ")[1].split("[")[1].split("]")[0] for x in lines]
     return sorted(int(np.prod([int(n) for n in x.split(",")])) for x in shapes)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_each_matrix_of_muon_is_gathered_once(kind):
-    """Layers are not, and the result is the unsharded one."""
+def test_each_matrix_of_muon_is_moved_once(kind):
+    """Two of a shape are dealt out, others gathered; layers stay where they are."""
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
     params, grads, state, update = program(muon(), mesh)
     text = update.lower(grads, state, params).compile().as_text()
-    own = [x for x in gathers(text) if x < 1000]  # the exchange's has all parameters
-    assert [x for x in own if x >= 256] == [256, 256]
+    own = [x for x in moved(text) if x < 1500]  # the exchange's has all parameters
+    assert [x for x in own if x >= 256] == [256, 512]  # tall and wider
     assert len(own) <= 4  # and the one in blocks
+    # a pair, stacked and padded to four: there and back
+    assert len(moved(text, "all-to-all")) == 2
     inner, unsharded = muon(), params
     plain = inner.init(params)
     for _ in range(3):
@@ -135,11 +139,12 @@ def test_functions_of_their_own_are_entered():
         made = {k: jax.jit(newton_schulz)(jax.nn.relu(grads[k])) for k in matrices}
         return grads | made, state
 
-    matrices = ("wide", "tall")
+    matrices = ("wide", "wider", "another", "tall")
     inner = optax.GradientTransformation(lambda params: (), update)
     params, grads, state, run = program(inner, make_mesh(4))
     text = run.lower(grads, state, params).compile().as_text()
-    assert [x for x in gathers(text) if x < 300] == [256, 256]
+    assert [x for x in moved(text) if x < 1000] == [256, 512]
+    assert len(moved(text, "all-to-all")) == 2
     updates, _ = run(grads, state, params)
     expected, _ = update(jax.tree.map(lambda g: g.sum(0) / 4, grads), ())
     for x, y in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
@@ -153,13 +158,13 @@ def test_functions_of_their_own_are_entered():
 )
 def test_others_are_as_they_were(inner, monkeypatch):
     """The dot of two trees is a small sum."""
-    monkeypatch.delattr(products, "_run")
+    monkeypatch.delattr(products, "_Evaluation")
     params, grads, state, update = program(inner, make_mesh(4))
     update.trace(grads, state, params)
 
 
 def test_model_axes_are_left_to_the_compiler(monkeypatch):
-    monkeypatch.delattr(products, "_run")
+    monkeypatch.delattr(products, "_Evaluation")
     mesh, params = make_mesh(2, 2), {"wide": jnp.ones((8, 32))}
     specs = {"wide": P(None, "model")}
     inner = optax.contrib.muon(1e-2)
