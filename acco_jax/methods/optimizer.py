@@ -66,7 +66,7 @@ def guarded_step(
     def update(mean: PyTree, view: PyTree, at: PyTree) -> PyTree:
         return checked_update(inner, mean, view, at, arguments)
 
-    updates, stepped = products.gathered_once(update, layout, mean, view, at)
+    updates, stepped = products.placed(update, layout, mean, view, at)
     moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),

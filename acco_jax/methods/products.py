@@ -37,10 +37,10 @@ SMALL = 16  # a result with so much fewer elements than an operand is cheaper to
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
-def gathered_once(
+def placed(
     update: Update, layout: Layout, gradient: PyTree, state: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Return update(gradient, state, params); what products read is gathered once.
+    """Return update(gradient, state, params), with its matrix products on whole ones.
 
     With model axes, whose devices split matrices, too, update runs as it is.
 
@@ -137,7 +137,7 @@ class _Evaluation:
                 if len(eqns) == 1:
                     outs = [self.alone(eqns[0], members[0], at)]
                 else:
-                    outs = self.dealt(eqns, members)
+                    outs = self.dealt(eqns, members, at)
                 for eqn, found in zip(eqns, outs, strict=True):
                     env.update(zip(eqn.outvars, found, strict=True))
             left = later
@@ -147,8 +147,7 @@ class _Evaluation:
         self, eqn: "JaxprEqn", values: list[Any], splits: Sequence[Split]
     ) -> list[tuple[Any, Split]]:
         """Compute an operation on every worker, whole; return what it makes."""
-        if eqn.primitive.name in CALLS:
-            inner: Any = called(eqn.params)
+        if (inner := _inside(eqn)) is not None:
             out = self.run(inner, splits, values)
             return list(zip(out, _through(eqn, splits)[1], strict=True))
         whole = list(map(self.whole, values, splits))
@@ -156,7 +155,7 @@ class _Evaluation:
         return [(self.whole(x, UNKNOWN), None) for x in _bind(eqn, whole)]
 
     def dealt(
-        self, eqns: Sequence[Any], members: list[list[Any]]
+        self, eqns: Sequence[Any], members: list[list[Any]], splits: Sequence[Split]
     ) -> list[list[tuple[Any, Split]]]:
         """Compute operations that differ in their operands alone, some on each worker.
 
@@ -166,6 +165,7 @@ class _Evaluation:
         Args:
           eqns: the operations.
           members: the operands of each.
+          splits: of the operands, alike for all.
 
         Returns:
           The results of each, and how they are split.
@@ -187,16 +187,21 @@ class _Evaluation:
         ]
         axes = [None if same else 0 for same in shared]
         out = jax.vmap(lambda *x: _bind(eqn, list(x)), axes)(*given)
-        made = [self.back(self.split(x, 0)) for x in out]
+        homes = dict(zip(map(_shape, eqn.invars), splits, strict=True))
+        made = [self.back(self.split(x, 0), homes.get(x.shape[1:])) for x in out]
         return [[(x[i], d) for x, d in made] for i in range(len(members))]
 
-    def back(self, stack: jax.Array) -> tuple[jax.Array, Split]:
-        """Return a stack split in its members' first dimension that all divide."""
-        workers = self.layout.workers
-        for d, size in enumerate(stack.shape[1:]):
-            if size % workers == 0:
-                return self.split(stack, d + 1), d
-        return self.whole(stack, UNKNOWN), None
+    def back(self, stack: jax.Array, home: Split) -> tuple[jax.Array, Split]:
+        """Return a stack split in a dimension of its members, and which: at best home.
+
+        Where the workers divide none it is gathered.
+        """
+        sizes = dict(enumerate(stack.shape[1:]))
+        fit = [d for d, size in sizes.items() if size % self.layout.workers == 0]
+        if not fit:
+            return self.whole(stack, UNKNOWN), None
+        d = home if home in fit else fit[0]
+        return self.split(stack, d + 1), d
 
     def whole(self, x: Any, split: Split) -> Any:
         return x if split is None else self._placed(x, P())
@@ -230,6 +235,12 @@ def _literal(x: Any) -> bool:
     return hasattr(x, "val")
 
 
+def _inside(eqn: "JaxprEqn") -> Any:
+    """Return the program that an operation is a call of, or None."""
+    inner = called(eqn.params) if eqn.primitive.name in CALLS else None
+    return inner if hasattr(inner, "consts") else None
+
+
 def _shape(x: Any) -> tuple[int, ...]:
     return x.aval.shape
 
@@ -257,7 +268,7 @@ def _through(eqn: "JaxprEqn", splits: Sequence[Split]) -> tuple[bool, list[Split
     found = [_reads(*body) for body in _bodies(eqn, splits)]
     if any(needs for needs, _ in found):
         whole: list[Split] = [None] * len(eqn.outvars)
-        return True, found[0][1] if name in CALLS else whole
+        return True, whole if _inside(eqn) is None else found[0][1]
     shaped = [
         (_shape(x), d) for x, d in zip(eqn.invars, splits, strict=True) if d is not None
     ]
@@ -280,8 +291,7 @@ def _bodies(
         case "cond":
             for branch in params["branches"]:
                 yield branch.jaxpr, splits[1:]
-        case name if name in CALLS:
-            inner: Any = called(params)
+        case _ if (inner := _inside(eqn)) is not None:
             yield inner.jaxpr, splits
 
 
