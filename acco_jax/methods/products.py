@@ -5,7 +5,8 @@ multiplies matrices that the workers split, as Muon's Newton-Schulz iteration do
 compiler would gather an operand of each product: in five iterations several times the
 bytes of the parameters. Here matrices of one shape are stacked and dealt out, so that
 each worker computes the products of some of them, whole. One that has no other like it
-is gathered, and computed by every worker.
+is gathered, and computed by every worker. So is every one where there are two workers:
+a gather moves as many bytes, at once.
 
 Nothing is moved for a product if the workers split a dimension of its batch, as of
 stacked layers, or one of a single operand that the result keeps. Nor if the product
@@ -134,8 +135,8 @@ class _Evaluation:
                 env.update(zip(eqn.outvars, out, strict=True))
             for eqns in alike.values():
                 members, at = [read(eqn)[0] for eqn in eqns], read(eqns[0])[1]
-                if len(eqns) == 1:
-                    outs = [self.alone(eqns[0], members[0], at)]
+                if len(eqns) == 1 or self.layout.workers == 2:
+                    outs = [self.alone(*x, at) for x in zip(eqns, members, strict=True)]
                 else:
                     outs = self.dealt(eqns, members, at)
                 for eqn, found in zip(eqns, outs, strict=True):

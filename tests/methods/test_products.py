@@ -94,9 +94,10 @@ def muon():
 
 
 def program(inner, mesh, method="zero1"):
+    n = mesh.shape["data"]
     draw = np.random.default_rng(0)
     params = {k: jnp.asarray(draw.normal(size=s)) for k, s in PARAMS.items()}
-    grads = {k: jnp.asarray(draw.normal(size=(4, *s))) for k, s in PARAMS.items()}
+    grads = {k: jnp.asarray(draw.normal(size=(n, *s))) for k, s in PARAMS.items()}
     tx = getattr(acco_jax, method)(inner, mesh=mesh)
     state = tx.init(params)
     return params, grads, state, jax.jit(tx.update)
@@ -131,6 +132,13 @@ def test_each_matrix_of_muon_is_moved_once(kind):
         unsharded = optax.apply_updates(unsharded, updates)
         for x, y in zip(*map(jax.tree.leaves, (params, unsharded)), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+def test_two_workers_gather():
+    params, grads, state, update = program(muon(), make_mesh(2))
+    text = update.lower(grads, state, params).compile().as_text()
+    assert not moved(text, "all-to-all")
+    assert [x for x in moved(text) if 256 <= x < 1500] == [256] * 4 + [512]
 
 
 def test_functions_of_their_own_are_entered():

@@ -150,7 +150,7 @@ def test_hidden_on_a_tpu(monkeypatch):
 @pytest.mark.slow
 def test_layers_with_code_of_their_own(monkeypatch):
     """As on GPUs by default: no loop over layers, the same bytes beside the same."""
-    own = dataclasses.replace(MODEL, scan_layers=None, layers=2)
+    own = dataclasses.replace(MODEL, scan_layers=None, layers=3)
     monkeypatch.setitem(globals(), "MODEL", own)
     program = described("acco", "gpu:h200:2x8", 4, 1, dynamic=False)
     loops = check(program, "acco", "gpu:h200:2x8", 4, 1).loops
