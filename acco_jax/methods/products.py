@@ -54,7 +54,8 @@ def placed(
     """
     args, jitted = (gradient, state, params), jax.jit(update, inline=True)
     traced = jitted.trace(*args)
-    if layout.model_axes or not _has_product(traced.jaxpr.jaxpr):
+    split = layout.workers > 1 and not layout.model_axes
+    if not split or not _has_product(traced.jaxpr.jaxpr):
         return jitted(*args)  # traced already
     leaves = [_split(leaf) for leaf in layout.leaves]
     homes = jax.tree.leaves(layout.inner_shardings(state))

@@ -141,6 +141,21 @@ def test_two_workers_gather():
     assert [x for x in moved(text) if 256 <= x < 1500] == [256] * 4 + [512]
 
 
+def test_one_worker_has_every_matrix(monkeypatch):
+    monkeypatch.delattr(products, "_Evaluation")
+    params, grads, state, update = program(muon(), make_mesh(1))
+    update.trace(grads, state, params)
+
+
+def test_matrices_that_workers_do_not_divide():
+    params, grads, state, update = program(muon(), make_mesh(3))
+    inner, mean = muon(), jax.tree.map(lambda g: g.sum(0) / 3, grads)
+    updates, _ = update(grads, state, params)
+    expected, _ = inner.update(mean, inner.init(params), params)
+    for x, y in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
 def test_functions_of_their_own_are_entered():
     """A product in a jit, beside a function with a derivative of its own."""
 
