@@ -10,7 +10,9 @@ a gather moves as many bytes, at once.
 
 Nothing is moved for a product if the workers split a dimension of its batch, as of
 stacked layers, or one of a single operand that the result keeps. Nor if the product
-sums over the split dimension and its result is small, as the dot of two trees.
+sums over the split dimension and its result is small, as the dot of two trees. Which
+dimension of a value is split is followed as far as operations are known: a wrong guess
+moves more bytes, and changes no result.
 """
 
 import collections
@@ -54,8 +56,8 @@ def placed(
     """
     args, jitted = (gradient, state, params), jax.jit(update, inline=True)
     traced = jitted.trace(*args)
-    split = layout.workers > 1 and not layout.model_axes
-    if not split or not _has_product(traced.jaxpr.jaxpr):
+    several = layout.workers > 1 and not layout.model_axes
+    if not several or not _has_product(traced.jaxpr.jaxpr):
         return jitted(*args)  # traced already
     leaves = [_split(leaf) for leaf in layout.leaves]
     homes = jax.tree.leaves(layout.inner_shardings(state))
@@ -189,7 +191,8 @@ class _Evaluation:
         ]
         axes = [None if same else 0 for same in shared]
         out = jax.vmap(lambda *x: _bind(eqn, list(x)), axes)(*given)
-        homes = dict(zip(map(_shape, eqn.invars), splits, strict=True))
+        pairs = zip(map(_shape, eqn.invars), splits, strict=True)
+        homes = {shape: d for shape, d in pairs if d is not None}
         made = [self.back(self.split(x, 0), homes.get(x.shape[1:])) for x in out]
         return [[(x[i], d) for x, d in made] for i in range(len(members))]
 
