@@ -68,8 +68,8 @@ class _Run:
         self._memory, self._stopped = memory, stopped
         self._watchdog = stalls.Watchdog(stuck_after)
         self._calls = collections.Counter[Any]()  # of each shape of a batch
-        over = e.checkpoints.latest() == e.total_calls
-        self._goodput = goodput.Record(e.workdir, e.began, over=over)
+        self.over = e.checkpoints.latest() == e.total_calls  # nothing is to be trained
+        self._goodput = goodput.Record(e.workdir, e.began, over=self.over)
         self._batches = batches(e)
         self._evaluate = Evaluator(e, self.stopped)
         self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
@@ -96,7 +96,7 @@ class _Run:
             seconds = host["seconds"]
             where = f"half-round {self.done} of {e.total_calls}"
             logging.info("continuing after %s", where)
-        if jax.process_index() == 0 and not over:
+        if jax.process_index() == 0 and not self.over:
             worlds.record(e.workdir, self.done, e.world)
         memory.begin(self.done)
         heartbeat.reached(self.done)
@@ -494,8 +494,6 @@ def run(
         end = continuing.repeats_to(experiment, replay, done)
         last = last if end is None else min(last, end)
     _announce(experiment)
-    over = experiment.checkpoints.latest() == total
-    before = run_summary.trained(experiment.workdir) if over else {}
     row, memory = None, _memory(experiment, repeats=replay is not None)
     with (
         memory,
@@ -541,6 +539,7 @@ def run(
                 params = acco_jax.committed_params(runner.state, runner.params)
                 seconds = measures.gradient_seconds(experiment, params)
             measured["gradient_seconds_per_token"] = seconds
+        before = run_summary.trained(experiment.workdir) if runner.over else {}
         return _finish(experiment, row, measured, before)
     runner.mark_stopped()
     stopped_at = f"stopped after half-round {runner.done} of {total}"

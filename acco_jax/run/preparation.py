@@ -28,7 +28,7 @@ from acco_jax.run.build import meshes, models, optimizers
 from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
 from acco_jax.run.config.identity import differing_field
-from acco_jax.run.observe import hooks
+from acco_jax.run.observe import hooks, run_summary
 from acco_jax.run.prepared import Experiment
 from acco_jax.run.state import counts, lengths, processes, worlds
 from acco_jax.run.trained import trained_runs
@@ -243,7 +243,7 @@ def record(experiment: Experiment) -> None:
     path, steps = experiment.workdir / "config.json", experiment.config.steps
     former = read_object(path).get("total_steps", steps) if path.exists() else steps
     if former != steps:
-        (experiment.workdir / "summary.json").unlink(missing_ok=True)  # of that end
+        (experiment.workdir / run_summary.FILE).unlink(missing_ok=True)  # of that end
     known = {"parameters": experiment.model.parameters(), "total_steps": steps}
     _write_identity(experiment.workdir, experiment.identity | known)
 

@@ -15,9 +15,9 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from acco_jax.command import palette
 from acco_jax.command.charts import legend_below, save, subplots
 from acco_jax.command.files import is_number, read_object, write_whole
-from acco_jax.run.observe import metrics
+from acco_jax.run.observe import metrics, run_summary
 
-SUMMARY = "summary.json"
+SUMMARY = run_summary.FILE
 DECIDED = 0.1  # percent of the loss: the difference that a comparison should resolve
 
 

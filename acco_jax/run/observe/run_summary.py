@@ -8,8 +8,6 @@ from acco_jax.command.charts import save, subplots
 from acco_jax.command.files import read_object, write_whole
 
 FILE = "summary.json"
-
-
 TRAINING = (  # of summary.json: what does not change where a finished run is repeated
     "devices", "workers", "bytes_sent_per_worker", "state_bytes_per_device",
     "gradient_seconds_per_token", "microbatches", "lost_tokens",
