@@ -172,23 +172,33 @@ class Leaf:
         if self.padded:
             x = x.reshape(_interleave(split, self.local))
             x = jnp.pad(x, _interleave([(0, 0)] * rank, self.padding))
-        x = x.reshape(_interleave(split, self._parts, self.part))
         rest = [a for a in range(3 * rank) if a % 3 != 1]
-        x = _transpose(x, [*range(1, 3 * rank, 3), *rest])
         shape = (k * p for k, p in zip(split, self.part, strict=True))
-        return x.reshape(math.prod(self._parts), *shape)
+        return _transposed(
+            x,
+            _interleave(split, self._parts, self.part),
+            [*range(1, 3 * rank, 3), *rest],
+            (math.prod(self._parts), *shape),
+        )
 
     def _assemble(self, blocks: jax.Array, split: Sequence[int]) -> jax.Array:
         """Put blocks [n, *(split * part)] together: the inverse of `_cut`."""
         rank = len(self.local)
-        x = blocks.reshape(*self._parts, *_interleave(split, self.part))
         pieces, inside = range(rank, 3 * rank, 2), range(rank + 1, 3 * rank, 2)
-        x = _transpose(x, _interleave(pieces, range(rank), inside))
+        shape = [k * s for k, s in zip(split, self.local, strict=True)]
+        together = shape
         if self.padded:
             padded = [p * k for p, k in zip(self.part, self._parts, strict=True)]
-            x = x.reshape(_interleave(split, padded))
-            x = x[tuple(map(slice, _interleave(split, self.local)))]
-        return x.reshape([k * s for k, s in zip(split, self.local, strict=True)])
+            together = _interleave(split, padded)
+        x = _transposed(
+            blocks,
+            [*self._parts, *_interleave(split, self.part)],
+            _interleave(pieces, range(rank), inside),
+            together,
+        )
+        if not self.padded:
+            return x
+        return x[tuple(map(slice, _interleave(split, self.local)))].reshape(shape)
 
 
 def _interleave(*factors: Iterable[Any]) -> list[Any]:
@@ -196,12 +206,18 @@ def _interleave(*factors: Iterable[Any]) -> list[Any]:
     return [v for each in zip(*factors, strict=True) for v in each]
 
 
-def _transpose(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Return x.transpose(order), transposing only dimensions larger than 1."""
-    shape = [x.shape[a] for a in order]
-    large = [a for a, s in enumerate(x.shape) if s != 1]
-    small_order = [large.index(a) for a in order if x.shape[a] != 1]
-    return x.reshape([x.shape[a] for a in large]).transpose(small_order).reshape(shape)
+def _transposed(
+    x: jax.Array, apart: Sequence[int], order: Sequence[int], shape: Sequence[int]
+) -> jax.Array:
+    """Return x.reshape(apart).transpose(order).reshape(shape), with fewer operations.
+
+    Only dimensions larger than 1 are transposed, and none where these are in order.
+    """
+    large = [a for a, s in enumerate(apart) if s != 1]
+    moved = [large.index(a) for a in order if apart[a] != 1]
+    if moved != sorted(moved):
+        x = x.reshape([apart[a] for a in large]).transpose(moved)
+    return x.reshape(shape)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from acco_jax.core.leaves import PyTree, only
 from acco_jax.core.select import choose
 from acco_jax.core.state import StateT
 from acco_jax.methods import products
-from acco_jax.methods.checks import checked_update
 
 
 @jax.tree_util.register_static
@@ -29,7 +28,7 @@ MEAN_LOSS = _MeanLoss()
 
 
 def guarded_step(
-    inner: optax.GradientTransformation,
+    update: Callable[..., tuple[PyTree, PyTree]],
     layout: Layout,
     extra: dict[str, Any],
     gradient: PyTree,
@@ -41,9 +40,10 @@ def guarded_step(
     """Take the step Opt(theta, G / W) on the shards; without weight nothing moves.
 
     Args:
-      inner: the optimizer.
+      update: the optimizer's, jitted: (gradient, state, params, extra) -> (updates,
+        state).
       layout: of the shards.
-      extra: keyword arguments for inner.update; MEAN_LOSS stands for the mean loss.
+      extra: keyword arguments of the optimizer; MEAN_LOSS stands for the mean loss.
       gradient: G, summed over microbatches and workers; shards in the master dtype,
         finite where W is 0.
       totals: W, and the sum of the losses.
@@ -62,11 +62,7 @@ def guarded_step(
     }
     mean, at = layout.view(mean), layout.view(master)
     view = layout.view_state(inner_state)
-
-    def update(mean: PyTree, view: PyTree, at: PyTree) -> PyTree:
-        return checked_update(inner, mean, view, at, arguments)
-
-    updates, stepped = products.placed(update, layout, mean, view, at)
+    updates, stepped = products.placed(update, layout, mean, view, at, arguments)
     moved = layout.store(optax.apply_updates(at, updates))
     return (
         choose(valid, moved, master),

@@ -18,7 +18,7 @@ moves more bytes, and changes no result.
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,37 +37,41 @@ Split = int | None  # the dimension that the workers split; None: every worker h
 UNKNOWN = -1  # one that is not known
 SMALL = 16  # a result with so much fewer elements than an operand is cheaper to sum
 
-Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-
 
 def placed(
-    update: Update, layout: Layout, gradient: PyTree, state: PyTree, params: PyTree
+    update: Any,
+    layout: Layout,
+    gradient: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Return update(gradient, state, params), with its matrix products on whole ones.
+    """Return update(gradient, state, params, extra), its products on whole matrices.
 
     With model axes, whose devices split matrices, too, update runs as it is.
 
     Args:
-      update: an optimizer's.
+      update: an optimizer's, jitted.
       layout: of the shards.
       gradient: shards as the optimizer sees them.
       state: the optimizer's, likewise.
       params: likewise.
+      extra: further arguments, which every worker has.
     """
-    args, jitted = (gradient, state, params), jax.jit(update, inline=True)
-    traced = jitted.trace(*args)
+    args = gradient, state, params, extra
+    traced = update.trace(*args)
     several = layout.workers > 1 and not layout.model_axes
     if not several or not _has_product(traced.jaxpr.jaxpr):
-        return jitted(*args)  # traced already
+        return update(*args)  # traced already
     leaves = [_split(leaf) for leaf in layout.leaves]
     homes = jax.tree.leaves(layout.inner_shardings(state))
     inner = [
         _first(home.spec) if i is None else leaves[i]
         for i, home in zip(layout.mirrors, homes, strict=True)
     ]
-    splits = [*leaves, *inner, *leaves]
+    splits = [*leaves, *inner, *leaves, *[None] * len(jax.tree.leaves(extra))]
     if not _reads(traced.jaxpr.jaxpr, splits)[0]:
-        return jitted(*args)
+        return update(*args)
     run = _Evaluation(layout).run
     out = run(traced.jaxpr, splits, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)

@@ -220,7 +220,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
     def on(
         self, mesh: Mesh | AbstractMesh, axis: tuple[str, ...], specs: PyTree | None
     ) -> Self:
-        found = ("_updated", "_form", "_starts")
+        found = ("_updated", "_form", "_starts", "_optimizer")
         attributes = {k: v for k, v in vars(self).items() if k not in found}
         places = {"mesh": mesh, "axis": axis, "param_specs": specs}
         return type(self)(**attributes | places)
@@ -362,6 +362,12 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
 
         return method.compiled_state(make, layout)
 
+    @functools.cached_property
+    def _optimizer(self) -> Any:
+        """The optimizer's update, jitted: traced once for `check` and the run."""
+        update = functools.partial(checks.checked_update, self.inner)
+        return jax.jit(update, inline=True)
+
     def advance(
         self,
         state: ShardedState,
@@ -391,7 +397,9 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         aside = {field: getattr(state, field) for field in fields}
 
         def step(state, gradient, totals, extra):  # type: ignore[no-untyped-def]
-            step = functools.partial(optimizer.guarded_step, self.inner, layout, extra)
+            step = functools.partial(
+                optimizer.guarded_step, self._optimizer, layout, extra
+            )
             return self._advance(state, gradient, totals, step)
 
         state = state._replace(**dict.fromkeys(aside))

@@ -506,12 +506,9 @@ def _misfit(config: Config, family: str) -> str | None:
     return None
 
 
-_shapes = functools.lru_cache(shapes_of)  # which traces the whole model
-
-
 @functools.lru_cache
 def _leaves(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    return _by_path(_shapes(config))
+    return _by_path(shapes_of(config))
 
 
 def _by_path(params: Params) -> dict[str, Any]:
@@ -531,7 +528,7 @@ def from_state(config: Config, get: Get) -> Params:
       ValueError: a weight is missing, or has a shape that the configuration does not.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: leaf(config, "/".join(path_names(path)), get), _shapes(config)
+        lambda path, _: leaf(config, "/".join(path_names(path)), get), shapes_of(config)
     )
 
 

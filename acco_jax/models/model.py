@@ -1,6 +1,7 @@
 """The interface of models that the runner trains: initial parameters and loss."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,8 +55,12 @@ class Model:
 
     def parameters(self) -> int:
         """Return the number of parameters."""
-        return sum(x.size for x in jax.tree.leaves(self.shapes()))
+        return sum(x.size for x in jax.tree.leaves(self._shapes))
 
     def shapes(self) -> PyTree:
         """Return shapes and dtypes of the parameters."""
+        return jax.tree.map(lambda x: x, self._shapes)  # of new containers
+
+    @functools.cached_property
+    def _shapes(self) -> PyTree:  # traces the whole model
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))

@@ -489,9 +489,11 @@ def init_params(config: Config, rng: jax.Array) -> Params:
 
 
 @functools.lru_cache
-def _graphdef(config: Config) -> Any:
-    """Trace the module's structure, without values."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+def _abstract(config: Config) -> tuple[Any, Params]:
+    """Trace the module once: its structure, and its parameters' shapes and dtypes."""
+    module = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    graphdef, state = nnx.split(module)
+    return graphdef, nnx.to_pure_dict(state)
 
 
 def apply(
@@ -513,12 +515,14 @@ def apply(
 
 def bound(config: Config, params: Params) -> Transformer:
     """Return the module with these parameters."""
-    return nnx.merge(_graphdef(config), params)
+    graphdef, _ = _abstract(config)
+    return nnx.merge(graphdef, params)
 
 
 def shapes_of(config: Config) -> Params:
     """Return shapes and dtypes of the parameters of `init_params`."""
-    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    _, shapes = _abstract(config)
+    return jax.tree.map(lambda x: x, shapes)  # new dicts, which a caller may change
 
 
 def loss_fn(config: Config) -> Loss:

@@ -183,6 +183,7 @@ def trained(
     """
     c = config.lora
 
+    @jax.jit  # traced once, however often its shapes are asked for
     def whole() -> PyTree:
         return model.init(jax.random.key(config.seed))
 
