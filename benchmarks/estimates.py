@@ -111,7 +111,7 @@ class Run:
 
 
 SIZES = {"dynamics": ", 1.1M", "small": ", 0.27M"}
-MIDDLE = {"sgd": 0.5, "lion": 3e-4, "muon": 6e-3}  # rates where tuning starts
+MIDDLE = {"sgd": 0.15, "lion": 3e-4, "muon": 6e-3}  # rates where tuning starts
 ZERO1 = {"name": "zero1", "k": 10**6}
 SHOWN = [{}, ZERO1, {"name": "f.75", "f": 0.75}, {"name": "s1.3", "s": 1.3}]
 

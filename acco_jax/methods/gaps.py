@@ -58,7 +58,7 @@ CANDIDATES = (
         "acco", "acco", {},
         {
             "adamw": Gap(-0.62, 0.13, 34), "nadamw": Gap(2.77, 0.39, 20),
-            "muon": Gap(1.39, 0.23, 20),
+            "muon": Gap(1.39, 0.23, 20), "lion": Gap(2.05, 0.51, 5),
         },
     ),
     Candidate(

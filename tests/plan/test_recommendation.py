@@ -85,7 +85,7 @@ def test_what_helps_on_slow_links_is_what_the_map_measured():
 
 def test_without_a_measured_loss_there_is_zero1(stand_in, tmp_path):
     slow = "--set=fast_bandwidth=5e9"
-    found = recommended(tmp_path, slow, "--config.optimizer.name=lion")
+    found = recommended(tmp_path, slow, "--config.optimizer.name=adan")
     assert found["recommended"] == "zero1"
     assert "acco: not measured" in found["left_out"]
     found = recommended(tmp_path, slow, "--config.tolerance=-1")
