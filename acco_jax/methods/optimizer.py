@@ -28,7 +28,7 @@ MEAN_LOSS = _MeanLoss()
 
 
 def guarded_step(
-    update: Callable[..., tuple[PyTree, PyTree]],
+    update: jax.stages.Wrapped,
     layout: Layout,
     extra: dict[str, Any],
     gradient: PyTree,

@@ -39,7 +39,7 @@ SMALL = 16  # a result with so much fewer elements than an operand is cheaper to
 
 
 def placed(
-    update: Any,
+    update: jax.stages.Wrapped,
     layout: Layout,
     gradient: PyTree,
     state: PyTree,

@@ -324,10 +324,13 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return extra
 
     def check(self, params: PyTree) -> None:
-        state = jax.eval_shape(self.init, params)
-        number: Any = jax.ShapeDtypeStruct((), state.layout.scalar)
+        _, state = self.abstract_start(params)  # placed, as the step's is
+        layout = state.layout
+        number: Any = jax.ShapeDtypeStruct(
+            (), layout.scalar, sharding=layout.sharding()
+        )
         totals, extra = Totals(number, number), self.arguments({})
-        gradient = jax.eval_shape(state.layout.reduced_zeros)
+        gradient = jax.eval_shape(layout.reduced_zeros)
         jax.eval_shape(self.advance, state, gradient, totals, extra)
 
     # ---- what it does
@@ -363,7 +366,7 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         return method.compiled_state(make, layout)
 
     @functools.cached_property
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> jax.stages.Wrapped:
         """The optimizer's update, jitted: traced once for `check` and the run."""
         update = functools.partial(checks.checked_update, self.inner)
         return jax.jit(update, inline=True)

@@ -145,6 +145,24 @@ def test_parts_are_slices(shape, parts, split):
                 np.testing.assert_array_equal(stored[(i, *mine)], padded[where])
 
 
+@pytest.mark.parametrize(
+    ("parts", "shape", "operations"),
+    [
+        ((4, 1), (8, 6), {"reshape"}),
+        ((1, 4), (1, 8), {"reshape"}),
+        ((1, 2), (3, 8), {"reshape", "transpose"}),
+    ],
+)
+def test_a_leaf_is_cut_in_few_operations(parts, shape, operations):
+    leaf = Leaf(("x",), shape, f32, f32, P(), shape, parts)
+    x = jax.ShapeDtypeStruct(shape, f32)
+    blocks = jax.eval_shape(leaf.cut, x)
+    for fn, argument in ((leaf.cut, x), (leaf.assemble, blocks)):
+        eqns = jax.make_jaxpr(fn)(argument).eqns
+        assert {eqn.primitive.name for eqn in eqns} == operations
+        assert len(eqns) == len(operations)
+
+
 def test_which_dimensions_are_split():
     parts = {
         str(leaf): leaf.parts

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import acco_jax
 from tests.examples import examples
 from tests.methods.test_acco import refuses, rows
-from tests.reference import Unsharded, draw, make_mesh, parameters
+from tests.reference import AUTO, EXPLICIT, Unsharded, draw, make_mesh, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -148,6 +148,27 @@ def test_zero1_and_acco_take_the_same_state_shapes():
         chex.assert_trees_all_equal_shapes_and_dtypes(
             *(getattr(s, field) for s in states)
         )
+
+
+def test_the_check_and_the_step_trace_an_update_once():
+    traced = []
+
+    def update(updates, state, params):
+        traced.append(len(updates))
+        return jax.tree.map(lambda g: -0.1 * g, updates), state
+
+    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    theta = parameters(TREES["odd"])
+    for types in AUTO, EXPLICIT:
+        mesh = make_mesh(4, types=types)
+        tx = acco_jax.acco(inner, mesh=mesh)
+        loss = lambda params, x, rng: sum(p.sum() for p in params.values())  # noqa: E731
+        step = acco_jax.make_train_step(loss, tx, microbatches=2)
+        traced.clear()
+        tx.check(theta)
+        once = len(traced)
+        step.lower(*acco_jax.abstract_start(tx, theta), np.ones((8, 1)))
+        assert len(traced) == once == 1
 
 
 # --------------------------------------------------------------------- extra arguments

@@ -478,3 +478,20 @@ def test_segments_are_documents_computed_alone(family, remat):
     )
     whole = jax.jit(loss)(params, {"tokens": batch["tokens"]}, RNG)[0]
     assert abs(packed[0] - whole) > 1e-3
+
+
+def test_shapes_are_traced_once_and_may_be_changed():
+    """By a run's start, which asks for them several times."""
+    made = transformer.model(CONFIG)
+    draws = []
+    counted = dataclasses.replace(
+        made, init=lambda key: draws.append(key) or made.init(key)
+    )
+    shapes = counted.shapes()
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, transformer.shapes_of(CONFIG))
+    shapes.clear()
+    assert counted.shapes() == transformer.shapes_of(CONFIG) != {}
+    assert counted.parameters() == transformer.count_params(CONFIG)
+    assert len(draws) == 1
+    transformer.shapes_of(CONFIG).clear()
+    assert transformer.shapes_of(CONFIG) == counted.shapes()
