@@ -62,5 +62,10 @@ class Model:
         return jax.tree.map(lambda x: x, self._shapes)  # of new containers
 
     @functools.cached_property
-    def _shapes(self) -> PyTree:  # traces the whole model
-        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
+    def _shapes(self) -> PyTree:
+        return jax.eval_shape(self.drawn, jax.random.key(0))
+
+    @functools.cached_property
+    def drawn(self) -> Callable[[jax.Array], PyTree]:
+        """`init`, jitted: traced once, however often its shapes are asked for."""
+        return jax.jit(self.init)

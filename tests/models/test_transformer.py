@@ -481,7 +481,6 @@ def test_segments_are_documents_computed_alone(family, remat):
 
 
 def test_shapes_are_traced_once_and_may_be_changed():
-    """By a run's start, which asks for them several times."""
     made = transformer.model(CONFIG)
     draws = []
     counted = dataclasses.replace(

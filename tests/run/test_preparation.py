@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from acco_jax.models import transformer
 from acco_jax.run import preparation, prepared
 from acco_jax.run.state import processes
 from tests.compiling import compilations
@@ -51,6 +52,19 @@ def test_prepare_refuses_in_one_line(tiny, tmp_path, changes, message):
         preparation.prepare(config, tmp_path, jax.devices()[:2])
     # what was refused leaves the workdir to whatever comes next
     assert not (tmp_path / "config.json").exists()
+
+
+def test_a_start_draws_the_parameters_once(tiny, tmp_path, monkeypatch):
+    """Whoever asks for their shapes before it gets those of the same trace."""
+    drawn, init = [], transformer.init_params
+    monkeypatch.setattr(
+        transformer, "init_params", lambda *args: drawn.append(args) or init(*args)
+    )
+    experiment = preparation.prepare(tiny(), tmp_path, jax.devices()[:2])
+    params, _ = prepared.initial(experiment)
+    assert len(drawn) == 1
+    assert experiment.model.parameters() == sum(x.size for x in jax.tree.leaves(params))
+    assert len(drawn) == 1
 
 
 def test_text_folder_without_text(tiny, tmp_path):

@@ -183,9 +183,8 @@ def trained(
     """
     c = config.lora
 
-    @jax.jit  # traced once, however often its shapes are asked for
     def whole() -> PyTree:
-        return model.init(jax.random.key(config.seed))
+        return model.drawn(jax.random.key(config.seed))
 
     def adapters() -> PyTree:
         key = jax.random.fold_in(jax.random.key(config.seed), 1)
