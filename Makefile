@@ -51,7 +51,7 @@ LIBRARY := $(addprefix tests/core/test_, layout.py collectives.py compiler.py gr
            $(addprefix tests/step/test_, step.py compiled.py donation.py) \
            tests/schedule/test_footprint.py tests/project/test_readme.py tests/test_multiprocess.py
 
-test: $(VENV)/.test ## test every method and every command once, in eleven minutes
+test: $(VENV)/.test ## test every method and every command once, in five to eleven minutes
 	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.test ## run what CI tests besides: whole runs, more optimizers and worlds

@@ -65,7 +65,7 @@ METHODS = {  # as compare has them: a learning rate and a name for each
     "acco(config.first_half=2)": (1e-3, "acco, equal halves"),
     "acco": (2e-3, "acco"),
     "acco(gather_bits=8,reduce_bits=8)": (2e-3, "acco, 8 bits"),
-    "acco(gather_bits=4,reduce_bits=8)": (2e-3, "acco, gathers in 4 bits"),
+    "acco(gather_bits=4,reduce_bits=8)": (2e-3, "acco, 4-bit gathers, 8-bit reduction"),
     "dpu(feedback=1.0)": (1e-3, "dpu with feedback"),
     "diloco(local_steps=24)": (1e-3, "diloco"),
     "diloco(local_steps=24,config.optimizer.name=muon)": (8e-3, "diloco of muon"),

@@ -61,8 +61,8 @@ def zero1(
 ) -> ShardedMethod:
     """Reduce-scatter gradients, step on the shards, all-gather parameters.
 
-    The baseline of `acco_jax.acco`, with the same arguments, shapes and errors; every
-    update is one step of `inner`.
+    The baseline of `acco_jax.acco`, with the same arguments except `extrapolation`,
+    the same shapes and errors; every update is one step of `inner`.
 
     References:
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
