@@ -209,8 +209,8 @@ def _run() -> Callable[[float], Mapping[str, str]]:
         sweep,
     )
 
-    # a gate judges the command that is printed, of the microbatch that was asked for
-    fit = _FIT.value and not (gate and _RECOMMEND.value)
+    # a gate judges what is recommended, of the microbatch that was asked for
+    fit = _FIT.value and not (gate and whole)
     request = planner.PlanRequest(
         tuple(_METHODS.value), sizes, changes, _measured(places), fit
     )

@@ -208,16 +208,24 @@ def _sentence(choices: Sequence[Choice], plans: Sequence[Plan]) -> str:
         second = min(others, key=lambda c: (cost(c), c.method))
         times = best.tokens_per_second / second.tokens_per_second
         text += f": {times:.2f} times as fast as {second.method} there"
-        both = (
-            best.interval[0] / second.interval[0],
-            best.interval[1] / second.interval[1],
-        )
         if times < WINS:
             text += ", which is not a difference that these figures can tell"
-        elif min(both) < 1:
+        elif times * _least(plan, best.method, second.method) < 1:
             text += ", though not at every end of the figures' ranges"
         text += f" ({_why(plan, best.method)})"
     return f"{text}; {_network(plan)}"
+
+
+def _least(plan: Plan, method: str, other: str) -> float:
+    """Return how far a method's lead over another shrinks within the figures' ranges.
+
+    Both are of the microbatches asked for, at the same figures.
+    """
+    a, b = (next(o for o in plan.outcomes if o.method == m) for m in (method, other))
+    leads = [
+        _speed(a, m) / _speed(b, m) for m in (plan.machine, *plan.machine.corners())
+    ]
+    return min(leads) / leads[0]
 
 
 def _why(plan: Plan, method: str) -> str:
@@ -238,6 +246,8 @@ def _network(plan: Plan) -> str:
     if not hiding or not others:
         return "no pair of these methods, one that overlaps and one that does not"
     a, b = hiding[0], others[0]
+    if a.program.adaptive or b.program.adaptive:
+        return "adaptive counts differ at each rate, so that no band of rates is given"
     found = crossing(plan, a, b)
     pair = f"{a.method} is at least {WINS - 1:.0%} faster than {b.method}"
     if not found.bands:

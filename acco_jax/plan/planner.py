@@ -168,6 +168,11 @@ def prepare(config: ConfigDict, topology: Topology, request: PlanRequest) -> Pre
     validate(config)
     methods = methods_of(config, request)
     machine = machine_of(topology, request)
+    if request.devices and config.microbatches == "adaptive":
+        raise ValueError(
+            "microbatches is 'adaptive', and other --devices have other counts: plan "
+            "each number with a --topology of its own."
+        )
     numbers = tuple(sorted({topology.devices, *request.devices}))
     for n in numbers:
         _check_devices(n, machine, config.mesh.fsdp * config.mesh.tensor)
@@ -269,7 +274,7 @@ def _outcome(
     method, shape = program.method, Shape(config.microbatch_size, program.per_step)
     unit, first = program.tx.calls_per_step, config.first_half
     if first != "auto":
-        unit = program.per_step // math.gcd(first, program.per_step)
+        unit = math.lcm(unit, program.per_step // math.gcd(first, program.per_step))
 
     def attempt(shape: Shape) -> Tried:
         other = of_method(config, method)
@@ -595,9 +600,9 @@ def _growth(
         peak = machine.figures["flops"]  # a range is of what is reached, not a peak
         flops = peak.value if peak.range is None else machine.topology.chip.flops
         peak_flops = step * devices * flops
-        # zero1 represents methods that communicate in each step
+        # zero1 represents methods that communicate in each step, and as many bytes
         formula = None
-        if not o.program.tx.local:
+        if not o.program.tx.local and not _quantized(of_method(config, o.method)):
             formula = tokens / costs.synchronous(p, times)
         formulas.append(formula)
         rows.append(
@@ -626,6 +631,11 @@ def _growth(
         row["baseline"], row["baseline_compiled"] = baseline or BASELINE, bool(speed)
         row["speedup"] = other and row["tokens_per_second"] / other
     return rows
+
+
+def _quantized(config: ConfigDict) -> bool:
+    options = config.method_options
+    return bool(options.get("gather_bits") or options.get("reduce_bits"))
 
 
 def _baseline(methods: Sequence[str]) -> str | None:

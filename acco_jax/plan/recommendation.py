@@ -15,6 +15,7 @@ from acco_jax.methods.gaps import Candidate
 from acco_jax.plan import planner
 from acco_jax.plan.planner import Plan, PlanRequest
 from acco_jax.run.build import optimizers
+from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
 from acco_jax.schedule.tables import aligned, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
@@ -72,6 +73,7 @@ def make(
     Raises:
       ValueError: if the input is invalid (before any compile), or nothing fits.
     """
+    validate(config)
     if config.microbatches != "fixed":
         raise ValueError(
             f"microbatches is {config.microbatches!r}, but --recommend is for fixed "

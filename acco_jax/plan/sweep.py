@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from acco_jax.step.first_half import LONGER
 
 SLOWEST, FASTEST = 1e8 / 8, 1e12 / 8  # bytes/s of a device: 0.1 to 1,000 Gbit/s
 STEPS = 48  # of rates between them
-SHOWN = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # Gbit/s, in the table
+SHOWN = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # Gbit/s, in the table, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +76,20 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
     Args:
       config: of the experiment, checked.
       topology: the machine.
-      request: its methods must have zero1; (): acco and zero1.
+      request: its methods must have zero1; (): the config's, or acco if that is zero1
+        or 'auto', and zero1.
 
     Raises:
-      ValueError: if zero1 is not among the methods, or the input is invalid.
+      ValueError: if zero1 is not among the methods, counts are adaptive, or the input
+        is invalid.
     """
-    methods = request.methods or ("acco", BASELINE)
+    if config.microbatches == "adaptive":
+        raise ValueError(
+            "microbatches is 'adaptive', whose counts differ at each rate: plan with "
+            "--network instead of --sweep-network, or leave it out."
+        )
+    own = "acco" if config.method in ("auto", BASELINE) else config.method
+    methods = request.methods or (own, BASELINE)
     if BASELINE not in methods:
         raise ValueError(
             f"--sweep-network compares with {BASELINE}, which is not among --methods: "
@@ -98,8 +107,7 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
         few = [planner.make(c, topology, ask(methods=others)) for c in _halved(divided)]
     several = topology.devices > topology.fast_domain
     network = "slow" if several else "fast"
-    ratio = (FASTEST / SLOWEST) ** (1 / STEPS)
-    rates = tuple(SLOWEST * ratio**i for i in range(STEPS + 1))
+    rates = _rates()
     curves: dict[str, list[float]] = {BASELINE: []}
     for rate in rates:
         machine = plan.machine.at(network, rate)
@@ -118,6 +126,16 @@ def make(config: ConfigDict, topology: Topology, request: PlanRequest) -> Sweep:
     return Sweep(
         (plan, *plans, *(few if few is not plans else ())), link, rates, speedups
     )
+
+
+def _rates() -> tuple[float, ...]:
+    """Return STEPS rates to each of which the next has one ratio, and those SHOWN."""
+    ratio = (FASTEST / SLOWEST) ** (1 / STEPS)
+    shown = [x * 1e9 / 8 for x in SHOWN]
+    between = [SLOWEST * ratio**i for i in range(STEPS + 1)]
+    near = [any(abs(x / rate - 1) < 1e-6 for rate in shown) for x in between]
+    kept = itertools.compress(between, map(operator.not_, near))
+    return tuple(sorted([*shown, *kept]))
 
 
 def _halved(config: ConfigDict) -> list[ConfigDict]:
@@ -154,8 +172,7 @@ def text(sweep: Sweep) -> str:
     names = list(sweep.speedups)
     rows = [["Gbit/s per device", *names, "take"]]
     for shown in SHOWN:
-        rate = shown * 1e9 / 8
-        i = min(range(len(sweep.rates)), key=lambda i: abs(sweep.rates[i] / rate - 1))
+        i = sweep.rates.index(shown * 1e9 / 8)
         values = [f"{sweep.speedups[n][i]:.2f}" for n in names]
         rows.append([f"{shown:g}", *values, sweep.best(i)])
     lines = [

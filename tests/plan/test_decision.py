@@ -1,5 +1,6 @@
 """Decisions on recorded schedules; nothing is compiled."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -95,6 +96,42 @@ def test_several_bands_each_with_both_ends(stand_in, monkeypatch):
     assert re.search(r"a device 1 Gbit/s to 2 Gbit/s and 40 Gbit/s or more, at", said)
     monkeypatch.setattr(decision, "_speed", lambda o, machine: 1.0)
     assert "at no rate of the network" in decision._network(plan)
+
+
+def test_a_lead_is_judged_at_the_same_figures(stand_in, monkeypatch):
+    """Fast products and a slow network: there the other method is ahead."""
+    place = topologies.parse("gpu:h200:2x8")
+    request = planner.PlanRequest(("dpu", "zero1"), fit=False)
+
+    def speed(o, machine):
+        figures = machine.figures
+        names = ("compute_efficiency", "network_efficiency")
+        mixed = [figures[n].value for n in names] == [most, least]
+        return (0.6 if mixed else 1.3) if o.method == "zero1" else 1.0
+
+    def sentence():
+        return decision.make(default_config(), [place], request, Terms(1e9)).sentence
+
+    figures = planner.machine_of(place, request).figures
+    most = figures["compute_efficiency"].range[1]
+    least = figures["network_efficiency"].range[0]
+    assert "at every end" not in sentence()  # its own speeds
+    monkeypatch.setattr(decision, "_speed", speed)
+    assert "though not at every end of the figures' ranges" in sentence()
+
+
+def test_a_gate_judges_the_microbatch_that_is_asked_for(stand_in, capsys):
+    with contextlib.suppress(SystemExit):
+        run(PLACES[0], PAIR, "--tokens=1e9", "--require-hidden=0.01")
+    assert [p.rows for p in stand_in] == [4, 4]  # no other is looked for
+
+
+def test_adaptive_counts_have_no_band(stand_in):
+    config = default_config()
+    config.microbatches = "adaptive"
+    request = planner.PlanRequest(("dpu", "zero1"), fit=False)
+    plan = planner.make(config, topologies.parse("gpu:h200:2x8"), request)
+    assert "adaptive counts differ at each rate" in decision._network(plan)
 
 
 def test_the_sentence_names_its_network_whatever_the_order(stand_in):

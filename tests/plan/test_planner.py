@@ -171,6 +171,15 @@ def test_a_method_is_not_given_another_s_options(stand_in, capsys):
     assert quantized == {"acco": True, "zero1": False} and len(stand_in) == 2
 
 
+@pytest.mark.parametrize("bits", ["gather_bits", "reduce_bits"])
+def test_fewer_bits_are_not_zero1_s_bytes(stand_in, tmp_path, bits):
+    file = tmp_path / "plan.json"
+    options = f"--config.method_options.{bits}=8", f"--json={file}"
+    run("--nofit", "--methods=acco", *options)
+    (row,) = json.loads(file.read_text())["predicted"]
+    assert row["speedup"] is None
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_domains_are_advised_where_there_are_hosts(stand_in, capsys, hosts):
     run("--nofit", "--methods=acco", topology=f"gpu:h200:{hosts}x8")
@@ -249,6 +258,13 @@ def test_equal_halves_stay_equal_whatever_is_tried(stand_in, monkeypatch):
     assert {(p.per_step, p.halves) for p in stand_in} == {(4, ()), (2, ())}
 
 
+def test_only_steps_of_whole_halves_are_tried(stand_in, monkeypatch):
+    """A third of the step first: of three microbatches there is no half."""
+    monkeypatch.setattr(planner, "COMPILES", 2)
+    run("--methods=acco", "--config.microbatches_per_step=6", "--config.first_half=2")
+    assert {p.per_step % 6 for p in stand_in} == {0}
+
+
 @pytest.mark.slow
 def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_path):
     def planned(bandwidth):
@@ -268,6 +284,11 @@ def test_adaptive_microbatches_are_as_many_as_communication_lasts(stand_in, tmp_
     assert counts[10e9] == pytest.approx(2 * counts[20e9], rel=0.2)
     for _, row in found.values():
         assert row["exposed"] < 0.1 * row["step"]
+
+
+def test_adaptive_counts_are_of_one_number_of_devices(stand_in, refusal):
+    line = refusal("--devices=8,64", "--config.microbatches=adaptive")
+    assert "microbatches is 'adaptive', and other --devices" in line and not stand_in
 
 
 def test_one_worker_says_nothing_of_several(refusal):

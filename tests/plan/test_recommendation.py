@@ -175,6 +175,18 @@ def test_halves_whose_loss_is_not_measured_are_not_recommended(
     assert rows == size * many
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("mesh.fsdp=0", "mesh.fsdp is 0"),
+        ("microbatches_per_step=0", "microbatches_per_step is 0"),
+        ("method=aco", "aco"),
+    ],
+)
+def test_the_config_is_checked_first(refusal, flag, said):
+    assert said in refusal(*FILE, f"--config.{flag}")
+
+
 def test_varying_microbatches_are_rejected(refusal):
     said = refusal(*FILE, "--config.microbatches=adaptive")
     assert "microbatches is 'adaptive', but --recommend is for fixed ones" in said

@@ -1,9 +1,12 @@
 """Speed-ups against the network's rate, of recorded schedules; nothing is compiled."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
+from acco_jax.plan import sweep
 from tests.schedule.recordings import SCHEDULES, run
 
 
@@ -44,10 +47,33 @@ def test_bands_are_where_a_method_is_the_fastest(
         ("--price=h200=2", "is of one machine: leave out"),
         ("--network=10", "varies the network's rate: leave out --network"),
         ("--set=fast_bandwidth=1e10", "leave out --network and --set=fast_bandwidth"),
+        ("--config.microbatches=adaptive", "whose counts differ at each rate"),
     ],
 )
 def test_it_needs_zero1_and_one_machine(stand_in, refusal, extra, said):
     assert said in refusal("--sweep-network", extra)
+
+
+def test_the_config_s_method_is_compared(stand_in, tmp_path, monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "dpu", "gpu_hidden")
+    file = tmp_path / "sweep.json"
+    for method, own in (("dpu", "dpu"), ("zero1", "acco"), ("auto", "acco")):
+        run("--sweep-network", f"--config.method={method}", f"--json={file}")
+        found = json.loads(file.read_text())["speedups"]
+        assert {name.partition(",")[0] for name in found} == {"zero1", own}
+
+
+def test_a_row_is_of_the_rate_that_it_names(stand_in, tmp_path, capsys):
+    file = tmp_path / "sweep.json"
+    run("--sweep-network", "--methods=acco,zero1", f"--json={file}")
+    found, text = json.loads(file.read_text()), capsys.readouterr().out
+    rates = np.array(found["rates"])
+    assert (np.diff(rates) > 0).all()
+    rows = re.findall(r"^ +([\d.]+) +1\.00 +([\d.]+) ", text, re.M)
+    assert [float(gbps) for gbps, _ in rows] == list(sweep.SHOWN)
+    for gbps, speedup in rows:
+        (i,) = np.flatnonzero(np.isclose(rates, float(gbps) * 1e9 / 8))
+        assert f"{found['speedups']['acco'][i]:.2f}" == speedup
 
 
 def test_methods_are_asked_for_once_and_no_others(stand_in, tmp_path, capsys):
