@@ -160,8 +160,8 @@ class Accumulator:
     def over_data(self, fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         return over_data(fn, self.mesh, self.axis, in_specs, out_specs)
 
-    def place_batch(self, batch: PyTree) -> PyTree:
-        """Split every leaf's axis 0 over the workers.
+    def check_batch(self, batch: PyTree) -> None:
+        """Check that every leaf's axis 0 is of all workers' microbatches.
 
         Raises:
           ValueError: axis 0 does not divide by n * microbatches, or leaves differ in
@@ -183,6 +183,10 @@ class Accumulator:
                     f"batch leaf {first[0]} has {first[1]} rows and {name} has "
                     f"{shape[0]}: row k of every leaf must be of the same example."
                 )
+
+    def place_batch(self, batch: PyTree) -> PyTree:
+        """Split every leaf's axis 0 over the workers; see `check_batch`."""
+        self.check_batch(batch)
         return place(batch, NamedSharding(self.mesh, self.rows))
 
     def place_counts(self, counts: Counts) -> jax.Array | None:

@@ -258,11 +258,13 @@ def only(spec: P, axes: Iterable[str]) -> P:
 
 
 def check_floating(name: str, dtype: DTypeLike | None) -> None:
-    """Raise a ValueError for an argument that is neither None nor floating point."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+    """Raise a ValueError for an argument that is neither None nor 16 bits or more."""
+    if dtype is None:
+        return
+    if not jnp.issubdtype(dtype, jnp.floating) or np.dtype(dtype).itemsize < 2:
         raise ValueError(
-            f"{name} is {np.dtype(dtype)}: give a floating-point dtype. To send few "
-            "bits there are gather_bits and reduce_bits."
+            f"{name} is {np.dtype(dtype)}: give a floating-point dtype of at least 16 "
+            "bits. To send fewer there are gather_bits and reduce_bits."
         )
 
 

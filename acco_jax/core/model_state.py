@@ -79,9 +79,9 @@ def check_trained(params: PyTree) -> None:
 
 
 def check_call(loss_fn: Callable[..., Any], model_state: PyTree) -> None:
-    """Raise a ValueError if a loss function takes a model state and there is none.
+    """Raise a ValueError unless a loss function takes what it is given.
 
-    The reverse raises one, too.
+    It must take a model state where there is one, and none where there is none.
     """
     try:
         signature = inspect.signature(loss_fn)
@@ -96,8 +96,14 @@ def check_call(loss_fn: Callable[..., Any], model_state: PyTree) -> None:
         return True
 
     given = 3 + (model_state is not None)
-    if takes(given) or not takes(7 - given):
+    if takes(given):
         return
+    if not takes(7 - given):
+        state = ", model_state" * (given == 4)
+        raise ValueError(
+            f"loss_fn does not take {given} arguments: give loss_fn(params, "
+            f"microbatch, rng{state}), which may leave rng unused."
+        )
     if given == 3:
         raise ValueError(
             "loss_fn takes a model state, but there is none: use make_train_step with "

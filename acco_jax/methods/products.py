@@ -18,7 +18,7 @@ moves more bytes, and changes no result.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -234,7 +234,18 @@ def _bind(eqn: "JaxprEqn", values: list[Any]) -> list[Any]:
 def _kind(eqn: "JaxprEqn", splits: Sequence[Split]) -> tuple[Any, ...]:
     """Return what operations have in common that can be one on a stack."""
     given = [f"{x.aval} {getattr(x, 'val', '')}" for x in eqn.invars]
-    return eqn.primitive.name, str(eqn.params), *given, *splits
+    held = _constants(eqn.params.values())  # which a program's text does not show
+    return eqn.primitive.name, str(eqn.params), *held, *given, *splits
+
+
+def _constants(values: Iterable[Any]) -> Iterator[int]:
+    """Yield which arrays the programs among an operation's parameters hold."""
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _constants(value)
+        for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+            yield from _constants(eqn.params.values())
+        yield from map(id, getattr(value, "consts", ()))
 
 
 # ------------------------------------------------------------- which dimension is split

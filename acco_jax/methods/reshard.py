@@ -112,7 +112,7 @@ def _options(state: PyTree) -> Any:
     outers = [
         _options(x) if method.is_state(x) else jax.tree.structure(x) for x in parts
     ]
-    return inner, held, [x is None for x in residual], outers
+    return type(state), inner, held, [x is None for x in residual], outers
 
 
 def saved(

@@ -1,5 +1,6 @@
 """The forms of a train step, and the choice of a form."""
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable
@@ -42,9 +43,10 @@ def make_train_step(
         With a state that carries a model state (see `acco_jax.start`) it is (params,
         microbatch, rng, model_state) -> (loss, weight, aux, model_state).
       tx: a method of this library (acco, zero1, diloco, ...), not wrapped.
-      microbatches: N, how many each worker's part of a batch holds for a step. Where a
-        call is several inner steps of each worker (`tx.steps_per_call`, diloco's H),
-        its batch holds that many times N, step after step. The alternatives:
+      microbatches: N, how many each worker's part of a batch holds: for a step, with
+        acco for a half-round, which is half a step. Where a call is several inner steps
+        of each worker (`tx.steps_per_call`, diloco's H), its batch holds that many
+        times N, step after step. The alternatives:
         `Adaptive(least, most)`: each process keeps adding microbatches until its
         communication is done (form 'split'). `Balanced(total, most)`: counts follow
         the workers' measured speed, so that all end together (form 'fused').
@@ -156,7 +158,8 @@ def find_halves(
       The halves: a quarter of the microbatches first, or half of them.
 
     Raises:
-      ValueError: `microbatches` is less than 2, or `tx` has no two half-rounds.
+      ValueError: `microbatches` is less than 2, `tx` has no two half-rounds, or the
+        batch does not divide into the workers' microbatches.
 
     Example:
       halves = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
@@ -168,6 +171,8 @@ def find_halves(
         )
     found = [Halves(x, microbatches - x) for x in first_halves(microbatches)]
     step = make_train_step(loss_fn, tx, microbatches=found[0])
+    whole = dataclasses.replace(step._gradients, microbatches=microbatches)
+    whole.check_batch(batch)
     if len(found) == 1 or not step.overlaps:
         return found[0]
     workers = math.prod(tx.mesh.shape[a] for a in tx.axis)

@@ -299,6 +299,10 @@ def test_what_does_not_fit_is_refused(mesh):
     make = functools.partial(acco_jax.make_train_step, tx=tx, microbatches=HELD)
     with pytest.raises(ValueError, match=r"loss_fn takes none: give loss_fn\(params"):
         make(lambda p, x, r: 0.0)(params, state, batch)
+    with pytest.raises(ValueError, match=r"not take 4 arguments.*rng, model_state\)"):
+        make(lambda p, x: 0.0)(params, state, batch)
+    with pytest.raises(ValueError, match=r"not take 3 arguments.*microbatch, rng\)"):
+        make(lambda p, x: 0.0)(*acco_jax.start(tx, params), batch)
     with pytest.raises(ValueError, match=r"there is none.*start\(tx, params, model_s"):
         make(loss_fn)(*acco_jax.start(tx, params), batch)
     with pytest.raises(ValueError, match=r"return \(loss, weight, aux, model_state\)"):

@@ -330,6 +330,8 @@ def test_dtypes_that_cannot_hold_gradients_are_refused():
     for name in ("comm_dtype", "accumulate_dtype"):
         with pytest.raises(ValueError, match=f"{name} is int8: give a floating-point"):
             make(ADAMW, mesh=make_mesh(2), **{name: jnp.int8})
+        with pytest.raises(ValueError, match=f"{name} is float8_e5m2: .*at least 16"):
+            make(ADAMW, mesh=make_mesh(2), **{name: jnp.float8_e5m2})
 
 
 @pytest.mark.parametrize(("mine", "other"), [("sgd", "adam"), ("adam", "sgd")])

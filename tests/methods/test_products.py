@@ -177,6 +177,26 @@ def test_functions_of_their_own_are_entered():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_products_with_other_constants_are_not_one():
+    """Of two programs with one text, each holds an array of its own."""
+    factors = {"wide": jnp.eye(8), "another": 2 * jnp.eye(8)}
+
+    def update(grads, state, params=None):
+        made = {
+            k: jax.jit(lambda g, factor=factor: factor @ g)(grads[k])
+            for k, factor in factors.items()
+        }
+        return grads | made, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params, grads, state, run = program(inner, make_mesh(4))
+    assert params["wide"].shape == params["another"].shape
+    updates, _ = run(grads, state, params)
+    expected, _ = update(jax.tree.map(lambda g: g.sum(0) / 4, grads), ())
+    for x, y in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "inner",
     [optax.adamw(1e-3), optax.lbfgs(1e-3, linesearch=None)],

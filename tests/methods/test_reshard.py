@@ -234,6 +234,14 @@ def test_refusals():
         pair = acco_jax.start(method(name, (2,), outer_momentum=0.9), params())
         with pytest.raises(ValueError, match="of another inner optimizer or other opt"):
             acco_jax.reshard(pair, method(name, (1,), outer_momentum=0.0))
+    late = acco_jax.dpu(optax.sgd(1.0), mesh=make_mesh(1))
+    prompt = acco_jax.zero1(optax.sgd(1.0), mesh=make_mesh(1))
+    first, other = (
+        acco_jax.local_rounds(INNER, x, local_steps=2) for x in (prompt, late)
+    )
+    pair = acco_jax.start(first, params())
+    with pytest.raises(ValueError, match="of another inner optimizer or other opt"):
+        acco_jax.reshard(pair, other)
 
 
 def test_an_axis_that_split_the_model_may_be_a_data_axis():

@@ -96,6 +96,8 @@ def test_nothing_is_timed_where_nothing_overlaps(monkeypatch):
     batch, params = np.ones((8, WIDTH)), {"w": jnp.ones((WIDTH, WIDTH))}
     found = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
     assert found == acco_jax.Halves(1, 3)
+    with pytest.raises(ValueError, match="does not divide into 2 workers x 4 microb"):
+        acco_jax.find_halves(loss_fn, tx, params, batch[:7], microbatches=4)
 
 
 def test_devices_of_one_worker_are_not_workers(monkeypatch):

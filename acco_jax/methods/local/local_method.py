@@ -161,6 +161,31 @@ def narrowed(layout: Layout, tree: PyTree) -> PyTree:
     return layout.map(lambda leaf, x: x.astype(leaf.dtype), tree)
 
 
+def check_form(
+    name: str, optimizer: optax.GradientTransformation
+) -> Callable[[Layout, Any], None]:
+    """Return what raises a ValueError for a state of another optimizer.
+
+    Args:
+      name: the field of a method's state that is the optimizer's state, and its word.
+      optimizer: the one that the method has.
+    """
+
+    @functools.lru_cache(maxsize=1)
+    def form(layout: Layout) -> jax.tree_util.PyTreeDef:
+        seen = layout.tree(lambda x: jax.ShapeDtypeStruct(x.shape, x.master))
+        return jax.tree.structure(jax.eval_shape(optimizer.init, seen))
+
+    def check(layout: Layout, state: Any) -> None:
+        if jax.tree.structure(getattr(state, name)) != form(layout):
+            raise ValueError(
+                f"the state is of another {name} optimizer than tx's: give the state "
+                "of acco_jax.start(tx, params) for the same tx."
+            )
+
+    return check
+
+
 def init_rows(
     layout: Layout, inner: optax.GradientTransformation, params: PyTree
 ) -> PyTree:
@@ -357,6 +382,10 @@ class LocalMethod:
     def steps_done(self, calls: int) -> int:
         return calls * self.steps_per_call
 
+    @functools.cached_property
+    def _check_inner(self) -> Callable[[Layout, Any], None]:
+        return check_form("inner", self.inner)
+
     def place(self, params: PyTree, state: State) -> PyTree:
         if type(state) is not self.state_type:
             raise ValueError(
@@ -367,6 +396,7 @@ class LocalMethod:
         self.check_parts(state)
         layout = state.layout
         checks.check_layout(layout, self.mesh, self.axis, self.comm_dtype)
+        self._check_inner(layout, state)
         check_rows(layout, params)
         check_dtypes(layout, params)
         return place(params, layout.grads_shardings)

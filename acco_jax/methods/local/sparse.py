@@ -437,11 +437,13 @@ def sparse_rounds(
         local_method.check_wire(layout, weighted and not message.value_bits)
         return placed_state(make, params, layout)
 
+    check = local_method.check_form("outer", outer)
     return local_method.local_method(
         inner,
         common,
         steps_per_call=local_steps,
         state_type=SparseState,
+        check_parts=lambda state: check(state.layout, state),
         make_state=init,
         round=lambda phase: SparseRound(steps, outer, message, decay, weighted),
         on=lambda mesh, axis, specs: sparse_rounds(

@@ -363,6 +363,30 @@ def test_another_method_s_state_is_refused():
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "of"),
+    [
+        (lambda m: acco_jax.gossip(optax.sgd(1.0, m), mesh=make_mesh(2)), "inner"),
+        (lambda m: acco_jax.diloco(optax.sgd(1.0, m), mesh=make_mesh(2)), "inner"),
+        (
+            lambda m: acco_jax.cellm(
+                optax.sgd(1.0), mesh=make_mesh(2), outer_momentum=m or 0.0
+            ),
+            "outer",
+        ),
+    ],
+    ids=["gossip", "diloco", "cellm"],
+)
+@pytest.mark.parametrize("momentum", [(0.9, None), (None, 0.9)])
+def test_a_state_of_another_optimizer_is_refused(make, of, momentum):
+    tx, other = map(make, momentum)
+    theta, (batch,), (count,) = problem.draw(2, tx.steps_per_call, HELD, 1)
+    step = acco_jax.make_train_step(problem.loss_fn, tx, microbatches=HELD)
+    params, state = acco_jax.start(other, problem.device(theta))
+    with pytest.raises(ValueError, match=f"of another {of} optimizer than tx's"):
+        step(params, state, batch, count)
+
+
 def test_all_phases_are_compiled_ahead():
     tx = acco_jax.gossip(optax.sgd(1.0), mesh=make_mesh(4), local_steps=2)
     theta, (batch,), (count,) = problem.draw(4, 2, HELD, 1)
