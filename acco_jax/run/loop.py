@@ -72,7 +72,7 @@ class _Run:
         self._goodput = goodput.Record(e.workdir, e.began, over=self.over)
         self._batches = batches(e)
         self._evaluate = Evaluator(e, self.stopped)
-        self._rate = jax.jit(lambda step: jnp.asarray(e.schedule(step), jnp.float32))
+        self._rate = jax.jit(functools.partial(_last_rate, e.schedule))
         self._key = jax.jit(
             lambda call: jax.random.fold_in(jax.random.key(e.config.seed), call),
             out_shardings=NamedSharding(e.mesh, P()),
@@ -641,6 +641,11 @@ def _announce(experiment: Experiment) -> None:
     )  # fmt: skip
     for line in data.cuts(e.corpus, max(e.config.data.lengths or [e.config.length])):
         logging.info("%s", line)
+
+
+def _last_rate(schedule: Callable[[jax.Array], Any], steps: jax.Array) -> jax.Array:
+    """Return the learning rate of the last of `steps`; the first one has that of 0."""
+    return jnp.asarray(schedule(jnp.maximum(steps - 1, 0)), jnp.float32)
 
 
 def _finite(now: tuple[PyTree, dict[str, Any]]) -> jax.Array:

@@ -5,6 +5,7 @@ from typing import Any
 from absl import logging
 
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.loss import with_arrays
 from acco_jax.core.state import State
 from acco_jax.run.config import fields as configs
 from acco_jax.run.observe import timing
@@ -31,7 +32,10 @@ def footprint(experiment: Experiment, params: PyTree, state: State) -> dict[str,
         logging.warning("bytes_sent_per_worker is not known: %s", error)
     return {
         "bytes_sent_per_worker": sent,
-        "state_bytes_per_device": footprints.bytes_held((params, state)),
+        # what the loss carries are frozen parameters
+        "state_bytes_per_device": footprints.bytes_held(
+            (params, state, with_arrays(e.loss_fn))
+        ),
     }
 
 

@@ -167,6 +167,14 @@ WRONG = {
         ["--config.model.options.dropout=0.1"],
         "model.options.dropout is of model.factory, which is not set: drop it",
     ),
+    "spikes that nobody watches for": (
+        ["--config.spike.calls=4", "--config.spike.policy=off"],
+        "spike.calls is of a spike.policy other than 'off', which is not set: drop it",
+    ),
+    "drops that are not made": (
+        ["--config.most_dropped_in_a_row=4", "--config.drop_nonfinite=False"],
+        "most_dropped_in_a_row is of drop_nonfinite, which is not set: drop it",
+    ),
     "weights of no folder": (
         ["--config.ignore_weights=head"],
         "ignore_weights is of init_from, which is not set: drop it",

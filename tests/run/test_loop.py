@@ -157,7 +157,8 @@ def test_metrics_rows(acco_run):
     assert all(r["microbatches"] == [2, 2] for r in train_rows)
     assert all(r["grad_norm"] > 0 for r in train_rows)
     for row in train_rows:
-        expected = 1e-3 * (1 + math.cos(math.pi * row["step"] / 6)) / 2
+        taken = row["step"] - 1  # before the row's step: a step's rate is of these
+        expected = 1e-3 * (1 + math.cos(math.pi * taken / 6)) / 2
         assert row["learning_rate"] == pytest.approx(expected, abs=1e-9)
     seconds = [r["seconds"] for r in rows]
     assert seconds == sorted(seconds)

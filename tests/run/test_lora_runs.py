@@ -144,6 +144,9 @@ def test_sends_and_holds_what_adapters_need(whole, dense_run):
     assert summary["bytes_sent_per_worker"] >= 9 * 4 * adapters
     # what is sent is padded to 16 rows of 128: half of all parameters of this model
     assert summary["bytes_sent_per_worker"] <= dense["bytes_sent_per_worker"] / 2
+    # all but the adapters is frozen, and no optimizer state is of it
+    frozen = 4 * (summary["parameters"] - adapters // 4)
+    assert frozen < summary["state_bytes_per_device"]
     assert summary["state_bytes_per_device"] < dense["state_bytes_per_device"] / 2
 
 

@@ -284,6 +284,15 @@ def test_counts_that_adapt_are_drawn(tmp_path):
     assert shown.figures["half-round"]["adaptive"]["mean"] == [2, 2.5] * 20
 
 
+def test_counts_of_an_inner_step_are_drawn_as_a_call_s(tmp_path):
+    """diloco of ten inner steps, balanced; its first row counted for nobody."""
+    folder = write(tmp_path / "local", method="diloco", counts=(20, 30))
+    lines = "[0, 0]\n" + 39 * "[2, 3]\n"
+    (folder / "counts.jsonl").write_text(lines)
+    (run,) = run_records.read([folder])
+    assert run.microbatches()[:2] == [(1, [0, 0]), (2, [20, 30])]
+
+
 def test_a_trace_is_shown(tmp_path):
     folder = write(tmp_path / "run")
     row = {

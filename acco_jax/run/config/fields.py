@@ -114,7 +114,16 @@ def check_overruled(config: ConfigDict, given: Collection[str]) -> None:
         "ignore_weights": (config.get("init_from"), "init_from"),
         "sample_": (config.get("samples"), "samples"),
         "model.options.": (config.get("model", {}).get("factory"), "model.factory"),
+        "most_dropped_in_a_row": (
+            config.get("drop_nonfinite") is not False,
+            "drop_nonfinite",
+        ),
     }
+    if config.get("spike", {}).get("policy") == "off":
+        watching = False, "a spike.policy other than 'off'"
+        others |= {
+            f"spike.{name}": watching for name in ("threshold", "calls", "tokens")
+        }
     for start, (has, what) in others.items():
         for field in given if not has else ():
             if f"{field}.".startswith(start):

@@ -137,11 +137,21 @@ class RunRecords:
         return sent * half_round / self.final["half_round"]
 
     def microbatches(self) -> list[tuple[int, list[int]]]:
-        """Return (half-round, microbatches of each worker) for the recorded ones."""
-        if self.counts:
-            return list(enumerate(self.counts, 1))
-        rows = [(r["half_round"], r.get("microbatches")) for r in self.train]
-        return [(h, m) for h, m in rows if isinstance(m, list) and m]
+        """Return (half-round, microbatches of each worker) for the recorded ones.
+
+        The log of counts is of an inner step, the rows of metrics of a whole call.
+        """
+        rows: list[tuple[int, list[int]]] = [
+            (r["half_round"], r["microbatches"])
+            for r in self.train
+            if isinstance(r.get("microbatches"), list) and r["microbatches"]
+        ]
+        if not self.counts:
+            return rows
+        logged = {h: sum(counts) for h, counts in enumerate(self.counts, 1)}
+        steps = (sum(m) // logged[h] for h, m in rows if logged.get(h))
+        inner = next(steps, 1)  # of a call
+        return [(h, [inner * n for n in c]) for h, c in enumerate(self.counts, 1)]
 
 
 def read(folders: Sequence[Path]) -> list[RunRecords]:
