@@ -19,8 +19,35 @@ class Result:
         return self.ready
 
 
+class Clock:
+    """Time that passes when a test says so; the watchdog looks at it very often."""
+
+    def __init__(self):
+        self.now, self.looks = 100.0, 0
+
+    def monotonic(self):
+        self.looks += threading.current_thread() is not threading.main_thread()
+        return self.now
+
+    def passes(self, seconds=0.0):
+        """Let time pass, and a watchdog that has begun see it."""
+        self.now += seconds
+        seen = self.looks + 2  # the first of them may have been under way
+        deadline = time.monotonic() + 60  # beside other load
+        while self.looks < seen:
+            assert time.monotonic() < deadline
+            select.select((), (), (), 0.01)  # `make durations` frames time.sleep
+
+
 @pytest.fixture
-def watch(monkeypatch):
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(stalls, "time", found)
+    return found
+
+
+@pytest.fixture
+def watch(monkeypatch, clock):
     """watch(least): a watchdog that looks often, and the reasons that it gives."""
     monkeypatch.setattr(stalls, "SECONDS", 0.01)
     made = []
@@ -35,72 +62,74 @@ def watch(monkeypatch):
         one.close()
 
 
-def until(condition):
-    deadline = time.monotonic() + 60  # beside other load
-    while not condition():
-        assert time.monotonic() < deadline
-        select.select((), (), (), 0.01)  # `make durations` puts a frame into time.sleep
-
-
-def test_a_stuck_main_thread_is_lost_and_its_place_is_named(watch):
-    watchdog, reasons = watch(0.1)
+def test_a_stuck_main_thread_is_lost_and_its_place_is_named(watch, clock):
+    watchdog, reasons = watch(50.0)
     watchdog.called(7, Result())
+    for _ in range(12):
+        clock.passes(4.0)
+    assert not reasons
+    clock.now += 4.0
     until(lambda: reasons)
     (reason,) = reasons
-    assert reason.startswith("no half-round after half-round 7 for 0 s: its main thre")
-    assert reason.rpartition("is in ")[2].startswith("until, test_stalls.py, line")
+    said = (
+        "no half-round after half-round 7 for 52 s: its main thread is in until, test_"
+    )
+    assert reason.startswith(said)
 
 
-def test_a_device_that_hangs_and_one_that_computes_an_old_half_round(watch):
-    watchdog, reasons = watch(0.2)
+def test_a_device_that_hangs_and_one_that_computes_an_old_half_round(watch, clock):
+    watchdog, reasons = watch(3.0)
     calls = [Result(False) for _ in range(4)]
     for number, call in enumerate(calls, 1):
         watchdog.called(number, call)
     for call in calls[:3]:  # the main thread waits: half-rounds go on to end
-        time.sleep(0.12)
+        clock.passes(2.0)
         call.ready = True
+        clock.passes()
+        watchdog._longest = 0.0
     assert not reasons
-    watchdog._longest = 0.0
+    clock.now += 4.0
     until(lambda: reasons)
 
 
-def test_patience(watch):
+def test_patience(watch, clock):
     """With a long half-round, with a save, and where nothing is watched."""
-    watchdog, reasons = watch(0.01)
+    watchdog, reasons = watch(0.5)
     slow = Result(False)
     with watchdog.aside():
         watchdog.called(1, Result())
-        assert watchdog.most == pytest.approx(stalls.ASIDE * 0.01)
-    watchdog._least = 0.2
+        assert watchdog.most == pytest.approx(stalls.ASIDE * 0.5)
+        clock.passes()
+    watchdog._least = 3.0
     watchdog.called(2, slow)
-    time.sleep(0.1)
+    clock.passes(2.0)
     slow.ready = True
-    until(lambda: watchdog.most > stalls.FACTOR * 0.09)
+    clock.passes()
+    assert watchdog.most == pytest.approx(stalls.FACTOR * 2.0)
     watchdog.called(3, Result())
-    time.sleep(0.4)
+    clock.passes()
+    clock.passes(4.0)
     assert not reasons
     idle, never = watch(float("inf"))
     idle.called(1, Result())
     assert idle._thread.ident is None and not never and not idle._calls
 
 
-def test_a_process_that_was_stopped_is_forgiven(watch, monkeypatch):
-    clock, started = [100.0], threading.Event()
-
-    class Time:
-        @staticmethod
-        def monotonic():
-            started.set()
-            return clock[0]
-
-    monkeypatch.setattr(stalls, "time", Time)
+def test_a_process_that_was_stopped_is_forgiven(watch, clock):
     watchdog, reasons = watch(50.0)
     watchdog.called(1, Result())
-    time.sleep(0.05)
-    clock[0] += 1000
-    time.sleep(0.1)
+    clock.passes()
+    clock.passes(1000)
     assert not reasons
-    for _ in range(15):  # of a thread that is stuck, while this one looks
-        clock[0] += 4
-        time.sleep(0.03)
+    for _ in range(12):  # of a thread that is stuck, while this one looks
+        clock.passes(4)
+    assert not reasons
+    clock.now += 4
     until(lambda: reasons)
+
+
+def until(condition):
+    deadline = time.monotonic() + 60  # beside other load
+    while not condition():
+        assert time.monotonic() < deadline
+        select.select((), (), (), 0.01)  # `make durations` frames time.sleep
