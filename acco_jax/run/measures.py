@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from absl import logging
 
 from acco_jax.core.leaves import PyTree
@@ -30,12 +31,11 @@ def footprint(experiment: Experiment, params: PyTree, state: State) -> dict[str,
         sent = round(e.total_calls * period_bytes / sum(turns.values()))
     except ValueError as error:  # a finished run must not fail for it
         logging.warning("bytes_sent_per_worker is not known: %s", error)
+    carried = jax.tree.leaves(with_arrays(e.loss_fn))
+    frozen = [x for x in carried if isinstance(x, jax.Array)]
     return {
         "bytes_sent_per_worker": sent,
-        # what the loss carries are frozen parameters
-        "state_bytes_per_device": footprints.bytes_held(
-            (params, state, with_arrays(e.loss_fn))
-        ),
+        "state_bytes_per_device": footprints.bytes_held((params, state, frozen)),
     }
 
 
