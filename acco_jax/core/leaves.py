@@ -258,7 +258,7 @@ def only(spec: P, axes: Iterable[str]) -> P:
 
 
 def check_floating(name: str, dtype: DTypeLike | None) -> None:
-    """Raise a ValueError for an argument that is neither None nor 16 bits or more."""
+    """Raise a ValueError unless a dtype is None or floating, of 16 bits or more."""
     if dtype is None:
         return
     if not jnp.issubdtype(dtype, jnp.floating) or np.dtype(dtype).itemsize < 2:

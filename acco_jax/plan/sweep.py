@@ -30,7 +30,7 @@ from acco_jax.step.first_half import LONGER
 
 SLOWEST, FASTEST = 1e8 / 8, 1e12 / 8  # bytes/s of a device: 0.1 to 1,000 Gbit/s
 STEPS = 48  # of rates between them
-SHOWN = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # Gbit/s, in the table, too
+SHOWN = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # Gbit/s, in the table
 
 
 @dataclasses.dataclass(frozen=True)
