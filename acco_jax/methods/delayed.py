@@ -31,8 +31,8 @@ from acco_jax.methods.sharded import ShardedMethod, ShardedOptions, Step
 
 
 @sharded.with_shards
-class DelayedState(NamedTuple):
-    """State of `dpu` and `wp`; shards hold 1/n of every parameter on each worker."""
+class DpuState(NamedTuple):
+    """State of `dpu`; shards hold 1/n of every parameter on each worker."""
 
     layout: Layout  # static
     calls_done: jax.Array  # int32 []: so far
@@ -45,18 +45,27 @@ class DelayedState(NamedTuple):
     update: PyTree = None  # u(t-1): shards; None without `feedback`
 
 
+class WpState(DpuState):
+    """State of `wp`, with the fields of dpu's: the parameters beside it differ."""
+
+
 def start(
-    layout: Layout, master: PyTree, inner: PyTree, *, feedback: float = 0.0
-) -> DelayedState:
+    layout: Layout,
+    master: PyTree,
+    inner: PyTree,
+    *,
+    state: type[DpuState] = DpuState,
+    feedback: float = 0.0,
+) -> DpuState:
     counts = jnp.int32(0), jnp.int32(0)
-    state = DelayedState(layout, *counts, master, inner, layout.zeros())
+    began = state(layout, *counts, master, inner, layout.zeros())
     if not feedback:
-        return state
-    return state._replace(update=jax.tree.map(jnp.zeros_like, master))
+        return began
+    return began._replace(update=jax.tree.map(jnp.zeros_like, master))
 
 
 def advance(
-    state: DelayedState,
+    state: DpuState,
     gradient: PyTree,
     totals: Totals,
     step: Step,
@@ -64,7 +73,7 @@ def advance(
     predict: bool,
     feedback: float,
     warmup: int = 0,
-) -> tuple[DelayedState, PyTree]:
+) -> tuple[DpuState, PyTree]:
     """Take a step on the sums that arrived; with `predict` a second one, ahead."""
     if (state.update is not None) != bool(feedback):
         raise ValueError(
@@ -100,9 +109,7 @@ def advance(
     return state, ahead
 
 
-delayed = functools.partial(
-    sharded.sharded, state=DelayedState, start=start, delayed=True
-)
+delayed = functools.partial(sharded.sharded, state=DpuState, start=start, delayed=True)
 
 
 def _late(
@@ -121,8 +128,11 @@ def _late(
             "up for the whole change of the update."
         )
     step = functools.partial(advance, predict=predict, feedback=feedback, warmup=warmup)
-    begin = functools.partial(start, feedback=feedback)
-    return delayed(inner, mesh, options, start=begin, advance=step, warmup=warmup)
+    state = WpState if predict else DpuState
+    begin = functools.partial(start, state=state, feedback=feedback)
+    return delayed(
+        inner, mesh, options, state=state, start=begin, advance=step, warmup=warmup
+    )
 
 
 def dpu(

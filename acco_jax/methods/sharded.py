@@ -27,7 +27,7 @@ from acco_jax.core.model_state import check_state
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import ShardedState, is_delayed
 from acco_jax.core.workers import check_compiled, place
-from acco_jax.methods import checks, method, optimizer
+from acco_jax.methods import checks, method, optimizer, origins
 
 StateType = TypeVar("StateType", bound=type)
 Step = Callable[..., tuple[PyTree, PyTree]]
@@ -340,7 +340,10 @@ class ShardedMethod(optax.GradientTransformationExtraArgs):
         params = checks.as_updated(params)
         check_compiled()
         layout = method.layout_of(params, vars(self), self.layout_type)
-        return self._starts(layout)(jax.device_put(params, layout.params_shardings))
+        placed = jax.device_put(params, layout.params_shardings)
+        state = self._starts(layout)(placed)
+        origins.remember(params, state)
+        return state
 
     @functools.cached_property
     def _starts(self) -> Callable[[Layout], Callable[[PyTree], ShardedState]]:

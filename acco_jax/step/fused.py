@@ -21,6 +21,7 @@ from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.microbatches import Counts, differ
 from acco_jax.core.state import State
 from acco_jax.core.workers import check_compiled, check_same, place
+from acco_jax.methods import origins
 from acco_jax.methods.method import Method, is_state
 from acco_jax.methods.optimizer import pinned
 from acco_jax.step import kept
@@ -87,6 +88,8 @@ class TrainStep:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
         if traced:
             self._refuse_trace()
+        elif not fresh and self._begins(params, state):
+            origins.check(args.params, args.state)
         call = self._call(state)
         phase = self._tx.phase(call)
         if traced:
@@ -276,6 +279,13 @@ class TrainStep:
             seen |= here
         params, state = jax.tree.unflatten(treedef, given)
         return args._replace(params=params, state=state)
+
+    def _begins(self, params: PyTree, state: State) -> bool:
+        """Return whether the state may have been begun from other parameters."""
+        if _parameters_of(state) is None:
+            return False
+        same = origins.begun_from(params, state)
+        return self._counted[0] is None if same is None else not same
 
     def _followed(self, args: Arguments) -> Arguments:
         """Return the arguments, the state's copy of the parameters being these ones.

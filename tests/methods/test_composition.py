@@ -237,7 +237,10 @@ def test_a_step_on_a_wrapped_method_is_refused():
 
 @pytest.mark.parametrize(
     ("mine", "other"),
-    [("dpu", "acco"), ("acco", "dpu"), ("zero1", "ddp"), ("ddp", "zero1")],
+    [
+        *(("dpu", "acco"), ("acco", "dpu"), ("zero1", "ddp"), ("ddp", "zero1")),
+        *(("dpu", "wp"), ("wp", "dpu")),
+    ],
 )
 def test_an_update_of_another_methods_state_is_refused(mine, other):
     theta, gradients = parameters(SHAPES), draw(SHAPES, 2, 1, 0)

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import acco_jax
+from acco_jax.methods import origins
 from tests.compiling import optimized
 from tests.methods.test_contract import LOCAL
 from tests.reference import make_mesh
@@ -256,6 +257,66 @@ def test_edited_parameters(name, form):
     run(step, *acco_jax.start(tx, edited), batch)
     copies = jax.tree.map(jnp.copy, (params, state))  # as after a restore
     run(step, *copies, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, "fused") for name in METHODS),
+        *((name, "split") for name in METHODS if name not in LOCAL),
+    ],
+)
+def test_the_first_call_is_given_what_the_state_was_begun_from(name, form):
+    """Gradients at other parameters would be a step of the state's."""
+    tx = method(name)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1, form=form)
+    batch = batch_for(tx)
+    params, state = acco_jax.start(tx, separate())
+    edited = params | {"b2": params["b2"] + 1}
+    if getattr(state, "master", getattr(state, "outer", None)) is None:
+        step(edited, state, batch)  # gossip: the state has no other copy
+        return
+    with pytest.raises(ValueError, match=r"params\['b2'\] has other values") as error:
+        step(edited, state, batch)
+    assert "\n" not in str(error.value)
+    same = jax.tree.map(jnp.array, params)  # other arrays of these values
+    params, state, _ = step(same, state, batch)
+    step(params, state, batch)
+    again = acco_jax.start(tx, separate())
+    with pytest.raises(ValueError, match=r"params\['b1'\] has other values"):
+        step(jax.tree.map(lambda x: x + 1, again[0]), again[1], batch)
+
+
+@pytest.mark.parametrize("name", ["acco", "diloco"])
+def test_the_first_call_after_a_restore_is_given_what_was_stored(name):
+    tx = method(name)
+    params, state = jax.tree.map(jnp.copy, acco_jax.start(tx, separate()))
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    with pytest.raises(ValueError, match="has other values"):
+        step(jax.tree.map(lambda x: x + 1, params), state, batch_for(tx))
+    step(params, state, batch_for(tx))
+
+
+def test_the_first_call_notices_what_changed_in_place():
+    tx = acco_jax.zero1(optax.sgd(0.1), mesh=make_mesh(2))
+    params = jax.tree.map(np.array, separate())
+    params["b1"][0] = np.nan  # which is itself, here
+    state = tx.init(params)
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    params["w"] += 1
+    with pytest.raises(ValueError, match=r"params\['w'\] has other values"):
+        step(params, state, batch_for(tx))
+    params["w"] -= 1
+    step(params, state, batch_for(tx))
+
+
+def test_a_known_beginning_is_not_compared(monkeypatch):
+    tx = method("acco")
+    compared = monkeypatch.setattr(origins, "check", None)  # it would not be callable
+    step = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+    run(step, *acco_jax.start(tx, separate()), batch_for(tx))
+    run(step, *acco_jax.start(tx, separate()), batch_for(tx))
+    assert compared is None
 
 
 def test_parameters_that_are_edited_with_the_rate():

@@ -26,7 +26,7 @@ from acco_jax.core.leaves import PyTree, Rng, wide, with_shardings
 from acco_jax.core.select import choose, masked
 from acco_jax.core.state import State, StateT
 from acco_jax.core.workers import from_row, over_data, place, to_row
-from acco_jax.methods import checks
+from acco_jax.methods import checks, origins
 from acco_jax.methods.checks import check_dtypes, check_grads, checked_update
 from acco_jax.methods.method import find_state, is_state
 from acco_jax.methods.optimizer import in_worker
@@ -355,7 +355,9 @@ class LocalMethod:
         layout = state.layout
         params = jax.device_put(params, layout.params_shardings)
         make = jax.jit(layout.to_rows, out_shardings=layout.grads_shardings)
-        return make(params), state
+        rows = make(params)
+        origins.remember(rows, state)
+        return rows, state
 
     def abstract_start(
         self, params: PyTree, model_state: PyTree = None

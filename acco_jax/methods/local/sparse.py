@@ -52,7 +52,7 @@ Sparse = tuple[Layout, jax.Array, PyTree, jax.Array]
 
 
 class SparseState(NamedTuple):
-    """State of sparse methods; the parameters of the loop are rows, all equal."""
+    """State of `cellm`; the parameters of the loop are rows, all equal."""
 
     layout: Layout  # static: of the parameters; nothing is sharded
     calls_done: jax.Array  # int32 []: rounds so far
@@ -73,6 +73,10 @@ class SparseState(NamedTuple):
     def theta(self, params: PyTree) -> PyTree:
         del params
         return local_method.narrowed(self.layout, self.master)
+
+
+class SparseLocoState(SparseState):
+    """State of `sparseloco`, with the fields of cellm's: its error decays."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -403,6 +407,7 @@ def sparse_rounds(
     local_steps: int,
     options: RoundOptions,
     decay: float = 1.0,
+    state: type[SparseState] = SparseState,
 ) -> LocalMethod:
     """Return the method of these parts; see the module's equations.
 
@@ -432,7 +437,7 @@ def sparse_rounds(
             rows = local_method.init_rows(layout, inner, params)
             counts = jnp.int32(0), jnp.int32(0)
             began = begin(layout, master)
-            return SparseState(layout, *counts, master, began, rows, error)
+            return state(layout, *counts, master, began, rows, error)
 
         local_method.check_wire(layout, weighted and not message.value_bits)
         return placed_state(make, params, layout)
@@ -442,7 +447,7 @@ def sparse_rounds(
         inner,
         common,
         steps_per_call=local_steps,
-        state_type=SparseState,
+        state_type=state,
         check_parts=lambda state: check(state.layout, state),
         make_state=init,
         round=lambda phase: SparseRound(steps, outer, message, decay, weighted),
@@ -454,6 +459,7 @@ def sparse_rounds(
             local_steps,
             options | {"axis_name": axis, "param_specs": specs},
             decay,
+            state,
         ),
         delayed=False,
     )

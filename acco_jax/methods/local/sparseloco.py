@@ -32,7 +32,12 @@ from jax.sharding import Mesh
 
 from acco_jax.methods.local.local_method import LocalMethod, outer_step
 from acco_jax.methods.local.rounds import RoundOptions
-from acco_jax.methods.local.sparse import Message, entries, sparse_rounds
+from acco_jax.methods.local.sparse import (
+    Message,
+    SparseLocoState,
+    entries,
+    sparse_rounds,
+)
 
 CHUNK = 4096
 
@@ -86,4 +91,6 @@ def sparseloco(
         raise ValueError(f"error_decay is {error_decay!r}: it must lie from 0 to 1.")
     message = Message(entries(keep, CHUNK), CHUNK, value_bits)
     outer = outer_step(outer, outer_learning_rate, outer_momentum, (1.0, 0.0))
-    return sparse_rounds(inner, outer, message, mesh, local_steps, options, error_decay)
+    return sparse_rounds(
+        inner, outer, message, mesh, local_steps, options, error_decay, SparseLocoState
+    )

@@ -350,8 +350,12 @@ def test_another_method_s_state_is_refused():
         )
         for f in (2, 1)
     )
+    same = {"mesh": mesh, "local_steps": 2}
+    cellm, sparse = (getattr(acco_jax, x)(sgd, **same) for x in ("cellm", "sparseloco"))
     for tx, other, message in (
-        (diloco, late, "the state is DelayedState"),
+        (cellm, sparse, "the state is SparseLocoState"),
+        (sparse, cellm, "the state is SparseState"),
+        (diloco, late, "the state is DpuState"),
         (late, diloco, "the state is Zero1State"),
         (diloco, gossip, "the state is GossipState"),
         (two, one, "the state has 1 fragments and tx 2"),
