@@ -9,6 +9,7 @@ arguments, on a mesh of these devices.
 """
 
 import gzip
+import importlib.util
 import os
 import sys
 import zlib
@@ -86,14 +87,17 @@ def main(argv: list[str]) -> None:
         files = argv[1:]
         factory = _FACTORY.value
         if len(files) + (factory is not None) != 1:
-            raise ValueError("give one file, or --factory=package.module:function.")
+            raise ValueError(_which(files))
         topology, mesh = _place()
         changes = arguments.numbers(_SET.value)
         if _TRIPS.value is not None and _TRIPS.value < 0:
             raise ValueError(f"--trips is {_TRIPS.value}: it must be at least 0.")
         written = [arguments.path(flag) for flag in (_JSON, _PICTURE)]
-        for file in filter(None, written):
-            arguments.check_writable(file.parent)
+        for flag, file in zip(("json", "picture"), written, strict=True):
+            if file is not None:
+                arguments.check_file(flag, file)
+        if written[1]:
+            _check_picture(written[1])
         program = _read(Path(files[0])) if factory is None else _make(factory, topology)
         result = auditing.audit(
             *program, topology=topology, mesh=mesh, trip_counts=_TRIPS.value,
@@ -123,12 +127,31 @@ def _place() -> tuple[Topology, dict[str, int] | None]:
     mesh = None if _MESH.value is None else axes.parse_mesh(_MESH.value)
     if mesh:
         auditing.check_mesh(mesh, topology)
-        if _AXIS.value is not None and _AXIS.value not in mesh:
+        if not set((_AXIS.value or "").split("+")) <= {"", *mesh}:
             raise ValueError(
                 f"--axis is {_AXIS.value!r}, but --mesh has {', '.join(mesh)}: give "
                 "one of these."
             )
     return topology, mesh
+
+
+def _which(files: list[str]) -> str:
+    """Say what is missing, or too much, of the programs to read."""
+    numbers = [x for x in files if x.replace(".", "", 1).isdigit()]
+    if numbers and _REQUIRE_HIDDEN.value is not None:
+        return f"a flag takes its value with =: --require-hidden={numbers[0]}."
+    return "give one file, or --factory=package.module:function."
+
+
+def _check_picture(file: Path) -> None:
+    """Raise a ValueError unless a timeline can be drawn to the file."""
+    if file.suffix != ".png":
+        raise ValueError(f"--picture={file}: name a .png file.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--picture needs matplotlib: pip install 'acco-jax[train]', or leave "
+            "it out."
+        )
 
 
 def _read(file: Path) -> tuple[str]:

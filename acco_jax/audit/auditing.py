@@ -71,9 +71,16 @@ def audit(
         )
     if own is None and hasattr(program, "input_shardings"):
         own = axes.mesh_of(program.input_shardings)
+        if own is not None:
+            _check_platform(own, place)
     mesh = mesh or own
     text = program if isinstance(program, str) else program.as_text()
     schedule = schedules.read(text, trip_counts=trip_counts)
+    if schedule.platform not in ("", place.platform):
+        raise ValueError(
+            f"the program is compiled for {schedule.platform.upper()}s, not for "
+            f"{place}: give the topology that it was compiled for."
+        )
     _check_devices(schedule, place)
     sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
     check_mesh(sizes, place)
@@ -135,7 +142,12 @@ def _compile(
             f"cannot audit a {type(step).__name__}: give a jitted function with its "
             "arguments, what it compiled to, or the text of that."
         )
-    mesh = axes.mesh_of(arguments)
+    _check_platform(axes.mesh_of(arguments), topology)
+    return topologies.compiled(step.lower(*arguments), topology, options)
+
+
+def _check_platform(mesh: Mesh | None, topology: Topology) -> None:
+    """Raise a ValueError if a program's mesh is of other devices than the topology."""
     places = set() if mesh is None else {d.platform for d in mesh.devices.flat}
     wanted = {"gpu": {"gpu", "cuda"}, "tpu": {"tpu"}}[topology.platform]
     if not places <= wanted or not places:
@@ -148,7 +160,6 @@ def _compile(
             f"the arguments lie {found}: make their mesh of acco_jax.audit.devices"
             f"({name})."
         )
-    return topologies.compiled(step.lower(*arguments), topology, options)
 
 
 def _check_devices(schedule: schedules.Schedule, topology: Topology) -> None:

@@ -13,7 +13,13 @@ from acco_jax.schedule.causes import explained
 from acco_jax.schedule.machines import Machine
 from acco_jax.schedule.tables import aligned, in_bytes, many, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
-from acco_jax.schedule.verdict import OVERLAPPED, Reading, Verdict, milliseconds
+from acco_jax.schedule.verdict import (
+    OVERLAPPED,
+    Reading,
+    Verdict,
+    milliseconds,
+    network_of,
+)
 
 BESIDE = 3  # operations that JSON lists beside a collective
 _FIELDS: tuple[str, ...] = (
@@ -65,12 +71,12 @@ class Audit:
                 for name, found in self.axes.items()
                 if axis in (name, *name.split("+")) or name == axes.UNKNOWN
             ]
-        readings = (r for found in chosen for r in found.readings)
+        readings = tuple(r for found in chosen for r in found.readings)
         return Verdict(
-            tuple(readings),
+            readings,
             self.prediction.total,
             self.schedule.unknown,
-            self.machine.network,
+            network_of(readings, self.machine),
         )
 
     def headline(self, axis: str | None = None) -> str:
@@ -146,6 +152,9 @@ def as_dict(audit: Audit) -> dict[str, Any]:
         "slowing_seconds": p.slowing,
         "call_seconds": p.call,
         "unknown": list(audit.schedule.unknown),
+        "uncounted_loops": [
+            loop.name for loop in audit.schedule.loops if loop.iterations is None
+        ],
         "axes": {name: _axis_dict(v) for name, v in audit.axes.items()},
     }
 

@@ -89,7 +89,7 @@ _DUMP_HLO = flags.DEFINE_string("dump-hlo", None, "Folder for the programs' HLO 
 _REQUIRE_HIDDEN = arguments.DEFINE_fraction(
     "require-hidden",
     None,
-    "Exit with 3 if a smaller fraction of the bytes (READ) or seconds "
+    "Exit with 3 if a smaller fraction of the data axis's bytes (READ) or seconds "
     "(PREDICTED) is overlapped, or nothing is sent; 0.99 without a value.",
 )
 
@@ -122,8 +122,10 @@ def _run() -> Callable[[float], Mapping[str, str]]:
     Returns what tells, for a fraction, which methods overlap less, and why.
     """
     folder, json_file, programs = map(arguments.path, (_OUT, _JSON, _DUMP_HLO))
-    for path in filter(None, (folder, json_file and json_file.parent, programs)):
+    for path in filter(None, (folder, programs)):
         arguments.check_writable(path)  # before anything is compiled
+    if json_file is not None:
+        arguments.check_file("json", json_file)
     gate = _REQUIRE_HIDDEN.value is not None
     if _CALIBRATE.value:
         if gate:

@@ -53,6 +53,17 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"{folder} cannot be written to: name another folder.")
 
 
+def check_file(flag: str, file: Path) -> None:
+    """Raise a ValueError if a file cannot be written; make nothing.
+
+    Raises:
+      ValueError: if it is a directory, or its folder cannot be written.
+    """
+    if file.is_dir():
+        raise ValueError(f"--{flag}={file} is a directory: name a file in it.")
+    check_writable(file.parent)
+
+
 def path(flag: flags.FlagHolder) -> Path | None:
     """Return the path that a flag names, None if it was not given."""
     return None if flag.value is None else expanded(flag.value)

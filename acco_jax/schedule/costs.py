@@ -13,12 +13,12 @@ and its interval of every combination of their ends.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from acco_jax.schedule import torus
 from acco_jax.schedule.machines import Machine
-from acco_jax.schedule.schedules import Collective, Operation, Schedule
+from acco_jax.schedule.schedules import Collective, Loop, Operation, Schedule
 
 PRODUCTS = "loops and matrix products"
 OTHER = "other operations"
@@ -108,13 +108,19 @@ def predict(
             seconds.append(_crossing(c, together[i], machine, many))
         else:
             seconds.append(collective_seconds(c, machine, many))
-    entry = _Timeline(machine)
-    for where, own in places.items():
-        timeline = entry if where == "ENTRY" else _Timeline(machine)
+    inside: dict[str, dict[str, float]] = {}  # by the loop, and link
+    entry = _Timeline(machine, inside)
+    for where, own in reversed(places.items()):  # what a loop runs before the loop
+        timeline = entry if where == "ENTRY" else _Timeline(machine, inside)
         operations = schedule.operations if where == "ENTRY" else schedule.bodies[where]
         found = [(schedule.collectives[i], seconds[i]) for i in own]
+        used = dict.fromkeys(("fast", "slow"), 0.0)
         for i, spent in zip(own, timeline.run(operations, found), strict=True):
-            each[i] = Spent(*(x * schedule.collectives[i].times for x in spent))
+            c = schedule.collectives[i]
+            each[i] = Spent(*(x * c.times for x in spent))
+            link = "fast" if machine.domains(c) == 1 else "slow"
+            used[link] += spent.seconds - spent.exposed
+        _use(inside, schedule.loops, where, used)
     for where, own in places.items():
         if where != "ENTRY":  # a loop body's exposed communication, after all else
             for i in own:
@@ -131,6 +137,23 @@ def predict(
         tuple(each),
         machine.value("call_seconds"),
     )
+
+
+def _use(
+    inside: dict[str, dict[str, float]],
+    loops: Sequence[Loop],
+    where: str,
+    used: Mapping[str, float],
+) -> None:
+    """Add the seconds of each link in a computation to the loops around it."""
+    for loop in loops:
+        if loop.body == where:
+            trips = 1 if loop.iterations is None else loop.iterations
+            times = {link: trips * seconds for link, seconds in used.items()}
+            total = inside.setdefault(loop.name, dict.fromkeys(used, 0.0))
+            for link, seconds in times.items():
+                total[link] += seconds
+            _use(inside, loops, loop.where, times)
 
 
 def in_turn(
@@ -239,14 +262,19 @@ class _Flight:
     kind: str
     start: float
     end: float
+    link: str = ""  # "fast" or "slow"
     waited: float = 0.0  # seconds in which nothing was computed
+    stopped: float = 0.0  # seconds in which loops' own collectives used its link
 
 
 class _Timeline:
     """A walk through one computation: when it and the network are busy, in seconds."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(
+        self, machine: Machine, inside: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Take the seconds of each link that loops' own collectives use, by loop."""
+        self._machine, self._inside = machine, inside
         self._clock = self._network_free = 0.0
         self._flying: dict[int, _Flight] = {}
         self.matrix = self.matmul = self.memory = 0.0
@@ -262,12 +290,16 @@ class _Timeline:
         # (a TPU's loop) ends after it, the others before
         before, during, launch, after = range(4)
         launches = {c.start for c, _ in collectives}
-        working = {o.position for o in operations if o.flops}
+        working = {o.position: o for o in operations if o.flops}
         spent = [Spent(0.0, 0.0)] * len(collectives)
         events: list[tuple[int, int, Callable[[], None]]] = []
 
         def end(i: int) -> None:
-            spent[i] = self._end(i, *collectives[i])
+            c, seconds = collectives[i]
+            rest = 0.0  # of the loop inside of which it ends
+            if c.within < 1 and c.done in working:
+                rest = operation_seconds(working[c.done], self._machine)
+            spent[i] = self._end(i, c, seconds, rest * (1 - c.within))
 
         for o in operations:
             if o.position not in launches or o.flops:
@@ -304,16 +336,25 @@ class _Timeline:
         self.matrix += seconds if o.flops else 0.0
         name = PRODUCTS if o.flops else OTHER
         self._add("computation", name, self._clock, self._clock + seconds)
+        used = self._inside.get(o.name, {})
+        for flight in self._flying.values():
+            left = max(0.0, flight.end + flight.stopped - self._clock)
+            if left:
+                flight.stopped += min(used.get(flight.link, 0.0), seconds)
         self._clock += seconds
 
     def _begin(self, i: int, c: Collective, seconds: float) -> None:
         """Launch collective number i, which starts when the network is free."""
         start = max(self._clock, self._network_free)
         self._network_free = start + seconds
-        self._flying[i] = _Flight(c.kind, start, self._network_free)
+        link = "fast" if self._machine.domains(c) == 1 else "slow"
+        self._flying[i] = _Flight(c.kind, start, self._network_free, link)
 
-    def _end(self, i: int, c: Collective, seconds: float) -> Spent:
-        """Wait for collective number i."""
+    def _end(self, i: int, c: Collective, seconds: float, rest: float) -> Spent:
+        """Wait for collective number i, which ended `rest` seconds ago.
+
+        While the loops beside it used its link, it did not advance.
+        """
         own = self._flying.pop(i)
         start = own.start
         for other in self._flying.values():  # what is before it waits first
@@ -322,7 +363,7 @@ class _Timeline:
         share = 1.0
         if c.flops_carried is not None:
             share = c.flops_carried / c.flops_between if c.flops_between else 0.0
-        passed = max(0.0, self._clock - start)
+        passed = max(0.0, self._clock - start - rest - own.stopped)
         beside = min(passed, seconds / share) if share else 0.0
         beside = max(0.0, beside - own.waited)
         if passed * share >= seconds:

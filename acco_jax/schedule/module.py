@@ -4,7 +4,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from acco_jax.schedule.hlo import (
     Computation,
@@ -31,7 +32,8 @@ KINDS = {
 # targets and settings of custom calls that are.
 _LIKE = r"(all|collective|reduce-scatter|ragged|send|recv)\b"
 _CALLS = (
-    r'custom_call_target="[^"]*(nccl|nvshmem|rccl|AllGather|AllReduce|ReduceScatter)'
+    r'custom_call_target="(?!AsyncCollective)[^"]*(?i:nccl|rccl|shmem|mpi_|collective'
+    r"|(all|reduce)_?(gather|reduce|scatter|to_?all)|send_?recv|permute)"
 )
 _KERNELS = r'"has_communication": ?true|\buses_xla_collective_metadata ?= ?true'
 # Python functions that the program calls, which may do anything.
@@ -56,6 +58,8 @@ class Module:
         self._trip_counts = trip_counts
         # TPUs' layouts have tiles; S(n) has another meaning there than on GPUs
         self._tpu = re.search(r"\{[\d,]*:T\(", text) is not None
+        gpu = "gpu" if '"operation_queue_id"' in text else ""
+        self.platform = "tpu" if self._tpu else gpu
         # of a computation, each found once
         self.flops_in = functools.cache(lambda c: sum(map(self.flops, c.instructions)))
         self.bytes_in = functools.cache(lambda c: sum(map(self.bytes, c.instructions)))
@@ -86,13 +90,17 @@ class Module:
         return self.computations[name]
 
     def runs(
-        self, c: Computation | None = None, times: int = 1
+        self,
+        c: Computation | None = None,
+        times: int = 1,
+        weigh: Callable[[Computation], Any] | None = None,
     ) -> Iterator[tuple[Computation, int]]:
         """Yield c (ENTRY if None) and what it runs line by line, with executions.
 
-        The branches of a conditional run 0 times, except the one that communicates
-        the most bytes.
+        The branches of a conditional run 0 times, except the first of the heaviest;
+        without `weigh` that is the one that communicates the most bytes.
         """
+        weigh = weigh or self.sent
         c = c or self.entry
         yield c, times
         for x in c.instructions:
@@ -101,15 +109,16 @@ class Module:
                 called = self.called(x)
                 counts = [times * iterations] * len(called)
                 if x.opcode == "conditional":
-                    sent = list(map(self._sent, called))
-                    most = sent.index(max(sent))
+                    weights = list(map(weigh, called))
+                    most = weights.index(max(weights))
                     counts = [times * (i == most) for i in range(len(called))]
                 for other, count in zip(called, counts, strict=True):
-                    yield from self.runs(other, count)
+                    yield from self.runs(other, count, weigh)
             if x.opcode == "while":
-                yield from self.runs(self.condition(x), times * (iterations + 1))
+                condition = self.condition(x)
+                yield from self.runs(condition, times * (iterations + 1), weigh)
 
-    def _sent(self, c: Computation) -> int:
+    def sent(self, c: Computation) -> int:
         """Count the bytes of the buffers of all collectives that c executes."""
         return sum(
             times * max(x.bytes, sum(operand.bytes for operand in x.operands))

@@ -13,6 +13,7 @@ program. JAX is not imported.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from acco_jax.schedule.hlo import (
@@ -53,6 +54,10 @@ class Collective:
     # into fusions (TPU v5e): it is taken to advance only inside these. Else None.
     flops_carried: int | None
     whiles_between: tuple[str, ...]  # loops with matmuls that lie there whole
+    # part of the time of the operation at `done`, a loop whose body has the end, that
+    # lies before it; 1 where the end is that operation
+    within: float = 1.0
+    uncounted: str = ""  # a loop around it whose iterations the text lacks
     op_name: str = ""  # the scopes and the operation in JAX that caused it
     source: str = ""  # "file:line (function)" of that, "" if the text lacks it
     pairs: Pairs = ()  # of a permute: each source and its target, numbered likewise
@@ -95,7 +100,7 @@ class Schedule:
     """Collectives, operations and loops of a compiled program."""
 
     # In order, ENTRY's before those of loops; a conditional's are those of the branch
-    # that communicates the most bytes.
+    # that exposes the most bytes, and of equal ones communicates the most.
     collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]  # ENTRY's, without those that cost nothing
     loops: tuple[Loop, ...]  # every one that runs; trips None counts as one iteration
@@ -104,6 +109,7 @@ class Schedule:
     bodies: Mapping[str, tuple[Operation, ...]]
     devices: int  # that it runs on
     unknown: tuple[str, ...] = ()  # apparent communication in unknown forms
+    platform: str = ""  # that it was compiled for: "gpu", "tpu", or "": not in the text
 
     def select(self, min_bytes: int = 1 << 20, groups: Over = None) -> list[Collective]:
         """Return the collectives of at least `min_bytes` over the given groups.
@@ -213,7 +219,7 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
             "pass jit(f).lower(...).compile().as_text()"
         )
     module = Module(text, trip_counts)
-    runs = list(module.runs())
+    runs = list(module.runs(weigh=functools.cache(functools.partial(_weight, module))))
     loops = [x for c, _ in runs for x in c.instructions if x.opcode == "while"]
     given = trip_counts.values() if isinstance(trip_counts, Mapping) else [trip_counts]
     if any(n is not None and n < 0 for n in given):
@@ -225,8 +231,7 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
                 f"trip count given for {min(wrong)!r}, but the loops of unknown "
                 f"trip count are {unknown}"
             )
-    sections = [_Section(module, c, times) for c, times in runs if times]
-    collectives = tuple(c for section in sections for c in section.collectives())
+    collectives = _collectives(module, runs, _uncounted(module, loops))
     members = (max(map(max, c.groups)) for c in collectives if c.groups)
     return Schedule(
         collectives=collectives,
@@ -249,7 +254,38 @@ def read(text: str, *, trip_counts: Mapping[str, int] | int | None = None) -> Sc
         },
         devices=max(module.devices, 1 + max(members, default=0)),
         unknown=tuple(f"{x.name}: {x.opcode}" for x in module.unknown()),
+        platform=module.platform,
     )
+
+
+def _collectives(
+    module: Module,
+    runs: Iterable[tuple[Computation, int]],
+    uncounted: Mapping[Computation, str],
+) -> tuple[Collective, ...]:
+    return tuple(
+        dataclasses.replace(found, uncounted=uncounted.get(c, ""))
+        for c, times in runs
+        if times
+        for found in _Section(module, c, times).collectives()
+    )
+
+
+def _uncounted(module: Module, loops: Iterable[Instruction]) -> dict[Computation, str]:
+    """Return what runs inside loops of unknown iterations: computations and loops."""
+    found: dict[Computation, str] = {}
+    for loop in loops:
+        if module.iterations(loop) is None:
+            for c, _ in module.runs(module.body(loop)):
+                found.setdefault(c, loop.name)
+    return found
+
+
+def _weight(module: Module, branch: Computation) -> tuple[int, int]:
+    """Return a branch's bytes that are not overlapped, and those of its collectives."""
+    collectives = _collectives(module, module.runs(branch), {})
+    exposed = sum(c.bytes * c.times for c in collectives if not c.hidden)
+    return exposed, module.sent(branch)
 
 
 def _operations(module: Module, c: Computation) -> tuple[Operation, ...]:
@@ -386,6 +422,9 @@ class _Section:
         after the instructions `before`.
         """
         end = launch.position if done is None else done.position
+        within, part = 1.0, sum(map(self._module.flops, before))
+        if before and done is not None:
+            within = min(1.0, part / max(self._module.flops(done), 1))
         between = [*self._lines[launch.position + 1 : end], *before]
         flops = {y: self._module.flops(y) for y in between}
         carried = None
@@ -408,6 +447,7 @@ class _Section:
             whiles_between=tuple(
                 y.name for y, f in flops.items() if f and y.opcode == "while"
             ),
+            within=within,
             op_name=(cause := _cause(inner, x)).op_name,
             source=self._module.sources.line(cause.metadata),
             pairs=permuted(inner),

@@ -129,6 +129,13 @@ class Verdict:
         """Return why less than `fraction` is known to be overlapped, else ""."""
         if self.unknown:
             return f"communication of an unknown form: {', '.join(self.unknown)}"
+        for r in self.readings:
+            c = r.collective
+            if c.uncounted and (r.status != OVERLAPPED or r.spent.exposed):
+                return (
+                    f"{c.kind} {c.name} is exposed each time that {c.uncounted} runs, "
+                    "and how often that is is not in the text: give its trip count"
+                )
         share = self.share
         if share is None:
             return "no collective: nothing was overlapped"
@@ -178,7 +185,6 @@ def judge(
       chosen: positions in `schedule.collectives`; None for all.
       devices: that the prediction is for; None: the machine's.
     """
-    network = machine.network_of(devices or machine.topology.devices)
     readings = tuple(
         Reading(c, spent, _beside(c, schedule, machine),
                 causes.likely(c, spent, schedule, machine))
@@ -187,7 +193,17 @@ def judge(
         )
         if chosen is None or i in chosen
     )  # fmt: skip
+    network = network_of(readings, machine, devices)
     return Verdict(readings, prediction.total, schedule.unknown, network)
+
+
+def network_of(
+    readings: Sequence[Reading], machine: Machine, devices: int | None = None
+) -> str:
+    """Return the network that collectives' seconds are of: a host's link, if in one."""
+    if readings and all(machine.domains(r.collective) == 1 for r in readings):
+        return machine.topology.chip.link
+    return machine.network_of(devices or machine.topology.devices)
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
@@ -206,8 +222,14 @@ def _beside(c: Collective, schedule: Schedule, machine: Machine) -> tuple[Beside
     operations: Sequence[costs.Operation] = (
         schedule.operations if c.where == "ENTRY" else schedule.bodies[c.where]
     )
+    part = {c.done: c.within}  # of a loop inside of which it ends
     found: Iterable[Beside] = (
-        Beside(o.name, o.kind, costs.operation_seconds(o, machine), o.flops)
+        Beside(
+            o.name,
+            o.kind,
+            costs.operation_seconds(o, machine) * part.get(o.position, 1.0),
+            o.flops,
+        )
         for o in operations
         # a collective woven into a loop ends inside of it
         if c.start < o.position < c.done or (o.position == c.done and o.kind == "while")

@@ -138,6 +138,13 @@ WRONG = [
     ([FSDP, PLACE, "--jsn=a.json"], "Unknown command line flag 'jsn'"),
     ([FSDP, PLACE, "--json=/dev/null/a/b.json"], "/dev/null/a cannot be written to"),
     ([FSDP, PLACE, "--picture=/dev/null/a.png"], "/dev/null cannot be written to"),
+    ([FSDP, PLACE, "--json=/dev"], "--json=/dev is a directory: name a file in it."),
+    ([FSDP, PLACE, "--picture=a.txt"], "--picture=a.txt: name a .png file."),
+    (
+        [FSDP, PLACE, "--require-hidden", "0.9"],
+        "a flag takes its value with =: --require-hidden=0.9.",
+    ),
+    ([FSDP, PLACE, MESH, "--axis=data+dat"], "--axis is 'data+dat', but --mesh has"),
     (["none.hlo", PLACE], "No such file or directory: 'none.hlo'"),
     ([str(FOREIGN), PLACE], "Is a directory"),
     ([__file__, PLACE], "not the text of a compiled, scheduled module"),
