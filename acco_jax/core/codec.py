@@ -195,10 +195,12 @@ def _arrived(
 def _moved(leaf: Leaf, old: jax.Array, new: jax.Array) -> jax.Array:
     """Return the result of optax.apply_updates on `old` and the update `new - old`.
 
-    Replicas that a loop updates itself are then bitwise those of the train step.
+    Replicas that a loop updates itself are then bitwise those of the train step. From a
+    number that is not finite no difference leads away, so that becomes the new one.
     """
-    before = old.astype(leaf.master)
-    return (before + (new.astype(leaf.master) - before)).astype(leaf.dtype)
+    before, after = old.astype(leaf.master), new.astype(leaf.master)
+    moved = before + (after - before)
+    return jnp.where(jnp.isfinite(before), moved, after).astype(leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

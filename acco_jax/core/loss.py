@@ -54,7 +54,24 @@ def with_state(
     loss_fn: Callable[..., Any], state: PyTree, params: PyTree, batch: PyTree, rng: Rng
 ) -> tuple[jax.Array, jax.Array, PyTree]:
     """Return (loss, weight, aux), where the new model state is not needed."""
-    return loss_fn(params, batch, rng, state)[:3]
+    check_call(loss_fn, state)
+    return _without_state(loss_fn(params, batch, rng, state), state)[0]
+
+
+def _without_state(out: PyTree, state: PyTree) -> tuple[tuple[Any, ...], PyTree]:
+    """Return what a loss function returned with a model state, apart from that state.
+
+    Raises:
+      ValueError: it returned something else.
+    """
+    if not isinstance(out, tuple) or len(out) != 4:
+        raise ValueError(
+            "loss_fn is given a model state and must return its successor: return "
+            "(loss, weight, aux, model_state)."
+        )
+    *rest, successor = out
+    check_same(state, successor)
+    return tuple(rest), successor
 
 
 def _check_numbers(out: PyTree) -> None:
@@ -90,14 +107,7 @@ def evaluate(
     out = loss_fn(params, microbatch, rng, *carried)
     _check_numbers(out)
     if carried:
-        if not isinstance(out, tuple) or len(out) != 4:
-            raise ValueError(
-                "loss_fn is given a model state and must return its successor: return "
-                "(loss, weight, aux, model_state)."
-            )
-        *rest, model_state = out
-        out = tuple(rest)
-        check_same(*carried, model_state)
+        out, model_state = _without_state(out, model_state)
     forms = "return loss, (loss, aux) or (loss, weight, aux)."
     if not isinstance(out, tuple):
         out = out, 1.0, None
@@ -114,10 +124,10 @@ def evaluate(
             f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}:"
             " return a floating-point scalar, the mean or the sum over the rows."
         )
-    if weight.shape:
+    if weight.shape or jnp.iscomplexobj(weight):
         raise ValueError(
-            f"loss_fn returned a weight of shape {weight.shape}: return a scalar, "
-            "the number of targets."
+            f"loss_fn returned a weight of shape {weight.shape} and dtype "
+            f"{weight.dtype}: return a real scalar, the number of targets."
         )
     aux, model_state = jax.tree.map(jnp.asarray, (out[2], model_state))
     return loss, (weight, aux, model_state)

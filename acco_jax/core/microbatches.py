@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,15 @@ def differ(counts: Counts) -> bool:
     if not isinstance(counts, jax.Array | jax.ShapeDtypeStruct):
         return len(set(np.asarray(counts).ravel().tolist())) > 1
     return True
+
+
+def whole_numbers(given: Any) -> Any:
+    """Return NumPy's integers, also in a sequence, as Python's; others as they are."""
+    if isinstance(given, np.ndarray | np.integer):
+        return given.tolist()
+    if isinstance(given, list | tuple):
+        return type(given)(map(whole_numbers, given))
+    return given
 
 
 def place_counts(
@@ -51,7 +60,7 @@ def place_counts(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _clip(counts: jax.Array, most: int) -> jax.Array:
-    return jnp.clip(counts.astype(jnp.int32), 0, most)
+    return jnp.clip(counts, 0, most).astype(jnp.int32)
 
 
 def piece(count: Count, k: int, parts: int) -> tuple[Count, Count]:

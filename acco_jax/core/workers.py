@@ -23,6 +23,11 @@ def axis_names(mesh: Mesh, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
             "jax.make_mesh((jax.device_count(),), ('data',))."
         )
     axis = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not axis or len(set(axis)) < len(axis):
+        raise ValueError(
+            f"axis_name is {axis_name!r}: name at least one axis of the mesh, and each "
+            "once. A single worker needs an axis of size 1."
+        )
     for name in axis:
         if name not in mesh.axis_names:
             raise ValueError(

@@ -13,6 +13,7 @@ from acco_jax.core.compiler import compiler_options as default_options
 from acco_jax.core.gradients import Accumulator
 from acco_jax.core.leaves import PyTree, Rng
 from acco_jax.core.loss import untraced
+from acco_jax.core.microbatches import whole_numbers
 from acco_jax.methods.method import Method, check_method, start
 from acco_jax.step.adaptive import Adaptive, AdaptiveStep
 from acco_jax.step.balance import Balanced
@@ -64,11 +65,11 @@ def make_train_step(
 
     Returns:
       step(params, state, batch, counts=None, rng=None, extra=None) -> (params, state,
-      metrics). params and state are donated (to form='split' only what shards' owners
-      hold); arrays in them that share memory are copied first. Give back what the last
-      call returned: the state has a copy of the parameters (of gossip and
-      streaming_diloco only of narrow ones), and edited ones then raise a ValueError.
-      batch, counts and rng are as for `local_gradients`; of
+      metrics). params and state are donated (calls that overlap in form='split' take
+      only what shards' owners hold); arrays in them that share memory are copied
+      first. Give back what the last call returned: the state has a copy of the
+      parameters (of gossip and streaming_diloco only of narrow ones), and edited ones
+      then raise a ValueError. batch, counts and rng are as for `local_gradients`; of
       several processes each gives the same whole arrays, or its part by
       jax.make_array_from_process_local_data. With `Halves` every batch has room for the
       larger half; a call does not compute rows beyond its own count. extra: keyword
@@ -164,10 +165,18 @@ def find_halves(
     Example:
       halves = acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=4)
       step = acco_jax.make_train_step(loss_fn, tx, microbatches=halves)
+      rows = n * halves.most * b  # of each call's batch, for n workers
     """
-    if microbatches < 2:
+    microbatches = whole_numbers(microbatches)
+    if type(microbatches) is not int or microbatches < 2:
         raise ValueError(
-            f"microbatches is {microbatches}: a step of two halves needs at least 2."
+            f"microbatches is {microbatches!r}: a step of two halves needs an integer "
+            "of at least 2."
+        )
+    if tx.calls_per_step != 2 or tx.warmup:
+        raise ValueError(
+            "find_halves is for acco, whose steps have two half-rounds: build another "
+            "method's step with a number of microbatches."
         )
     found = [Halves(x, microbatches - x) for x in first_halves(microbatches)]
     step = make_train_step(loss_fn, tx, microbatches=found[0])

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from acco_jax.core.gradients import Accumulator, Span, Sums
 from acco_jax.core.half_round import Inputs
 from acco_jax.core.leaves import PyTree
+from acco_jax.core.microbatches import whole_numbers
 from acco_jax.core.state import State
 from acco_jax.methods.method import Method
 from acco_jax.step.fused import Arguments
@@ -42,6 +43,8 @@ class Adaptive:
     most: int = 16
 
     def __post_init__(self) -> None:
+        for name in ("least", "most"):
+            object.__setattr__(self, name, whole_numbers(getattr(self, name)))
         whole = type(self.least) is int and type(self.most) is int
         if not whole or not 1 <= self.least <= self.most:
             raise ValueError(

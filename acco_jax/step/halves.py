@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from acco_jax.core.microbatches import whole_numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
@@ -32,6 +34,8 @@ class Halves:
     second: int | Sequence[int]
 
     def __post_init__(self) -> None:
+        for name in ("first", "second"):
+            object.__setattr__(self, name, whole_numbers(getattr(self, name)))
         for name, counts in (("first", self._first), ("second", self._second)):
             whole = all(type(c) is int and c >= 0 for c in counts)
             if not whole or not any(counts):

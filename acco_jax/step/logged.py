@@ -43,6 +43,8 @@ class LoggedStep(TrainStep):
                 f"with {most}: build it with the larger halves."
             )
         turns = Turns(halves, self._gradients.workers)
+        if not self._numbers_calls:  # it has counted its own calls, not the state's
+            self._counted = None, 0
         self._log, self._numbers_calls = turns, True
         self._uneven = any(map(differ, turns.lines))
 

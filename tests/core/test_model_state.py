@@ -297,8 +297,11 @@ def test_what_does_not_fit_is_refused(mesh):
     params, state = begin(tx)
     batch = batches(1)[0]
     make = functools.partial(acco_jax.make_train_step, tx=tx, microbatches=HELD)
-    with pytest.raises(ValueError, match=r"loss_fn takes none: give loss_fn\(params"):
-        make(lambda p, x, r: 0.0)(params, state, batch)
+    for counts in (None, [1 + i % 2 for i in range(WORKERS)]):  # computed apart
+        with pytest.raises(ValueError, match=r"takes none: give loss_fn\(params"):
+            make(lambda p, x, r: 0.0)(params, state, batch, counts)
+        with pytest.raises(ValueError, match=r"\(loss, weight, aux, model_state\)"):
+            make(lambda p, x, r, s: p["w"].sum())(params, state, batch, counts)
     with pytest.raises(ValueError, match=r"not take 4 arguments.*rng, model_state\)"):
         make(lambda p, x: 0.0)(params, state, batch)
     with pytest.raises(ValueError, match=r"not take 3 arguments.*microbatch, rng\)"):

@@ -264,6 +264,29 @@ def test_the_next_update_undoes_an_edit(name):
     assert max(jax.tree.leaves(jax.tree.map(far, edited, plain))) < 0.5
 
 
+def test_a_parameter_recovers_from_an_overflow_where_values_are_gathered():
+    """No difference leads away from infinity."""
+
+    def loss_fn(params, batch, rng):
+        return (params["w"].astype(jnp.float32) * batch.mean()).sum()
+
+    def run(**options):
+        tx = acco_jax.zero1(optax.sgd(1.0), mesh=make_mesh(2), **options)
+        call = acco_jax.make_train_step(loss_fn, tx, microbatches=1)
+        theta = {"w": jnp.full((4, 256), 60000, jnp.float16)}
+        params, state = acco_jax.start(tx, theta)
+        found = []
+        for g in (-5000.0, -5000.0, 20000.0, 100.0):
+            params, state, _ = call(params, state, np.full((2, 1), g, np.float32))
+            found.append(float(params["w"][0, 0]))
+        return found
+
+    plain, few = run(), run(gather_bits=8, resync_every=2)
+    assert np.isinf(plain[1]) and np.isinf(few[1])
+    assert plain[2:] == [49984.0, 49888.0] and few[2] == plain[2]
+    assert np.isfinite(few[3])
+
+
 def test_a_period_has_one_kind_of_half_round_several_times():
     def turns(**options):
         tx = acco_jax.acco(INNER, mesh=make_mesh(2), **options)

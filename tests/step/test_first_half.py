@@ -67,8 +67,13 @@ def test_a_loop_is_told_its_halves_and_keeps_its_parameters(monkeypatch, slow, f
     rows = rows[: N * halves.most * ROWS]
     params, _, metrics = step(*acco_jax.start(tx, params), rows)
     assert metrics["counts"].tolist() == [4 - first] * N
-    with pytest.raises(ValueError, match="microbatches is 1: a step of two halves"):
-        acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=1)
+    for wrong in (1, 2.0, True):
+        with pytest.raises(ValueError, match=f"microbatches is {wrong}: a step of two"):
+            acco_jax.find_halves(loss_fn, tx, params, batch, microbatches=wrong)
+    for other in (acco_jax.zero1, acco_jax.dpu):
+        method = other(optax.adamw(1e-2), mesh=mesh)
+        with pytest.raises(ValueError, match="find_halves is for acco"):
+            acco_jax.find_halves(loss_fn, method, params, batch, microbatches=4)
 
 
 def test_halves_of_a_model_with_a_state_whose_optimizer_takes_more(monkeypatch):

@@ -54,6 +54,30 @@ def test_halves_replace_measured_counts():
         assert metrics["counts"].tolist() == counts
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_halves_replace_measured_counts_in_the_middle(before):
+    """A step of measured counts has counted its own calls, not the state's."""
+    first, (params, state) = make(HALVES, "fused")
+    for batch in batches(before, 3):
+        params, state, _ = first(params, state, batch)
+    step, _ = make(acco_jax.Balanced(4, 3), "fused")
+    params, state, _ = step(params, state, batches(1, 3)[0])
+    step.alternate(HALVES)
+    for call in (before + 1, before + 2):
+        params, state, metrics = step(params, state, batches(1, 3)[0])
+        assert metrics["counts"].tolist() == [1 if call % 2 else 3] * N
+
+
+def test_counts_may_be_of_numpy():
+    of = np.int64
+    assert acco_jax.Halves(of(1), of(3)) == HALVES
+    assert acco_jax.Halves(np.array([1, 2]), 3) == acco_jax.Halves([1, 2], 3)
+    assert acco_jax.Adaptive(of(1), of(4)) == acco_jax.Adaptive(1, 4)
+    for wrong in (1.0, True, np.float32(1), "1", -1):
+        with pytest.raises(ValueError, match="give an integer"):
+            acco_jax.Halves(wrong, 3)
+
+
 @pytest.mark.parametrize("form", ["fused", "split"])
 def test_half_rounds_compute_their_own_number(form):
     """The points are those of an unsharded loop over the same microbatches."""
