@@ -11,6 +11,7 @@ from acco_jax.core import small_files
 
 CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL = ("bos_token", "pad_token", "unk_token")  # that CONFIG names
+MORE = ("sep_token", "cls_token", "mask_token", "additional_special_tokens")
 
 
 def read(path: Path, limit: int = small_files.LARGEST) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def kept(path: Path) -> dict[str, Any]:
       ValueError: one of the files is damaged.
     """
     config, tokens = (read(path.with_name(name)) for name in (CONFIG, _MAP))
-    said = {name: tokens[name] for name in SPECIAL if name in tokens} | config
+    names = (*SPECIAL, *MORE)
+    said = {name: tokens[name] for name in names if name in tokens} | config
     said.pop("auto_map", None)  # names code
     template = path.with_name("chat_template.jinja")
     if os.path.lexists(template):
@@ -70,6 +72,19 @@ def eos(path: Path) -> str | None:
             "set data.end_of_text"
         )
     return token
+
+
+def special(said: Mapping[str, Any]) -> dict[str, str | list[str]]:
+    """Return the special tokens that CONFIG names, as text, as templates see them."""
+    found: dict[str, str | list[str]] = {}
+    for name in (*SPECIAL, "eos_token", *MORE):
+        given = said.get(name)
+        if isinstance(given, list):
+            texts = map(content, given)
+            found[name] = [text for text in texts if text is not None]
+        elif (text := content(given)) is not None:
+            found[name] = text
+    return found
 
 
 def content(token: object) -> str | None:

@@ -180,8 +180,20 @@ def _environment() -> Any:
         def _marked(self, caller: Any) -> str:
             return str(caller()).join(_MARKS)
 
-    def tojson(value: object, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)

@@ -10,10 +10,9 @@ from typing import Any
 
 import ml_collections
 import numpy as np
-from absl import logging
 
 from acco_jax.command.paths import expanded
-from acco_jax.data import cache, corpora, records, tasks
+from acco_jax.data import beside, cache, corpora, records, tasks
 from acco_jax.data.batches import Batches, Slots
 from acco_jax.data.chat import ChatTemplate
 from acco_jax.data.order import Shuffled, Skewed
@@ -30,6 +29,8 @@ from acco_jax.data.stored import Tokens
 from acco_jax.data.tokenizers import (
     BpeTokenizer,
     ByteTokenizer,
+    FileTokenizer,
+    SentencePieceTokenizer,
     Tokenizer,
     copied,
     read_tokenizer,
@@ -407,6 +408,11 @@ def _check(config: ml_collections.ConfigDict) -> None:
             f"data.vocab_size {config.vocab_size} is only for 'bpe', "
             f"{config.tokenizer} has its own: set it to None"
         )
+    if config.task == "chat" and not config.tokenizer.endswith(".json"):
+        raise ValueError(
+            "data.task='chat' needs a tokenizer.json with a chat template: set "
+            "data.tokenizer to its path, or to 'init_from'"
+        )
     if not own and config.end_of_text is not None:
         raise ValueError(
             f"data.end_of_text {config.end_of_text!r} is of a tokenizer's file: set it "
@@ -447,10 +453,15 @@ def _tokenizer(
 ) -> Tokenizer:
     """Find a run's own, its base's, the trained or the given tokenizer, and copy it.
 
+    Until the run has written config.json, a copy in the workdir is of a start that was
+    refused or interrupted, and is replaced.
+
     Raises:
       ValueError: the workdir has another tokenizer.
     """
     old = workdir / "tokenizer.json"
+    if not (workdir / "config.json").exists():
+        return _begun(config, source, data_dir, workdir, base)
     trained = old.exists()  # before `copied` looks: another host may write meanwhile
     kept = copied(workdir)
     if config.tokenizer in ("bytes", "bpe") and kept is not None:
@@ -480,6 +491,29 @@ def _tokenizer(
     return given
 
 
+def _begun(
+    config: ml_collections.ConfigDict,
+    source: corpora.Source,
+    data_dir: Path,
+    workdir: Path,
+    base: Path | None,
+) -> Tokenizer:
+    """Return the tokenizer of a run that begins, with a copy of it alone."""
+    path, names = workdir / FileTokenizer.file, set[str]()
+    if config.tokenizer == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif config.tokenizer == "bpe":
+        tokenizer, names = _trained(config, source, data_dir, path, base), {path.name}
+    else:
+        given = read_tokenizer(config.tokenizer, config.end_of_text)
+        given.save(workdir)
+        names = {beside.CONFIG, given.file}
+        tokenizer = given
+    for name in {path.name, SentencePieceTokenizer.file, beside.CONFIG} - names:
+        (workdir / name).unlink(missing_ok=True)
+    return tokenizer
+
+
 def _trained(
     config: ml_collections.ConfigDict,
     source: corpora.Source,
@@ -489,11 +523,11 @@ def _trained(
 ) -> Tokenizer:
     """Find a run's BPE at `path`, the base's or the one trained before, or train it.
 
-    A start that was interrupted may have left a BPE of other documents at `path`.
+    A start that was interrupted may have left another one at `path`.
     """
-    kept = _loaded(path, config.vocab_size) if path.exists() else None
-    if kept and path.with_name("config.json").exists():
-        return kept
+    begun = path.with_name("config.json").exists()
+    if begun and path.exists():
+        return _loaded(path, config.vocab_size)
     found = data_dir / "tokenizers" / f"{source.fingerprint}-{config.vocab_size}.json"
     if base and (base / path.name).exists() and copied(base) is None:
         found = base / path.name
@@ -502,9 +536,7 @@ def _trained(
         trained = BpeTokenizer.train(texts, config.vocab_size)
         trained.save(found)
     tokenizer = _loaded(found, config.vocab_size)
-    if kept is None or kept.fingerprint != tokenizer.fingerprint:
-        if kept:
-            logging.warning("%s is of other documents: it is replaced", path)
+    if not path.exists() or path.read_bytes() != found.read_bytes():
         tokenizer.save(path)
     return tokenizer
 

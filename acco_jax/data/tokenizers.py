@@ -193,6 +193,8 @@ class FileTokenizer(Tokenizer):
     out.
     """
 
+    file = "tokenizer.json"
+
     def __init__(self, path: str | os.PathLike, end_of_text: str | None = None):
         """Read a tokenizer.json, and the files beside it that name its end of text.
 
@@ -244,15 +246,12 @@ class FileTokenizer(Tokenizer):
         """
         said = beside.kept(self.path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
-        beside.write(folder / "tokenizer.json", self.path.read_text(encoding="utf-8"))
+        beside.write(folder / self.file, self.path.read_text(encoding="utf-8"))
 
     def described(self) -> dict[str, Any]:
         """Return its chat template, and its special tokens as text."""
         said = beside.kept(self.path) | {"eos_token": self.end_string}
-        names = (*beside.SPECIAL, "eos_token")
-        tokens = {name: beside.content(said.get(name)) for name in names}
-        given = {name: token for name, token in tokens.items() if token is not None}
-        return given | {"chat_template": said.get("chat_template")}
+        return beside.special(said) | {"chat_template": said.get("chat_template")}
 
     def export(
         self, folder: Path, max_length: int, special: Mapping[str, int]
@@ -315,6 +314,8 @@ class SentencePieceTokenizer(Tokenizer):
     the model specifies: runs of spaces may become one.
     """
 
+    file = "tokenizer.model"
+
     def __init__(self, path: str | os.PathLike, end_of_text: str | None = None):
         """Read a `.model` file.
 
@@ -369,7 +370,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Copy the file and its configuration into a folder, as `FileTokenizer`."""
         said = beside.kept(self._path) | {"eos_token": self.end_string}
         beside.write(folder / beside.CONFIG, json.dumps(said) + "\n")
-        beside.write(folder / "tokenizer.model", self._path.read_bytes())
+        beside.write(folder / self.file, self._path.read_bytes())
 
     def export(
         self, folder: Path, max_length: int, special: Mapping[str, int]
@@ -502,7 +503,8 @@ def _no_panic(what: str | Path) -> Iterator[None]:
 
 def copied(folder: Path) -> FileTokenizer | SentencePieceTokenizer | None:
     """Return the tokenizer that `save` has copied into a folder, None without one."""
-    paths = (folder / "tokenizer.json", folder / "tokenizer.model")
+    kinds = FileTokenizer, SentencePieceTokenizer
+    paths = [folder / kind.file for kind in kinds]
     path = next((path for path in paths if path.exists()), None)
     if path is None or not (folder / beside.CONFIG).exists():
         return None

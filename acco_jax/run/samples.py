@@ -6,7 +6,9 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
+from ml_collections import ConfigDict
 
+from acco_jax import data
 from acco_jax.models import lora
 from acco_jax.models.sampling import Sampling
 from acco_jax.run.build import models
@@ -44,19 +46,35 @@ def written(experiment: Experiment, params: PyTree) -> list[str]:
     e, c = experiment, experiment.config
     tokens, seed = c.sample_tokens, c.seed
     with jax.transfer_guard("allow"):
-        config = models.transformer_config(c, e.corpus.tokenizer.vocab_size)
-        ends = ends_of(e.identity.get("generation"), config)
-        prefix = prefix_of(c, e.corpus.tokenizer)
-        model = Language(config, params, e.corpus.tokenizer, prefix, ends)
-        prompt, room = model.tokens(c.sample_prompt), config.max_length - tokens
-        if len(prompt) > room:
-            raise ValueError(
-                f"sample_prompt has {len(prompt)} tokens, and sample_tokens={tokens} "
-                f"leave room for {room}: shorten it."
-            )
+        model = _model(c, e.corpus.tokenizer, params, e.identity.get("generation"))
+        prompt = model.tokens(c.sample_prompt)
         prompts, how = [prompt] * c.samples, Sampling(temperature=1.0)
         (texts,) = model.write(prompts, tokens, how, keys_of(seed, c.samples), tokens)
     return [c.sample_prompt + text for text in texts]
+
+
+def check(config: ConfigDict, tokenizer: data.Tokenizer) -> None:
+    """Raise a ValueError for a prompt that leaves no room for `config.samples`."""
+    if not config.samples:
+        return
+    model, tokens = _model(config, tokenizer), config.sample_tokens
+    many = len(model.tokens(config.sample_prompt))
+    if many > (room := model.config.max_length - tokens):
+        raise ValueError(
+            f"sample_prompt has {many} tokens, and sample_tokens={tokens} leave room "
+            f"for {room}: shorten it."
+        )
+
+
+def _model(
+    config: ConfigDict,
+    tokenizer: data.Tokenizer,
+    params: PyTree = None,
+    generation: Any = None,
+) -> Language:
+    transformer = models.transformer_config(config, tokenizer.vocab_size)
+    ends, prefix = ends_of(generation, transformer), prefix_of(config, tokenizer)
+    return Language(transformer, params, tokenizer, prefix, ends)
 
 
 def _merged(scale: float, params: PyTree, adapted: PyTree | None) -> PyTree:

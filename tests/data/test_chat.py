@@ -200,6 +200,28 @@ def test_records_that_are_no_conversations_are_refused(tmp_path, name, rows, mat
     assert "\n" not in str(error.value)
 
 
+def test_templates_see_what_transformers_gives_them(tmp_path):
+    """All special tokens that the files name, and tojson with its arguments."""
+    template = (
+        "{{ bos_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}"
+        "{{ additional_special_tokens | join('+') }}"
+        "{{ messages[0].content | tojson(ensure_ascii=True) }}"
+        "{{ [1, 2] | tojson(false, none, (',', ':')) }}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    said = {"sep_token": {"content": "<sep>"}, "cls_token": "<cls>"}
+    path = tokenizer_of(tmp_path / "t", template, **said)
+    tokens = {"mask_token": "<mask>", "additional_special_tokens": ["<a>", "<b>"]}
+    (tmp_path / "t" / "special_tokens_map.json").write_text(json.dumps(tokens))
+    tokenizer = data.read_tokenizer(path, None)
+    chat = tasks.Chat((("user", "h\xe9"), ("assistant", "yes")))
+    ((ids, mask, _),) = ChatTemplate(tokenizer).encode_batch([chat])
+    text = "<s><sep><cls><mask><a>+<b>"
+    assert tokenizer.decode(ids) == text + '"h\\u00e9"[1,2]yes'
+    assert mask.sum() > 0
+
+
 UNSTABLE = """\
 {% for m in messages %}{{ m.role + ':' }}{% if m.role == 'user' or loop.last %}\
 {{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}assistant:\
@@ -234,6 +256,10 @@ def test_what_has_no_conversations_or_no_template_is_refused(tmp_path):
     config = config_of(tmp_path / "texts", "bytes")
     with pytest.raises(ValueError, match=r"needs a tokenizer\.json with a chat"):
         data.load_corpus(config, workdir=tmp_path / "run")
+    config.tokenizer, config.vocab_size = "bpe", 270  # before one is trained
+    with pytest.raises(ValueError, match=r"needs a tokenizer\.json with a chat"):
+        data.load_corpus(config, workdir=tmp_path / "run")
+    config.tokenizer, config.vocab_size = "tokenizer.json", None
     config.name, config.path = "text_folder", str(tmp_path / "texts")
     with pytest.raises(ValueError, match=r"has no columns of data\.task='chat'"):
         data.load_corpus(config, workdir=tmp_path / "run")

@@ -169,6 +169,7 @@ def test_bad_settings_are_refused_in_one_line(config, tmp_path, changes, hint):
 def test_a_workdir_keeps_its_vocabulary(config, tmp_path):
     config.update(tokenizer="bpe", vocab_size=280)
     data.load_corpus(config, workdir=tmp_path / "work")
+    (tmp_path / "work" / "config.json").touch()  # a run has begun
     config.vocab_size = 270
     with pytest.raises(ValueError, match="270 is not the 280"):
         data.load_corpus(config, workdir=tmp_path / "work")

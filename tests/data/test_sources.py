@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import itertools
 import json
 import shutil
 import sys
@@ -288,7 +289,7 @@ REFUSED = {
     "parquet among text": r"a\.parquet is not text but data: set data\.name='parquet'",
     "saved among text": r"state\.json is not text but data: .*name to 'huggingface'",
     "not UTF-8": r"a\.txt is not UTF-8 text: move it out",
-    "list": r"alpaca\.json is not \.jsonl .*: write it as one JSON object a line",
+    "list": r"alpaca\.json is not \.jsonl .*: if it has one .*, name it \.jsonl;",
     "no object": r"line 25 of .*a\.jsonl is not a JSON object: write one a line",
     "no column": r"line 1 of .*a\.jsonl has no text in 'story': set .*'text'\]",
     "no instructions": r"a\.parquet has no text in 'instruction', .*\['text'\]: rename",
@@ -423,6 +424,7 @@ def test_a_workdir_keeps_its_tokenizer(sources, files, tmp_path, kind):
     shutil.copy(files[kind], path)
     config = config_of(sources, tokenizer=str(path))
     first = data.load_corpus(config, workdir=tmp_path / "work")
+    (tmp_path / "work" / "config.json").touch()  # a run has begun
     path.unlink()  # the copy is enough
     again = data.load_corpus(config, workdir=tmp_path / "work")
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -435,9 +437,30 @@ def test_a_workdir_keeps_its_tokenizer(sources, files, tmp_path, kind):
             data.load_corpus(config, workdir=tmp_path / "work")
 
 
+def test_a_start_that_was_refused_leaves_no_tokenizer(sources, files, tmp_path):
+    """Each kind after each other one, until a run has begun."""
+    kinds = [
+        *({"tokenizer": str(files[kind])} for kind in ("json", "model")),
+        *({"tokenizer": "bpe", "vocab_size": size} for size in (280, 270)),
+        {"tokenizer": "bytes"},
+    ]
+    work = tmp_path / "work"
+    for one, other in itertools.permutations(kinds, 2):
+        for change in (one, other):
+            config = config_of(sources, **change)
+            corpus = data.load_corpus(config, workdir=work)
+            kept = data.kept_tokenizer(config, work)
+            assert kept.fingerprint == corpus.tokenizer.fingerprint
+        (work / "config.json").touch()
+        again = data.load_corpus(config, workdir=work)
+        assert again.tokenizer.fingerprint == kept.fingerprint
+        (work / "config.json").unlink()
+
+
 def test_a_trained_tokenizer_is_not_taken_for_a_file(sources, files, tmp_path):
     config = config_of(sources, tokenizer="bpe", vocab_size=280)
     data.load_corpus(config, workdir=tmp_path)
+    (tmp_path / "config.json").touch()
     config = config_of(sources, tokenizer=str(files["json"]))
     with pytest.raises(ValueError, match=r"is not the 'bpe' of .*tokenizer\.json"):
         data.load_corpus(config, workdir=tmp_path)

@@ -6,12 +6,13 @@ import json
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 from optax import softmax_cross_entropy_with_integer_labels
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 import acco_jax
-from acco_jax.models import lora
+from acco_jax.models import attention, head, lora, transformer
 from acco_jax.run import load_run, loop, preparation
 from acco_jax.run.observe import metrics
 from acco_jax.run.state.memory import MemoryCopies
@@ -71,6 +72,21 @@ def test_a_schedule_free_run_is_evaluated_and_read_at_x(train, tmp_path):
     assert host["held_out_loss"] == rows[-1]["loss"]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_tpu_s_run_can_be_read_on_several_chips(
+    saved, tmp_path, monkeypatch, devices
+):
+    """No compiler splits a kernel, and one of a TPU's is the default there."""
+    saved(tmp_path, 2, **{"model.dtype": "bfloat16", "model.param_dtype": "bfloat16"})
+    run = load_run(tmp_path, jax.devices()[:devices])
+    for module in (attention, head, transformer):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    traced = jax.jit(run.model.apply).trace(run.params, tokens)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("tpu_custom_call" in text) == (devices == 1)
+
+
 @pytest.mark.slow
 def test_logits_are_those_of_the_loss(saved, tmp_path):
     _, theta = saved(tmp_path, 2)
@@ -91,7 +107,10 @@ def test_logits_are_those_of_the_loss(saved, tmp_path):
         and number == losses.size
     )
     for wrong, says in ((tokens[0], "int32"), (tokens * 0.5, "float32"),
-                        (tokens, "rows of 33, but the model has 32")):  # fmt: skip
+                        (tokens, "rows of 33, but the model has 32"),
+                        (tokens[:, :2] * 0 - 1, "from -1 to -1, but the model has 257"),
+                        (tokens[:, :2] * 0 + 257, "model has 257: give 0 to 256"),
+                        ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             run.apply(wrong)
     bare = dataclasses.replace(run, model=dataclasses.replace(run.model, apply=None))

@@ -135,11 +135,15 @@ def _cast(
     """Yield a state dict in the requested dtype, an array at a time.
 
     Raises:
-      ValueError: if a weight is larger than float16 can hold.
+      ValueError: if a weight is not finite, or larger than float16 can hold.
     """
     for name, x in state:
         with np.errstate(over="ignore"):  # raised below
             cast = x.astype(jnp.dtype(dtype))
+        if not np.isfinite(cast).all() and not np.isfinite(x).all():
+            raise ValueError(
+                f"{name} has a value that is not finite: export an earlier checkpoint."
+            )
         if cast.dtype == np.float16 and not np.isfinite(cast).all():
             raise ValueError(
                 f"{name} has a value beyond float16's 65504: give --dtype=bfloat16."

@@ -76,6 +76,13 @@ class TrainedRun:
                 f"tokens have rows of {most}, but the model has "
                 f"{self.architecture.max_length} positions: give shorter ones."
             )
+        if self.architecture is not None and tokens.size:
+            size, found = self.architecture.vocab_size, (tokens.min(), tokens.max())
+            if not 0 <= int(found[0]) <= int(found[1]) < size:
+                raise ValueError(
+                    f"tokens are from {found[0]} to {found[1]}, but the model has "
+                    f"{size}: give 0 to {size - 1}."
+                )
         return jax.jit(logits)(self.params, tokens)
 
 
@@ -99,8 +106,8 @@ def load_run(
       ValueError: if there is no such run or checkpoint, it is damaged, or the
         model that it adapts is gone.
     """
-    saved = Saved(expanded(workdir), half_round)
     devices = jax.devices() if devices is None else list(devices)
+    saved = Saved(expanded(workdir), half_round, len(devices))
     if group is None:
         group = saved.config.mesh.to_dict()
         if len(devices) % math.prod(group.values()):
@@ -115,8 +122,10 @@ def load_run(
 class Saved:
     """Folder of a run, of which no array has been read yet."""
 
-    def __init__(self, workdir: Path, half_round: int | None = None) -> None:
-        """Open a workdir; arguments and errors are `load_run`'s."""
+    def __init__(
+        self, workdir: Path, half_round: int | None = None, devices: int = 1
+    ) -> None:
+        """Open a workdir, for a model on so many devices; errors are `load_run`'s."""
         self.workdir = workdir
         identity = read_object(workdir / "config.json")
         try:
@@ -129,9 +138,8 @@ class Saved:
         config.metrics_hook = self.config.metrics_hook = None  # maybe not importable
         field_checks.check(config)
         if self.config.model.attention != "xla":
-            self.config.model.attention = (
-                None  # a kernel of the devices that trained it
-            )
+            # not the kernel of the devices that trained it; compilers split none
+            self.config.model.attention = None if devices == 1 else "xla"
         self._pretrained = identity.get("pretrained") or {}
         self._frozen = identity.get("frozen")
         self.tokenizer = data.kept_tokenizer(self.config.data, workdir)
