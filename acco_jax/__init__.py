@@ -2,6 +2,7 @@
 
 tx = acco_jax.acco(optax.adamw(1e-3), mesh=mesh)
 step = acco_jax.make_train_step(loss_fn, tx, microbatches=4)
+params, state = acco_jax.start(tx, params)
 params, state, metrics = step(params, state, batch)
 """
 

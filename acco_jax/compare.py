@@ -61,7 +61,7 @@ _TUNE = flags.DEFINE_multi_string(
     "FIELD=VALUE,VALUE,...: compare each method at its own best; repeatable.",
 )
 _TUNE_SEEDS = flags.DEFINE_integer(
-    "tune_seeds", 1, "Seeds of each value, after those of --seeds.", 1
+    "tune_seeds", 1, "Seeds of each value, from 1,000 after the first of --seeds on.", 1
 )
 _BUDGET = flags.DEFINE_float(
     "budget", None, "Most tokens of --tune; unset: every value trains to its end.", 1.0

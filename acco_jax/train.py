@@ -21,6 +21,7 @@ from jax import process_count, process_index
 from acco_jax.command import (
     devices,
     exits,
+    files,
     heartbeat,
     paths,
     program_store,
@@ -213,8 +214,12 @@ def _train(claim: contextlib.ExitStack) -> None:
             # while it waited, another run may have begun there
             mine = process_index() == 0 and workdirs.is_new(folder)
             new += [missing] if mine else []
+            if folder != workdir:
+                workdirs.check_shared(folder, "--config.checkpoints")
         stages.ended("locks")
         repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
+        if repeated:
+            files.read_object(repeated / "config.json")  # or a line, before trials
         config = trials.with_method(config, repeated or workdir)
         stages.ended("trials")
         experiment = preparation.build(

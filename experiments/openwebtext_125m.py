@@ -16,7 +16,9 @@ openai-community/gpt2 there. The tokens are written once, to ACCO_DATA_DIR (18 G
 Hardware, the paper's: 8 H100 PCIe in one host, or 4 hosts of 8 A100.
 
 Time, the paper's, zero1 to acco: 4 h 41 to 4 h 25 on 8 GPUs, 14 h 41 to 10 h 55 on 32;
-experiments/results/plans.md has what is predicted.
+experiments/results/plans.md has what is predicted. They are of some 6.0e9 tokens on 8
+GPUs and 50.2e9 on 32: --config.tokens=6.0e9. The 50,000 steps here are 19.7e9 and
+78.6e9.
 
 The paper's halves are equal. A first half of a quarter learns better
 (experiments/results/dynamics.md): --config.microbatch_size=12

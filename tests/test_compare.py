@@ -18,7 +18,7 @@ import pytest
 from acco_jax.command import exits
 from acco_jax.run import preparation
 from acco_jax.run.compare import comparison, network, pool, results, tuning
-from acco_jax.run.config import parsing
+from acco_jax.run.config import fields, parsing
 from acco_jax.run.observe import metrics
 from acco_jax.run.state.workdir import claimed
 from tests import programs
@@ -232,6 +232,41 @@ def test_auto_goes_on_with_the_method_that_its_run_chose(request_of, on_two):
 
 
 @LOADS
+def test_auto_goes_on_with_microbatches_that_it_has_divided(request_of, on_two):
+    shape = "config.microbatch_size={},config.microbatches_per_step=2"
+    request = request_of(f"auto({shape.format(2)})")
+    (entry,) = request.entries
+    config = fields.with_quarters(parsing.config_of(request.flags(entry)))
+    config.method = "acco"
+    preparation.prepare(config, request.folder(entry, 0))
+    old = json.loads((request.folder(entry, 0) / "config.json").read_text())
+    assert (old["microbatch_size"], old["microbatches_per_step"]) == (1, 4)
+    comparison._check_folders(request)
+    other = request_of(f"auto({shape.format(4)})")
+    (request.workdir / entry.name).rename(other.workdir / other.entries[0].name)
+    with pytest.raises(ValueError, match="microbatch_size=1, not 2"):
+        comparison._check_folders(other)
+
+
+@LOADS
+def test_a_budget_counts_the_most_that_is_computed(request_of, on_two):
+    changes = "config.most_microbatches=6"
+    plain, adaptive = (
+        comparison.check(request_of(name))[0]["tokens"]
+        for name in ("acco", f"acco(config.microbatches=adaptive,{changes})")
+    )
+    config = parsing.config_of(list(request_of("acco").config))
+    assert adaptive == plain * 6 // (config.microbatches_per_step // 2)
+
+
+@LOADS
+def test_one_microbatch_is_no_matter_of_the_first_half(request_of, on_two):
+    request = request_of("acco(config.microbatches_per_step=1)")
+    with pytest.raises(ValueError, match=r"microbatches_per_step is 1, which does not"):
+        comparison.check(request)
+
+
+@LOADS
 def test_runs_that_choose_their_method_have_no_budget(request_of, on_two):
     sweep = tuning.parse(["optimizer.learning_rate=1,2"])
     with pytest.raises(ValueError, match=r"--budget=9 ends runs .* name methods"):
@@ -325,12 +360,12 @@ def test_runs_of_other_workers_are_no_tuned_ones(request_of, on_two, monkeypatch
     finish(request.folder(request.entries[0], 1), workers=1)
     with pytest.raises(ValueError, match=r"seed-1 .* workers=1, not 2: use another"):
         comparison._tuned(request, lengths, None)
-    candidate = request.candidates[0]
-    later = tuning.folder_of(request.workdir, candidate, 3)
+    candidate, seed = request.candidates[0], request.tuning_seeds[-1]
+    later = tuning.folder_of(request.workdir, candidate, seed)
     entry = comparison.Entry(candidate.method, candidate.flags)
-    own = parsing.config_of([*request.flags(entry), "--config.seed=3"])
+    own = parsing.config_of([*request.flags(entry), f"--config.seed={seed}"])
     finish(later, **json.loads(own.to_json_best_effort()), workers=1)
-    message = r"zero1 at .*=1: .*seed-3 .* workers=1, not 2: use another"
+    message = rf"zero1 at .*=1: .*seed-{seed} .* workers=1, not 2: use another"
     with pytest.raises(ValueError, match=message):
         comparison.check(request)
 
@@ -341,12 +376,22 @@ def test_no_tuning_seed_is_of_another_config(request_of, on_two):
     request = request_of("zero1", sweep=sweep, tune_seeds=2)
     (entry, _) = request.entries[0], comparison.check(request)
     flags = [*request.flags(entry), "--config.optimizer.learning_rate=1"]
-    other = parsing.config_of([*flags, "--config.seed=3", "--config.steps=7"])
-    folder = tuning.folder_of(request.workdir, request.candidates[0], 3)
+    seed = request.tuning_seeds[-1]
+    other = parsing.config_of([*flags, f"--config.seed={seed}", "--config.steps=7"])
+    folder = tuning.folder_of(request.workdir, request.candidates[0], seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(other.to_json_best_effort())
-    with pytest.raises(ValueError, match=r"seed-3 .*steps=7, not"):
+    with pytest.raises(ValueError, match=rf"seed-{seed} .*steps=7, not"):
         comparison.check(request)
+
+
+@LOADS
+def test_more_seeds_leave_the_tuning_s(request_of):
+    few, many, most = (
+        request_of("zero1", seeds=seeds, tune_seeds=2) for seeds in (1, 99, 1200)
+    )
+    assert few.tuning_seeds == many.tuning_seeds == range(1000, 1002)
+    assert most.tuning_seeds == range(1200, 1202)
 
 
 @LOADS

@@ -122,7 +122,10 @@ def allowed(
     """
     if not uneven:
         exact = [c for c in CANDIDATES if c.gaps is None]
-        return exact, ["acco: a step needs four microbatches for a smaller first half"]
+        return exact, [
+            "acco: its losses are of a first half smaller than the second: leave "
+            "first_half at 'auto', with four microbatches or rows for them"
+        ]
     found = [c for c in CANDIDATES if c.within(tolerance, optimizer)]
     return found, [
         f"{c.name}: {c.gap(optimizer)}" for c in CANDIDATES if c not in found

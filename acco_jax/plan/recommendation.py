@@ -19,7 +19,7 @@ from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
 from acco_jax.schedule.tables import aligned, paragraph, seconds
 from acco_jax.schedule.topologies import Topology
-from acco_jax.step.first_half import LONGER, SMALLEST, first_halves
+from acco_jax.step.first_half import LONGER, first_halves
 
 EXPOSED = 1 / 3  # of a step: communication that a method with fewer bytes would save
 
@@ -126,16 +126,7 @@ def _quarters(config: ConfigDict) -> ConfigDict:
     """Return the config with steps of at least four microbatches, of as many rows."""
     config = planner.of_method(config, "acco")
     config.method_options = ConfigDict()  # of candidates only their own are known
-    least = 2 * config.mesh.fsdp  # rows that can be halved
-    while (
-        config.microbatches_per_step < SMALLEST
-        and not config.microbatch_size % least
-        and not config.counts  # which count microbatches
-    ):
-        config.microbatches_per_step *= 2
-        config.microbatch_size //= 2
-    first = first_halves(config.microbatches_per_step)[0]
-    return configs.with_first_half(config, first)
+    return configs.with_quarters(config)
 
 
 def _timed(plan: Plan, candidate: Candidate, config: ConfigDict) -> list[Timed]:

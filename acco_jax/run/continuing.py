@@ -147,6 +147,12 @@ def repeating(experiment: Experiment, folder: Path) -> worlds.WorldsReplay:
     """
     replay, done = worlds.WorldsReplay(folder), experiment.checkpoints.latest() or 0
     replay.check(experiment.identity, done, experiment.world)
+    if goodput.rolled_back(goodput.read(folder)):
+        raise ValueError(
+            f"--replay={folder} is of a run that was rolled back after a spike of its "
+            "loss, of which no record has the half-rounds that it lost: start another "
+            "run instead."
+        )
     if isinstance(experiment.step, AdaptiveStep | BalancedStep):
         log, last = folder / counts.FILE, repeats_to(experiment, replay, done)
         experiment.step.repeat(acco_jax.Replay(log, experiment.capacity, done, last))

@@ -80,7 +80,8 @@ class _Run:
         self._finite = jax.jit(_finite)
         self._counts = counts_of(e)
         self._metrics: dict[str, Any] = {}
-        self._held_out: float | None = None  # the last held-out loss
+        # the half-round that was evaluated last, and its held-out loss
+        self._held_out: tuple[int, float | None] = 0, None
         self.saved: int | None = None  # the half-round saved last, by this start
         self.lost_tokens = 0  # of `tokens`: trained on, and lost to a rollback
         self.rollbacks = 0  # so far
@@ -141,7 +142,7 @@ class _Run:
             return None
         self.done, arrays, host = found
         self.params, self.state = here(e, arrays)
-        self._held_out = host["held_out_loss"]
+        self._held_out = self.done, host["held_out_loss"]
         self.lost_tokens = host.get("lost_tokens", 0)
         self.rollbacks = host.get("rollbacks", 0)
         self._dropped, self._lowest = host.get("dropped"), host.get("spikes")
@@ -332,7 +333,7 @@ class _Run:
             self._goodput.mark("evaluation", self.done, over=limit is None)
             row |= {"goodput": self.spent().get("goodput")}
             self._recorder.evaluation(row)
-        self._held_out = row["loss"]
+        self._held_out = self.done, row["loss"]
         return row
 
     def save(self, *, last: bool = False) -> None:
@@ -376,9 +377,10 @@ class _Run:
         """Return what the host knows of the run so far, to continue from."""
         e = self._experiment
         seconds, position = self._recorder.seconds, self._batches.get_state()
+        evaluated, held_out = self._held_out
         return {"batches": position, "seconds": seconds, "identity": e.identity,
                 "axes": dict(e.mesh.shape),
-                "held_out_loss": self._held_out,
+                "held_out_loss": held_out if evaluated == self.done else None,
                 "lost_tokens": self.lost_tokens,
                 "rollbacks": self.rollbacks,
                 "dropped": self._drops.state(),
@@ -438,8 +440,8 @@ class _Run:
         return self._goodput.summary()
 
     def mark_stopped(self) -> None:
-        """Record that the run has stopped before its end, and saved."""
-        self._goodput.mark("checkpoints", self.done, stopped=True)
+        """Record that the run has stopped before its end, and whether all is saved."""
+        self._goodput.mark("checkpoints", self.done, stopped=self.saved == self.done)
 
     def close(self) -> None:
         self._watchdog.close()

@@ -23,7 +23,7 @@ from acco_jax.core.gradients import with_arrays
 from acco_jax.core.groups import data_axes, members
 from acco_jax.methods.method import Method
 from acco_jax.models.model import Model
-from acco_jax.run import continuing, prepared
+from acco_jax.run import continuing, prepared, samples
 from acco_jax.run.build import meshes, models, optimizers
 from acco_jax.run.build.validation import validate
 from acco_jax.run.config import fields as configs
@@ -40,7 +40,8 @@ PyTree = Any
 # Fields beside a run's identity that say when processes communicate, and what.
 STEERING = (
     "log_every", "eval_every", "eval_batches", "samples", "checkpoint_every",
-    "compare_replicas_every", "form", "drop_nonfinite",
+    "compare_replicas_every", "form", "drop_nonfinite", "most_dropped_in_a_row",
+    "domains", "profile",
 )  # fmt: skip
 
 
@@ -156,6 +157,7 @@ def build(
             config, identity, old, amounts.method, done, extend=extend
         )
         identity["extended"] = [list(pair) for pair in config.extended]
+    samples.check(config, corpus.tokenizer)
     trainable = _trainable(config, mesh, corpus, begun=bool(old))
     checked = again and bool(old)  # by the attempt that recorded this run
     tx, step = _step(config, mesh, trainable, amounts, checked=checked)
@@ -348,10 +350,14 @@ def _corpus(
 
 def steering_of(config: ConfigDict) -> dict[str, Any]:
     """Return what processes must have in common beside the run's identity."""
-    return {name: config[name] for name in STEERING} | {
-        "spike.policy": config.spike.policy,
-        "memory_copies": bool(config.memory_copies),  # each in a folder of its own
+    # of copies in memory and checkpoints each may name its own folder
+    places = {name: bool(config[name]) for name in ("memory_copies", "checkpoints")}
+    sections = {
+        f"{section}.{name}": value
+        for section in ("mesh", "spike")
+        for name, value in config[section].items()
     }
+    return {name: config[name] for name in STEERING} | places | sections
 
 
 def _check_same_config(config: ConfigDict, identity: dict[str, Any]) -> None:

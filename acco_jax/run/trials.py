@@ -25,7 +25,6 @@ from acco_jax.run.prepared import Experiment, batches, counts_of, initial, to_de
 from acco_jax.run.state.memory import MemoryCopies
 from acco_jax.step.first_half import (
     LONGER,
-    first_halves,
     ratios,
     smallest,
     step_seconds,
@@ -62,8 +61,11 @@ def with_method(
         method, options = old.get("method"), old.get("method_options")
         if isinstance(method, str) and method in METHODS and isinstance(options, dict):
             divides = "reduce_bits" in options  # among the hosts that are there now
+            asked = config.first_half
+            if method == "acco" and asked == "auto":
+                config = configs.with_quarters(config)
             config = _of_method(config, method, options, hosts if divides else None)
-            if config.first_half != "auto":
+            if asked != "auto":
                 return config
             return configs.with_first_half(config, old.get("first_half", "auto"))
         raise ValueError(f"{path} is damaged: restore it, or use another workdir.")
@@ -83,26 +85,31 @@ def candidates(config: ConfigDict, hosts: int) -> dict[str, ConfigDict]:
     """Return the configs, by name, whose loss is within the tolerance.
 
     Those of acco have a first half of a quarter unless the config says another, as
-    their losses are of a quarter.
+    their losses are of a quarter: with less than four microbatches smaller ones.
 
     Args:
       config: of the experiment, checked.
       hosts: that have several devices, or 1.
     """
-    per_step = config.microbatches_per_step
+    name, divided = config.optimizer.name, config
+    if config.first_half == "auto":
+        divided = configs.with_quarters(config)
+    per_step = divided.microbatches_per_step
     divides = per_step % 2 == 0  # into the calls of a step of acco
-    if divides and config.first_half == "auto":
-        config = configs.with_first_half(config, first_halves(per_step)[0])
-    name = config.optimizer.name
     found, others = gaps.allowed(
-        name, config.tolerance, uneven=divides and optimizers.uneven(config)
+        name, config.tolerance, uneven=divides and optimizers.uneven(divided)
     )
     if not divides:
         others = [f"acco: microbatches_per_step={per_step} is odd"]
     for why in others:
         logging.info("method auto, with %s: not %s", name, why)
     return {
-        c.name: _of_method(config, c.method, c.options, hosts if c.divides else None)
+        c.name: _of_method(
+            config if c.gaps is None else divided,
+            c.method,
+            c.options,
+            hosts if c.divides else None,
+        )
         for c in found
     }
 

@@ -68,6 +68,7 @@ def test_a_replay_repeats_it_to_the_bit_also_in_parts(found, train, tmp_path):
             "most_microbatches is 1, less than the 2",
         ),
         ({"microbatches": "replay:none.jsonl"}, "no log of counts at none.jsonl"),
+        ({"microbatches": "replay:~/no.jsonl"}, "no log of counts at /.*/no.jsonl"),
     ],
 )
 def test_what_cannot_adapt_says_so(train, tmp_path, changes, message):

@@ -8,7 +8,7 @@ import pytest
 from acco_jax.models.model import Model
 from acco_jax.run import loop, prepared
 from acco_jax.run.build import meshes, optimizers
-from acco_jax.run.observe import metrics
+from acco_jax.run.observe import goodput, metrics
 from acco_jax.run.state.checkpoints import Checkpoints
 from acco_jax.run.state.drops import Drops
 from tests.run.own_models import linen_model
@@ -123,6 +123,7 @@ def test_a_run_that_stops_after_nobodys_half_rounds_says_what_it_has_saved(
     assert nothing is None and stopped.checkpoints.latest() == 2
     line = "stopped after half-round 5 of 6, of which nothing was finite and saved: "
     assert line + "the same command continues from before it" in caplog.text
+    assert not goodput.read(tmp_path)[-1].get("stopped")
 
 
 def test_a_run_whose_end_is_nobodys_does_not_finish(train, tmp_path, marked):

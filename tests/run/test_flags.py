@@ -345,6 +345,7 @@ WRONG = {
     "home": (["--workdir=~tilde/x"], "~tilde/x begins with a home .* or ./~tilde/x "),
     "home of data": (["--config.data.path=~tilde"], "data.path is ~tilde, but .*home"),
     "replay": (["--replay=/nowhere"], "/nowhere"),
+    "replay of auto": (["--replay=/nowhere", "--config.method=auto"], "/nowhere/"),
     "home of replay": (["--replay=~tilde"], "or ./~tilde for"),
     "base": (["--config.base=/nowhere"], "/nowhere"),
     "init_from": (["--config.init_from=/nowhere"], "/nowhere"),

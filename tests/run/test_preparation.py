@@ -93,6 +93,13 @@ def test_refuses_the_workdir_of_other_text(tiny, texts, tmp_path):
         ({"eval_every": 3}, r"eval_every=\d+, not 3"),
         ({"drop_nonfinite": False}, "drop_nonfinite=None, not False"),
         ({"spike.policy": "rollback"}, "spike.policy='stop', not 'rollback'"),
+        ({"spike.threshold": 1.0}, "spike.threshold=3.0, not 1.0"),
+        ({"spike.calls": 2}, "spike.calls=8, not 2"),
+        ({"most_dropped_in_a_row": 1}, "most_dropped_in_a_row=10, not 1"),
+        ({"mesh.fsdp": 2}, "mesh.fsdp=1, not 2"),
+        ({"domains": 2}, "domains=None, not 2"),
+        ({"profile": "2:3"}, "profile=None, not '2:3'"),
+        ({"checkpoints": "/elsewhere"}, "checkpoints=False, not True"),
         ({"memory_copies": ""}, "memory_copies=True, not False"),
         ({"memory_copies": "/elsewhere"}, ""),
         ({"data.path": "/elsewhere"}, ""),  # the text may lie elsewhere

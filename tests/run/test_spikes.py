@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from acco_jax.run import loop
+from acco_jax.run import continuing, loop
 from acco_jax.run.observe import metrics, spikes
 from acco_jax.run.state.checkpoints import Checkpoints
 
@@ -159,7 +159,8 @@ def test_rollback_goes_on_from_the_checkpoint_with_later_rows(
         return restore(self)
 
     monkeypatch.setattr(loop._Run, "_restore", restored)
-    _, summary = train_quickly(tmp_path, **CHANGES | {"spike.policy": "rollback"})
+    changes = CHANGES | {"spike.policy": "rollback"}
+    experiment, summary = train_quickly(tmp_path, **changes)
     assert held == [False, False]  # the devices hold one state at a time
     assert summary is not None and max(losses(tmp_path)) < losses(tmp_path)[0] + 1
     numbers = [r["half_round"] for r in metrics.read(tmp_path) if r["kind"] == "train"]
@@ -170,6 +171,8 @@ def test_rollback_goes_on_from_the_checkpoint_with_later_rows(
     rows = [row for _, row in spoiled]
     assert rows == sorted(set(rows))  # no row was read twice
     assert [done for done, _ in spoiled].count(3) == 2
+    with pytest.raises(ValueError, match="rolled back after a spike of its loss"):
+        continuing.repeating(experiment, tmp_path)
 
 
 @pytest.mark.slow
@@ -185,6 +188,21 @@ def test_rollbacks_come_to_an_end(train_quickly, tmp_path, monkeypatch):
     with pytest.raises(spikes.LossSpike):
         train_quickly(tmp_path, **CHANGES | {"spike.policy": "rollback"})
     assert Checkpoints(tmp_path / "checkpoints", 2).latest() == 3
+
+
+def test_a_checkpoint_is_judged_by_its_own_evaluation_alone(train_quickly, tmp_path):
+    """One between two evaluations is of other parameters than both."""
+    e, _ = train_quickly(tmp_path, stop_after=5, method="zero1", checkpoint_every=3)
+    rows = metrics.read(tmp_path)
+    (at_4,) = (
+        r["loss"] for r in rows if (r["kind"], r["half_round"]) == ("validation", 4)
+    )
+    assert e.checkpoints.host(3)["held_out_loss"] is None
+    assert e.checkpoints.host(5)["held_out_loss"] is None
+    again, _ = train_quickly(
+        tmp_path / "b", stop_after=4, method="zero1", checkpoint_every=2
+    )
+    assert again.checkpoints.host(4)["held_out_loss"] == at_4
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):

@@ -88,14 +88,47 @@ def test_an_unknown_loss_and_one_worker_leave_zero1(choose):
     assert config.method == "zero1" and timed == []
     assert "method auto, with adan: not acco: not measured" in said
     assert said[-1] == "method auto: zero1, the only one"
-    config, timed, said = choose({}, microbatches_per_step=2)
-    assert config.method == "zero1" and timed == [] and "four microbatches" in said[0]
+    for rows, per_step in ((1, 2), (2, 1)):  # which are too few
+        shape = {"microbatch_size": rows, "microbatches_per_step": per_step}
+        config, timed, said = choose({}, **shape)
+        assert config.method == "zero1" and timed == []
+        assert "not acco: its losses are of a first half smaller" in said[0]
     for odd in (1, 3):
-        config, timed, said = choose({}, microbatches_per_step=odd)
+        shape = {"microbatch_size": 1, "microbatches_per_step": odd}
+        config, timed, said = choose({}, **shape)
         assert config.method == "zero1" and timed == []
         assert said[0].endswith(f"not acco: microbatches_per_step={odd} is odd")
     config, timed, said = choose({}, devices=1)
     assert config.method == "zero1" and said[-1] == "method auto: zero1, one worker"
+
+
+@pytest.mark.parametrize(("rows", "per_step"), [(4, 2), (8, 1), (4, 3), (3, 4)])
+def test_few_microbatches_are_divided_for_acco_alone(choose, rows, per_step):
+    """A step keeps its rows; zero1 computes them as the config says."""
+    shape = {"microbatch_size": rows, "microbatches_per_step": per_step}
+    config, timed, _ = choose({("zero1", 0): 2.0, ("acco", 0): 1.0}, **shape)
+    assert [x for x, _ in timed] == ["zero1", "acco"]
+    n, size = config.microbatches_per_step, config.microbatch_size
+    assert (config.method, n * size) == ("acco", rows * per_step)
+    assert n >= 4 and not n % 2 and config.first_half == -(-n // 4)
+    assert (size == rows) == (per_step == 4)
+    config, *_ = choose({("zero1", 0): 1.01}, **shape)
+    assert (config.microbatches_per_step, config.microbatch_size) == (per_step, rows)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_divided_microbatches(choose, tmp_path):
+    shape = {"microbatch_size": 2, "microbatches_per_step": 2}
+    config, *_ = choose({("zero1", 0): 2.0, ("acco", 0): 1.0}, **shape)
+    e = preparation.prepare(config, tmp_path, jax.devices()[:2])
+    loop.run(preparation.with_first_half(e, 0), stop_after=3)
+    again, timed, _ = choose({}, **shape)
+    assert (again.microbatches_per_step, again.microbatch_size) == (4, 1)
+    assert timed == []
+    loop.run(preparation.prepare(again, tmp_path, jax.devices()[:2]), stop_after=5)
+    other, *_ = choose({}, **shape | {"microbatches_per_step": 4})
+    with pytest.raises(ValueError, match=r"microbatch_size=1, not 2"):
+        preparation.prepare(other, tmp_path, jax.devices()[:2])
 
 
 def test_a_tolerance_decides_by_the_measured_gap():

@@ -16,6 +16,7 @@ from typing import Any
 from absl import logging
 from ml_collections import ConfigDict
 
+import acco_jax
 from acco_jax.command import devices, exits, heartbeat, program_store
 from acco_jax.command.files import read_object, write_whole
 from acco_jax.run.compare import network, pool, results, tuning
@@ -25,6 +26,7 @@ from acco_jax.run.config.identity import differing_field
 from acco_jax.run.observe import metrics
 
 CHOSEN = ("method", "method_options", "domains", "first_half")  # by a run of auto
+TUNING = 1_000  # seeds after a comparison's first one, those that tune begin
 LIMITS = ("spike", "drop_nonfinite", "most_dropped_in_a_row")  # end one as diverged
 LINK = "link.json"  # of the workdir: how the processes of its runs are joined
 RUNS = ("*/seed-*", f"{tuning.FOLDER}/*/*/seed-*")  # of any comparison in the workdir
@@ -61,10 +63,13 @@ class ComparisonRequest:
         """
         given = [*self.config, *entry.flags]
         config = parsing.config_of(given)
-        if self.rate is not None or config.get("first_half") != "auto":
+        chosen = config.get("first_half") != "auto" or config.method == "auto"
+        if self.rate is not None or chosen:
             return given
         first = next(iter(fields.first_halves(config, 2)), 0)
-        return [*given, f"--config.first_half={first}"] if first else given
+        if not 0 < first < config.microbatches_per_step:
+            return given
+        return [*given, f"--config.first_half={first}"]
 
     def folder(self, entry: Entry, seed: int) -> Path:
         return self.workdir / entry.name / f"seed-{seed}"
@@ -82,8 +87,9 @@ class ComparisonRequest:
 
     @property
     def tuning_seeds(self) -> range:
-        end = self.seed_numbers.stop
-        return range(end, end + self.tune_seeds)
+        """Return seeds that stay the same with more of the comparison's."""
+        first = self.seed_numbers.start + max(TUNING, self.seeds)
+        return range(first, first + self.tune_seeds)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -194,6 +200,15 @@ def check(request: ComparisonRequest) -> list[dict[str, Any]]:
     return lengths
 
 
+def _most(experiment: Any) -> int:
+    """Return the most microbatches of a worker in a half-round, on average."""
+    varying = experiment.varying
+    if isinstance(varying, acco_jax.Adaptive):
+        return varying.most
+    grows = isinstance(varying, acco_jax.Balanced) and varying.grows
+    return varying.most if grows else experiment.microbatches
+
+
 def _length(experiment: Any) -> dict[str, Any]:
     """Return the fields of a `tuning.Length`, and the workers, of an `Experiment`."""
     e, config = experiment, experiment.config
@@ -203,7 +218,7 @@ def _length(experiment: Any) -> dict[str, Any]:
             calls[step] = e.tx.calls(step)
     return {
         "steps": config.steps,
-        "tokens": e.tokens * e.total_calls,
+        "tokens": e.tokens * e.total_calls * _most(e) // e.microbatches,
         "calls": calls,
         "limits": json.dumps([config.get(name) for name in LIMITS], default=dict),
         "workers": e.workers,
@@ -333,9 +348,11 @@ def _check_folder(folder: Path, config: ConfigDict) -> None:
     path, new = folder / "config.json", json.loads(config.to_json_best_effort())
     if not path.exists():
         return
-    if config.method == "auto":
-        new = {name: value for name, value in new.items() if name not in CHOSEN}
     old, batches = read_object(path), new["eval_batches"]
+    if config.method == "auto":
+        if old.get("method") == "acco" and config.first_half == "auto":
+            new = json.loads(fields.with_quarters(config).to_json_best_effort())
+        new = {name: value for name, value in new.items() if name not in CHOSEN}
     field = differing_field(old, old | new)
     if _begun(folder) and (was := old.get("eval_batches", batches)) != batches:
         field = field or f"eval_batches={was!r:.60}, not {batches}"

@@ -14,6 +14,7 @@ from acco_jax.core.names import check_name
 from acco_jax.models.sizes import FAMILIES, SIZES
 from acco_jax.run.config.schema import FIELDS, STEPS
 from acco_jax.step import first_half
+from acco_jax.step.first_half import SMALLEST
 
 ADAPTERS = ("rank", "ranks", "init_from")  # fields of `lora` that ask for some
 OF_SCHEDULES = {  # fields of `optimizer`, and the schedules that read them
@@ -288,6 +289,25 @@ def with_first_half(config: ConfigDict, first: int | str) -> ConfigDict:
     with config.ignore_type():
         config.first_half = first
     return config
+
+
+def with_quarters(config: ConfigDict) -> ConfigDict:
+    """Return the config with a first half of a quarter, if its rows can be divided so.
+
+    A step of less than four microbatches gets more, smaller ones, of as many rows.
+    """
+    config = config.copy_and_resolve_references()
+    least = 2 * config.mesh.fsdp  # rows that can be halved
+    while (
+        (config.microbatches_per_step < SMALLEST or config.microbatches_per_step % 2)
+        and not config.microbatch_size % least
+        and not config.counts  # which count microbatches
+    ):
+        config.microbatches_per_step *= 2
+        config.microbatch_size //= 2
+    per_step = config.microbatches_per_step
+    first = first_half.first_halves(per_step)[0]
+    return with_first_half(config, first if first < per_step else "auto")
 
 
 def replayed(config: ConfigDict) -> str:

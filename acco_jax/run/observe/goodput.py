@@ -202,6 +202,14 @@ def read(workdir: Path) -> list[Row]:
     return rows
 
 
+def rolled_back(rows: Sequence[Row]) -> bool:
+    """Return whether a process of the run went back after a spike of the loss."""
+    return any(
+        row["cause"] == "start_up" and before["cause"] != "down"
+        for before, row in itertools.pairwise(rows)
+    )
+
+
 def _lose(kept: list[tuple[int, int, float]], reach: int) -> float:
     """Take training beyond a half-round off the end of `kept`; return its seconds."""
     lost = 0.0

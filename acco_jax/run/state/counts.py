@@ -1,8 +1,8 @@
 """Log of every worker's microbatches in every half-round: counts.jsonl.
 
 One JSON list of n integers a line, written where counts vary during a run;
-`--config.microbatches=replay:WORKDIR/counts.jsonl` repeats such a run bitwise, and
-`--replay=WORKDIR` also repeats one whose workers changed.
+`--replay=WORKDIR` repeats such a run bitwise, and
+`--config.microbatches=replay:WORKDIR/counts.jsonl` its counts alone.
 """
 
 import json
@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 import acco_jax
 from acco_jax.command.files import write_rows
+from acco_jax.command.paths import expanded
 from acco_jax.core import small_files
 from acco_jax.run.config import fields as configs
 from acco_jax.run.state import worlds
@@ -120,8 +121,9 @@ def counted(
             "microbatches_per_step gives a half-round: raise it."
         )
     if log := configs.replayed(config):
-        check_log(Path(log), total_calls, workers, capacity)
-        return acco_jax.Replay(log, capacity, last=total_calls)
+        path = expanded(log)
+        check_log(path, total_calls, workers, capacity)
+        return acco_jax.Replay(path, capacity, last=total_calls)
     if config.microbatches == "adaptive":
         return acco_jax.Adaptive(microbatches, capacity)
     total = microbatches * (first if config.batch == "kept" else workers)

@@ -274,8 +274,8 @@ def _beat(path: Path, done: threading.Event) -> None:
             os.utime(path)
 
 
-def check_shared(workdir: Path) -> None:
-    """Raise a ValueError for a workdir that is remote or not shared by all processes.
+def check_shared(workdir: Path, called: str = "workdir") -> None:
+    """Raise a ValueError for a folder that is remote or not shared by all processes.
 
     Process 0 writes a file, and each of the others looks for it.
 
@@ -301,7 +301,7 @@ def check_shared(workdir: Path) -> None:
             failure = str(error)
     if failure := processes.bytes_from(0, failure.encode()).decode():
         raise ValueError(
-            f"process 0 cannot write to workdir {workdir}: {failure}; give a folder "
+            f"process 0 cannot write to {called} {workdir}: {failure}; give a folder "
             "that the processes of all hosts may write to."
         )
     limit = time.monotonic() + PROBE_SECONDS
@@ -315,7 +315,7 @@ def check_shared(workdir: Path) -> None:
     blind = [i for i, found in enumerate(everyone) if not found]
     if blind:
         raise ValueError(
-            f"workdir {workdir} is not one folder for all processes: process "
+            f"{called} {workdir} is not one folder for all processes: process "
             f"{', '.join(map(str, blind))} does not see what process 0 writes there; "
             "give a folder on a file system that all hosts share."
         )
