@@ -66,6 +66,21 @@ def defined(*files):
     return found
 
 
+def defaults(file):
+    """The defaults that a file writes out, as `--help` prints them; None: unset."""
+    found = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if called and node.func.attr.startswith("DEFINE_"):
+            try:
+                value = ast.literal_eval(node.args[1])
+            except ValueError:  # a constant of another module
+                continue
+            unset = value is False or value in (None, "", [])
+            found[node.args[0].value] = None if unset else str(value)
+    return found
+
+
 def is_text(node):
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
@@ -267,8 +282,12 @@ def test_the_commands_page_has_all_flags():
     parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.S | re.M))
     assert set(parts) == set(COMMANDS)
     for command in COMMANDS:
-        listed = set(re.findall(r"^\| `--([\w-]+)`", parts[command], re.M))
-        assert listed == set(flags_of(command)), command
+        row = r"^\| `--(?:\[no\])?([\w-]+)` \| (.*) \|$"
+        listed = dict(re.findall(row, parts[command], re.M))
+        assert set(listed) == set(flags_of(command)), command
+        for flag, default in defaults(source_of(command)).items():
+            shown = re.search(r"\[([^\]]*)\]$", listed[flag])
+            assert (shown and shown[1]) == default, (command, flag)
 
 
 def test_exit_codes_are_those_of_the_commands():
