@@ -356,6 +356,8 @@ def test_other_parameters_than_the_states_are_undone(form):
         )
         for run in (step, jax.jit(step)) if form == "fused" else (step,):
             params, state = acco_jax.start(tx, jnp.copy(theta))
+            params, state, _ = run(params, state, batch)
+            params, state = jax.tree.map(jnp.copy, (params, state))  # as restored
             params, state, _ = run(params + 1, state, batch)
             here, committed = params, acco_jax.committed_params(state, params)
             np.testing.assert_allclose(committed, theta)
