@@ -60,6 +60,7 @@ def place_counts(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _clip(counts: jax.Array, most: int) -> jax.Array:
+    most = min(most, jnp.iinfo(counts.dtype).max)
     return jnp.clip(counts, 0, most).astype(jnp.int32)
 
 

@@ -30,7 +30,8 @@ SUFFIXES = {
 # Files that hold records, and what to do about them where they cannot be read.
 REMEDIES = {
     **{end: f"set data.name='{k}'" for k, ends in SUFFIXES.items() for end in ends},
-    ".json": "if it has one JSON object a line, name it .jsonl; else write it so",
+    ".json": "if it has one JSON object a line, name it .jsonl, else write it so; "
+             "and set data.name='jsonl'",
     **dict.fromkeys((".tsv", ".xml", ".yaml", ".yml"),
                     "write it as one JSON object a line and set data.name='jsonl'"),
     **dict.fromkeys((".gz", ".zip", ".zst", ".bz2", ".xz", ".tar"), "unpack it"),

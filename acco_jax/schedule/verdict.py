@@ -201,9 +201,11 @@ def network_of(
     readings: Sequence[Reading], machine: Machine, devices: int | None = None
 ) -> str:
     """Return the network that collectives' seconds are of: a host's link, if in one."""
-    if readings and all(machine.domains(r.collective) == 1 for r in readings):
+    here = machine.topology.devices
+    inside = all(machine.domains(r.collective) == 1 for r in readings)
+    if readings and inside and devices in (None, here):
         return machine.topology.chip.link
-    return machine.network_of(devices or machine.topology.devices)
+    return machine.network_of(devices or here)
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:

@@ -289,7 +289,7 @@ REFUSED = {
     "parquet among text": r"a\.parquet is not text but data: set data\.name='parquet'",
     "saved among text": r"state\.json is not text but data: .*name to 'huggingface'",
     "not UTF-8": r"a\.txt is not UTF-8 text: move it out",
-    "list": r"alpaca\.json is not \.jsonl .*: if it has one .*, name it \.jsonl;",
+    "list": r"alpaca\.json is not \.jsonl .*: if it has one .*, name it \.jsonl, ",
     "no object": r"line 25 of .*a\.jsonl is not a JSON object: write one a line",
     "no column": r"line 1 of .*a\.jsonl has no text in 'story': set .*'text'\]",
     "no instructions": r"a\.parquet has no text in 'instruction', .*\['text'\]: rename",
