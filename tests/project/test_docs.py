@@ -282,7 +282,7 @@ def test_the_commands_page_has_all_flags():
     parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.S | re.M))
     assert set(parts) == set(COMMANDS)
     for command in COMMANDS:
-        row = r"^\| `--(?:\[no\])?([\w-]+)` \| (.*) \|$"
+        row = r"^\| `--([\w-]+)` \| (.*) \|$"
         listed = dict(re.findall(row, parts[command], re.M))
         assert set(listed) == set(flags_of(command)), command
         for flag, default in defaults(source_of(command)).items():
