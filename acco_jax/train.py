@@ -214,8 +214,6 @@ def _train(claim: contextlib.ExitStack) -> None:
             # while it waited, another run may have begun there
             mine = process_index() == 0 and workdirs.is_new(folder)
             new += [missing] if mine else []
-            if folder != workdir:
-                workdirs.check_shared(folder, "--config.checkpoints")
         stages.ended("locks")
         repeated = paths.expanded(_REPLAY.value) if _REPLAY.value else None
         if repeated:
@@ -226,6 +224,9 @@ def _train(claim: contextlib.ExitStack) -> None:
             config, workdir, began=began, extend=_EXTEND.value, replay=repeated,
             again=_ORDERS is not None and _ORDERS.attempt > 1,
         )  # fmt: skip
+        # only now do all processes know that they have one config
+        for folder in workdirs.own(workdir, checkpoint_folder)[1:]:
+            workdirs.check_shared(folder, "--config.checkpoints")
         fields.profiled(config.profile, experiment.total_calls)
         replay = None
         if repeated:

@@ -118,8 +118,7 @@ def predict(
         for i, spent in zip(own, timeline.run(operations, found), strict=True):
             c = schedule.collectives[i]
             each[i] = Spent(*(x * c.times for x in spent))
-            link = "fast" if machine.domains(c) == 1 else "slow"
-            used[link] += spent.seconds - spent.exposed
+            used[_link(c, machine)] += spent.seconds - spent.exposed
         _use(inside, schedule.loops, where, used)
     for where, own in places.items():
         if where != "ENTRY":  # a loop body's exposed communication, after all else
@@ -137,6 +136,10 @@ def predict(
         tuple(each),
         machine.value("call_seconds"),
     )
+
+
+def _link(c: Collective, machine: Machine) -> str:
+    return "fast" if machine.domains(c) == 1 else "slow"
 
 
 def _use(
@@ -347,7 +350,7 @@ class _Timeline:
         """Launch collective number i, which starts when the network is free."""
         start = max(self._clock, self._network_free)
         self._network_free = start + seconds
-        link = "fast" if self._machine.domains(c) == 1 else "slow"
+        link = _link(c, self._machine)
         self._flying[i] = _Flight(c.kind, start, self._network_free, link)
 
     def _end(self, i: int, c: Collective, seconds: float, rest: float) -> Spent:

@@ -293,6 +293,20 @@ def test_aux_of_microbatches_without_weight_counts_for_nothing(N):
     assert weight.tolist() == [N, N - 1] and float(aux["share"]) == 2 * N - 1
 
 
+def test_a_complex_weight_and_no_axis_are_refused():
+    mesh = make_mesh(2)
+
+    def loss(params, batch, rng):
+        return jnp.sum(params * batch.mean()), 1 + 1j, {}
+
+    with pytest.raises(ValueError, match=r"dtype complex.*: return a real scalar"):
+        made = acco_jax.local_gradients(loss, mesh=mesh, microbatches=1)
+        made(jnp.float32(1), np.ones((2, 3), np.float32))
+    for axis in ((), ("data", "data")):
+        with pytest.raises(ValueError, match="name at least one axis of the mesh"):
+            acco_jax.zero1(optax.sgd(0.1), mesh=mesh, axis_name=axis)
+
+
 def test_counts_on_the_devices_are_clipped_and_integers():
     mesh = make_mesh(2)
     made = acco_jax.local_gradients(loss_mean, mesh=mesh, microbatches=N)
