@@ -3,6 +3,8 @@
 python benchmarks/compile_time.py [--layers=12,48] [--families=gpt-neo,llama]
 python benchmarks/compile_time.py --leaves=50,100,200,400 [--methods=zero1,acco]
     [--topology=gpu:h100:1x8]
+python benchmarks/compile_time.py --models=resnet50,llama-350m
+    --topology=gpu:h100:1x8 [--methods=zero1,acco]
 
 With layers: the fused step of acco on two CPU devices; layers are one loop of the
 program, so that more of them should not take longer.
@@ -10,7 +12,8 @@ program, so that more of them should not take longer.
 With leaves: a chain of that many 16 x 16 products, unrolled, under adamw on four CPU
 devices, or for those of a topology, two microbatches of eight rows; beside each method
 `plain`, data parallel as jax.jit makes it of optax's own update in a scan over
-microbatches.
+microbatches. With models: the same of a flax.linen ResNet-50 with batch statistics, and
+of a Llama of 24 layers and 350M parameters, each layer with code of its own.
 
 Each size is traced and compiled again, sizes and methods in turn, because machines are
 noisy: seconds are medians, ratios medians of those within a repetition.
@@ -20,8 +23,13 @@ import argparse
 import functools
 import os
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -35,9 +43,10 @@ from acco_jax.methods import METHODS
 from acco_jax.models import transformer
 from acco_jax.run.build import models
 from acco_jax.run.config.fields import default_config
+from benchmarks.compile_models import MODELS, Model, chain
 
 WIDTH, LENGTH, VOCABULARY = 64, 64, 256
-ROWS, SIDE, MICROBATCHES = 8, 16, 2
+MICROBATCHES = 2
 
 
 def mesh_of(devices: int) -> jax.sharding.Mesh:
@@ -61,56 +70,62 @@ def scanned(family: str, layers: int) -> float:
     return time.perf_counter() - start
 
 
-def chain(params: dict[str, jax.Array], batch: jax.Array, rng: None) -> jax.Array:
-    x = batch
-    for name in params:
-        x = jnp.tanh(x @ params[name])
-    return jnp.mean(x**2)
-
-
-def unrolled(topology: str | None, method: str, leaves: int) -> float:
-    """Return the seconds where each of many leaves has its own product."""
+def unrolled(
+    topology: str | None, model_of: Callable[[Any], Model], method: str, which: Any
+) -> float:
+    """Return the seconds where each layer has code of its own."""
     if topology:
         mesh = jax.sharding.Mesh(audit.devices(topology), ("data",))
     else:
         mesh = mesh_of(4)
-    optimizer, whole = optax.adamw(1e-3), jax.NamedSharding(mesh, jax.P())
-    leaf = jax.ShapeDtypeStruct((SIDE, SIDE), "f4")
-    params = {f"{i:04}": leaf for i in range(leaves)}
-    batch = jax.ShapeDtypeStruct(
-        (mesh.size * MICROBATCHES * ROWS, SIDE), "f4",
-        sharding=jax.NamedSharding(mesh, jax.P("data")),
-    )  # fmt: skip
-    if method != "plain":
-        tx = METHODS[method](optimizer, mesh=mesh)
-        params, state = acco_jax.abstract_start(tx, params)
-        step = acco_jax.make_train_step(
-            chain, tx, microbatches=MICROBATCHES, form="fused"
+    model, optimizer = model_of(which), optax.adamw(1e-3)
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    batch = jax.tree.map(
+        lambda x: x.update(sharding=rows), model.batch(mesh.size * MICROBATCHES)
+    )
+    args: tuple[Any, ...]
+    step: Any
+    if method == "plain":
+        whole = jax.NamedSharding(mesh, jax.P())
+        inner = jax.eval_shape(optimizer.init, model.params)
+        step = jax.jit(functools.partial(by_hand, model.mean, optimizer))
+        args = jax.tree.map(
+            lambda x: x.update(sharding=whole), (model.params, inner, model.state)
         )
     else:
-
-        @jax.jit
-        def step(params, state, batch):
-            def add(sums, part):
-                grads = jax.grad(chain)(params, part, None)
-                return jax.tree.map(jnp.add, sums, grads), None
-
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            parts = batch.reshape(MICROBATCHES, -1, SIDE)
-            grads, _ = jax.lax.scan(add, zeros, parts)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        params, state = jax.tree.map(
-            lambda x: x.update(sharding=whole),
-            (params, jax.eval_shape(optimizer.init, params)),
+        tx = METHODS[method](optimizer, mesh=mesh)
+        args = acco_jax.abstract_start(tx, model.params, model.state)
+        step = acco_jax.make_train_step(
+            model.loss, tx, microbatches=MICROBATCHES, form="fused"
         )
     start = time.perf_counter()
-    step.lower(params, state, batch).compile()
+    step.lower(*args, batch).compile()
     return time.perf_counter() - start
 
 
-def table(measure, names: list[str], sizes: list[int], repeat: int, of: str) -> None:
+def by_hand(
+    mean: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    inner: Any,
+    state: Any,
+    batch: Any,
+) -> tuple[Any, Any, Any]:
+    """Run a step of data parallelism as a user of optax writes it."""
+
+    def add(carried: Any, part: Any) -> Any:
+        sums, state = carried
+        grads, state = jax.grad(mean, has_aux=True)(params, part, state)
+        return (jax.tree.map(jnp.add, sums, grads), state), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    parts = jax.tree.map(lambda x: x.reshape(MICROBATCHES, -1, *x.shape[1:]), batch)
+    (grads, state), _ = jax.lax.scan(add, (zeros, state), parts)
+    updates, inner = optimizer.update(grads, inner, params)
+    return optax.apply_updates(params, updates), inner, state
+
+
+def table(measure, names: list[str], sizes: list[Any], repeat: int, of: str) -> None:
     """Prints seconds, and ratios to the smallest size or to the first name."""
     taken: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeat):
@@ -121,7 +136,7 @@ def table(measure, names: list[str], sizes: list[int], repeat: int, of: str) -> 
     print("| | " + " | ".join(f"{size} {of}, s" for size in sizes) + " | ratio |")
     print("|---|" + "---|" * (len(sizes) + 1))
     for name in names:
-        base = [names[0]] * len(sizes) if of == "leaves" else [name]
+        base = [names[0]] * len(sizes) if of != "layers" else [name]
         first = [(b, s) for b, s in zip(base, sizes, strict=False)]
         shown = " | ".join(f"{statistics.median(taken[name, s]):.1f}" for s in sizes)
         tops = [(name, s) for s in sizes[-len(first) :]]
@@ -139,6 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", default="12,48")
     parser.add_argument("--families", default="gpt-neo,llama")
     parser.add_argument("--leaves")
+    parser.add_argument("--models")
     parser.add_argument("--topology")
     parser.add_argument("--methods", default="ddp,zero1,acco")
     parser.add_argument("--repeat", type=int, default=3)
@@ -146,8 +162,12 @@ def main() -> None:
     if flags.leaves:
         names = ["plain", *flags.methods.split(",")]
         sizes = [int(n) for n in flags.leaves.split(",")]
-        measure = functools.partial(unrolled, flags.topology)
+        measure = functools.partial(unrolled, flags.topology, chain)
         table(measure, names, sizes, flags.repeat, "leaves")
+    elif flags.models:
+        names, models = ["plain", *flags.methods.split(",")], flags.models.split(",")
+        measure = functools.partial(unrolled, flags.topology, lambda m: MODELS[m]())
+        table(measure, names, models, flags.repeat, "first step")
     else:
         sizes = [int(n) for n in flags.layers.split(",")]
         table(scanned, flags.families.split(","), sizes, flags.repeat, "layers")

@@ -108,15 +108,16 @@ class Codec:
         """Return the sums over workers, in the master weights' dtypes.
 
         They are packed, or shards where a backward pass has reduced them leaf by leaf.
-        They are 0 unless `valid`, a bool [].
+        Unless `valid`, a bool [], they are 0, as plain gradients without weight are.
         """
         bits, senders = self.reduce_bits, layout.mesh.shape[layout.reduce_order[-1]]
-        if bits is not None:
-            add = functools.partial(
-                dequantized_sum, bits=bits, senders=senders, apart=not self.feedback
-            )
-            reduced = layout.on_buffers(lambda xs: tuple(map(add, xs)))(reduced)
-        return layout.reduced(*masked(valid, (reduced, whole)))
+        if bits is None:
+            return layout.reduced(reduced, whole)
+        add = functools.partial(
+            dequantized_sum, bits=bits, senders=senders, apart=not self.feedback
+        )
+        reduced = layout.on_buffers(lambda xs: tuple(map(add, xs)))(reduced)
+        return layout.reduced(masked(valid, reduced), whole)
 
     def encode_params(
         self, layout: Layout, residual: Residual | None, point: PyTree

@@ -488,7 +488,7 @@ class Accumulator:
         loss_of = self._loss_of(batch, key, state, total, i)
         (loss, rest), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         weight, aux, state = rest
-        return Sums(grads, loss, weight, aux, model_state=state)
+        return counted(Sums(grads, loss, weight, aux, model_state=state))
 
     # traced and lowered once, however many pieces of a half-round compute microbatches
     _gradient_once = jax.jit(_gradient, static_argnames="total")

@@ -372,20 +372,29 @@ class Layout:
         each = zip(self.groups, dtypes, strict=True)
         return tuple(g.lay([blocks[i] for i in g.leaves], dtype) for g, dtype in each)
 
-    def _take(self, fn: Callable, spec: P, out_specs: PyTree) -> Callable:
-        """Map (buffers, whole) to fn(leaf, x), x its blocks (n, *part) or whole."""
+    def _take(
+        self, fn: Callable, spec: P, specs: PyTree, buffers: Arrays, whole: Arrays
+    ) -> PyTree:
+        """Return fn(leaf, x) of each leaf, x its blocks (n, *part) or whole.
 
-        def local(buffers: Arrays, whole: Arrays) -> PyTree:
-            blocks: dict[int, jax.Array] = {}
-            rest, one = iter(whole), self._one()
-            for group, buffer in zip(self.groups, buffers, strict=True):
-                parts = group.take(buffer, one)
-                blocks |= dict(zip(group.leaves, parts, strict=True))
-            each = enumerate(self.leaves)
-            xs = [next(rest) if leaf.whole else blocks[i] for i, leaf in each]
-            return self.map(fn, self.treedef.unflatten(xs))
+        Buffers are split as `spec` says, and what fn returns as `specs` do.
+        """
+        numbers = [i for group in self.groups for i in group.leaves]
 
-        return self.everywhere(local, (spec, self._whole_specs), out_specs)
+        def local(buffers: Arrays) -> list[jax.Array]:
+            each, one = zip(self.groups, buffers, strict=True), self._one()
+            parts = [x for group, buffer in each for x in group.take(buffer, one)]
+            return [fn(self.leaves[i], x) for i, x in zip(numbers, parts, strict=True)]
+
+        split: list[jax.Array] = []
+        if numbers:
+            homes = jax.tree.leaves(specs)
+            out_specs = [homes[i] for i in numbers]
+            split = self.everywhere(local, (spec,), out_specs)(buffers)
+        found, rest = dict(zip(numbers, split, strict=True)), iter(whole)
+        each = enumerate(self.leaves)
+        xs = [fn(leaf, next(rest)) if leaf.whole else found[i] for i, leaf in each]
+        return self.treedef.unflatten(xs)
 
     def _one(self) -> jax.Array | None:
         """Return, on CPU, a uint32 [] of 1 that the compiler does not know.
@@ -417,22 +426,25 @@ class Layout:
         """
 
         def local(grads: PyTree, weight: jax.Array) -> tuple[Arrays, Arrays]:
-            rows = self.map(lambda leaf, g: g.astype(leaf.comm_dtype), grads)
             cut = lambda leaf, g: g if leaf.whole else leaf.cut(g[0])  # noqa: E731
-            blocks = self.map(cut, rows)
+            blocks = self.map(cut, grads)
             packed = self._lay(blocks, [None] * len(self.groups)), self.whole(blocks)
             if not check:
                 return packed
             # mask what is packed, so that leaves are not held twice
             return masked(weight[0] != 0, packed)
 
-        in_specs = (self._row_specs, P(self.axis))
-        rows = tuple(P(self.axis, *spec) for spec in self._whole_specs)
-        run = self.everywhere(local, in_specs, (self._own, rows))
+        grads = self.map(lambda leaf, g: g.astype(leaf.comm_dtype), grads)
         weight = weight.astype(self.scalar)
         # from weight, which has its sharding: zeros_like may not
         loss = jnp.where(weight != 0, 0, 0 * weight) if loss is None else loss
-        buffers, whole = run(grads, weight)
+        buffers: Arrays = ()
+        whole = self.whole(grads)
+        if self.groups or check:
+            in_specs = (self._row_specs, P(self.axis))
+            rows = tuple(P(self.axis, *spec) for spec in self._whole_specs)
+            run = self.everywhere(local, in_specs, (self._own, rows))
+            buffers, whole = run(grads, weight)
         return InFlight(buffers, whole, weight, loss.astype(self.scalar))
 
     def zeros(self) -> InFlight:
@@ -548,7 +560,7 @@ class Layout:
         def shard(leaf: Leaf, x: jax.Array) -> jax.Array:
             return (x if leaf.whole or leaf.in_blocks else x[0]).astype(leaf.master)
 
-        return self._take(shard, self._own, self._shard_specs)(reduced, whole)
+        return self._take(shard, self._own, self._shard_specs, reduced, whole)
 
     # ---- parameters, to all workers
 
@@ -587,8 +599,7 @@ class Layout:
                 return x.astype(leaf.dtype)
             return leaf.assemble(x).astype(dtype or leaf.dtype)
 
-        run = self._take(param, self._over(()), self._param_specs)
-        return run(gathered.buffers, gathered.whole)
+        return self._take(param, self._over(()), self._param_specs, *gathered)
 
     # ---- without buffers
 

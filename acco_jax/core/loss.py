@@ -16,7 +16,7 @@ from acco_jax.core.model_state import check_call, check_same
 from acco_jax.core.select import choose, masked
 
 # a loss, and (weight, aux, model state)
-Evaluated = tuple[jax.Array, tuple[jax.Array, PyTree, PyTree]]
+Evaluated = tuple[jax.Array, tuple["jax.Array | np.ndarray", PyTree, PyTree]]
 
 
 class Sums(NamedTuple):
@@ -24,7 +24,7 @@ class Sums(NamedTuple):
 
     grads: PyTree  # (n, *param.shape), the accumulator's dtype
     loss: jax.Array  # (n,)
-    weight: jax.Array  # (n,)
+    weight: Any  # (n,) jax.Array; of NumPy where a microbatch's is no computed number
     aux: PyTree  # (n, ...)
     # (n, n) int32, row i zero except at place i: how often worker i was dropped; None
     # where numbers are not checked to be finite
@@ -118,7 +118,7 @@ def evaluate(
     for name, x in zip(("loss", "weight"), out, strict=False):
         if x is None or not jax.tree_util.all_leaves([x]):
             raise ValueError(f"loss_fn returned {type(x).__name__} as {name}: {forms}")
-    loss, weight = jnp.asarray(out[0]), jnp.asarray(out[1])
+    loss, weight = jnp.asarray(out[0]), _as_known(out[1])
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(
             f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}:"
@@ -133,8 +133,17 @@ def evaluate(
     return loss, (weight, aux, model_state)
 
 
+def _as_known(weight: Any) -> jax.Array | np.ndarray:
+    """Return a weight as an array, of NumPy where the program computes none."""
+    if isinstance(weight, jax.Array):
+        return weight
+    return np.asarray(weight, jnp.result_type(weight))
+
+
 def counted(sums: Sums) -> Sums:
     """Return the sums; without weight they count for nothing, not even a NaN."""
+    if isinstance(sums.weight, np.ndarray) and sums.weight.all():
+        return sums  # known while it is traced, and nothing to mask
     found = sums.grads, sums.loss, sums.aux
     grads, loss, aux = masked(sums.weight != 0, found)
     return sums._replace(grads=grads, loss=loss, aux=aux)
@@ -171,7 +180,7 @@ def finite(sums: Sums, grads: PyTree, me: jax.Array, before: PyTree = None) -> S
 def add(sums: Sums, more: Sums) -> Sums:
     """Return the sum of both, in the first one's dtypes, with the later model state."""
     state = keep(more, sums.model_state).model_state
-    a, b = (x._replace(model_state=None) for x in (sums, counted(more)))
+    a, b = (x._replace(model_state=None) for x in (sums, more))
     added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), a, b)
     return added._replace(model_state=state)
 

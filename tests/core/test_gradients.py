@@ -293,6 +293,31 @@ def test_aux_of_microbatches_without_weight_counts_for_nothing(N):
     assert weight.tolist() == [N, N - 1] and float(aux["share"]) == 2 * N - 1
 
 
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("weight", [0, 0.0, np.float32(0), False])
+def test_a_loss_whose_weight_is_always_0_counts_for_nothing(weight, N):
+    def loss(params, batch, rng):
+        return jnp.log(params * batch).sum(), weight, {"mean": batch / 0}
+
+    made = acco_jax.local_gradients(loss, mesh=make_mesh(2), microbatches=N)
+    grads, weights, aux = made(jnp.float32(0), np.zeros(2 * N, np.float32))
+    assert not grads.any() and not weights.any() and not aux["mean"].any()
+
+
+def test_a_weight_that_is_computed_is_checked_and_another_is_not():
+    mesh = make_mesh(2)
+
+    def selects(loss):
+        made = acco_jax.local_gradients(loss, mesh=mesh, microbatches=2)
+        traced = jax.make_jaxpr(made)(jnp.ones(3), np.ones((4, 3), np.float32))
+        return str(traced).count("select_n")
+
+    mean = lambda p, b, rng: jnp.sum(p * b)  # noqa: E731
+    known = lambda p, b, rng: (mean(p, b, rng), 3, None)  # noqa: E731
+    computed = lambda p, b, rng: (mean(p, b, rng), b.sum(), None)  # noqa: E731
+    assert selects(mean) == selects(known) < selects(computed)
+
+
 def test_a_complex_weight_and_no_axis_are_refused():
     mesh = make_mesh(2)
 

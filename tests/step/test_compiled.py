@@ -72,6 +72,28 @@ def compiled(lowered):
     return lowered.compile()
 
 
+@pytest.mark.parametrize(("method", "selects"), [("ddp", 3), ("zero1", 3), ("acco", 4)])
+def test_a_leaf_is_selected_once_for_each_array_that_is_kept(method, selects):
+    """Parameters and two moments; of acco, theta and where the parameters go.
+
+    They stay where no worker has weight. A compiler's time grows with each.
+    """
+    tx = getattr(acco_jax, method)(optax.adamw(1e-3), mesh=make_mesh(4))
+    step = acco_jax.make_train_step(
+        lambda params, batch, rng: sum(jnp.sum(x * batch) for x in params),
+        tx,
+        microbatches=2,
+    )
+
+    def found(leaves):
+        shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        arrays = acco_jax.abstract_start(tx, [shape] * leaves)
+        text = step.lower(*arrays, jax.ShapeDtypeStruct((8, 128), "f4")).as_text()
+        return text.count("stablehlo.select")
+
+    assert found(7) - found(4) == 3 * selects
+
+
 def sizes(params):
     out = {}
     for x in jax.tree.leaves(params):
